@@ -1,0 +1,1 @@
+"""shardwise: fully sharded data-parallel training that can be planned, read and trusted."""

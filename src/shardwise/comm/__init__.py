@@ -1,0 +1,1 @@
+"""Ways for ranks to talk: one protocol, and its implementations side by side."""
