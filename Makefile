@@ -1,0 +1,51 @@
+# Five verbs. Each builds .venv by itself, once, from pyproject.toml and constraints.txt.
+#
+#   make demo    train a small language model, sharded over two CPU processes
+#   make test    the whole test suite; `make test ARGS="-k layout"` runs a part of it
+#   make check   format, lint, types, import arrows and line budgets, documentation
+#   make bench   the side-by-side measurements in benchmarks/
+#   make clean   remove what the others made
+#
+# Another interpreter:                  make PYTHON=python3.12 test
+# torch without CUDA where PyPI has it: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := test
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# One thread per process: ranks are the parallelism, and sums keep one order.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check bench clean
+
+demo: $(STAMP)
+	$(BIN)/shardwise train recipes/demo.yaml --nproc 2
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_surface.py
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(STAMP)
+	@test -d benchmarks || { echo "make bench: there are no benchmarks in this version" >&2; exit 2; }
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf .venv site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("shardwise needs Python 3.11 or newer, and this is %d.%d. Try: make PYTHON=python3.12 ..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,hf,test,docs,dev]'
+	@touch $@

@@ -1,0 +1,102 @@
+"""Which dtype is stored, computed in, sent, and summed in. One frozen policy for a model.
+
+``torch.autocast`` casts at every operation and keeps the parameters wide in memory and on
+the wire. Here the cast happens once per gather, on the rank's own 1/W slice, so a bf16 model
+gathers half the bytes while the optimizer goes on seeing fp32 masters.
+
+    stored ──cast own slice──▶ compute ──grad──▶ wire ──send──▶ sum ──mean──▶ stored
+    (shard)                    (bucket)          (bucket)       (shard)       (shard.grad)
+
+The fields are those of PyTorch's ``MixedPrecision`` (param, reduce and buffer dtype), with the
+reduce dtype split in two: a narrow dtype may travel while sums are formed in a wide one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.errors import ConfigError
+
+__all__ = ["AVERAGES", "Averaging", "Precision"]
+
+AVERAGES = ("postdivide", "predivide", "sqrt", "avg")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a model. ``None`` leaves each tensor as it is.
+
+    Attributes:
+        stored: shards, gradients of shards and optimizer state; ``None`` = as the model has them.
+        compute: gathered parameters and the floating-point inputs of the model.
+        wire: gradients on their way to the rank that sums them; ``None`` = as computed.
+        sum: the dtype sums are formed in; ``None`` = as stored.
+        buffers: floating-point buffers, cast once at the start.
+        output: floating-point outputs of the model.
+        average: how the mean over ranks is formed: ``"postdivide"`` (sum, then divide),
+            ``"predivide"`` (divide, then sum), ``"sqrt"`` (a power of two near √W before, the
+            rest after, which neither overflows nor underflows fp16), ``"avg"`` (the backend's own,
+            after a self-test). ``None`` = ``"sqrt"`` where fp16 travels, else ``"postdivide"``.
+    """
+
+    stored: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    wire: torch.dtype | None = None
+    sum: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    output: torch.dtype | None = None
+    average: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stored", "compute", "wire", "sum", "buffers", "output"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ConfigError(
+                    f"precision.{name} is {dtype}; gradients need a floating-point dtype, for "
+                    "example torch.bfloat16 or torch.float32."
+                )
+        if self.average is not None and self.average not in AVERAGES:
+            raise ConfigError(
+                f"precision.average is {self.average!r}; choose one of {', '.join(AVERAGES)}."
+            )
+
+    def of(self, dtype: torch.dtype, trainable: bool) -> Dtypes:
+        """The dtypes of a parameter that the model holds in ``dtype``."""
+        if not dtype.is_floating_point:  # quantised bytes travel as they are
+            return Dtypes(dtype, dtype, dtype, dtype)
+        stored = self.stored if self.stored is not None and trainable else dtype
+        compute = self.compute or stored
+        return Dtypes(stored, compute, self.wire or compute, self.sum or stored)
+
+    def averaging(self, wire: torch.dtype, world: int) -> Averaging:
+        """How gradients that travel in ``wire`` are averaged over ``world`` ranks."""
+        how = self.average or ("sqrt" if wire is torch.float16 else "postdivide")
+        if how == "sqrt":
+            before = float(2 ** round(world.bit_length() / 2 - 0.5)) if world > 1 else 1.0
+            return Averaging(how, before, world / before)
+        return Averaging(
+            how,
+            before=float(world) if how == "predivide" else 1.0,
+            after=float(world) if how == "postdivide" else 1.0,
+        )
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of one bucket; its key, together with trainability."""
+
+    stored: torch.dtype
+    compute: torch.dtype
+    wire: torch.dtype
+    sum: torch.dtype
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """Divisors around the sum. Dividing is exact where multiplying by 1/W is not (W = 3)."""
+
+    how: str
+    before: float
+    after: float

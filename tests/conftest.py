@@ -1,0 +1,37 @@
+"""What holds for every test: one seed, one thread, no launcher's environment, no network."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported, and inherited by spawned ranks.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["MPLBACKEND"] = "Agg"
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_")
+
+# The same examples on every run and every machine; time limits are pytest's business.
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
+settings.load_profile("same")
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed every generator, and hide the launcher that may have started pytest itself."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - libraries under test read the global generator
+    torch.manual_seed(0)
+    for name in os.environ:
+        if name in LAUNCHER or name.startswith(LAUNCHER_PREFIXES):
+            monkeypatch.delenv(name)

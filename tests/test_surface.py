@@ -1,0 +1,276 @@
+"""The shape of the package, read from its source: arrows, sizes, names, and the public face.
+
+Each rule is a pure function from a file to its offences, so that a failure lists all of them,
+and each is also shown a file that breaks it: a rule that cannot fail protects nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+import shardwise
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "shardwise"
+
+LONGEST_FUNCTION = 60  # lines, docstring included
+LONGEST_FILE = 400  # lines
+MOST_PARAMETERS = 8  # counting self; the aim is 6
+ENGINE_BUDGET = 3_300  # lines of code and docstrings: lower it when the engine gets smaller
+NAMES_THAT_EXPLAIN_NOTHING = {"utils", "helpers", "common", "misc", "base"}
+
+# file or folder of the package → what of the package it may import (itself always)
+ONLY = {"errors": set(), "layout": {"errors"}, "schedule": {"errors"}}
+NEVER = {"plan": {"buffers", "runtime", "comm"}}
+MAY_IMPORT_TORCH_DISTRIBUTED = {"comm", "launch", "integrations", "checkpoint/dcp"}
+WITHOUT_TORCH = {"errors", "schedule"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: ``name`` is its path in the package without ``.py``, such as ``comm/threads``."""
+
+    name: str
+    text: str
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(ast.parse(self.text, self.name)))
+
+    @property
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        return (n for n in self.nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    @cached_property
+    def imports(self) -> set[str]:
+        """Dotted names; ``from a import b`` counts as ``a.b``, and relative ones are resolved."""
+        found: set[str] = set()
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {f"{self._origin(node)}.{alias.name}" for alias in node.names}
+        return found
+
+    def _origin(self, node: ast.ImportFrom) -> str:
+        if node.level == 0:
+            return node.module or ""
+        inside = ["shardwise", *self.name.split("/")[:-1]]
+        return ".".join([*inside[: len(inside) + 1 - node.level], *filter(None, [node.module])])
+
+    @property
+    def ours(self) -> set[str]:
+        """The files and folders of the package that this one imports, by their first name."""
+        names = (name.split(".") for name in self.imports)
+        return {parts[1] for parts in names if parts[0] == "shardwise" and len(parts) > 1}
+
+    @property
+    def within(self) -> str:
+        """The first folder, or the file itself where it lies flat."""
+        return self.name.split("/")[0]
+
+
+def read(folder: Path) -> list[Source]:
+    paths = sorted(folder.rglob("*.py"))
+    return [
+        Source(path.relative_to(folder).with_suffix("").as_posix(), path.read_text("utf-8"))
+        for path in paths
+    ]
+
+
+SOURCES = read(PACKAGE)
+
+
+def under(name: str, allowed: set[str]) -> bool:
+    return any(name == place or name.startswith(f"{place}/") for place in allowed)
+
+
+# --- the rules: a source → its offences ------------------------------------------------------
+
+
+def wrong_arrows(source: Source) -> list[str]:
+    allowed = ONLY.get(source.name)
+    extra = set() if allowed is None else source.ours - allowed
+    extra |= source.ours & NEVER.get(source.within, set())
+    return [f"{source.name} imports {name}" for name in sorted(extra)]
+
+
+def torch_where_none_belongs(source: Source) -> list[str]:
+    if source.name not in WITHOUT_TORCH:
+        return []
+    torch = {name for name in source.imports if name.split(".")[0] == "torch"}
+    return [f"{source.name} imports {name}" for name in sorted(torch)]
+
+
+def torch_distributed(source: Source) -> list[str]:
+    """By import in any spelling, and by reaching through ``torch.distributed``."""
+    if under(source.name, MAY_IMPORT_TORCH_DISTRIBUTED):
+        return []
+    found = {name for name in source.imports if f"{name}.".startswith("torch.distributed.")}
+    found |= {
+        f"torch.distributed (line {node.lineno})"
+        for node in source.nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+    }
+    return [f"{source.name} uses {name}" for name in sorted(found)]
+
+
+def prints(source: Source) -> list[str]:
+    """Writing to the terminal, or importing what does."""
+    if source.within == "cli":
+        return []
+    found = [
+        f"{source.name}:{node.lineno} calls print"
+        for node in source.nodes
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "pprint"}
+    ]
+    found += [
+        f"{source.name}:{node.lineno} reaches for {ast.unparse(node)}"
+        for node in source.nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout", "sys.stderr"}
+    ]
+    tools = {name.split(".")[0] for name in source.imports} & {"click", "rich"}
+    return found + [f"{source.name} imports {name}" for name in sorted(tools)]
+
+
+def names_that_explain_nothing(source: Source) -> list[str]:
+    words = set(source.name.split("/")) & NAMES_THAT_EXPLAIN_NOTHING
+    return [f"{source.name} has a part called {word}" for word in sorted(words)]
+
+
+def long_functions(source: Source) -> list[str]:
+    lengths = {f: (f.end_lineno or f.lineno) - f.lineno + 1 for f in source.functions}
+    return [
+        f"{source.name}:{function.lineno} {function.name} has {length} lines"
+        for function, length in lengths.items()
+        if length > LONGEST_FUNCTION
+    ]
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    arguments = function.args
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+
+
+def long_signatures(source: Source) -> list[str]:
+    return [
+        f"{source.name}:{function.lineno} {function.name} has {len(parameters(function))}"
+        for function in source.functions
+        if len(parameters(function)) > MOST_PARAMETERS
+    ]
+
+
+def long_file(source: Source) -> list[str]:
+    lines = len(source.text.splitlines())
+    return [f"{source.name} has {lines} lines"] if lines > LONGEST_FILE else []
+
+
+def without_annotations(source: Source) -> list[str]:
+    def is_bare(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+        bare = [a for a in parameters(function) if a.annotation is None]
+        return function.returns is None or any(a.arg not in {"self", "cls"} for a in bare)
+
+    return [
+        f"{source.name}:{function.lineno} {function.name}"
+        for function in source.functions
+        if not function.name.startswith("_") and is_bare(function)
+    ]
+
+
+def without_docstring(source: Source) -> list[str]:
+    """The module, and its public functions and classes."""
+    module = ast.parse(source.text)
+    found = [] if ast.get_docstring(module) else [source.name]
+    for node in module.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if not node.name.startswith("_") and not ast.get_docstring(node):
+            found.append(f"{source.name}:{node.lineno} {node.name}")
+    return found
+
+
+def unfinished(source: Source) -> list[str]:
+    return [
+        f"{source.name}:{node.lineno} raises NotImplementedError"
+        for node in source.nodes
+        if isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node)
+    ]
+
+
+def lines_of_code(source: Source) -> int:
+    """Lines that are neither blank nor a comment; docstrings count, since they are read."""
+    stripped = (line.strip() for line in source.text.splitlines())
+    return sum(bool(line) and not line.startswith("#") for line in stripped)
+
+
+# --- each rule on the package, and on a file that breaks it ----------------------------------
+
+LONG = "\n".join(["def f() -> None:", *["    x = 1"] * 60])
+BROKEN = {
+    wrong_arrows: [
+        Source("layout", "from shardwise.units import Unit"),
+        Source("schedule", "from . import layout"),
+        Source("errors", "import shardwise.comm.protocol"),
+        Source("plan/memory", "from ..comm.fake import FakeComm"),
+    ],
+    torch_where_none_belongs: [Source("schedule", "from torch import Tensor")],
+    torch_distributed: [
+        Source("runtime", "import torch.distributed as dist"),
+        Source("runtime", "from torch import distributed"),
+        Source("runtime", "from torch.distributed import fsdp"),
+        Source("runtime", "import torch\nd = torch.distributed.get_rank()"),
+        Source("checkpoint/write", "import torch.distributed.checkpoint"),
+    ],
+    prints: [
+        Source("train/loop", "print('step')"),
+        Source("train/loop", "import sys\nsys.stderr.write('step')"),
+        Source("train/loop", "from rich.table import Table"),
+    ],
+    names_that_explain_nothing: [Source("comm/utils", ""), Source("common/ring", "")],
+    long_functions: [Source("runtime", LONG)],
+    long_signatures: [Source("runtime", "def f(self, a, b, c, d, e, *, f, g, h): ...")],
+    long_file: [Source("runtime", "x = 1\n" * 401)],
+    without_annotations: [
+        Source("runtime", "def f(a) -> None: ..."),
+        Source("runtime", "def f(a: int): ..."),
+    ],
+    without_docstring: [Source("runtime", ""), Source("runtime", '"""Idea."""\nclass A: x = 1')],
+    unfinished: [Source("runtime", "def f() -> None:\n    raise NotImplementedError('later')")],
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(rule):  # type: ignore[no-untyped-def]
+    assert [offence for source in SOURCES for offence in rule(source)] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [(rule, source) for rule, sources in BROKEN.items() for source in sources],
+    ids=lambda value: getattr(value, "__name__", value.__class__.__name__),
+)
+def test_the_rule_sees_an_offence(rule, source):  # type: ignore[no-untyped-def]
+    assert len(rule(source)) == 1
+
+
+def test_the_engine_can_be_read_in_one_sitting() -> None:
+    engine = [s for s in SOURCES if "/" not in s.name or s.within in {"comm", "optim"}]
+    assert sum(map(lines_of_code, engine)) <= ENGINE_BUDGET
+    assert {"errors", "comm/protocol"} <= {source.name for source in engine}
+
+
+# --- the public face, and what it asks of the machine ----------------------------------------
+
+
+def test_the_public_names_are_sorted_and_there() -> None:
+    names = shardwise.__all__
+    assert list(names) == sorted(names)
+    assert [name for name in names if not hasattr(shardwise, name)] == []
