@@ -2,12 +2,12 @@
 #
 #   make demo    train a small language model, sharded over two CPU processes
 #   make test    the whole test suite; `make test ARGS="-k layout"` runs a part of it
-#   make check   format, lint, types, import arrows and line budgets, documentation
+#   make check   format, lint, types, import arrows and line budgets, documentation: `make -k check` goes on
+#                after a failure, and each part is a target (format, lint, types, shape, docs)
 #   make bench   the side-by-side measurements in benchmarks/
 #   make clean   remove what the others made
 #
 # Another interpreter:                  make PYTHON=python3.12 test
-# torch without CUDA where PyPI has it: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -22,7 +22,7 @@ STAMP := .venv/.installed
 # One thread per process: ranks are the parallelism, and sums keep one order.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check format lint types shape docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/shardwise train recipes/demo.yaml --nproc 2
@@ -30,12 +30,22 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(STAMP)
+check: format lint types shape docs
+
+format: $(STAMP)
 	$(BIN)/ruff format --check .
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+shape: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_surface.py
-	$(BIN)/mkdocs build --strict --quiet
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(STAMP)
 	@test -d benchmarks || { echo "make bench: there are no benchmarks in this version" >&2; exit 2; }
@@ -46,6 +56,7 @@ clean:
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("shardwise needs Python 3.11 or newer, and this is %d.%d. Try: make PYTHON=python3.12 ..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@echo "Building .venv, once: a minute or more, about 2 GB."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,hf,test,docs,dev]'
 	@touch $@

@@ -1,0 +1,269 @@
+"""Where cues come from: hooks on modules, on autograd's nodes, and on parameters.
+
+    forward    pre-hook ─ enter ─▶ compute ─▶ hook ─ exit      (one frame per call)
+    backward   node that made the outputs ─ enter ─▶ gradients ─▶ node that made the inputs ─ exit
+    gradient   a parameter's gradient is complete ─ collect
+
+Hooks sit on autograd's *nodes*, not on tensors, and no node of our own is inserted: an output
+that is changed in place keeps its maker in the graph, where a tensor hook would be lost or an
+identity function would forbid the change.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.runtime import Runtime, UnitState
+from shardwise.schedule import Op, Phase
+from shardwise.visits import Visit
+
+__all__ = ["Hooks"]
+
+
+@dataclass
+class Frame:
+    """A forward call that has begun and not ended."""
+
+    module: nn.Module
+    unit: str | None
+    visit: Visit | None  # None: no gradients, or a recomputation whose first call is remembered
+    inputs: frozenset[Node]
+    cued: bool  # False in a recomputation, which the schedule does not list
+    resume: Any = None  # of the outermost frame: the cursor to go on with
+
+
+class Hooks:
+    """Installs hooks on a model and turns what they see into cues.
+
+    Args:
+        model: the root.
+        brackets: the modules whose forward uses a unit, with the unit's name.
+        runtime: who is told.
+        casts: dtypes of the model's floating-point inputs and outputs (``None``: as they are).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        brackets: Mapping[nn.Module, str],
+        runtime: Runtime,
+        casts: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+    ) -> None:
+        self.model, self.brackets, self.runtime, self.casts = model, brackets, runtime, casts
+        self.suspended = False  # full_params(): everything is whole, nothing to do
+        self._frames: list[Frame] = []
+        self._backward: weakref.ref[_Token] | None = None
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """Put every hook in place."""
+        for module in {self.model: None, **dict.fromkeys(self.brackets)}:
+            self._handles += [
+                module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._after, always_call=True),
+            ]
+        for state in self.runtime.units.values():
+            for bucket in state.trainable:
+                for index, param in enumerate(bucket.params):
+                    hook = partial(self._collect, state, bucket, index)
+                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        """Take every hook away again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ---- forward ---------------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.suspended:
+            return None
+        unit = self.brackets.get(module)
+        if torch._C._current_graph_task_id() != -1 and self._in_backward():
+            self._recompute(module, unit, (args, kwargs))
+            return None
+        outermost = not self._frames or self._is_abandoned(module)
+        resume = self._begin(unit) if outermost else None
+        frame = self._frame(module, unit, (args, kwargs), cued=True)
+        frame.resume = resume
+        self._frames.append(frame)
+        if unit is not None:
+            self.runtime.units[unit].depth += 1
+            self.runtime.cue(Op.ENTER, unit, Phase.FORWARD)
+        return self._cast_inputs(module, args, kwargs)
+
+    def _begin(self, unit: str | None) -> Any:
+        if self._backward is not None and self._backward() is None:
+            self._backward = None
+            self.runtime.abandon("a backward pass stopped before its end")
+        self.runtime.check_trainable()
+        return self.runtime.begin(unit)
+
+    def _is_abandoned(self, module: nn.Module) -> bool:
+        """The model is called while it is being called: that call ended without telling us."""
+        if module is not self.model or all(frame.module is not module for frame in self._frames):
+            return False
+        self._frames.clear()
+        self.runtime.abandon("a forward pass stopped before its end")
+        return True
+
+    def _frame(self, module: nn.Module, unit: str | None, called: Any, cued: bool) -> Frame:
+        if not torch.is_grad_enabled():
+            return Frame(module, unit, None, frozenset(), cued)
+        parent = self._frames[-1].visit if self._frames else None
+        return Frame(module, unit, Visit(unit, parent), frozenset(_makers(called)), cued)
+
+    def _recompute(self, module: nn.Module, unit: str | None, called: Any) -> None:
+        """A forward call inside the backward pass: activation checkpointing.
+
+        A unit whose first call is remembered (non-reentrant) only has to be whole. One whose
+        first call ran without gradients (reentrant) is met by autograd now for the first time.
+        """
+        remembered = unit is None or self.runtime.units[unit].visits.live()
+        frame = self._frame(module, unit, called, cued=False)
+        if remembered:
+            frame.visit = None
+        self._frames.append(frame)
+        if unit is not None:
+            self.runtime.units[unit].depth += 1
+            self.runtime.serve(unit)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.suspended or not self._frames or self._frames[-1].module is not module:
+            return None
+        frame = self._frames.pop()
+        failed = output is None and sys.exc_info()[1] is not None
+        if frame.unit is not None:
+            self.runtime.units[frame.unit].depth -= 1
+        if failed:
+            self._failed(frame)
+            return None
+        if frame.unit is not None and frame.cued:
+            self._pin(frame.unit, output)
+            self._meet(frame, output)
+            self.runtime.cue(Op.EXIT, frame.unit, Phase.FORWARD)
+        else:
+            self._meet(frame, output)
+        if frame.cued and not self._frames:
+            self.runtime.resume(frame.resume)
+        return self._cast_outputs(module, output)
+
+    def _failed(self, frame: Frame) -> None:
+        """The call raised. Early-stopped recomputations do so, and mean no harm."""
+        if frame.cued and not self._frames:
+            self.runtime.abandon("a forward pass raised an exception")
+
+    def _pin(self, unit: str, output: Any) -> None:
+        """An output that is a view of a parameter keeps the unit whole until the step ends."""
+        state = self.runtime.units[unit]
+        homes = {bucket.full.untyped_storage()._cdata for bucket in state.buckets}
+        if any(t.untyped_storage()._cdata in homes for t in _tensors(output)):
+            state.pinned = True
+
+    def _meet(self, frame: Frame, output: Any) -> None:
+        """Ask autograd to tell us when it comes back through this call."""
+        if frame.visit is None:
+            return
+        makers = [node for node in _makers(output, with_bases=True) if node not in frame.inputs]
+        if not makers:
+            return
+        visit = frame.visit
+        if frame.unit is not None:
+            self.runtime.units[frame.unit].visits.add(visit)
+        for node in makers:
+            node.register_prehook(partial(self._enter_backward, visit))
+        for node in frame.inputs:
+            visit.bounded = True
+            node.register_prehook(partial(self._leave_backward, visit))
+
+    # ---- backward --------------------------------------------------------------------------
+
+    def _in_backward(self) -> bool:
+        return self._backward is not None and self._backward() is not None
+
+    def _begin_backward(self) -> None:
+        """The first we see of a backward pass. Its end calls us back; an exception does not,
+        but then nobody holds the token any more, which ``_begin`` notices."""
+        if self._in_backward():
+            return
+        if self._backward is not None:
+            self.runtime.abandon("a backward pass stopped before its end")
+        token = _Token()
+        self._backward = weakref.ref(token)
+        self.runtime.begin_backward()
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(partial(self._end_backward, token))
+
+    def _end_backward(self, token: _Token) -> None:
+        self._backward = None
+        self.runtime.end_backward()
+
+    def _enter_backward(self, visit: Visit, gradients: Any) -> None:
+        self._begin_backward()
+        chain = [visit]
+        while (parent := chain[-1].parent) is not None:
+            chain.append(parent)
+        for around in reversed(chain):
+            self.runtime.enter_backward(around)
+
+    def _leave_backward(self, visit: Visit, gradients: Any) -> None:
+        if self._in_backward():
+            self.runtime.leave_backward(visit)
+
+    def _collect(self, state: UnitState, bucket: Any, index: int, param: Tensor) -> None:
+        self._begin_backward()
+        self.runtime.collect(state, bucket, index)
+
+    # ---- casts at the model's border -------------------------------------------------------
+
+    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is not self.model or self.casts[0] is None:
+            return None
+        return _cast((args, kwargs), self.casts[0])
+
+    def _cast_outputs(self, module: nn.Module, output: Any) -> Any:
+        if module is not self.model or self.casts[1] is None:
+            return None
+        return _cast(output, self.casts[1])
+
+
+class _Token:
+    """Held by autograd's queue of callbacks alone: it dies with the backward pass."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _makers(tree: Any, with_bases: bool = False) -> list[Node]:
+    """The autograd nodes that made the tensors in ``tree``, each once.
+
+    A view that is changed in place later gets a new node, but the node of its base stays in the
+    graph: ``with_bases`` lists those too.
+    """
+    found: dict[Node, None] = {}
+    for tensor in _tensors(tree):
+        if tensor.requires_grad:
+            found[get_gradient_edge(tensor).node] = None
+            base = tensor._base
+            if with_bases and base is not None and base.grad_fn is not None:
+                found[base.grad_fn] = None
+    return list(found)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    cast: Callable[[Tensor], Tensor] = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
+    return tree_map_only(Tensor, cast, tree)

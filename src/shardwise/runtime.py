@@ -1,0 +1,411 @@
+"""A cursor along the schedule: carries out what lies between two cues.
+
+Each cue (a unit's module begins or ends computing) is looked up in the schedule of the
+step's mode. Where it is what was expected, the listed events are carried out, prefetches
+included. Where it is not (a skipped branch, a unit entered twice, a second forward pass),
+the rest of the step is improvised: gathered on demand, freed after use, reduced when
+complete. That is never wrong, only less far-sighted, and what really happened becomes the
+order of the next step. The same holds on every rank, so an improvised step cannot hang.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from shardwise.buffers import Bucket
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import ScheduleError
+from shardwise.precision import Precision
+from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, Step, Weight, events, steps
+from shardwise.visits import Visit, Visits
+
+__all__ = ["Mode", "Runtime", "UnitState"]
+
+log = logging.getLogger("shardwise")
+
+Mode = str
+"""``"train"``; ``"accumulate"`` and ``"last"`` micro-batch; ``"forward"`` without gradients."""
+
+
+@dataclass
+class UnitState:
+    """A unit's buckets, and who is using them right now."""
+
+    name: str
+    buckets: tuple[Bucket, ...]
+    depth: int = 0  # forward calls that are open
+    visits: Visits = field(default_factory=Visits)
+    pinned: bool = False  # something outside the unit still reads its memory
+    reducing: bool = False
+
+    @property
+    def trainable(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.trainable]
+
+    @property
+    def gathered(self) -> bool:
+        return any(bucket.gathered for bucket in self.buckets)
+
+    @property
+    def collected(self) -> bool:
+        return any(bucket.gradients.full is not None for bucket in self.trainable)
+
+    @property
+    def complete(self) -> bool:
+        """Has every parameter's gradient arrived (so that none needs the values any more)?"""
+        return len(self.trainable) == len(self.buckets) and all(
+            len(bucket.gradients.arrived) == len(bucket.params) for bucket in self.buckets
+        )
+
+    def gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.gather()
+
+    def ready(self) -> None:
+        for bucket in self.buckets:
+            bucket.ready()
+
+    def free(self) -> None:
+        for bucket in self.buckets:
+            bucket.free()
+
+
+class Runtime:
+    """Carries out steps. Hooks call it; it calls the buckets.
+
+    Args:
+        units: the state of each unit, by name, in order.
+        comm: the ranks.
+        policy: placement and prefetch (modes are derived from it).
+        precision: how gradients are averaged.
+        order: the first guess.
+        participates: skip to a cue that comes later in the schedule, carrying out what lies
+            between, instead of improvising (``divergence="participate"``).
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, UnitState],
+        comm: Comm,
+        policy: Policy,
+        precision: Precision,
+        order: Order,
+        participates: bool = False,
+    ) -> None:
+        self.units, self.comm, self.policy, self.precision = units, comm, policy, precision
+        self.participates = participates
+        self.reduces = True  # accumulate() sets it
+        self.orders: dict[Mode, Order] = {
+            "train": order,
+            "accumulate": order,
+            "last": order,
+            "forward": Order(order.forward),
+        }
+        self._scripts: dict[Mode, tuple[Step, ...]] = {}
+        self._cursor = _Cursor("train", ())
+        self._settling: list[str] = []
+        self.steps_done = 0
+        self.listeners: list[Callable[[Event], None]] = []
+
+    # ---- which schedule ------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Weight]:
+        """Bytes of each unit: gathered parameters, and gradients."""
+        return {name: _weight(state) for name, state in self.units.items()}
+
+    def policy_of(self, mode: Mode) -> Policy:
+        stays = not self.policy.placement.frees
+        held = frozenset(self.units) if mode == "last" and stays else frozenset()
+        return replace(self.policy, reduces=mode != "accumulate", held=held)
+
+    def events(self, mode: Mode) -> tuple[Event, ...]:
+        """The schedule of ``mode``, as it stands now."""
+        return events(self.orders[mode], self.policy_of(mode), self.weights())
+
+    def set_order(self, mode: Mode, order: Order) -> None:
+        self.orders[mode] = order
+        self._scripts.pop(mode, None)
+
+    def _script(self, mode: Mode) -> tuple[Step, ...]:
+        if mode not in self._scripts:
+            self._scripts[mode] = steps(self.events(mode))
+        return self._scripts[mode]
+
+    def _mode(self) -> Mode:
+        if not torch.is_grad_enabled():
+            return "forward"
+        if not self.reduces:
+            return "accumulate"
+        return "last" if any(state.collected for state in self.units.values()) else "train"
+
+    # ---- a step ----------------------------------------------------------------------------
+
+    def begin(self, first: str | None) -> _Cursor:
+        """A forward pass starts with unit ``first``. Returns the cursor to ``resume`` after it."""
+        before, mode = self._cursor, self._mode()
+        if mode == "forward":
+            self._cursor = _Cursor(mode, self._script(mode))
+            return before
+        cue = first is not None and Cue(Op.ENTER, first, Phase.FORWARD)
+        if before.mode == mode and not before.ended and before.expects(cue):
+            return before
+        if before.ended or not any(state.visits.live() for state in self.units.values()):
+            self._cursor = _Cursor(mode, self._script(mode))
+        else:
+            before.improvise()
+        return self._cursor
+
+    def resume(self, cursor: _Cursor) -> None:
+        """A forward pass is over: end it, if no backward pass will."""
+        if self._cursor.mode == "forward":
+            self.cue(Op.END, "", Phase.FORWARD)
+            self._release_all()
+            self._ended()
+            self._cursor = cursor
+
+    def cue(self, op: Op, unit: str, phase: Phase) -> None:
+        """What the user's code did. Carries out what the schedule says, or improvises."""
+        cue = Cue(op, unit, phase)
+        step = self._cursor.match(cue, self._skipped if self.participates else None)
+        if step is None:
+            step = self._improvised(cue)
+        self._carry_out(step.before)
+        if op is Op.ENTER:
+            self.units[unit].ready()
+        self._tell(Event(op, unit, phase))
+        self._carry_out(step.after)
+
+    def serve(self, unit: str) -> None:
+        """Gather and wait, outside the schedule (recomputation in the backward pass)."""
+        self.units[unit].gather()
+        self.units[unit].ready()
+
+    def _improvised(self, cue: Cue) -> Step:
+        placement, after = self.policy.placement, list[Event]()
+        if cue.op is Op.ENTER:
+            return Step(cue, (Event(Op.GATHER, cue.unit, cue.phase, "on demand"),), ())
+        if cue.op is Op.END:
+            return Step(cue, (), ())
+        state = self.units[cue.unit]
+        done = cue.phase is Phase.BACKWARD and not state.visits.live()
+        if placement.frees or (done and self.reduces and not placement.resident):
+            after.append(Event(Op.FREE, cue.unit, cue.phase, "on demand"))
+        if done and self.reduces and state.trainable:
+            after.append(Event(Op.REDUCE, cue.unit, cue.phase, "on demand"))
+            after += [Event(Op.SETTLE, name, cue.phase, "on demand") for name in self._settling]
+        return Step(cue, (), tuple(after))
+
+    def _skipped(self, step: Step) -> None:
+        """Take part in what other ranks may do in a unit that this rank does not enter."""
+        self._carry_out(step.before)
+        self._carry_out(step.after)
+
+    def _carry_out(self, listed: Iterable[Event]) -> None:
+        for event in listed:
+            state = self.units[event.unit]
+            if event.op is Op.GATHER:
+                state.gather()
+            elif event.op is Op.FREE:
+                self._free(state)
+            elif event.op is Op.REDUCE:
+                self._reduce(state)
+            else:
+                self._settle(state)
+            self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        for listener in self.listeners:
+            listener(event)
+
+    def _free(self, state: UnitState) -> None:
+        if state.depth == 0 and not state.pinned and not state.visits.open():
+            state.free()
+
+    def _reduce(self, state: UnitState) -> None:
+        for bucket in state.trainable:
+            bucket.gradients.reduce(self._averaging(bucket))
+        state.reducing = True
+        self._settling.append(state.name)
+
+    def _settle(self, state: UnitState) -> None:
+        if not state.reducing:
+            return
+        for bucket in state.trainable:
+            bucket.gradients.settle(self._averaging(bucket))
+        state.reducing = False
+        self._settling.remove(state.name)
+
+    def _averaging(self, bucket: Bucket):  # type: ignore[no-untyped-def]
+        return self.precision.averaging(bucket.dtypes.wire, self.comm.size)
+
+    # ---- the backward pass -----------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Before the first gradient: the shards' own gradients step aside."""
+        if self._cursor.mode == "forward" or self._cursor.ended:
+            self._cursor = _Cursor(self._mode(), ())
+            self._cursor.improvise()
+        for state in self.units.values():
+            for bucket in state.trainable:
+                bucket.gradients.set_aside()
+
+    def end_backward(self) -> None:
+        """After the last gradient: what is still open is closed, and every shard has its grad."""
+        for state in reversed(self.units.values()):  # type: ignore[call-overload]
+            while visit := next(state.visits.open(), None):
+                self.leave_backward(visit)
+        if self.reduces:
+            for state in self.units.values():
+                if state.collected and not state.reducing:
+                    self._reduce(state)
+        self.cue(Op.END, "", Phase.BACKWARD)
+        for name in tuple(self._settling):
+            self._settle(self.units[name])
+        self._deliver()
+        if self.reduces or self.policy.placement.frees:
+            self._release_all()
+        self._ended()
+
+    def enter_backward(self, visit: Visit) -> None:
+        """The gradients of a visit's outputs are there; its unit computes next."""
+        if visit.entered or visit.unit is None:
+            return
+        visit.entered = True
+        self.cue(Op.ENTER, visit.unit, Phase.BACKWARD)
+
+    def leave_backward(self, visit: Visit) -> None:
+        """A visit's unit has computed all its gradients."""
+        if visit.done or not visit.entered or visit.unit is None:
+            return
+        visit.done = True
+        self.cue(Op.EXIT, visit.unit, Phase.BACKWARD)
+
+    def collect(self, state: UnitState, bucket: Bucket, index: int) -> None:
+        """Autograd has a parameter's gradient: move it into the gradient bucket."""
+        param = bucket.params[index]
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        bucket.gradients.collect(index, grad, carried=not self.reduces)
+        if state.complete and not state.visits.pending():
+            for visit in tuple(state.visits.open()):
+                if not visit.bounded:
+                    self.leave_backward(visit)
+
+    def _deliver(self) -> None:
+        buckets = [b for state in self.units.values() for b in state.trainable]
+        touched = [i in b.gradients.touched for b in buckets for i in range(len(b.params))]
+        used = iter(self._used_anywhere(touched) if self.reduces else touched)
+        for bucket in buckets:
+            bucket.gradients.deliver([next(used) for _ in bucket.params])
+
+    def _used_anywhere(self, touched: Sequence[bool]) -> list[bool]:
+        """Which parameters had a gradient on any rank: an optimizer must skip the others."""
+        if self.comm.size == 1 or not touched:
+            return list(touched)
+        flags = torch.zeros(self.comm.size, len(touched), dtype=torch.uint8, device=self.comm.device)
+        flags[self.comm.rank] = torch.tensor(touched, dtype=torch.uint8)
+        self.comm.all_gather(flags.view(-1), Label("agree", "used parameters")).wait()
+        return [bool(flag) for flag in flags.any(dim=0).tolist()]
+
+    # ---- ends ------------------------------------------------------------------------------
+
+    def _release_all(self) -> None:
+        for state in self.units.values():
+            if state.depth == 0:
+                state.pinned = False
+                if not state.visits.open():
+                    state.free()
+
+    def _ended(self) -> None:
+        cursor, mode = self._cursor, self._cursor.mode
+        cursor.ended = True
+        self.steps_done += mode != "forward"
+        if cursor.improvised and not self.participates:
+            order = cursor.recorded()
+            if order != self.orders[mode]:
+                self._re_record(mode, order)
+
+    def _re_record(self, mode: Mode, order: Order) -> None:
+        if self.steps_done > 1:
+            log.warning(
+                "the order of units changed in step %d (%s): the new one is used from now on. "
+                "A model whose order changes often gains nothing from prefetch; "
+                "set prefetch=sw.Prefetch(forward=0, backward=0).",
+                self.steps_done,
+                mode,
+            )
+        self.set_order(mode, order)
+
+    def abandon(self, why: str) -> None:
+        """Forget a step that stopped half-way: nothing gathered, nothing collected."""
+        log.warning("%s: its gradients were dropped, parameters are as before it", why)
+        for state in self.units.values():
+            state.depth, state.pinned, state.reducing = 0, False, False
+            state.visits.clear()
+            for bucket in state.trainable:
+                bucket.gradients.drop()
+            state.free()
+        self._settling.clear()
+        self._cursor.ended = True
+
+    def check_trainable(self) -> None:
+        """Raises ``ScheduleError`` where ``requires_grad`` changed since ``shard()``."""
+        for state in self.units.values():
+            for bucket in state.buckets:
+                for member in bucket.members:
+                    if member.param.requires_grad is not bucket.trainable:
+                        now = "trainable" if member.param.requires_grad else "frozen"
+                        raise ScheduleError(
+                            f"parameter {member.name!r} is {now} now, and was not when the model "
+                            "was sharded: its bucket has the wrong gradients. Call "
+                            "sharded.relayout() after changing requires_grad."
+                        )
+
+
+class _Cursor:
+    """A place in one mode's schedule, and what really happened on the way."""
+
+    def __init__(self, mode: Mode, script: tuple[Step, ...]) -> None:
+        self.mode, self._script, self._at = mode, script, 0
+        self.improvised, self.ended = not script, not script
+        self._seen: list[Cue] = []
+
+    def expects(self, cue: Cue | bool) -> bool:
+        return not self.improvised and self._at < len(self._script) and (
+            self._script[self._at].cue == cue
+        )
+
+    def improvise(self) -> None:
+        self.improvised, self.ended = True, False
+
+    def match(self, cue: Cue, skip: Callable[[Step], None] | None) -> Step | None:
+        """The step of ``cue``, or ``None`` from the first surprise on."""
+        self._seen.append(cue)
+        if skip is not None and not self.expects(cue):
+            self._skip_to(cue, skip)
+        if not self.expects(cue):
+            self.improvised = True
+            return None
+        self._at += 1
+        return self._script[self._at - 1]
+
+    def _skip_to(self, cue: Cue, skip: Callable[[Step], None]) -> None:
+        later = [i for i in range(self._at, len(self._script)) if self._script[i].cue == cue]
+        for step in self._script[self._at : later[0]] if later else ():
+            self._at += 1
+            skip(step)
+
+    def recorded(self) -> Order:
+        cues = [cue for cue in self._seen if cue.op is not Op.END]
+        forward = tuple(cue for cue in cues if cue.phase is Phase.FORWARD)
+        return Order(forward, tuple(cue for cue in cues if cue.phase is Phase.BACKWARD))
+
+
+def _weight(state: UnitState) -> Weight:
+    gathered = sum(b.layout.numel * b.dtypes.compute.itemsize for b in state.buckets)
+    gradients = sum(b.layout.numel * b.dtypes.wire.itemsize for b in state.trainable)
+    return Weight(gathered, gradients)

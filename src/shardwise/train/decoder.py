@@ -1,0 +1,216 @@
+"""A decoder with Llama's shape and Llama's names, small enough to read.
+
+RMSNorm, rotary positions, SwiGLU and grouped-query attention, as in Llama 2 and 3 (Touvron et
+al. 2023, arXiv 2307.09288). The names are those of `transformers`, so a trained model is a
+`LlamaForCausalLM` folder as it is: no conversion script, no table of renamed weights.
+
+    Decoder
+    ├── model       Trunk
+    │   ├── embed_tokens     ids → vectors
+    │   ├── layers           Block × layers: x + attention(norm(x)), x + mlp(norm(x))
+    │   └── norm
+    └── lm_head     vectors → logits; with `tied` it *is* embed_tokens.weight
+
+Attention is causal over a whole row. Documents are packed with an end token between them, and
+attention crosses that border, as in GPT-2's pre-training: rows keep one shape, and the fast
+causal kernel applies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.train.config import ModelConfig
+
+__all__ = ["Block", "Decoder"]
+
+Angles = tuple[Tensor, Tensor]  # cosines and sines, [length, size] each
+
+SPREAD = 0.02  # standard deviation of every matrix at the start, as in GPT-2
+
+
+class Projection(nn.Linear):
+    """A linear map without a bias that knows how wide to start.
+
+    The spread belongs to the module, not to a loop over the whole model, so that a model built
+    on the meta device can be initialised one unit at a time.
+    """
+
+    def __init__(self, inputs: int, outputs: int, spread: float = SPREAD) -> None:
+        self.spread = spread
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.spread)
+
+
+class Embedding(nn.Embedding):
+    """Token vectors with the spread of the matrices, so that they can be tied to the head."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=SPREAD)
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square, then scale. Computed in fp32, as Llama does.
+
+    In elementary operations on purpose: equal to `transformers` bit by bit.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]`` → the same shape and dtype."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864): a table of angles, not a parameter.
+
+    The table is a buffer that is never saved; ``reset_parameters`` computes it again wherever
+    the model is materialised.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, context: int, size: int, theta: float) -> None:
+        super().__init__()
+        self.theta = theta
+        self.register_buffer("cosine", torch.empty(context, size), persistent=False)
+        self.register_buffer("sine", torch.empty(context, size), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        context, size = self.cosine.shape
+        device = self.cosine.device
+        exponent = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+        positions = torch.arange(context, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, 1.0 / self.theta**exponent).repeat(1, 2)
+        self.cosine.copy_(angles.cos())
+        self.sine.copy_(angles.sin())
+
+    def forward(self, length: int) -> Angles:
+        """Cosines and sines of the first ``length`` positions, ``[length, size]`` each, fp32."""
+        return self.cosine[:length], self.sine[:length]
+
+
+def turn(x: Tensor, angles: Angles) -> Tensor:
+    """Turn each pair (i, i + size/2) of ``[batch, heads, length, size]`` by its position."""
+    cosine, sine = (table.to(x.dtype) for table in angles)
+    left, right = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-right, left), dim=-1) * sine
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which several query heads share one key and value head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.size = config.head_size
+        self.groups = config.heads // config.kv_heads
+        out = SPREAD / (2 * config.layers) ** 0.5  # each layer adds to the residual twice
+        self.q_proj = Projection(config.width, config.heads * self.size)
+        self.k_proj = Projection(config.width, config.kv_heads * self.size)
+        self.v_proj = Projection(config.width, config.kv_heads * self.size)
+        self.o_proj = Projection(config.heads * self.size, config.width, spread=out)
+
+    def forward(self, x: Tensor, angles: Angles) -> Tensor:
+        """``[batch, length, width]`` → the same."""
+        query = turn(self._heads(self.q_proj(x)), angles)
+        key = turn(self._heads(self.k_proj(x)), angles).repeat_interleave(self.groups, dim=1)
+        value = self._heads(self.v_proj(x)).repeat_interleave(self.groups, dim=1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """``[batch, length, heads * size]`` → ``[batch, heads, length, size]``."""
+        return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202): one projection gates the other."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        out = SPREAD / (2 * config.layers) ** 0.5
+        self.gate_proj = Projection(config.width, config.hidden)
+        self.up_proj = Projection(config.width, config.hidden)
+        self.down_proj = Projection(config.hidden, config.width, spread=out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, width]`` → the same."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """One layer: attention and SwiGLU, each added to what came in."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.width, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, angles: Angles) -> Tensor:
+        """``[batch, length, width]`` → the same."""
+        x = x + self.self_attn(self.input_layernorm(x), angles)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Trunk(nn.Module):
+    """Everything but the head: ids to vectors."""
+
+    def __init__(self, config: ModelConfig, vocabulary: int, context: int) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(vocabulary, config.width)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.rotary_emb = Rotary(context, config.head_size, config.rope_theta)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``[batch, length]`` → ``[batch, length, width]``."""
+        x: Tensor = self.embed_tokens(ids)
+        angles = self.rotary_emb(ids.shape[1])
+        for layer in self.layers:
+            x = layer(x, angles)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class Decoder(nn.Module):
+    """The language model: the ids of a row to the logits of what follows each of them.
+
+    Args:
+        config: the shape.
+        vocabulary: the number of token ids.
+        context: the longest row.
+    """
+
+    def __init__(self, config: ModelConfig, vocabulary: int, context: int) -> None:
+        super().__init__()
+        self.context = context
+        self.model = Trunk(config, vocabulary, context)
+        self.lm_head = Projection(config.width, vocabulary)
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``[batch, length]`` int64 → logits ``[batch, length, vocabulary]``."""
+        logits: Tensor = self.lm_head(self.model(ids))
+        return logits

@@ -1,0 +1,59 @@
+"""One forward call of a unit, as the backward pass will meet it again.
+
+Autograd says when a gradient is there, not when a module's backward begins or ends. A visit
+ties the two together: the nodes that made a call's outputs fire when its backward begins, the
+nodes that made its inputs when it has ended. Only those nodes hold the visit, so a graph that
+is thrown away takes its visits along, and nothing waits for a backward pass that never comes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+__all__ = ["Visit", "Visits"]
+
+
+class Visit:
+    """A forward call of ``unit`` (``None``: of the model around its units).
+
+    Attributes:
+        parent: the call around it, which the backward pass enters first.
+        bounded: its inputs carry gradients, so the end of its backward pass can be seen.
+        entered, done: how far the backward pass is.
+    """
+
+    __slots__ = ("__weakref__", "bounded", "done", "entered", "parent", "unit")
+
+    def __init__(self, unit: str | None, parent: Visit | None) -> None:
+        self.unit, self.parent = unit, parent
+        self.bounded = self.entered = self.done = False
+
+
+class Visits:
+    """The visits of one unit whose graphs still exist."""
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[Visit]] = []
+
+    def add(self, visit: Visit) -> None:
+        self._known = [ref for ref in self._known if (v := ref()) is not None and not v.done]
+        self._known.append(weakref.ref(visit))
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def _alive(self) -> Iterator[Visit]:
+        return (visit for ref in self._known if (visit := ref()) is not None and not visit.done)
+
+    def live(self) -> bool:
+        """Is a backward pass still to come, or under way?"""
+        return next(self._alive(), None) is not None
+
+    def pending(self) -> bool:
+        """Is a backward pass still to come?"""
+        return any(not visit.entered for visit in self._alive())
+
+    def open(self) -> Iterator[Visit]:
+        """Visits whose backward pass is under way."""
+        return (visit for visit in self._alive() if visit.entered)
