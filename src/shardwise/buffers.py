@@ -159,7 +159,7 @@ class Bucket:
         elif not self.gathered:
             self.gather()
             return self.ready()
-        self._bind(self._full_views, nn.Parameter)
+        self.bind_whole(self._full_views)
 
     def free(self) -> None:
         """Let the parameters be shards again, and the full bucket's memory go."""
@@ -173,20 +173,18 @@ class Bucket:
         self._release()
 
     def rest(self) -> None:
-        guarded = nn.Parameter if self.whole_at_rest else ShardedParameter
-        self._bind(self._rest_views, guarded)
+        """Let the parameters be what this rank holds at rest."""
+        for index in range(len(self.params)):
+            self.rest_one(index)
+
+    def rest_one(self, index: int) -> None:
+        """The same for one parameter; memory that it had of its own may go."""
+        kind = nn.Parameter if self.whole_at_rest else ShardedParameter
+        _bind(self.params[index], self._rest_views[index], kind)
 
     def _release(self) -> None:
         if not self.aliased and not self.placement.resident:
             self.full.untyped_storage().resize_(0)
-
-    def _bind(self, views: list[Tensor], kind: type[nn.Parameter]) -> None:
-        for param, view in zip(self.params, views, strict=True):
-            if type(param) is not kind and type(param) in (nn.Parameter, ShardedParameter):
-                param.__class__ = nn.Parameter  # so that .data below is not intercepted
-            param.data = view
-            if kind is ShardedParameter and type(param) is nn.Parameter:
-                param.__class__ = kind
 
     def _adopt(self) -> None:
         """Take over values that the user put in place of a shard by ``param.data = ...``."""
@@ -222,13 +220,29 @@ class Bucket:
 
     def bind_whole(self, wholes: list[Tensor]) -> None:
         """Let the parameters be ``wholes`` until ``rest``."""
-        self._bind(wholes, nn.Parameter)
+        for param, whole in zip(self.params, wholes, strict=True):
+            _bind(param, whole, nn.Parameter)
+
+    def holds(self, index: int, whole: Tensor) -> bool:
+        """Is this rank's part of parameter ``index`` what ``whole`` says?"""
+        view = self._rest_views[index]
+        return torch.equal(view, self.sharding(index).cut(whole.detach(), view.shape))
 
     # ---- gradients -----------------------------------------------------------------------
 
     @property
     def gradients(self) -> _Gradients:
         return self._gradients
+
+
+def _bind(param: nn.Parameter, value: Tensor, kind: type[nn.Parameter]) -> None:
+    """Let ``param`` be ``value``. Classes that users gave their parameters are left alone."""
+    ours = type(param) in (nn.Parameter, ShardedParameter)
+    if ours and type(param) is not nn.Parameter:
+        param.__class__ = nn.Parameter  # so that .data below is not intercepted
+    param.data = value
+    if ours and kind is not nn.Parameter:
+        param.__class__ = kind
 
 
 class _Gradients:
@@ -255,7 +269,8 @@ class _Gradients:
     def drop(self) -> None:
         """Forget what was collected and what is on its way; give the shards' ``.grad`` back."""
         for index, param in enumerate(self.bucket.params):
-            param.grad, self.aside[index] = self.aside[index], None
+            if self.aside[index] is not None:
+                param.grad, self.aside[index] = self.aside[index], None
         self.full = self._pending = self._out = self._result = None
         self.arrived.clear()
         self.touched.clear()

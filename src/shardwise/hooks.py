@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.errors import ScheduleError
 from shardwise.runtime import Runtime, UnitState
 from shardwise.schedule import Op, Phase
 from shardwise.visits import Visit
@@ -62,6 +63,7 @@ class Hooks:
         self.model, self.brackets, self.runtime, self.casts = model, brackets, runtime, casts
         self.suspended = False  # full_params(): everything is whole, nothing to do
         self._frames: list[Frame] = []
+        self._ending: dict[int, weakref.WeakSet[Visit]] = {}  # by the node that made an input
         self._backward: weakref.ref[_Token] | None = None
         self._handles: list[Any] = []
 
@@ -83,6 +85,17 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def check_idle(self) -> None:
+        """Raises ``ScheduleError`` while a forward or backward pass is under way."""
+        if self._frames or self._in_backward() or self.suspended:
+            raise ScheduleError(
+                "whole values were asked for in the middle of a step, where other ranks may be at "
+                "another unit. Ask between steps, after backward() and outside full_params()."
+            )
+        if self._backward is not None:
+            self._backward = None
+            self.runtime.abandon("a backward pass stopped before its end")
 
     # ---- forward ---------------------------------------------------------------------------
 
@@ -108,6 +121,8 @@ class Hooks:
             self._backward = None
             self.runtime.abandon("a backward pass stopped before its end")
         self.runtime.check_trainable()
+        if not self.runtime.awaits_backward():
+            self._ending.clear()
         return self.runtime.begin(unit)
 
     def _is_abandoned(self, module: nn.Module) -> bool:
@@ -182,10 +197,11 @@ class Hooks:
         if frame.unit is not None:
             self.runtime.units[frame.unit].visits.add(visit)
         for node in makers:
-            node.register_prehook(partial(self._enter_backward, visit))
+            node.register_prehook(partial(self._enter_backward, visit, node._sequence_nr()))
         for node in frame.inputs:
             visit.bounded = True
             node.register_prehook(partial(self._leave_backward, visit))
+            self._ending.setdefault(node._sequence_nr(), weakref.WeakSet()).add(visit)
 
     # ---- backward --------------------------------------------------------------------------
 
@@ -207,10 +223,15 @@ class Hooks:
 
     def _end_backward(self, token: _Token) -> None:
         self._backward = None
+        self._ending.clear()
         self.runtime.end_backward()
 
-    def _enter_backward(self, visit: Visit, gradients: Any) -> None:
+    def _enter_backward(self, visit: Visit, node: int, gradients: Any) -> None:
+        """Often one node made the output of one call and the input of the next: the next has
+        ended, and autograd would tell us so only after this."""
         self._begin_backward()
+        for ended in tuple(self._ending.pop(node, ())):
+            self.runtime.leave_backward(ended)
         chain = [visit]
         while (parent := chain[-1].parent) is not None:
             chain.append(parent)
@@ -222,6 +243,11 @@ class Hooks:
             self.runtime.leave_backward(visit)
 
     def _collect(self, state: UnitState, bucket: Any, index: int, param: Tensor) -> None:
+        if self.suspended:
+            raise ScheduleError(
+                "backward() inside full_params() would leave whole gradients on every rank. Train "
+                "outside the block; full_params() is for reading, writing and generating."
+            )
         self._begin_backward()
         self.runtime.collect(state, bucket, index)
 

@@ -33,7 +33,7 @@ class Spec:
 
     Attributes:
         name: unique in its bucket.
-        shape: the whole parameter's shape; ``()`` for a scalar.
+        shape: of the whole parameter; ``()`` for a scalar.
         atom: elements that are never split (a quantisation block), counted from the parameter's
             first. None asks for one dim-0 row, and lets ``solve`` give that up.
     """
@@ -45,14 +45,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in its bucket.
+    """One parameter's place in its bucket. Lengths and offsets are in elements.
 
     Attributes:
         name: as in its ``Spec``.
         shape: as in its ``Spec``.
-        start: offset of the first element in the full bucket, in elements.
-        atom: ranks share the slot in runs of this many elements: the dim-0 row, the atom that
-            was given, or 1 where rows were given up ("element atoms").
+        start: offset of the first element in the full bucket.
+        atom: ranks share the slot in runs of this length: the dim-0 row, the atom that was given,
+            or 1 where rows were given up ("element atoms").
     """
 
     name: str
@@ -62,7 +62,7 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Elements of the whole parameter."""
         return prod(self.shape)
 
     @property
@@ -72,7 +72,7 @@ class Slot:
 
     @property
     def row(self) -> int:
-        """Elements of one dim-0 row; 1 for a scalar, and for rows without elements."""
+        """Elements of one dim-0 row; 1 for a scalar, and where rows have no elements."""
         return max(1, prod(self.shape[1:]))
 
     @property
@@ -105,15 +105,11 @@ class Layout:
 
     @property
     def padding(self) -> int:
-        """Elements that belong to nothing, and are gathered and kept all the same."""
+        """Elements that belong to none, and are sent and kept all the same."""
         return self.numel - self.used
 
     def slot(self, name: str) -> Slot:
-        """The slot of that name.
-
-        Raises:
-            ConfigError: there is none; the message has the nearest names.
-        """
+        """The slot of that name; if there is none, ConfigError with the nearest names."""
         if name not in self._by_name:
             like = ", ".join(nearest(name, self._by_name)) or "none, for the bucket is empty"
             raise ConfigError(f"no slot of this bucket is named {name!r}; the nearest are: {like}")
@@ -168,15 +164,8 @@ def chunk_rows(spec: Spec, world: int, uneven: str = "pad") -> Layout:
     """A bucket of one parameter, cut on dim 0 as ``torch.chunk`` and FSDP2 do.
 
     Each rank holds ``ceil(rows / world)`` rows, the last ranks fewer or none. A scalar is one row.
-    A given atom that would be cut makes the chunks larger.
-
-    Args:
-        spec: the parameter.
-        world: ranks that share it.
-        uneven: ``"pad"``, or ``"error"`` if rows that do not divide are not to be padded.
-
-    Raises:
-        ConfigError: the rows do not divide and ``uneven`` is ``"error"``; or a senseless argument.
+    A given atom that would be cut makes the chunks larger. Rows that do not divide by the world
+    size are padded, or a ConfigError if ``uneven`` is ``"error"`` and not ``"pad"``.
     """
     _check([spec], {"world": world})
     if uneven not in ("pad", "error"):
@@ -188,8 +177,7 @@ def chunk_rows(spec: Spec, world: int, uneven: str = "pad") -> Layout:
             f"({rows}) to be divisible by the world size ({world})"
         )
     slot = Slot(spec.name, spec.shape, 0, _atom(spec))
-    step = lcm(slot.row, slot.atom)
-    return Layout((slot,), world, _up(slot.numel, step * world) // world)
+    return Layout((slot,), world, _up(slot.numel, lcm(slot.row, slot.atom) * world) // world)
 
 
 def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -> Layout:
@@ -197,11 +185,10 @@ def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -
 
     Boundaries between ranks fall on atoms of the slot they lie in. Where padding would exceed
     both 2% of the used elements and ``slack`` per rank, row atoms are given up, on slots with the
-    fewest elements, until it does not; so no shard is larger than ``max(1.02 * mean, mean +
-    slack)``, where ``mean`` is the used elements per rank. (If aligned starts alone cost more, as
-    for thousands of scalars, ``mean`` counts them.) Given atoms are never given up, and may cost
-    more. Up to eight slots are laid out by trying every order, more by a greedy rule.
-    Model order is kept where that costs nothing.
+    fewest elements, until it does not. (If aligned starts alone cost more, as for thousands of
+    scalars, the bound holds for what is added to them.) Given atoms are never given up, and may
+    cost more. Up to eight parameters get the best of all orders, more a greedy one; model order
+    is kept where it costs nothing.
 
     Args:
         specs: the parameters in model order, names unique.
@@ -213,14 +200,20 @@ def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -
         ConfigError: a name occurs twice, or an argument makes no sense.
     """
     _check(specs, {"world": world, "align": align})
-    problem = _Problem.of(specs, world, align)
+    weights = [prod(spec.shape) for spec in specs]
+    if not any(weights):
+        return Layout(tuple(_cut(spec, 0, 1) for spec in specs), world, 0)
+    grains = [_atom(spec) // gcd(_atom(spec), align) for spec in specs]
+    pieces = [(-(-weight // align), grain) for weight, grain in zip(weights, grains, strict=True)]
+    soft = frozenset(i for i, spec in enumerate(specs) if spec.atom is None and grains[i] > 1)
+    problem = _Problem(pieces, weights, soft, world)
     low, high = _least(problem), 0
-    for elements in (sum(problem.weights), sum(problem.sizes) * align):
+    for elements in (sum(weights), sum(size for size, _ in pieces) * align):
         if high < low:
             high = (elements + max(elements // 50, slack * world)) // (world * align)
-    found = _search(problem, low, max(low, high))
-    shard = found.shard * align
-    slots = [_cut(s, at * align, shard) for s, at in zip(specs, found.starts, strict=True)]
+    way = _search(problem, low, max(low, high))
+    shard = way.shard * align
+    slots = [_cut(s, at * align, shard) for s, at in zip(specs, way.starts, strict=True)]
     return Layout(tuple(sorted(slots, key=lambda s: (s.start, s.stop))), world, shard)
 
 
@@ -236,13 +229,12 @@ def _check(specs: Sequence[Spec], positive: dict[str, int]) -> None:
             )
     for spec in specs:
         if min(spec.shape, default=0) < 0 or (spec.atom is not None and spec.atom < 1):
-            raise ConfigError(f"{spec}: sizes are at least 0 and an atom at least 1")
+            raise ConfigError(f"{spec}: sizes are at least 0, and an atom is at least 1")
 
 
 def _cut(spec: Spec, start: int, shard: int) -> Slot:
-    """The slot at ``start``; it keeps its atoms unless a boundary falls inside one."""
-    atom = _atom(spec)
-    stop = start + prod(spec.shape)
+    """The slot at ``start``; it keeps its atom unless a boundary falls inside one."""
+    atom, stop = _atom(spec), start + prod(spec.shape)
     whole = all((cut - start) % atom == 0 for cut in range(_up(start + 1, shard), stop, shard))
     return Slot(spec.name, spec.shape, start, atom if whole else 1)
 
@@ -261,25 +253,24 @@ def _clip(number: int, top: int) -> int:
 
 
 # --- solving --------------------------------------------------------------------------------------
-#
-# From here on lengths are in steps of `align` elements, and a parameter is a *size* and a
-# *grain*: a boundary inside it must lie a multiple of the grain from its start. To give up its
-# rows is to set the grain to 1. In a line with a boundary every `shard` steps, a parameter with
+# From here on lengths are in steps of `align` elements, and a parameter is a piece: a *size* and
+# a *grain*. A boundary inside it must lie a multiple of the grain from its start; to give up its
+# rows is to set the grain to 1. In a line with a boundary every `shard` steps, a piece with
 #
 #   no boundary inside      can lie anywhere
 #   one boundary inside     starts up to `grain - 1` steps later, so that the boundary suits it
 #   two or more             needs a shard size that is a multiple of its grain
 
+_Piece = tuple[int, int]
+
 
 def _fits(size: int, grain: int, shard: int) -> bool:
-    """Whether the line has any place for the parameter."""
-    if size <= shard or shard % grain == 0:
-        return True
-    return size <= shard + shard // grain * grain
+    """Whether the line has any place for the piece."""
+    return shard % grain == 0 or size <= shard + shard // grain * grain
 
 
 def _gap(at: int, size: int, grain: int, shard: int) -> int:
-    """Steps to leave empty if a parameter that fits comes next, at ``at``."""
+    """Steps to leave empty if a piece that fits comes next, at ``at``."""
     ahead = shard - at % shard  # to the next boundary
     if size <= ahead:
         return 0
@@ -289,254 +280,184 @@ def _gap(at: int, size: int, grain: int, shard: int) -> int:
     return ahead + shard % grain  # two boundaries would lie inside: go beyond the first
 
 
-@dataclass(frozen=True)
-class _Line:
-    """Parameters in model order, and the line on which each is to get a place."""
+def _walk(order: Iterable[int], pieces: Sequence[_Piece], shard: int) -> tuple[list[int], int]:
+    """Starts (by piece) and end, if placed one after the other in this order."""
+    starts, at = [0] * len(pieces), 0
+    for i in order:
+        starts[i] = at + _gap(at, *pieces[i], shard)
+        at = starts[i] + pieces[i][0]
+    return starts, at
 
-    sizes: Sequence[int]
-    grains: Sequence[int]
-    shard: int
-    world: int
 
-    def place(self) -> list[int] | None:
-        """A start for each parameter, or None if no order was found that ends on the line."""
-        if not all(
-            _fits(*piece, self.shard) for piece in zip(self.sizes, self.grains, strict=True)
-        ):
-            return None
-        search = self.best_order if len(self.sizes) <= 8 else self.gap_filling_order
-        for order in (lambda: range(len(self.sizes)), search):
-            starts, end = self.walk(order())
-            if end <= self.shard * self.world:
-                return starts
-        return None
+def _best_order(pieces: Sequence[_Piece], shard: int) -> Sequence[int]:
+    """The order that ends first. Of the orders of a subset, only the first to end matters."""
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # subset, as bits → end, order
+    everything = (1 << len(pieces)) - 1
+    for subset in range(everything):
+        at, order = best[subset]
+        for i, piece in enumerate(pieces):
+            if not subset >> i & 1:
+                way = (at + _gap(at, *piece, shard) + piece[0], (*order, i))
+                best[subset | 1 << i] = min(way, best.get(subset | 1 << i, way))
+    return best[everything][1]
 
-    def walk(self, order: Iterable[int]) -> tuple[list[int], int]:
-        """Starts (in model order) and end, if placed one after the other in this order."""
-        starts, at = [0] * len(self.sizes), 0
-        for i in order:
-            starts[i] = at + _gap(at, self.sizes[i], self.grains[i], self.shard)
-            at = starts[i] + self.sizes[i]
-        return starts, at
 
-    def best_order(self) -> Iterable[int]:
-        """The order that ends first. Of the orders of a subset, only the first to end matters."""
-        best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # subset → end, order
-        everything = (1 << len(self.sizes)) - 1
-        for subset in range(everything):
-            at, order = best[subset]
-            for i, (size, grain) in enumerate(zip(self.sizes, self.grains, strict=True)):
-                if not subset >> i & 1:
-                    way = (at + _gap(at, size, grain, self.shard) + size, (*order, i))
-                    best[subset | 1 << i] = min(way, best.get(subset | 1 << i, way))
-        return best[everything][1]
-
-    def gap_filling_order(self) -> Iterable[int]:
-        """The stiffest first; before each, the largest that fill the gap that it would leave.
-
-        What stays of a gap is padding, while padding is used up no faster than the line itself.
-        Beyond that, a parameter with grain 1 is laid across the boundary.
-        """
-        sizes, grains, n = self.sizes, self.grains, len(self.sizes)
-        room = self.shard * self.world
-        spare = room - sum(sizes)
-        left = sorted((size, i) for i, size in enumerate(sizes))
-        soft = [(size, i) for size, i in left if grains[i] == 1]
-        order: list[int] = []
-        at = padded = 0
-        queue = sorted(range(n), key=lambda i: (min(grains[i], sizes[i]), sizes[i], -i))
-        placed = [False] * n
-        while queue and padded <= spare:
-            i = queue[-1]
-            if placed[i]:
-                queue.pop()
+def _greedy_order(pieces: Sequence[_Piece], shard: int) -> Iterable[int]:
+    """The stiffest first; into the gap before each, the largest that fit there."""
+    left = sorted((size, i) for i, (size, _) in enumerate(pieces))  # what has no place yet
+    stiffness = [(min(grain, size), size, -i) for i, (size, grain) in enumerate(pieces)]
+    order: dict[int, None] = {}
+    at = 0
+    for i in sorted(range(len(pieces)), key=stiffness.__getitem__, reverse=True):
+        while i not in order:
+            gap = min(_gap(at, *pieces[i], shard), shard - at % shard)
+            fillers = bisect_right(left, (gap, len(pieces))) if gap else 0
+            if gap and not fillers:  # it stays empty
+                at += gap
                 continue
-            ahead = self.shard - at % self.shard
-            gap = min(_gap(at, sizes[i], grains[i], self.shard), ahead)
-            if gap:
-                fillers, across = bisect_right(left, (gap, n)), bisect_right(soft, (ahead, n))
-                if fillers:
-                    i = left[fillers - 1][1]
-                elif (padded + gap) * room > spare * (at + gap) and across < len(soft):
-                    i = soft[across][1]
-                else:
-                    at, padded = at + gap, padded + gap
-                    continue
-            order.append(i)
-            placed[i] = True
-            at += sizes[i]
-            for pool in (left, soft) if grains[i] == 1 else (left,):
-                del pool[bisect_left(pool, (sizes[i], i))]
-        return order if not queue else range(n)
+            chosen = left[fillers - 1][1] if gap else i
+            del left[bisect_left(left, (pieces[chosen][0], chosen))]
+            order[chosen] = None
+            at += pieces[chosen][0]
+    return order
 
 
-class _Found(NamedTuple):
-    """A solution. The fewest elements lost come first, then the smallest shards."""
+class _Way(NamedTuple):
+    """A way to lay the bucket out. The fewest elements lost are best, then the smallest shards."""
 
     lost: int  # elements whose rows are given up
     shard: int
-    gone: frozenset[int]  # the parameters they belong to
+    gone: frozenset[int]  # the pieces they belong to
     starts: list[int]
-
-    @property
-    def cost(self) -> tuple[int, int]:
-        return self.lost, self.shard
 
 
 @dataclass
 class _Problem:
-    """One bucket to solve. The lists are per parameter, in model order."""
-
-    sizes: list[int]
-    grains: list[int]
-    given: list[bool]  # the atom was given, so the grain stays
-    weights: list[int]  # elements
+    pieces: list[_Piece]  # in model order
+    weights: list[int]  # elements of each
+    soft: frozenset[int]  # those that have rows to give up
     world: int
-    effort: int = 100_000  # placements yet to try: bounds the time, equally on every rank
+    effort: int = 100_000  # places yet to be tried: bounds the time, equally on every rank
 
-    @classmethod
-    def of(cls, specs: Sequence[Spec], world: int, align: int) -> _Problem:
-        weights = [prod(spec.shape) for spec in specs]
-        return cls(
-            sizes=[-(-weight // align) for weight in weights],
-            grains=[_atom(spec) // gcd(_atom(spec), align) for spec in specs],
-            given=[spec.atom is not None for spec in specs],
-            weights=weights,
-            world=world,
-        )
+    def attempt(self, shard: int, gone: frozenset[int]) -> _Way | None:
+        """A way with these rows given up, if one is found before the effort is spent."""
+        self.effort -= len(self.pieces)
+        return self.solved(shard, gone) if self.effort >= 0 else None
 
-    @cached_property
-    def soft(self) -> frozenset[int]:
-        """The parameters whose rows can be given up."""
-        return frozenset(i for i, g in enumerate(self.grains) if g > 1 and not self.given[i])
-
-    def misfits(self, shard: int) -> frozenset[int]:
-        """Those that no line of this shard size has a place for, unless cut through rows."""
-        return frozenset(i for i in self.soft if not _fits(self.sizes[i], self.grains[i], shard))
+    def solved(self, shard: int, gone: frozenset[int]) -> _Way | None:
+        pieces = [(size, 1 if i in gone else g) for i, (size, g) in enumerate(self.pieces)]
+        if not all(_fits(*piece, shard) for piece in pieces):
+            return None
+        starts, end = _walk(range(len(pieces)), pieces, shard)
+        if end > shard * self.world:
+            search = _best_order if len(pieces) <= 8 else _greedy_order
+            starts, end = _walk(search(pieces, shard), pieces, shard)
+        return _Way(self.lost(gone), shard, gone, starts) if end <= shard * self.world else None
 
     def lost(self, gone: Iterable[int]) -> int:
         return sum(self.weights[i] for i in gone)
 
-    def place(self, shard: int, gone: frozenset[int]) -> list[int] | None:
-        grains = [1 if i in gone else grain for i, grain in enumerate(self.grains)]
-        return _Line(self.sizes, grains, shard, self.world).place()
-
-    def attempt(self, shard: int, gone: frozenset[int]) -> _Found | None:
-        """The same as a solution, as long as effort is left."""
-        self.effort -= len(self.sizes)
-        starts = self.place(shard, gone) if self.effort >= 0 else None
-        return None if starts is None else _Found(self.lost(gone), shard, gone, starts)
+    def misfits(self, shard: int) -> frozenset[int]:
+        """What fits nowhere, unless its rows are given up."""
+        return frozenset(i for i in self.soft if not _fits(*self.pieces[i], shard))
 
 
 def _least(problem: _Problem) -> int:
     """The least shard size found that keeps the given atoms; without them, the mean."""
-    mean = -(-sum(problem.sizes) // problem.world)
-    longest: dict[int, int] = {1: 0}  # given grain → size of the largest such parameter
-    for size, grain, given in zip(problem.sizes, problem.grains, problem.given, strict=True):
-        longest[grain] = max(longest.get(grain, 0), size if given else 0)
-    best, common = sum(problem.sizes), 1
-    # The longest may need to be cut often, and so a multiple of their grains; the others lie
-    # in one shard or two. Try each way to draw the line between them.
+    total = sum(size for size, _ in problem.pieces)
+    longest = {1: 0}  # given grain → the largest such piece
+    for i, (size, grain) in enumerate(problem.pieces):
+        if i not in problem.soft and grain > 1:
+            longest[grain] = max(longest.get(grain, 0), size)
+    best, common = total, 1
+    # Pieces longer than two shards need a multiple of their grains; the shorter ones do not.
+    # Try each way to draw the line between them, from "none is longer" on.
     for grain in sorted(longest, key=lambda g: (-longest[g], g)):
-        shard = _up(max(mean, longest[grain] // 2), common)
-        while shard < best and problem.place(shard, problem.soft) is None:
+        shard = _up(max(-(-total // problem.world), longest[grain] // 2), common)
+        while shard < best and not problem.solved(shard, problem.soft):
             shard += common * max(1, shard // (256 * common))
-        best = min(best, shard)
-        common = lcm(common, grain)
+        best, common = min(best, shard), lcm(common, grain)
     return best
 
 
 def _shards(problem: _Problem, low: int, high: int) -> list[int]:
     """Shard sizes worth trying: multiples of what the grains of most elements have in common."""
     weight: Counter[int] = Counter()
-    for grain, elements in zip(problem.grains, problem.weights, strict=True):
+    for (_, grain), elements in zip(problem.pieces, problem.weights, strict=True):
         weight[grain] += elements
-    grains = sorted(weight, key=lambda grain: (-weight[grain], grain))[:24]
-    given = (g for g, given in zip(problem.grains, problem.given, strict=True) if given)
-    base = lcm(*(grain for grain in given if low % grain == 0))
-    steps = {base}
-    for first in grains[:8]:
-        step = base
-        for grain in (first, *grains):
-            wider = lcm(step, grain)
-            step = wider if _up(low, wider) <= high else step
-            steps.add(step)
+    given = {g for i, (_, g) in enumerate(problem.pieces) if i not in problem.soft}
+    steps = [lcm(*(grain for grain in given if low % grain == 0))]
+    for grain in sorted(weight, key=lambda grain: (-weight[grain], grain)):
+        if _up(low, lcm(steps[-1], grain)) <= high:
+            steps.append(lcm(steps[-1], grain))
     some = (range(_up(low, s), high + 1, s * max(1, (high - low) // (16 * s))) for s in steps)
     return sorted({shard for shards in some for shard in shards})
 
 
-def _search(problem: _Problem, low: int, high: int) -> _Found:
-    """The least rows given up, then the smallest shards, within ``[low, high]``."""
-    # 0. Without any rows the least shard size is sure to do.
-    starts = problem.place(low, problem.soft)
-    assert starts is not None
-    best = _Found(problem.lost(problem.soft), low, problem.soft, starts)
-    shards = {shard: problem.misfits(shard) for shard in _shards(problem, low, high)}
-    cost = {shard: problem.lost(gone) for shard, gone in shards.items()}
-    # 1. Give up only what fits nowhere. The first that can be placed is the best of these.
-    for shard in sorted(shards, key=lambda shard: (cost[shard], shard)):
-        if found := problem.attempt(shard, shards[shard]):
-            best = min(best, found, key=lambda found: found.cost)
+def _search(problem: _Problem, low: int, high: int) -> _Way:
+    """The fewest elements lost, then the smallest shards, within ``[low, high]``."""
+    must = {shard: problem.misfits(shard) for shard in _shards(problem, low, high)}
+    cost = {shard: problem.lost(gone) for shard, gone in must.items()}
+    # 0. Without any rows, the least shard size will do.
+    ways = [way for way in [problem.solved(low, problem.soft)] if way]
+    # 1. Give up only what fits nowhere. The first to be solved is the best of these.
+    for shard in sorted(must, key=lambda shard: (cost[shard], shard)):
+        if way := problem.attempt(shard, must[shard]):
+            ways.append(way)
             break
-    # 2. Where that promised less but could not be placed, give up a few more: there is most room
-    #    in the largest shards.
-    for shard in sorted(shards, key=lambda shard: (cost[shard], -shard))[:4]:
-        if cost[shard] < best.lost and (found := _give_up(problem, shard, shards[shard])):
-            best = min(best, found, key=lambda found: found.cost)
-    # 3. With these rows given up, less room may do.
-    smaller = (problem.attempt(shard, best.gone) for shard in shards if shard < best.shard)
-    return next((found for found in smaller if found), best)
+    # 2. Where that promised less, but failed, give up some more. The largest have most room.
+    for shard in sorted(must, key=lambda shard: (cost[shard], -shard))[:4]:
+        if cost[shard] < min(ways).lost:
+            ways += _give_up(problem, shard, must[shard])
+    # 3. With the same rows given up, smaller shards may do.
+    best = min(ways)
+    smaller = (problem.attempt(shard, best.gone) for shard in must if shard < best.shard)
+    return next(filter(None, smaller), best)
 
 
-def _give_up(problem: _Problem, shard: int, gone: frozenset[int]) -> _Found | None:
-    """Give up rows beyond ``gone``, as few as can be found, until all can be placed."""
+def _give_up(problem: _Problem, shard: int, gone: frozenset[int]) -> list[_Way]:
+    """Give up more than ``gone``, as little as can be found, until there is a way."""
     order = sorted(problem.soft - gone, key=lambda i: (problem.weights[i], i))
-    found = problem.attempt(shard, problem.soft)
+    way = problem.attempt(shard, problem.soft)
     # 1. the smallest first, by bisection
     low, high = 0, len(order)
-    while found and low < high:
+    while way and low < high:
         middle = (low + high) // 2
         fewer = problem.attempt(shard, gone.union(order[:middle]))
-        found, low, high = (fewer, low, middle) if fewer else (found, middle + 1, high)
-    # 2. take back the largest, in halves, where they turn out not to be needed
+        way, low, high = (fewer, low, middle) if fewer else (way, middle + 1, high)
+    # 2. take back, the largest first and in halves, what turns out not to be needed
     groups = [order[:high]]
-    while found and groups:
+    while way and groups:
         group = groups.pop()
-        fewer = problem.attempt(shard, found.gone.difference(group))
-        if fewer:
-            found = fewer
-        elif len(group) > 1:
+        fewer = problem.attempt(shard, way.gone.difference(group))
+        if not fewer and len(group) > 1:
             groups += [group[: len(group) // 2], group[len(group) // 2 :]]
-    return found
+        way = fewer or way
+    return [way] if way else []
 
 
 # --- drawing --------------------------------------------------------------------------------------
 
-_MARKS = ascii_lowercase  # a slot's letter in the drawing
-
 
 def _summary(layout: Layout) -> str:
-    share = layout.padding / max(1, layout.used)
     text = (
-        f"{layout.numel} elements: {layout.world} shards of {layout.shard_numel}, "
-        f"{layout.padding} padding ({share:.2%} of those used)"
+        f"{layout.numel} elements: {layout.world} × {layout.shard_numel}, of them "
+        f"{layout.padding} padding ({layout.padding / max(1, layout.used):.2%} of those used)"
     )
-    if len(layout.slots) == 1 and layout.padding and layout.slots[0].shape:
-        slot = layout.slots[0]
-        if layout.shard_numel % slot.row == 0:
-            text += f"; padded {slot.shape[0]}→{layout.numel // slot.row} rows on dim 0"
+    slot = layout.slots[0] if len(layout.slots) == 1 else None
+    if slot and slot.shape and layout.padding and layout.numel % slot.row == 0:
+        text += f"; padded {slot.shape[0]}→{layout.numel // slot.row} rows on dim 0"
     return text
 
 
 def _table(layout: Layout) -> list[str]:
     lines = [("", "slot", "shape", "place", "atom", "ranks", "rows on each")]
     for k, slot in enumerate(layout.slots):
-        mark = _MARKS[k] if len(layout.slots) <= len(_MARKS) else ""
-        ranks = layout.owners(slot)
-        told = f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}" if ranks else "none"
-        place = f"{slot.start}–{slot.stop}"
+        mark = ascii_lowercase[k] if len(layout.slots) <= 26 else ""
+        place, ranks = f"{slot.start}–{slot.stop}", layout.owners(slot)
+        span = f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else "".join(map(str, ranks))
         parts = _parts(layout, slot)
-        lines.append((mark, slot.name, str(slot.shape), place, str(slot.atom), told, parts))
+        lines.append((mark, slot.name, str(slot.shape), place, str(slot.atom), span, parts))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
@@ -552,14 +473,12 @@ def _parts(layout: Layout, slot: Slot) -> str:
 
 def _drawing(layout: Layout) -> list[str]:
     """The bucket element by element, where that can be taken in at a glance."""
-    if not 0 < layout.numel <= 48 or len(layout.slots) > len(_MARKS):
+    if not 0 < layout.numel <= 48 or len(layout.slots) > 26:
         return []
     cells = ["·"] * layout.numel
-    for mark, slot in zip(_MARKS, layout.slots, strict=False):
+    for mark, slot in zip(ascii_lowercase, layout.slots, strict=False):
         cells[slot.start : slot.stop] = [f"{mark}{k}" for k in range(slot.numel)]
-    width, n = max(map(len, cells)), layout.shard_numel
-    rows = [[cell.ljust(width) for cell in cells[k : k + n]] for k in range(0, layout.numel, n)]
-    ranks = [(f"rank {rank}", " ".join(row)) for rank, row in enumerate(rows)]
-    return [
-        " | ".join(text.ljust(len(ranks[0][1])) for text in line).rstrip() for line in zip(*ranks)
-    ]
+    wide, n = max(map(len, cells)), layout.shard_numel
+    below = [" ".join(f"{c:{wide}}" for c in cells[k : k + n]) for k in range(0, layout.numel, n)]
+    above = [f"rank {rank}".ljust(len(text)) for rank, text in enumerate(below)]
+    return [" | ".join(above).rstrip(), " | ".join(below).rstrip()]

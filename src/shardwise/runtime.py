@@ -153,11 +153,15 @@ class Runtime:
         cue = first is not None and Cue(Op.ENTER, first, Phase.FORWARD)
         if before.mode == mode and not before.ended and before.expects(cue):
             return before
-        if before.ended or not any(state.visits.live() for state in self.units.values()):
+        if before.ended or not self.awaits_backward():
             self._cursor = _Cursor(mode, self._script(mode))
         else:
             before.improvise()
         return self._cursor
+
+    def awaits_backward(self) -> bool:
+        """Does any graph exist whose backward pass would come through a unit?"""
+        return any(state.visits.live() for state in self.units.values())
 
     def resume(self, cursor: _Cursor) -> None:
         """A forward pass is over: end it, if no backward pass will."""
@@ -256,7 +260,7 @@ class Runtime:
     def end_backward(self) -> None:
         """After the last gradient: what is still open is closed, and every shard has its grad."""
         for state in reversed(self.units.values()):  # type: ignore[call-overload]
-            while visit := next(state.visits.open(), None):
+            for visit in state.visits.open():
                 self.leave_backward(visit)
         if self.reduces:
             for state in self.units.values():
@@ -265,9 +269,9 @@ class Runtime:
         self.cue(Op.END, "", Phase.BACKWARD)
         for name in tuple(self._settling):
             self._settle(self.units[name])
-        self._deliver()
         if self.reduces or self.policy.placement.frees:
             self._release_all()
+            self._deliver()
         self._ended()
 
     def enter_backward(self, visit: Visit) -> None:
@@ -291,7 +295,7 @@ class Runtime:
         assert grad is not None
         bucket.gradients.collect(index, grad, carried=not self.reduces)
         if state.complete and not state.visits.pending():
-            for visit in tuple(state.visits.open()):
+            for visit in state.visits.open():
                 if not visit.bounded:
                     self.leave_backward(visit)
 
@@ -346,9 +350,9 @@ class Runtime:
         for state in self.units.values():
             state.depth, state.pinned, state.reducing = 0, False, False
             state.visits.clear()
+            state.free()
             for bucket in state.trainable:
                 bucket.gradients.drop()
-            state.free()
         self._settling.clear()
         self._cursor.ended = True
 

@@ -306,7 +306,8 @@ def _prefetch(writer: _Writer, position: int, reason: str) -> None:
             return
         if cue.op is not Op.ENTER or cue.unit in writer.gathered:
             continue
-        ahead = sum(writer.weights[unit].gathered for unit in writer.ahead)
+        mine = writer.cues[position].unit  # used now, so not ahead of its use
+        ahead = sum(writer.weights[unit].gathered for unit in writer.ahead if unit != mine)
         if ahead + writer.weights[cue.unit].gathered > budget:
             return
         if prefetch.limit is not None and len(writer.ahead) >= prefetch.limit:
@@ -336,11 +337,11 @@ def _comes_again(writer: _Writer, position: int, unit: str) -> bool:
 
 
 def _comes_next(writer: _Writer, position: int, unit: str) -> bool:
-    """Would freeing ``unit`` only mean gathering it again, before any other gather?"""
+    """Is ``unit`` the next to compute, besides those around it?"""
     for cue in writer.cues[position + 1 :]:
         if cue.op is Op.ENTER and cue.unit == unit:
             return True
-        if cue.op is Op.ENTER and cue.unit not in writer.gathered:
+        if cue.op is Op.ENTER and cue.unit not in writer.open:
             return False
     return False
 

@@ -54,6 +54,6 @@ class Visits:
         """Is a backward pass still to come?"""
         return any(not visit.entered for visit in self._alive())
 
-    def open(self) -> Iterator[Visit]:
+    def open(self) -> list[Visit]:
         """Visits whose backward pass is under way."""
-        return (visit for visit in self._alive() if visit.entered)
+        return [visit for visit in self._alive() if visit.entered]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -111,3 +112,13 @@ class Comm(Protocol):
 
     def close(self) -> None:
         """Release what this object opened. Safe to call twice, and after an error."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close, and tell the peers whether this rank ended by an error."""

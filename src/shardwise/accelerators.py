@@ -1,0 +1,116 @@
+"""One row per kind of device: what must be imported, who carries its collectives, its alignment.
+
+A vendor's quirk is a cell of this table and not an ``if`` in the engine, which makes generic
+device calls only (``torch.accelerator``, ``torch.get_device_module``). A new device is a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.errors import ConfigError, nearest
+
+__all__ = ["ROWS", "Accelerator", "Backend", "detect", "device_of", "row"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A library of collectives as ``torch.distributed`` names it.
+
+    Attributes:
+        name: for ``init_process_group``.
+        plugin: the module whose import registers it; ``""`` if torch may have it built in.
+    """
+
+    name: str
+    plugin: str = ""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A row.
+
+    Attributes:
+        device: torch's name of the device type.
+        backends: who can carry its collectives, the preferred one first.
+        alignment: bytes at whose multiples a slot starts.
+        averages: whether the backend's AVG is worth a self-test at start. XCCL has had it
+            silently wrong, so there we sum and divide (pytorch/pytorch#162338).
+    """
+
+    device: str
+    backends: tuple[Backend, ...]
+    alignment: int
+    averages: bool
+
+
+ROWS = (
+    Accelerator("cpu", (Backend("gloo"),), alignment=64, averages=False),
+    Accelerator("cuda", (Backend("nccl"),), alignment=128, averages=True),
+    Accelerator(
+        "xpu",
+        (Backend("xccl"), Backend("ccl", plugin="oneccl_bindings_for_pytorch")),
+        alignment=128,
+        averages=False,
+    ),
+    Accelerator(
+        "hpu",
+        (Backend("hccl", plugin="habana_frameworks.torch.distributed.hccl"),),
+        alignment=128,
+        averages=False,
+    ),
+)
+
+
+def row(device: torch.device | str) -> Accelerator:
+    """The row of a device such as ``"cuda"``, ``"cuda:1"`` or ``torch.device("cpu")``.
+
+    Raises:
+        ConfigError: no row has this name; the rows are listed, nearest first.
+    """
+    name = device.type if isinstance(device, torch.device) else device.split(":")[0]
+    rows = {known.device: known for known in ROWS}
+    if name in rows:
+        return rows[name]
+    table = ", ".join(f"{known} ({_backends(rows[known])})" for known in nearest(name, rows, 99))
+    raise ConfigError(
+        f"no accelerator is called {name!r}. Known, nearest first: {table}. "
+        "Pass one of these as device=, or none to use what this machine has."
+    )
+
+
+def detect() -> Accelerator:
+    """The row of the accelerator that torch sees here; the CPU's if there is none, or no row for it."""
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        if found is not None and found.type in {known.device for known in ROWS}:
+            return row(found)
+    return row("cpu")
+
+
+def device_of(accelerator: Accelerator, local_rank: int) -> torch.device:
+    """The device of the ``local_rank``-th process of a machine, made the current one.
+
+    Always with its index: a bare ``xpu`` has sent libraries down the CUDA path.
+
+    Raises:
+        ConfigError: this machine has fewer devices than processes.
+    """
+    if accelerator.device == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(accelerator.device)
+    count = module.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"local rank {local_rank} wants {accelerator.device}:{local_rank}, but torch sees "
+            f"{count} here. Each process needs a device of its own: start at most {count} "
+            'processes on this machine, or pass device="cpu".'
+        )
+    module.set_device(local_rank)
+    return torch.device(accelerator.device, local_rank)
+
+
+def _backends(accelerator: Accelerator) -> str:
+    return " or ".join(backend.name for backend in accelerator.backends)

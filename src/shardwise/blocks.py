@@ -1,0 +1,121 @@
+"""What a model repeats: its blocks, its embeddings and its head, found by structure alone.
+
+No list of class names is kept, so a model that nobody has seen before is divided as well as a
+famous one. The ordinary way, one policy per architecture, is a table that is never complete.
+
+    model                  blocks            embeddings   head
+    ├── embed                                embed
+    ├── layers: ModuleList
+    │   ├── 0: Block       layers.0
+    │   └── 1: Block       layers.1
+    ├── norm                                              norm ┐ one unit
+    └── lm_head                                        lm_head ┘
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+
+__all__ = ["Group", "has_forward", "holds_parameters", "pick_by_structure"]
+
+Group = tuple[nn.Module, ...]
+"""Modules that share one unit: entering any of them needs all of its parameters."""
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether calling the module can work: ``nn.ModuleList`` and its like only hold others."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def holds_parameters(module: nn.Module) -> bool:
+    """Whether there is a parameter in the module or below it."""
+    return any(True for _ in module.parameters())
+
+
+def pick_by_structure(model: nn.Module) -> list[Group]:
+    """Blocks, then embeddings outside them, then the head; nothing if the model repeats nothing.
+
+    Single layers (a ``Linear`` in a ``Sequential``) are blocks only in a model without larger
+    ones, and norms never are: a collective for a vector costs more than keeping it.
+    """
+    blocks = _blocks(model, _is_large) or _blocks(model, _has_matrix)
+    if not blocks:
+        return []
+    inside = {m for block in blocks for top in block for m in top.modules()}
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    embeddings = [table for table in tables if table not in inside]
+    head = _head(model, inside, set(embeddings))
+    return [*blocks, *((table,) for table in embeddings), *([head] if head else [])]
+
+
+def _blocks(model: nn.Module, counts: Callable[[nn.Module], bool]) -> list[Group]:
+    """The topmost repeated siblings among the modules that count, in order of registration."""
+
+    def below(module: nn.Module) -> list[nn.Module]:
+        found = {child: below(child) for child in module.children()}
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            for siblings in _repeated(filter(counts, found)):
+                stages = _are_stages(siblings, found)
+                found |= {m: (found[m] if stages else []) or [m] for m in siblings}
+        return [block for blocks in found.values() for block in blocks]
+
+    return [_as_group(block) for block in dict.fromkeys(below(model))]
+
+
+def _repeated(children: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    by_type: dict[type, list[nn.Module]] = defaultdict(list)
+    for child in children:
+        by_type[type(child)].append(child)
+    return [siblings for siblings in by_type.values() if len(siblings) > 1]
+
+
+def _are_stages(siblings: list[nn.Module], below: Mapping[nn.Module, list[nn.Module]]) -> bool:
+    """Whether the blocks are inside these: Swin's stages are alike in class but not in width.
+
+    Experts are inside a block, too, but then the blocks have equal shapes.
+    """
+    shapes = {tuple((name, p.shape) for name, p in m.named_parameters()) for m in siblings}
+    no_two_alike = len(shapes) == len(siblings)
+    most_hold_blocks = 2 * sum(bool(below[m]) for m in siblings) > len(siblings)
+    return (no_two_alike and most_hold_blocks) or not has_forward(siblings[0])
+
+
+def _as_group(block: nn.Module) -> Group:
+    """What brackets a block: itself or, if it is only a list of layers, those layers."""
+    if has_forward(block):
+        return (block,) if holds_parameters(block) else ()
+    return tuple(module for child in block.children() for module in _as_group(child))
+
+
+def _is_large(module: nn.Module) -> bool:
+    """More than a single layer: it has parts, or several matrices of its own."""
+    has_parts = any(True for _ in module.children())
+    return bool(_as_group(module)) and (has_parts or _matrices(module.parameters()) > 1)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return bool(_as_group(module)) and _matrices(module.parameters()) > 0
+
+
+def _matrices(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(param.ndim > 1 for param in parameters)
+
+
+def _head(model: nn.Module, blocks: set[nn.Module], embeddings: set[nn.Module]) -> Group:
+    """The topmost modules registered after the last block, if the last of them has a matrix."""
+    place = {module: i for i, module in enumerate(model.modules())}
+    last = max(place[module] for module in blocks)
+
+    def after(module: nn.Module) -> list[nn.Module]:
+        behind = place[module] > last and embeddings.isdisjoint(module.modules())
+        if behind and has_forward(module):
+            return [module] if holds_parameters(module) else []
+        return [found for child in module.children() for found in after(child)]
+
+    tail = tuple(dict.fromkeys(after(model)))
+    owned = [list(m.parameters(recurse=False)) for top in tail[-1:] for m in top.modules()]
+    final = [parameters for parameters in owned if parameters][-1:]
+    return tail if any(_matrices(parameters) for parameters in final) else ()

@@ -1,0 +1,203 @@
+"""Ranks as threads of one process: the real engine, real collectives, no launcher.
+
+A collective happens when its last rank issues it: that thread carries every message, by plain
+memory copies that neither autograd nor a dispatch mode sees, as with a real network. So nobody
+has to wait in any order, and a rank at another collective is found the moment it says so.
+Processes would cost seconds per test to start, and a debugger each.
+
+CPU only. Random generators are the process's, not the rank's: no dropout here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import Condition, Thread
+from time import monotonic
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.disagree import Collective, late, left, mismatch, named
+from shardwise.comm.local import LocalComm
+from shardwise.comm.peers import PeerComm
+from shardwise.comm.protocol import Comm
+from shardwise.errors import RanksDisagree
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+
+
+def run(world: int, fn: Callable[[Comm], T], timeout: float = 60.0) -> list[T]:
+    """Run ``fn(comm)`` on ``world`` ranks, each a thread, and return their results by rank.
+
+    Args:
+        world: number of ranks; with 1 the comm is a ``LocalComm`` and ``fn`` still has a thread.
+        fn: what every rank does.
+        timeout: seconds that a rank waits for another, and that this call waits for all.
+
+    Raises:
+        Exception: the first error of a rank's own, rather than one that another rank caused.
+        RanksDisagree: ranks did not do the same thing, or did not end in time.
+    """
+    meeting = _Meeting(world, timeout)
+    ranks = [_Rank(rank, fn, meeting) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    deadline = monotonic() + timeout + 1.0  # a rank that waits for another says so itself, first
+    for rank in ranks:
+        rank.join(max(0.0, deadline - monotonic()))
+    if error := meeting.first_error():
+        raise error
+    if running := [rank.number for rank in ranks if rank.is_alive()]:
+        raise RanksDisagree(
+            f"{named(running)} did not end within {timeout:,.0f} s, and nobody waits for it. "
+            "The thread still runs. Look for an endless loop or a lock, or raise the timeout."
+        )
+    return [rank.results[0] for rank in ranks]
+
+
+class _Rank(Thread, Generic[T]):
+    """One rank's thread. It tells the meeting how it ended, whatever happens."""
+
+    def __init__(self, number: int, fn: Callable[[Comm], T], meeting: _Meeting) -> None:
+        super().__init__(name=f"rank-{number}", daemon=True)
+        self.number = number
+        self.results: list[T] = []
+        self._fn = fn
+        self._meeting = meeting
+
+    def run(self) -> None:
+        size = self._meeting.size
+        wire = _ThreadWire(self.number, self._meeting)
+        cpu = torch.device("cpu")
+        comm: Comm = PeerComm(self.number, size, cpu, wire) if size > 1 else LocalComm()
+        try:
+            self.results.append(self._fn(comm))
+        except BaseException as error:  # noqa: BLE001 - `run` raises it in the caller's thread
+            self._meeting.leave(self.number, f"it raised {error!r}", error)
+        else:
+            self._meeting.leave(self.number, "its thread ended normally", None)
+
+
+@dataclass
+class _Post:
+    """What one rank brings to a collective."""
+
+    collective: Collective
+    sends: Mapping[int, Tensor]
+    receives: Mapping[int, Tensor]
+    text: str
+
+
+@dataclass
+class _Round:
+    """One collective: who has come, and whether it has happened."""
+
+    posts: dict[int, _Post] = field(default_factory=dict)
+    done: bool = False
+
+
+class _Meeting:
+    """Where the threads meet. Everything here happens under one lock."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._changed = Condition()
+        self._rounds: dict[int, _Round] = {}
+        self._issued = dict.fromkeys(range(size), 0)
+        self._before = ""  # the last collective that every rank issued
+        self._ended: dict[int, str] = {}
+        self._errors: list[BaseException] = []
+        self._dead = ""
+
+    def post(self, rank: int, post: _Post) -> _Round:
+        with self._changed:
+            self._raise_if_dead()
+            round_ = self._rounds.setdefault(post.collective.seq, _Round())
+            round_.posts[rank] = post
+            self._issued[rank] += 1
+            at = {peer: other.collective for peer, other in round_.posts.items()}
+            if len(set(at.values())) > 1:
+                raise self._fail(mismatch(at, self._before))
+            if len(round_.posts) == self.size:
+                _deliver(round_.posts)
+                round_.done = True
+                self._before = str(post.collective)
+                del self._rounds[post.collective.seq]
+                self._changed.notify_all()
+            return round_
+
+    def wait(self, rank: int, round_: _Round) -> None:
+        deadline = monotonic() + self.timeout
+        with self._changed:
+            while not round_.done:
+                self._raise_if_dead()
+                waiting = {rank: round_.posts[rank].collective}
+                absent = [r for r in range(self.size) if r not in round_.posts]
+                if ended := [r for r in absent if r in self._ended]:
+                    first = ended[0]
+                    raise self._fail(left(first, self._ended[first], self._issued[first], waiting))
+                if not self._changed.wait(deadline - monotonic()):
+                    raise self._fail(late(absent, self.timeout, waiting))
+
+    def fail(self, reason: str) -> RanksDisagree:
+        with self._changed:
+            return self._fail(reason)
+
+    def leave(self, rank: int, how: str, error: BaseException | None) -> None:
+        with self._changed:
+            self._ended.setdefault(rank, how)
+            if error is not None:
+                self._errors.append(error)
+            self._changed.notify_all()
+
+    def first_error(self) -> BaseException | None:
+        with self._changed:
+            own = [e for e in self._errors if not isinstance(e, RanksDisagree)]
+            return next(iter(own + self._errors), None)
+
+    def _raise_if_dead(self) -> None:
+        if self._dead:
+            raise RanksDisagree(self._dead)
+
+    def _fail(self, reason: str) -> RanksDisagree:
+        self._dead = self._dead or reason
+        self._changed.notify_all()
+        return RanksDisagree(self._dead)
+
+
+class _ThreadWire:
+    """One rank's end of the meeting. Final; see ``Wire``."""
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self._rank = rank
+        self._meeting = meeting
+
+    def post(
+        self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
+        round_ = self._meeting.post(self._rank, _Post(collective, sends, receives, ""))
+        return lambda: self._meeting.wait(self._rank, round_)
+
+    def share(self, collective: Collective, text: str) -> list[str]:
+        round_ = self._meeting.post(self._rank, _Post(collective, {}, {}, text))
+        self._meeting.wait(self._rank, round_)
+        return [post.text for _, post in sorted(round_.posts.items())]
+
+    def fail(self, reason: str) -> RanksDisagree:
+        return self._meeting.fail(reason)
+
+    def close(self, how: str) -> None:
+        self._meeting.leave(self._rank, how, None)
+
+
+def _deliver(posts: Mapping[int, _Post]) -> None:
+    for rank, post in posts.items():
+        for source, place in post.receives.items():
+            data = posts[source].sends[rank]
+            ctypes.memmove(place.data_ptr(), data.data_ptr(), data.nbytes)

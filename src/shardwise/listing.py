@@ -1,0 +1,126 @@
+"""Schedules and layouts as a person reads them: plain text, one line per thing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.buffers import Bucket
+from shardwise.layout import Layout
+from shardwise.schedule import Event, Op, Weight
+from shardwise.units import Units
+
+__all__ = ["Layouts", "Schedule", "size"]
+
+
+def size(nbytes: float) -> str:
+    """``1536`` → ``"1.5 KiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One step's events; iterate over ``events``, or print it.
+
+    Attributes:
+        events: the step, in order.
+        weights: bytes of each unit.
+        strategy, mode: what it is the schedule of.
+        world: ranks that take part.
+    """
+
+    events: tuple[Event, ...]
+    weights: Mapping[str, Weight]
+    strategy: str
+    mode: str
+    world: int
+
+    def sent(self, event: Event) -> int:
+        """Bytes that one rank sends for ``event``."""
+        weight = self.weights.get(event.unit, Weight(0, 0))
+        if event.op is Op.GATHER and self.strategy != "no_shard":
+            return weight.gathered * (self.world - 1) // self.world
+        if event.op is Op.REDUCE:
+            passes = 2 if self.strategy == "no_shard" else 1
+            return passes * weight.gradients * (self.world - 1) // self.world
+        return 0
+
+    def __str__(self) -> str:
+        width = max([len(_name(unit)) for unit in self.weights], default=6)
+        lines = [self._title()]
+        phase, depth = None, 0
+        for event in self.events:
+            if event.phase is not phase:
+                phase = event.phase
+                lines.append(f"{phase}:")
+            depth -= event.op is Op.EXIT
+            lines.append("    " + self._line(event, depth, width))
+            depth += event.op is Op.ENTER
+        return "\n".join(lines)
+
+    def _title(self) -> str:
+        gathers = sum(event.op is Op.GATHER for event in self.events)
+        reduces = sum(event.op is Op.REDUCE for event in self.events)
+        sent = sum(self.sent(event) for event in self.events)
+        return (
+            f"# one step ({self.mode}) of {self.strategy} on {self.world} "
+            f"rank{'s' * (self.world != 1)}: {gathers} gathers, {reduces} reduces, "
+            f"a rank sends {size(sent)}"
+        )
+
+    def _line(self, event: Event, depth: int, width: int) -> str:
+        name = "" if event.op is Op.END else _name(event.unit)
+        text = f"{'  ' * max(depth, 0)}{event.op:<6}  {name:<{width}}"
+        if event.op is Op.GATHER and self.strategy != "no_shard":
+            full = size(self.weights[event.unit].gathered)
+            text += f"  # all-gather, {full}, sends {size(self.sent(event))}: {event.reason}"
+        elif event.op is Op.REDUCE:
+            full = size(self.weights[event.unit].gradients)
+            text += f"  # {self._reduction}, {full}, sends {size(self.sent(event))}: {event.reason}"
+        elif event.reason:
+            text += f"  # {event.reason}"
+        return text.rstrip()
+
+    @property
+    def _reduction(self) -> str:
+        return "reduce-scatter + all-gather" if self.strategy == "no_shard" else "reduce-scatter"
+
+
+def _name(unit: str) -> str:
+    return unit or "(root)"
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Where every parameter lies, unit by unit; print it."""
+
+    units: Units
+    by_bucket: Mapping[Bucket, Layout]
+
+    def __str__(self) -> str:
+        parts = []
+        for bucket, place in self.by_bucket.items():
+            state = "trainable" if bucket.trainable else "frozen"
+            dtypes = bucket.dtypes
+            parts.append(
+                f"{_name(bucket.unit)}  ({state}, stored {_short(dtypes.stored)}, "
+                f"computed in {_short(dtypes.compute)})\n{place}"
+            )
+        return "\n\n".join(parts)
+
+    def padding(self) -> dict[str, int]:
+        """Bytes of padding of each unit, over all ranks, as gathered."""
+        found: dict[str, int] = {}
+        for bucket, place in self.by_bucket.items():
+            nbytes = place.padding * bucket.dtypes.compute.itemsize
+            found[bucket.unit] = found.get(bucket.unit, 0) + nbytes
+        return found
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+

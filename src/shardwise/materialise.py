@@ -1,0 +1,149 @@
+"""How a model's values come to be on every rank: given, made, or sent by rank 0.
+
+A model that was built on the meta device has shapes and no values. Making it whole on every
+rank and then sharding it needs room for all of it; here it is made module by module in the
+order of ``model.apply``, so random numbers are drawn as for the whole model, and each unit is
+sharded and dropped as soon as its last module has its values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import ConfigError
+from shardwise.units import Member, Unit
+
+__all__ = ["Init", "checksums", "default_init", "give_values", "sync"]
+
+Init = Callable[[nn.Module], Any]
+"""Gives a module's own parameters and buffers (not its children's) their values."""
+
+
+def default_init(module: nn.Module) -> None:
+    """``module.reset_parameters()`` where there is one."""
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def give_values(
+    model: nn.Module,
+    units: Sequence[Unit],
+    device: torch.device,
+    init: Init,
+    finished: Callable[[Unit], None],
+) -> None:
+    """Make each parameter real, one unit at a time.
+
+    Args:
+        model: any mix of real and meta parameters.
+        units: every parameter's unit.
+        device: where values are made.
+        init: called for each module that has meta parameters or buffers of its own, in the order
+            of ``model.apply``.
+        finished: called for each unit when all its members have values; afterwards they may go.
+
+    Raises:
+        ConfigError: ``init`` left a parameter or buffer without a value.
+    """
+    waiting = {unit: {id(module) for module in _owners(unit)} for unit in units}
+    # Asked before anything is made: a tied weight is initialised by each of its owners.
+    unmade = {module for module in model.modules() if _is_meta(module)}
+    for name, module in _in_apply_order(model):
+        if module in unmade:
+            _make(module, device)
+            init(module)
+            _check_made(name, module)
+        for unit, owners in list(waiting.items()):
+            owners.discard(id(module))
+            if not owners:
+                del waiting[unit]
+                finished(unit)
+
+
+def _owners(unit: Unit) -> Iterator[nn.Module]:
+    return (module for member in unit.members for module, _ in member.owners)
+
+
+def _in_apply_order(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in model.named_children():
+        yield from _in_apply_order(child, f"{prefix}{name}.")
+    yield prefix.rstrip("."), model
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from _present(module._parameters)
+    yield from _present(module._buffers)
+
+
+def _present(tensors: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for _, tensor in _own(module))
+
+
+def _make(module: nn.Module, device: torch.device) -> None:
+    """Give meta tensors memory, filled with a mark that no initialisation leaves behind.
+
+    Parameters are swapped, not replaced: optimizers and ties refer to the objects.
+    """
+    for _, param in _present(module._parameters):
+        if param.is_meta:
+            made = nn.Parameter(_marked(param, device), requires_grad=param.requires_grad)
+            torch.utils.swap_tensors(param, made)
+    for name, buffer in _present(module._buffers):
+        if buffer.is_meta:
+            module._buffers[name] = _marked(buffer, device)
+
+
+def _marked(like: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if made.is_floating_point():
+        return made.fill_(torch.nan)
+    return made if made.dtype is torch.bool else made.fill_(torch.iinfo(made.dtype).max)
+
+
+def _check_made(name: str, module: nn.Module) -> None:
+    for own, tensor in _own(module):
+        if tensor.numel() and _is_marked(tensor):
+            full = f"{name}.{own}".lstrip(".")
+            raise ConfigError(
+                f"{full!r} of {type(module).__name__} was built on the meta device and still has no "
+                "value after its initialisation, so training would start from garbage. Give "
+                f"{type(module).__name__} a reset_parameters() that fills it, or pass "
+                "init=<function of a module> to shard(); for a transformers model "
+                "init=model._init_weights."
+            )
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).any())
+
+
+def sync(members: Sequence[Member], comm: Comm) -> int:
+    """Send rank 0's values of ``members`` to every rank. Returns bytes."""
+    for member in members:
+        comm.broadcast(member.param.data, 0, Label("broadcast", member.name)).wait()
+    return sum(m.param.numel() * m.param.element_size() for m in members)
+
+
+def checksums(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
+    """A checksum of each tensor's bytes, to find where ranks differ."""
+    return {f"values of {name}": f"{_crc(tensor):08x}" for name, tensor in tensors}
+
+
+def _crc(tensor: Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy())

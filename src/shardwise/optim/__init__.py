@@ -1,0 +1,1 @@
+"""What happens between the backward pass and the next step, on shards."""

@@ -1,0 +1,147 @@
+"""Whole values in and out of a sharded model, outside the step.
+
+``model.state_dict()`` of a sharded model means what it means for a plain one: whole tensors
+under the usual names. Every rank takes part, one bucket at a time, so no rank ever needs
+room for the whole model on its device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.buffers import Bucket
+from shardwise.errors import ShardUseError
+from shardwise.guard import sharding_of
+from shardwise.units import Member
+
+__all__ = ["StateHooks", "full_params", "local_state", "whole_copy"]
+
+
+class StateHooks:
+    """Makes ``state_dict()`` and ``load_state_dict()`` of a sharded model speak of whole tensors.
+
+    Args:
+        model: the sharded model.
+        buckets: all its buckets, in an order that is the same on every rank.
+        idle: raises when a step is under way.
+    """
+
+    def __init__(
+        self, model: nn.Module, buckets: Sequence[Bucket], idle: Callable[[], None]
+    ) -> None:
+        self._buckets, self._idle = tuple(buckets), idle
+        self._names = {module: name for name, module in model.named_modules()}
+        self._model = model
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        for module in self._names:
+            # A partial, because torch marks the hook with an attribute, which a method refuses.
+            self._handles.append(module.register_state_dict_post_hook(partial(self._fill)))
+        self._handles.append(self._model.register_load_state_dict_pre_hook(_cut))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _fill(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        """Replace shards by whole CPU tensors; for a child, only if it was asked itself."""
+        if module is not self._model and prefix:
+            return
+        self._idle()
+        start = f"{self._names[module]}." if self._names[module] else ""
+        for bucket in self._buckets:
+            if any(alias.startswith(start) for m in bucket.members for alias in m.aliases):
+                _put(state, bucket, prefix, start)
+
+
+def _put(state: dict[str, Any], bucket: Bucket, prefix: str, start: str) -> None:
+    for member, whole in zip(bucket.members, bucket.whole(), strict=True):
+        keys = [prefix + a.removeprefix(start) for a in member.aliases if a.startswith(start)]
+        present = [key for key in keys if key in state]
+        # A clone: a view would make torch.save write the whole bucket for every parameter.
+        value = whole.detach().cpu().clone() if present else None
+        state.update(dict.fromkeys(present, value))
+
+
+def _cut(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Let ``load_state_dict`` accept whole tensors: each rank keeps its own part."""
+    for name, param in module.named_parameters(remove_duplicate=False):
+        value, sharding = state.get(prefix + name), sharding_of(param)
+        if sharding is None or not isinstance(value, Tensor) or value.shape == param.shape:
+            continue
+        if value.shape == sharding.shape:
+            state[prefix + name] = sharding.cut(value.detach(), param.shape)
+
+
+def local_state(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
+    """This rank's shards by parameter name, without communication and without copies."""
+    return {
+        alias: member.param.detach()
+        for bucket in buckets
+        for member in bucket.members
+        for alias in member.aliases
+    }
+
+
+@contextmanager
+def full_params(buckets: Sequence[Bucket], writeback: bool) -> Iterator[None]:
+    """Every parameter is whole, in its stored dtype, for the length of the block.
+
+    Raises:
+        ShardUseError: at the end, a parameter was written and ``writeback`` is false.
+    """
+    wholes = [bucket.whole() for bucket in buckets]
+    for bucket, whole in zip(buckets, wholes, strict=True):
+        bucket.bind_whole(whole)
+    params = [param for bucket in buckets for param in bucket.params]
+    versions = [param._version for param in params]
+    try:
+        yield
+    finally:
+        moved = [param._version != v for param, v in zip(params, versions, strict=True)]
+        written = _written(buckets, wholes, iter(moved))
+        for bucket, whole in zip(buckets, wholes, strict=True):
+            if writeback:
+                for index, value in enumerate(whole):
+                    bucket.take(index, value)
+            bucket.rest()
+    if written and not writeback:
+        raise ShardUseError(
+            f"{len(written)} parameters were written inside full_params(), the first is "
+            f"{written[0]!r}; those values are gone. Use full_params(writeback=True) to keep them."
+        )
+
+
+def _written(
+    buckets: Sequence[Bucket], wholes: Sequence[Sequence[Tensor]], moved: Iterator[bool]
+) -> list[str]:
+    found = []
+    for bucket, whole in zip(buckets, wholes, strict=True):
+        for index, (member, value) in enumerate(zip(bucket.members, whole, strict=True)):
+            replaced = member.param.data_ptr() != value.data_ptr()
+            if next(moved) or replaced or not bucket.holds(index, value):
+                found.append(member.name)
+    return found
+
+
+def whole_copy(model: nn.Module, members: Sequence[Member], wholes: Mapping[str, Tensor]) -> Any:
+    """A plain deep copy of ``model`` with whole parameters, from which our hooks were removed."""
+    memo: dict[int, Any] = {}
+    for member in members:
+        param = nn.Parameter(wholes[member.name].clone(), requires_grad=member.param.requires_grad)
+        memo[id(member.param)] = param
+    with torch.no_grad():
+        return copy.deepcopy(model, memo)

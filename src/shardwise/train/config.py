@@ -1,0 +1,249 @@
+"""The typed tree that a recipe is read into: frozen, complete, and with no unknown keys.
+
+The ordinary way, a dictionary passed around, trains at the default rate when a key is
+misspelt. Here every value has one place, one type and one sentence, and what depends on two
+values at once is checked before any process starts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+import torch
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from shardwise.errors import ConfigError
+from shardwise.schedule import Placement
+
+__all__ = [
+    "BatchConfig",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "PrefetchConfig",
+    "Recipe",
+    "RunConfig",
+    "SampleConfig",
+    "ShardingConfig",
+    "TokenizerConfig",
+]
+
+Positive = Annotated[int, Field(gt=0)]
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """What all parts of the tree share: no unknown keys, no changes, no infinities."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yes_is_not_a_number(cls, value: object, info: ValidationInfo) -> object:
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise ConfigError(
+                f"this is {value}, which is how YAML reads yes, no, on, off, true and false; "
+                "write a value, or put the word in quotes."
+            )
+        return value
+
+
+class ModelConfig(Section):
+    """The shape of the decoder."""
+
+    width: Positive = Field(256, description="size of a token's vector")
+    layers: Positive = Field(4, description="number of blocks")
+    heads: Positive = Field(4, description="query heads; they divide width")
+    kv_heads: Positive = Field(2, description="key and value heads; they divide heads")
+    hidden: Positive = Field(704, description="width of the SwiGLU layer, about 8/3 of width")
+    tied: bool = Field(True, description="the head is the embedding")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> Self:
+        if self.width % self.heads or self.head_size % 2:
+            raise ConfigError(
+                f"width {self.width} over {self.heads} heads gives heads of size "
+                f"{self.width / self.heads:g}; rotary positions need an even whole number."
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"{self.heads} heads cannot share {self.kv_heads} kv_heads equally; "
+                "kv_heads must divide heads."
+            )
+        return self
+
+
+class TokenizerConfig(Section):
+    """The tokenizer, trained on the training split."""
+
+    vocabulary: int = Field(
+        2048, ge=257, description="tokens: 256 bytes, the end token and what is learnt"
+    )
+
+
+class DataConfig(Section):
+    """The text."""
+
+    source: str = Field(
+        "stdlib",
+        min_length=1,
+        description="'stdlib' (Python's own source), a file, or a folder of text, JSONL or parquet",
+    )
+    field: str = Field("text", min_length=1, description="the text's field in JSONL and parquet")
+    max_bytes: Positive = Field(16_000_000, description="stop reading after this much text")
+    validation: float = Field(0.03, gt=0, lt=1, description="share of documents held out")
+    context: int = Field(256, ge=2, description="tokens in a row; documents are packed into rows")
+
+
+class BatchConfig(Section):
+    """How many rows make one step. Rows = micro × accumulation × ranks."""
+
+    rows: Positive = Field(16, description="rows in a global batch, over all ranks")
+    micro: Positive = Field(8, description="rows in one forward pass of one rank")
+
+
+class OptimizerConfig(Section):
+    """AdamW with linear warm-up and a cosine down to a share of the peak."""
+
+    lr: float = Field(2e-3, gt=0, description="the peak learning rate")
+    warmup: int = Field(20, ge=0, description="steps from 0 to the peak")
+    floor: float = Field(0.1, ge=0, le=1, description="the last learning rate, as a share of lr")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="on matrices only")
+    clip: float = Field(1.0, gt=0, description="the largest gradient norm")
+
+    @model_validator(mode="after")
+    def _moments_decay(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas are {list(self.betas)}; both must lie in [0, 1).")
+        return self
+
+
+class PrefetchConfig(Section):
+    """How far ahead units are gathered; the fields of ``shardwise.Prefetch``."""
+
+    forward: int | None = Field(None, ge=0, description="bytes; null = the largest unit, 0 = off")
+    backward: int | None = Field(None, ge=0, description="bytes; null = the largest unit, 0 = off")
+    when: Literal["pre", "post"] = Field("pre", description="backward: before or after gradients")
+    limit: Positive | None = Field(None, description="gathers in flight; null = no limit")
+
+
+class PrecisionConfig(Section):
+    """Dtypes; the fields of ``shardwise.Precision``. null leaves each tensor as it is."""
+
+    stored: DtypeName | None = Field(None, description="shards and optimizer state")
+    compute: DtypeName | None = Field(None, description="gathered parameters and inputs")
+    wire: DtypeName | None = Field(None, description="gradients on their way")
+    sum: DtypeName | None = Field(None, description="what gradients are summed in")
+    buffers: DtypeName | None = Field(None, description="floating-point buffers")
+    output: DtypeName | None = Field(None, description="outputs of the model")
+    average: Literal["postdivide", "predivide", "sqrt", "avg"] | None = Field(
+        None, description="how the mean over ranks is formed"
+    )
+
+    def dtypes(self) -> dict[str, torch.dtype | None]:
+        """The dtype fields by name."""
+        names = ("stored", "compute", "wire", "sum", "buffers", "output")
+        return {name: _dtype(getattr(self, name)) for name in names}
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    known = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return next((dtype for dtype in known if str(dtype) == f"torch.{name}"), None)
+
+
+def _short_precision(value: object) -> object:
+    """``fp32`` and ``bf16`` are the two that everybody means."""
+    short: dict[str, dict[str, str]] = {"fp32": {}, "bf16": {"compute": "bfloat16"}}
+    if isinstance(value, str) and value not in short:
+        raise ConfigError(
+            f"{value!r} is neither fp32 nor bf16; for anything else write a table of dtypes, such "
+            "as {compute: bfloat16, wire: float32}."
+        )
+    return short[value] if isinstance(value, str) else value
+
+
+def _whole_number(value: object) -> object:
+    """``--sharding.wrap 100000`` arrives as text."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _known_strategy(value: str) -> str:
+    return Placement.named(value).name
+
+
+class ShardingConfig(Section):
+    """What is handed to ``shardwise.shard``."""
+
+    strategy: Annotated[str, AfterValidator(_known_strategy)] = Field(
+        "full_shard", description="no_shard, zero1, shard_grad_op or full_shard"
+    )
+    wrap: Annotated[str | list[str] | Positive, BeforeValidator(_whole_number)] = Field(
+        "auto", description="units: auto, module classes such as [Block], or a least parameter count"
+    )
+    prefetch: PrefetchConfig = Field(PrefetchConfig(), description="how far ahead")
+    precision: Annotated[PrecisionConfig, BeforeValidator(_short_precision)] = Field(
+        PrecisionConfig(), description="fp32, bf16 (compute only), or field by field"
+    )
+
+
+class SampleConfig(Section):
+    """The text generated at the end."""
+
+    prompt: str = Field("def ", min_length=1, description="how the sample begins")
+    tokens: int = Field(96, ge=0, description="its length; 0 = no sample")
+    temperature: float = Field(0.0, ge=0, description="0 takes the likeliest token each time")
+
+
+class RunConfig(Section):
+    """How long, how often, and where to."""
+
+    folder: str = Field("runs/train", min_length=1, description="where everything is written")
+    overwrite: bool = Field(False, description="replace the files of an earlier run")
+    steps: Positive = Field(200, description="optimizer steps")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the weights, the order and the sample")
+    log_every: Positive = Field(10, description="steps between lines")
+    eval_every: int = Field(0, ge=0, description="steps between validations; 0 = only at the end")
+    eval_rows: Positive = Field(64, description="rows of the validation split that are used")
+
+
+class Recipe(Section):
+    """Everything that decides a run, apart from the number of processes."""
+
+    model: ModelConfig = ModelConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    sample: SampleConfig = SampleConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _rates_rise_before_they_fall(self) -> Self:
+        if self.optimizer.warmup >= self.run.steps and self.optimizer.warmup > 0:
+            raise ConfigError(
+                f"optimizer.warmup is {self.optimizer.warmup} of {self.run.steps} steps, so the "
+                "learning rate would never reach its peak; use fewer warm-up steps."
+            )
+        return self

@@ -1,0 +1,206 @@
+"""What a run has to say: records, and the file that keeps all of them.
+
+The loop emits records and prints nothing; a terminal, a file and a picture each take
+what they need. The ordinary way, printing from inside the loop, has to ask in every line which
+rank it is on and whether somebody is looking.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "Bytes",
+    "Emit",
+    "Evaluated",
+    "Finished",
+    "Journal",
+    "Placed",
+    "Prepared",
+    "Record",
+    "Sampled",
+    "Sharded",
+    "Stepped",
+    "Warned",
+]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The data is ready.
+
+    Attributes:
+        source: where the text came from.
+        files, skipped, nbytes: what was read; skipped files are not text.
+        capped: there is more text than was read.
+        documents: in the training and the validation split.
+        tokens: the same, end tokens included.
+        rows: the same; what did not fill a row was dropped.
+        dropped: tokens dropped at the end of each split.
+        vocabulary: tokens that the tokenizer knows.
+        cached: the tokenizer was there already.
+        seconds: all of it.
+    """
+
+    source: str
+    files: int
+    skipped: int
+    nbytes: int
+    capped: bool
+    documents: tuple[int, int]
+    tokens: tuple[int, int]
+    rows: tuple[int, int]
+    dropped: tuple[int, int]
+    vocabulary: int
+    cached: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The model is built and sharded, and the shape of a step is known.
+
+    Attributes:
+        parameters: of the whole model.
+        strategy, ranks: how it is sharded.
+        rows, micro, accumulation: rows = micro × accumulation × ranks.
+        context: tokens in a row.
+        steps, epochs: how long it will train; epochs = passes over the training split.
+    """
+
+    parameters: int
+    strategy: str
+    ranks: int
+    rows: int
+    micro: int
+    accumulation: int
+    context: int
+    steps: int
+    epochs: float
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One optimizer step.
+
+    Attributes:
+        step, steps: this one (the first is 1), and how many there will be.
+        loss: mean over all tokens of the global batch, nats per token.
+        lr, grad_norm: as used in this step; the norm is that before clipping.
+        tokens_per_second: over all ranks, without the first steps and without validation.
+        memory: resident bytes of the rank that has most.
+        seconds_left: at the pace so far.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    memory: int
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The validation rows, after a step.
+
+    Attributes:
+        step: after which it was measured.
+        loss: nats per token, over exactly ``tokens`` tokens.
+        accuracy: share of tokens that were the likeliest.
+        unigram_entropy: nats per token of the same tokens, from their own frequencies: the
+            lowest loss that is possible without looking at what came before.
+        tokens: that were predicted.
+        seconds: it took.
+    """
+
+    step: int
+    loss: float
+    accuracy: float
+    unigram_entropy: float
+    tokens: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Text that the model wrote."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """One kind of training state: bytes on each rank, and in one unsharded process."""
+
+    kind: str
+    per_rank: tuple[int, ...]
+    whole: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the training state lies, counted from its tensors at the end of the last step."""
+
+    rows: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Something that did not stop the run, and should be known."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run is over and everything is written."""
+
+    folder: str
+    files: tuple[str, ...]
+    seconds: float
+
+
+Record = Prepared | Sharded | Stepped | Evaluated | Sampled | Placed | Warned | Finished
+Emit = Callable[[Record], None]
+
+
+class Journal:
+    """`metrics.jsonl`: one JSON object per record, written as it happens.
+
+    A line is whole or absent, so the file of a run that was killed can be read. What is not
+    finite is ``null``, since JSON has no infinity.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[Record] = []
+
+    def __call__(self, record: Record) -> None:
+        self.records.append(record)
+        line = {"record": type(record).__name__.lower(), **asdict(record)}
+        if isinstance(record, Evaluated):
+            line["perplexity"] = record.perplexity
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_finite(line), ensure_ascii=False) + "\n")
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401 - whatever JSON can hold
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

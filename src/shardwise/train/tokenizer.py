@@ -1,0 +1,117 @@
+"""A byte-level BPE tokenizer, learnt from the training split and kept beside the model.
+
+A ready-made tokenizer would have to be downloaded, and its vocabulary of 32,000 or more would
+be most of a small model's parameters. Learning one takes seconds, and the same text always gives
+the same tokenizer, so a cached one is used again only where text and size are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import ConfigError
+from shardwise.train.folder import Folder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["END", "Tokens", "encode", "learn", "load", "obtain", "transformers_config"]
+
+Tokens = NDArray[np.int32]
+
+END = "<|endoftext|>"  # between documents; its id is 0
+FILE = "tokenizer.json"
+CACHE = "tokenizer.cache.json"  # which text and size FILE was learnt from
+AT_ONCE = 64  # documents encoded in one call: an encoding is far bigger than its ids
+
+
+def learn(documents: Sequence[str], vocabulary: int) -> str:
+    """A tokenizer of at most ``vocabulary`` tokens, as the text of a ``tokenizer.json``.
+
+    The pairs most frequent in ``documents`` are merged (Sennrich et al. 2016, arXiv 1508.07909)
+    over bytes, so that every text can be encoded and decodes to itself.
+    """
+    tokenizers = _library()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return str(tokenizer.to_str())
+
+
+def obtain(folder: Folder, documents: Sequence[str], vocabulary: int) -> tuple[str, bool]:
+    """The tokenizer in ``folder`` if it was learnt from the same; else a new one, kept there.
+
+    Returns:
+        The text of its ``tokenizer.json``, and whether it was there before.
+    """
+    key = _key(documents, vocabulary)
+    text = folder.read_text(FILE)
+    if text is not None and folder.read_text(CACHE) == _receipt(key, text):
+        return text, True
+    text = learn(documents, vocabulary)
+    folder.write_text(FILE, text)
+    folder.write_text(CACHE, _receipt(key, text))
+    return text, False
+
+
+def load(text: str) -> Tokenizer:
+    """The tokenizer in the text of a ``tokenizer.json``."""
+    tokenizer: Tokenizer = _library().Tokenizer.from_str(text)
+    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text like any other
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Tokens:
+    """All documents as one stream, each followed by the end token."""
+    end = tokenizer.token_to_id(END)
+    ids: list[Tokens] = []
+    for start in range(0, len(documents), AT_ONCE):
+        for encoding in tokenizer.encode_batch_fast(list(documents[start : start + AT_ONCE])):
+            ids.append(np.asarray([*encoding.ids, end], dtype=np.int32))
+    return np.concatenate(ids) if ids else np.empty(0, dtype=np.int32)
+
+
+def transformers_config(context: int) -> dict[str, object]:
+    """The ``tokenizer_config.json`` with which `transformers` loads the tokenizer."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _key(documents: Sequence[str], vocabulary: int) -> str:
+    whole = hashlib.sha256(f"{vocabulary} {_library().__version__}".encode())
+    for document in documents:
+        whole.update(hashlib.sha256(document.encode("utf-8", "surrogatepass")).digest())
+    return whole.hexdigest()
+
+
+def _receipt(key: str, text: str) -> str:
+    tokenizer = hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps({"learnt_from": key, "tokenizer": tokenizer}, indent=2) + "\n"
+
+
+def _library() -> Any:  # noqa: ANN401 - a module, imported when it is needed
+    try:
+        import tokenizers
+    except ImportError:
+        raise ConfigError(
+            "training needs the tokenizers library: pip install 'shardwise[train]'."
+        ) from None
+    return tokenizers

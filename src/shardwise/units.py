@@ -1,0 +1,329 @@
+"""Which parameters are gathered together: every parameter lies in exactly one unit.
+
+A unit is the parameters of one module's subtree that no nested unit claims; the root has the
+rest. The ordinary way, wrapping modules one inside the other, makes a parameter that two of them
+share an error. Here it has a unit of its own, which each of its users enters, or joins its users
+in one unit if it is most of what they hold: a tied embedding and head are one unit.
+
+    (root)             what nobody claims; gathered while the model runs
+    embed+norm+lm_head entered three times: the tied weight is gathered for its uses only
+    blocks.0
+    blocks.1
+    blocks.0.fc+1.fc   a weight that two blocks share
+
+No module is the bracket of two units.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import overload
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from shardwise.blocks import Group, has_forward
+from shardwise.errors import ConfigError
+from shardwise.wrap import Wrap, automatic, brackets, checked_groups
+
+__all__ = ["Member", "Unit", "Units", "choose_units"]
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One parameter, wherever it appears in the model.
+
+    Attributes:
+        name: its first full name, as in ``model.named_parameters()``.
+        aliases: all its full names, the first included.
+        param: the parameter.
+        owners: each module and attribute that hold it, once.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    param: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    def __repr__(self) -> str:
+        return f"Member({self.name!r}, {tuple(self.param.shape)}, {self.param.dtype})"
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Parameters that are gathered together.
+
+    Attributes:
+        name: unique in the model; ``""`` for the root's unit.
+        modules: entering any of them needs the unit; in order of registration.
+        class_name: their classes.
+        members: the parameters, in order of registration; at least one.
+    """
+
+    name: str
+    modules: Group
+    class_name: str
+    members: tuple[Member, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return sum(member.param.numel() for member in self.members)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameters in their own dtypes, without padding."""
+        return sum(m.param.numel() * m.param.element_size() for m in self.members)
+
+    @property
+    def trainable(self) -> int:
+        """Elements whose parameters require a gradient."""
+        return sum(m.param.numel() for m in self.members if m.param.requires_grad)
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {self.class_name}, {self.numel:,} parameters)"
+
+
+@dataclass(frozen=True)
+class Units(Sequence[Unit]):
+    """A model's units: the root's first if it has parameters, then by first module."""
+
+    units: tuple[Unit, ...]
+
+    @overload
+    def __getitem__(self, index: int) -> Unit: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Unit, ...]: ...
+    def __getitem__(self, index: int | slice) -> Unit | tuple[Unit, ...]:
+        return self.units[index]
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(
+        self,
+        *,
+        padding: Mapping[str, int] | None = None,
+        placement: Mapping[str, str] | None = None,
+    ) -> str:
+        """One line per unit and a total.
+
+        Args:
+            padding: bytes of padding by unit name, once layouts exist.
+            placement: ``"sharded"`` or ``"replicated"`` by unit name, once a strategy is chosen.
+        """
+        rows = [["unit", "class", "parameters", "bytes", "trainable"]]
+        rows += [_row(unit.name or "(root)", unit.class_name, [unit]) for unit in self]
+        rows += [_row("total", f"{len(self)} unit{'s' * (len(self) != 1)}", self)]
+        if padding is not None:
+            cells = [f"{padding[unit.name]:,}" for unit in self]
+            _append(rows, ["padding", *cells, f"{sum(padding[unit.name] for unit in self):,}"])
+        if placement is not None:
+            _append(rows, ["placement", *(placement[unit.name] for unit in self), ""])
+        return _aligned(rows, left=("unit", "class", "placement"))
+
+
+def choose_units(model: nn.Module, wrap: Wrap | None = None) -> Units:
+    """Divide a model's parameters into units. Pure, and the same on every rank.
+
+    Args:
+        model: any module with a forward. It may be on the meta device.
+        wrap: which modules become units (default: `shardwise.wrap.automatic`).
+
+    Raises:
+        ConfigError: the model has no forward, a parameter has no shape yet, or the rule does
+            not fit the model.
+    """
+    _refuse_unfit(model)
+    claims = _Claims(model, checked_groups(model, wrap or automatic()))
+    members = _members(model)
+    for member in members:
+        claims.join(member)
+    homes: dict[Group, list[Member]] = defaultdict(list)
+    for member in members:
+        homes[claims.home(member)].append(member)
+    ordered = sorted(homes.items(), key=lambda home: claims.place[home[0][0]])
+    names = _names([group for group, _ in ordered], claims.able)
+    return Units(
+        tuple(
+            Unit(name, group, _class_name(group), tuple(inside))
+            for name, (group, inside) in zip(names, ordered, strict=True)
+        )
+    )
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    if not has_forward(model):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, which has no forward, so no step would ever "
+            "enter it. Shard the modules that it holds, or a module that calls them."
+        )
+    named = model.named_parameters()
+    if lazy := [name for name, param in named if isinstance(param, UninitializedParameter)]:
+        raise ConfigError(
+            f"{len(lazy)} parameters have no shape yet, the first is {lazy[0]!r}, so they cannot "
+            "be laid out. Run the model once, so that its lazy modules learn their shapes."
+        )
+
+
+def _members(model: nn.Module) -> list[Member]:
+    """Every parameter once, in order of registration."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    aliases: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        aliases[param].append(name)
+    return [
+        Member(
+            names[0],
+            tuple(names),
+            param,
+            tuple(
+                dict.fromkeys((modules[_parent(name)], name.rpartition(".")[2]) for name in names)
+            ),
+        )
+        for param, names in aliases.items()
+    ]
+
+
+class _Claims:
+    """Which group claims a parameter: the innermost one on its path.
+
+    A parameter with several names may have several claimants; `join` and `home` settle that.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+        self.able = brackets(model)
+        self.place = {module: i for i, module in enumerate(model.modules())}
+        self._paths = dict(model.named_modules(remove_duplicate=False))
+        self._of = {model: (model,)} | {m: self._sorted(group) for group in groups for m in group}
+        self._own: dict[nn.Module, Group] = {}  # brackets of units that claim no subtree
+
+    def join(self, member: Member) -> None:
+        """Make one unit of the layers that share ``member``, if it is most of what they hold."""
+        if len(self._claimants(member)) == 1:
+            return
+        if (shared := self._shared_module(member)) is not None:
+            self._of[shared] = (shared,)
+            return
+        parts = [self._most(module, member) for module in self._users(member)]
+        if all(parts):
+            self._unite({module for part in parts for module in part})
+
+    def home(self, member: Member) -> Group:
+        """The one group whose unit holds ``member``."""
+        claimants = self._claimants(member)
+        chains = [self._chain(alias) for alias in member.aliases]
+        around = next(g for g in chains[0] if all(g in chain for chain in chains))
+        if around in claimants:  # the only one, or one that encloses the others
+            return around
+        users = self._users(member)
+        if any(m in self._of or self._own.get(m, users) != users for m in users):
+            return around  # a module is the bracket of one unit only
+        self._own |= dict.fromkeys(users, users)
+        return users
+
+    def _up(self, alias: str) -> Iterator[nn.Module]:
+        """The modules around a parameter, innermost first."""
+        while alias:
+            alias = _parent(alias)
+            yield self._paths[alias]
+
+    def _chain(self, alias: str) -> list[Group]:
+        return [self._of[module] for module in self._up(alias) if module in self._of]
+
+    def _claimants(self, member: Member) -> set[Group]:
+        return {self._chain(alias)[0] for alias in member.aliases}
+
+    def _users(self, member: Member) -> Group:
+        """The modules whose forward reads ``member``: its nearest brackets, the outermost ones."""
+        near = {next(m for m in self._up(alias) if m in self.able) for alias in member.aliases}
+        inner = {part for m in near for part in m.modules() if part is not m}
+        return self._sorted(near - inner)
+
+    def _shared_module(self, member: Member) -> nn.Module | None:
+        """The largest module of which all of the parameter's names are a part, if any."""
+        levels = zip(*(self._up(alias) for alias in member.aliases), strict=False)
+        same = takewhile(lambda level: len(set(level)) == 1, levels)
+        return next((level[0] for level in reversed(list(same)) if level[0] in self.able), None)
+
+    def _most(self, module: nn.Module, member: Member) -> Group:
+        """The module's group, or else the module, if ``member`` is most of it; or nothing."""
+        group = self._of.get(module, (module,))
+        return next((part for part in (group, (module,)) if _is_mostly(part, member)), ())
+
+    def _unite(self, modules: set[nn.Module]) -> None:
+        """Make one group of these, and leave their old groups without them."""
+        left = {self._of[module] for module in modules if module in self._of}
+        for group in [self._sorted(modules), *(self._sorted(set(g) - modules) for g in left)]:
+            self._of |= dict.fromkeys(group, group)
+
+    def _sorted(self, modules: Iterable[nn.Module]) -> Group:
+        return tuple(sorted(set(modules), key=self.place.__getitem__))
+
+
+def _is_mostly(group: Group, member: Member) -> bool:
+    """Are these single layers, at least half of whose elements are ``member``'s?"""
+    if any(True for module in group for _ in module.children()):
+        return False
+    inside = {param for module in group for param in module.parameters()}
+    return 2 * member.param.numel() >= sum(param.numel() for param in inside)
+
+
+# ------------------------------------------------------------------ names and tables
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _names(groups: Sequence[Group], names: Mapping[nn.Module, str]) -> list[str]:
+    """``model.norm+lm_head``, ``blocks.0.fc+1.fc``, ``shared+...+lm_head``; all different."""
+    full = [[names[module] for module in group] for group in groups]
+    short = [_shortened(parts) for parts in full]
+    count = Counter(short)
+    return [s if count[s] == 1 else "+".join(parts) for s, parts in zip(short, full, strict=True)]
+
+
+def _shortened(parts: Sequence[str]) -> str:
+    if len(parts) > 3:
+        return f"{parts[0]}+...+{parts[-1]}"
+    return "+".join([parts[0], *(_without_common(part, parts[0]) for part in parts[1:])])
+
+
+def _without_common(name: str, first: str) -> str:
+    """``name`` without the dotted prefix that it shares with ``first``."""
+    pairs = zip(name.split("."), first.split("."), strict=False)
+    common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return ".".join(name.split(".")[common:]) or name
+
+
+def _class_name(group: Group) -> str:
+    return "+".join(dict.fromkeys(type(module).__name__ for module in group))
+
+
+def _row(name: str, class_name: str, units: Sequence[Unit]) -> list[str]:
+    numel, trainable = sum(u.numel for u in units), sum(u.trainable for u in units)
+    learns = "all" if trainable == numel else f"{trainable:,}" if trainable else "frozen"
+    return [name, class_name, f"{numel:,}", f"{sum(u.nbytes for u in units):,}", learns]
+
+
+def _append(rows: list[list[str]], column: Sequence[str]) -> None:
+    for row, cell in zip(rows, column, strict=True):
+        row.append(cell)
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: Sequence[str]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if title in left else cell.rjust(width)
+            for cell, width, title in zip(row, widths, rows[0], strict=True)
+        ).rstrip()
+        for row in rows
+    )

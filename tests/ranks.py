@@ -1,0 +1,137 @@
+"""Ranks for tests: threads where they will do, processes where only processes will.
+
+Both take a function of a comm and return what each rank returned, in rank order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import connect, threads
+from shardwise.comm.protocol import Comm
+
+T = TypeVar("T")
+
+LINUX_PR_SET_PDEATHSIG = 1
+
+
+def run_threads(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+    """``fn(comm, *args)`` on ``world`` threads."""
+    return threads.run(world, lambda comm: fn(comm, *args), timeout)
+
+
+def run_processes(world: int, fn: Callable[..., T], *args: Any, timeout: float = 90.0) -> list[T]:
+    """``fn(comm, *args)`` on ``world`` spawned gloo processes. ``fn`` must be importable.
+
+    Raises the error of the first rank that raised or died.
+    """
+    outcomes = outcomes_of(world, in_group, fn, *args, timeout=timeout)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error or outcome.exitcode != 0:
+            raise RuntimeError(f"rank {rank} of {world} (exit code {outcome.exitcode}):\n{outcome.error}")
+    return [outcome.value for outcome in outcomes]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one process ended. ``error`` is its traceback, ``""`` if it raised nothing."""
+
+    value: Any
+    error: str
+    exitcode: int | None
+
+
+def outcomes_of(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Outcome]:
+    """``fn(rank, world, folder, *args)`` in ``world`` spawned processes with no group between them.
+
+    ``folder`` is an empty one, for their store. Every process is gone when this returns.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world)]
+        processes = [
+            context.Process(
+                target=_child,
+                args=(pipe[1], os.getpid(), fn, (rank, world, folder, *args)),
+                daemon=True,
+            )
+            for rank, pipe in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        try:
+            said = _results([mine for mine, _ in pipes], time.monotonic() + timeout)
+            for process in processes:
+                process.join(10)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    exits = [process.exitcode for process in processes]
+    return [Outcome(value, error, code) for (value, error), code in zip(said, exits, strict=True)]
+
+
+def in_group(rank: int, world: int, folder: str, fn: Callable[..., T], *args: Any) -> T:
+    """``fn(comm, *args)`` inside a gloo group of ``world`` processes."""
+    with gloo_group(rank, world, folder), connect.over(dist.group.WORLD) as comm:
+        return fn(comm, *args)
+
+
+@contextmanager
+def gloo_group(rank: int, world: int, folder: str) -> Iterator[None]:
+    """A default process group on the loopback interface, met in a file: no port, no listener."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _results(pipes: list[Connection], deadline: float) -> list[tuple[Any, str]]:
+    """What each child sent, or an explanation where it sent nothing."""
+    said: dict[Connection, tuple[Any, str]] = {}
+    while left := [pipe for pipe in pipes if pipe not in said]:
+        ready = wait(left, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in left:
+            if pipe in ready:
+                try:
+                    said[pipe] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    said[pipe] = (None, "it ended without a result")
+    return [said.get(pipe, (None, "it did not end in time, and was killed")) for pipe in pipes]
+
+
+def _child(pipe: Connection, parent: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    ctypes.CDLL(None).prctl(LINUX_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+    torch.set_num_threads(1)
+    try:
+        said = pickle.dumps((fn(*args), ""))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
+        raise SystemExit(1) from None
+    pipe.send_bytes(said)

@@ -1,0 +1,438 @@
+"""One step as a list: the tables below are the specification.
+
+The first group reproduces what PyTorch's own FSDP2 tests expect
+(``test/distributed/_composable/fsdp/test_fully_shard_comm.py``, class ``TestFullyShardPrefetch``):
+a root with three or four layers, gathers, frees ("reshard") and reduces ("post_backward").
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.order import mirror
+from shardwise.schedule import (
+    Cue,
+    Event,
+    Op,
+    Order,
+    Phase,
+    Placement,
+    Policy,
+    Prefetch,
+    Weight,
+    events,
+    steps,
+)
+
+FULL = Placement.named("full_shard")
+ZERO2 = Placement.named("shard_grad_op")
+ZERO1 = Placement.named("zero1")
+DDP = Placement.named("no_shard")
+
+
+def layers(count: int) -> Order:
+    """A root unit around ``count`` layers."""
+    cues = [Cue(Op.ENTER, "root", Phase.FORWARD)]
+    for layer in range(count):
+        cues += [Cue(Op.ENTER, f"layers.{layer}", Phase.FORWARD)]
+        cues += [Cue(Op.EXIT, f"layers.{layer}", Phase.FORWARD)]
+    cues.append(Cue(Op.EXIT, "root", Phase.FORWARD))
+    return Order(tuple(cues), mirror(cues))
+
+
+def weights(order: Order, nbytes: int = 100) -> dict[str, Weight]:
+    return {cue.unit: Weight(nbytes, nbytes) for cue in order.forward}
+
+
+def listed(order: Order, policy: Policy) -> tuple[Event, ...]:
+    return events(order, policy, weights(order))
+
+
+def table(found: tuple[Event, ...], phase: Phase, *ops: Op) -> str:
+    return "\n".join(f"{e.op} {e.unit}" for e in found if e.phase is phase and e.op in ops)
+
+
+def rows(text: str) -> str:
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def units_ahead(count: int) -> int:
+    """A prefetch depth in bytes that holds ``count`` units of 100 bytes."""
+    return count * 100
+
+
+# ---- PyTorch's tables ------------------------------------------------------------------------
+
+
+def policy(
+    forward: int, backward: int, kept: frozenset[str] | None = frozenset(), **changes: object
+) -> Policy:
+    prefetch = Prefetch(units_ahead(forward), units_ahead(backward))
+    return replace(Policy(FULL, prefetch, kept=kept), **changes)  # type: ignore[arg-type]
+
+
+def test_forward_without_prefetch_gathers_each_unit_when_it_is_entered() -> None:
+    found = listed(layers(3), policy(forward=0, backward=1))
+    assert table(found, Phase.FORWARD, Op.GATHER) == rows("""
+        gather root
+        gather layers.0
+        gather layers.1
+        gather layers.2
+    """)
+
+
+def test_backward_with_reshard_true_gathers_everything_again_one_ahead() -> None:
+    found = listed(layers(3), policy(forward=0, backward=1))
+    assert table(found, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
+        gather root
+        gather layers.2
+        gather layers.1
+        reduce layers.2
+        gather layers.0
+        reduce layers.1
+        reduce layers.0
+        reduce root
+    """)
+
+
+def test_backward_with_reshard_default_keeps_the_root() -> None:
+    found = listed(layers(3), policy(0, 1, kept=frozenset({"root"})))
+    assert table(found, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
+        gather layers.2
+        gather layers.1
+        reduce layers.2
+        gather layers.0
+        reduce layers.1
+        reduce layers.0
+        reduce root
+    """)
+
+
+def test_backward_with_reshard_false_gathers_nothing() -> None:
+    found = listed(layers(3), policy(0, 1, placement=ZERO2))
+    assert table(found, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
+        reduce layers.2
+        reduce layers.1
+        reduce layers.0
+        reduce root
+    """)
+
+
+def test_forward_prefetch_one() -> None:
+    found = listed(layers(4), policy(forward=1, backward=1))
+    assert table(found, Phase.FORWARD, Op.GATHER, Op.FREE) == rows("""
+        gather root
+        gather layers.0
+        gather layers.1
+        free layers.0
+        gather layers.2
+        free layers.1
+        gather layers.3
+        free layers.2
+        free layers.3
+        free root
+    """)
+
+
+def test_forward_prefetch_two() -> None:
+    found = listed(layers(4), policy(forward=2, backward=1))
+    assert table(found, Phase.FORWARD, Op.GATHER, Op.FREE) == rows("""
+        gather root
+        gather layers.0
+        gather layers.1
+        gather layers.2
+        free layers.0
+        gather layers.3
+        free layers.1
+        free layers.2
+        free layers.3
+        free root
+    """)
+
+
+def test_backward_prefetch_one_frees_before_it_reduces() -> None:
+    found = listed(layers(4), policy(forward=0, backward=1))
+    assert table(found, Phase.BACKWARD, Op.GATHER, Op.FREE, Op.REDUCE) == rows("""
+        gather root
+        gather layers.3
+        gather layers.2
+        free layers.3
+        reduce layers.3
+        gather layers.1
+        free layers.2
+        reduce layers.2
+        gather layers.0
+        free layers.1
+        reduce layers.1
+        free layers.0
+        reduce layers.0
+        free root
+        reduce root
+    """)
+
+
+def test_backward_prefetch_two() -> None:
+    found = listed(layers(4), policy(forward=0, backward=2))
+    assert table(found, Phase.BACKWARD, Op.GATHER, Op.FREE, Op.REDUCE) == rows("""
+        gather root
+        gather layers.3
+        gather layers.2
+        gather layers.1
+        free layers.3
+        reduce layers.3
+        gather layers.0
+        free layers.2
+        reduce layers.2
+        free layers.1
+        reduce layers.1
+        free layers.0
+        reduce layers.0
+        free root
+        reduce root
+    """)
+
+
+def test_two_forwards_before_one_backward_reduce_once() -> None:
+    once = layers(3)
+    twice = Order(once.forward * 2, mirror(once.forward * 2))
+    found = listed(twice, policy(0, 1, kept=frozenset({"root"})))
+    assert table(found, Phase.BACKWARD, Op.REDUCE) == rows("""
+        reduce layers.2
+        reduce layers.1
+        reduce layers.0
+        reduce root
+    """)
+
+
+# ---- our own defaults --------------------------------------------------------------------------
+
+
+def test_what_would_be_gathered_again_at_once_is_not_freed() -> None:
+    found = listed(layers(3), policy(forward=1, backward=1, kept=None))
+    assert table(found, Phase.FORWARD, Op.FREE) == "free layers.0\nfree layers.1"
+    assert table(found, Phase.BACKWARD, Op.GATHER) == "gather layers.1\ngather layers.0"
+
+
+def test_backward_pre_gathers_before_this_units_gradients_and_post_after_them() -> None:
+    both = (Op.GATHER, Op.ENTER, Op.EXIT, Op.REDUCE)
+    pre = listed(layers(2), policy(0, 1))
+    assert table(pre, Phase.BACKWARD, *both).startswith(
+        rows("""
+        gather root
+        gather layers.1
+        enter root
+        gather layers.0
+        enter layers.1
+        exit layers.1
+        reduce layers.1
+    """)
+    )
+    post = Policy(FULL, Prefetch(0, units_ahead(1), when="post"), kept=frozenset())
+    assert table(listed(layers(2), post), Phase.BACKWARD, *both).startswith(
+        rows("""
+        gather root
+        enter root
+        gather layers.1
+        enter layers.1
+        exit layers.1
+        gather layers.0
+        reduce layers.1
+    """)
+    )
+
+
+def test_without_backward_prefetch_each_gather_stands_right_before_its_use() -> None:
+    found = listed(layers(2), policy(0, 0))
+    assert table(found, Phase.BACKWARD, Op.GATHER, Op.ENTER) == rows("""
+        gather root
+        enter root
+        gather layers.1
+        enter layers.1
+        gather layers.0
+        enter layers.0
+    """)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_never_more_gathers_in_flight_than_the_limit(limit: int) -> None:
+    unlimited = Prefetch(10**9, 10**9, limit=limit)
+    flying: set[str] = set()
+    most = 0
+    for event in listed(layers(6), Policy(FULL, unlimited)):
+        if event.op is Op.GATHER:
+            flying.add(event.unit)
+        elif event.op is Op.ENTER:
+            flying.discard(event.unit)
+        most = max(most, len(flying))
+    assert most == limit
+
+
+def test_prefetch_depth_is_in_bytes() -> None:
+    order = layers(4)
+    heavy = {**weights(order), "layers.1": Weight(300, 300)}
+    found = events(order, Policy(FULL, Prefetch(250, 0), kept=frozenset()), heavy)
+    assert table(found, Phase.FORWARD, Op.GATHER, Op.ENTER).startswith(
+        rows("""
+        gather root
+        gather layers.0
+        enter root
+        enter layers.0
+        gather layers.1
+        gather layers.2
+        gather layers.3
+        enter layers.1
+    """)
+    )
+
+
+def test_settle_ends_every_reduce_and_one_stays_in_flight() -> None:
+    found = listed(layers(2), policy(0, 1))
+    assert table(found, Phase.BACKWARD, Op.REDUCE, Op.SETTLE, Op.END) == rows("""
+        reduce layers.1
+        reduce layers.0
+        settle layers.1
+        reduce root
+        settle layers.0
+        end
+        settle root
+    """).replace("end", "end ")
+
+
+def test_no_shard_gathers_and_frees_nothing_and_reduces_once() -> None:
+    found = listed(layers(2), Policy(DDP))
+    assert {event.op for event in found} == {Op.ENTER, Op.EXIT, Op.END, Op.REDUCE, Op.SETTLE}
+
+
+def test_zero1_gathers_once_and_gives_back_at_the_end() -> None:
+    found = listed(layers(2), Policy(ZERO1))
+    assert table(found, Phase.FORWARD, Op.GATHER).count("gather") == 3
+    assert table(found, Phase.BACKWARD, Op.GATHER) == ""
+    assert [event.op for event in found[-4:]] == [Op.SETTLE, Op.FREE, Op.FREE, Op.FREE]
+
+
+def test_while_accumulating_nothing_is_reduced_and_zero2_stays_gathered() -> None:
+    accumulate = listed(layers(2), Policy(ZERO2, reduces=False))
+    assert not [e for e in accumulate if e.op in (Op.REDUCE, Op.SETTLE, Op.FREE)]
+    held = frozenset({"root", "layers.0", "layers.1"})
+    last = listed(layers(2), Policy(ZERO2, held=held))
+    assert not [e for e in last if e.op is Op.GATHER]
+    assert len([e for e in last if e.op is Op.FREE]) == 3
+
+
+def test_a_frozen_unit_is_gathered_and_freed_and_never_reduced() -> None:
+    order = layers(2)
+    found = events(order, policy(0, 1), {**weights(order), "layers.0": Weight(100, 0)})
+    assert "reduce layers.0" not in table(found, Phase.BACKWARD, Op.REDUCE)
+    assert "free layers.0" in table(found, Phase.BACKWARD, Op.FREE)
+
+
+def test_a_tied_unit_is_gathered_for_its_first_and_its_last_use_and_reduced_after_both() -> None:
+    forward = tuple(
+        Cue(op, unit, Phase.FORWARD)
+        for unit in ("tied", "layers.0", "layers.1", "tied")
+        for op in (Op.ENTER, Op.EXIT)
+    )
+    found = listed(Order(forward, mirror(forward)), policy(0, 0, kept=None))
+    ops = (Op.GATHER, Op.FREE, Op.REDUCE)
+    assert table(found, Phase.FORWARD, *ops) == rows("""
+        gather tied
+        free tied
+        gather layers.0
+        free layers.0
+        gather layers.1
+        free layers.1
+        gather tied
+    """)
+    assert table(found, Phase.BACKWARD, *ops) == rows("""
+        free tied
+        gather layers.1
+        free layers.1
+        reduce layers.1
+        gather layers.0
+        free layers.0
+        reduce layers.0
+        gather tied
+        free tied
+        reduce tied
+    """)
+
+
+def test_a_forward_pass_alone_ends_with_everything_free() -> None:
+    order = Order(layers(2).forward)
+    for placement in (FULL, ZERO2, ZERO1):
+        gathered = set()
+        for event in listed(order, Policy(placement)):
+            if event.op is Op.GATHER:
+                gathered.add(event.unit)
+            elif event.op is Op.FREE:
+                gathered.remove(event.unit)
+        assert gathered == set()
+
+
+@pytest.mark.parametrize("placement", [FULL, ZERO2, ZERO1, DDP])
+@pytest.mark.parametrize("depth", [0, 100, 250, 10**6])
+def test_every_use_lies_between_a_gather_and_a_free(placement: Placement, depth: int) -> None:
+    gathered: set[str] = set() if placement.splits else {"root", *(f"layers.{i}" for i in range(5))}
+    for event in listed(layers(5), Policy(placement, Prefetch(depth, depth))):
+        if event.op is Op.GATHER:
+            assert event.unit not in gathered
+            gathered.add(event.unit)
+        elif event.op is Op.FREE:
+            gathered.remove(event.unit)
+        elif event.op is Op.ENTER:
+            assert event.unit in gathered
+
+
+# ---- cutting at cues ---------------------------------------------------------------------------
+
+
+def test_a_cue_carries_what_it_releases_and_the_next_cue_what_it_needs() -> None:
+    cut = steps(listed(layers(2), policy(0, 1)))
+    leave = next(s for s in cut if s.cue == Cue(Op.EXIT, "layers.1", Phase.BACKWARD))
+    assert [event.op for event in leave.after] == [Op.FREE, Op.REDUCE]
+    enter = next(s for s in cut if s.cue == Cue(Op.ENTER, "layers.1", Phase.BACKWARD))
+    assert [event.op for event in enter.before] == [Op.GATHER]
+
+
+def test_cutting_loses_no_event() -> None:
+    found = listed(layers(3), policy(2, 2))
+    again = [
+        event
+        for step in steps(found)
+        for event in (*step.before, Event(*step.cue), *step.after)
+    ]
+    assert [(e.op, e.unit) for e in again] == [(e.op, e.unit) for e in found]
+
+
+# ---- names and bad values ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("FULL_SHARD", "full_shard"),
+        ("zero-3", "full_shard"),
+        ("Shard_Grad_Op", "shard_grad_op"),
+        ("ZeRO-2", "shard_grad_op"),
+        ("zero1", "zero1"),
+        ("DDP", "no_shard"),
+        (" no-shard ", "no_shard"),
+    ],
+)
+def test_strategies_are_known_by_all_their_names(name: str, canonical: str) -> None:
+    assert Placement.named(name).name == canonical
+
+
+def test_an_unknown_strategy_names_the_nearest_and_all() -> None:
+    with pytest.raises(ConfigError, match="nearest is 'full_shard'.*no_shard, zero1"):
+        Placement.named("full_shrad")
+
+
+def test_prefetch_refuses_what_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="BACKWARD_PRE"):
+        Prefetch(when="before")
+    with pytest.raises(ConfigError, match="limit is 0"):
+        Prefetch(limit=0)
