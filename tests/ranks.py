@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from shardwise.comm import connect, threads
-from shardwise.comm.protocol import Comm
 
 T = TypeVar("T")
 
@@ -44,7 +44,9 @@ def run_processes(world: int, fn: Callable[..., T], *args: Any, timeout: float =
     outcomes = outcomes_of(world, in_group, fn, *args, timeout=timeout)
     for rank, outcome in enumerate(outcomes):
         if outcome.error or outcome.exitcode != 0:
-            raise RuntimeError(f"rank {rank} of {world} (exit code {outcome.exitcode}):\n{outcome.error}")
+            raise RuntimeError(
+                f"rank {rank} of {world} (exit code {outcome.exitcode}):\n{outcome.error}"
+            )
     return [outcome.value for outcome in outcomes]
 
 
@@ -57,7 +59,9 @@ class Outcome:
     exitcode: int | None
 
 
-def outcomes_of(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Outcome]:
+def outcomes_of(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 90.0
+) -> list[Outcome]:
     """``fn(rank, world, folder, *args)`` in ``world`` spawned processes with no group between them.
 
     ``folder`` is an empty one, for their store. Every process is gone when this returns.
@@ -100,7 +104,7 @@ def in_group(rank: int, world: int, folder: str, fn: Callable[..., T], *args: An
 def gloo_group(rank: int, world: int, folder: str) -> Iterator[None]:
     """A default process group on the loopback interface, met in a file: no port, no listener."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(Path(folder) / "store"), world)
+    store = FileStore(str(Path(folder) / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
         yield
@@ -131,7 +135,7 @@ def _child(pipe: Connection, parent: int, fn: Callable[..., Any], args: tuple[An
     torch.set_num_threads(1)
     try:
         said = pickle.dumps((fn(*args), ""))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - its parent reports it
         pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
         raise SystemExit(1) from None
     pipe.send_bytes(said)

@@ -82,7 +82,7 @@ def row(device: torch.device | str) -> Accelerator:
 
 
 def detect() -> Accelerator:
-    """The row of the accelerator that torch sees here; the CPU's if there is none, or no row for it."""
+    """The row of the accelerator that torch sees here; the CPU's if none has a row."""
     if torch.accelerator.is_available():
         found = torch.accelerator.current_accelerator()
         if found is not None and found.type in {known.device for known in ROWS}:

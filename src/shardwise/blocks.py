@@ -15,7 +15,7 @@ famous one. The ordinary way, one policy per architecture, is a table that is ne
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -39,7 +39,8 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
     """Blocks, then embeddings outside them, then the head; nothing if the model repeats nothing.
 
     Single layers (a ``Linear`` in a ``Sequential``) are blocks only in a model without larger
-    ones, and norms never are: a collective for a vector costs more than keeping it.
+    ones, and norms never are. An embedding or head that has less than a sixteenth of the largest
+    block's elements (BERT's token types) is not picked: keeping it gathered is the cheaper way.
     """
     blocks = _blocks(model, _is_large) or _blocks(model, _has_matrix)
     if not blocks:
@@ -47,40 +48,48 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
     inside = {m for block in blocks for top in block for m in top.modules()}
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     embeddings = [table for table in tables if table not in inside]
-    head = _head(model, inside, set(embeddings))
-    return [*blocks, *((table,) for table in embeddings), *([head] if head else [])]
+    others = [*((table,) for table in embeddings), _head(model, inside, set(embeddings))]
+    largest = max(map(_elements, blocks))
+    return [*blocks, *(part for part in others if part and 16 * _elements(part) >= largest)]
+
+
+def _elements(group: Group) -> int:
+    inside = {param for module in group for param in module.parameters()}
+    return sum(param.numel() for param in inside)
 
 
 def _blocks(model: nn.Module, counts: Callable[[nn.Module], bool]) -> list[Group]:
     """The topmost repeated siblings among the modules that count, in order of registration."""
+    rows = {module: _repeated(module, counts) for module in model.modules()}
+    alike = {type(row[0]) for found in rows.values() for row in found if _some_equal(row)}
 
     def below(module: nn.Module) -> list[nn.Module]:
         found = {child: below(child) for child in module.children()}
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            for siblings in _repeated(filter(counts, found)):
-                stages = _are_stages(siblings, found)
-                found |= {m: (found[m] if stages else []) or [m] for m in siblings}
+        for siblings in rows[module]:
+            # Swin's stages are of one class, but no two are alike, and most hold blocks: go on
+            # below. Experts lie inside blocks, too, but there the blocks are alike.
+            most_hold = 2 * sum(bool(found[child]) for child in siblings) > len(siblings)
+            stages = type(siblings[0]) not in alike and most_hold
+            deeper = stages or not has_forward(siblings[0])
+            found |= {child: (found[child] if deeper else []) or [child] for child in siblings}
         return [block for blocks in found.values() for block in blocks]
 
     return [_as_group(block) for block in dict.fromkeys(below(model))]
 
 
-def _repeated(children: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    by_type: dict[type, list[nn.Module]] = defaultdict(list)
-    for child in children:
-        by_type[type(child)].append(child)
-    return [siblings for siblings in by_type.values() if len(siblings) > 1]
+def _repeated(module: nn.Module, counts: Callable[[nn.Module], bool]) -> list[list[nn.Module]]:
+    """Two or more children of one class, if the module is a list of some kind."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        return []
+    by_class: dict[type, list[nn.Module]] = defaultdict(list)
+    for child in filter(counts, module.children()):
+        by_class[type(child)].append(child)
+    return [siblings for siblings in by_class.values() if len(siblings) > 1]
 
 
-def _are_stages(siblings: list[nn.Module], below: Mapping[nn.Module, list[nn.Module]]) -> bool:
-    """Whether the blocks are inside these: Swin's stages are alike in class but not in width.
-
-    Experts are inside a block, too, but then the blocks have equal shapes.
-    """
+def _some_equal(siblings: list[nn.Module]) -> bool:
     shapes = {tuple((name, p.shape) for name, p in m.named_parameters()) for m in siblings}
-    no_two_alike = len(shapes) == len(siblings)
-    most_hold_blocks = 2 * sum(bool(below[m]) for m in siblings) > len(siblings)
-    return (no_two_alike and most_hold_blocks) or not has_forward(siblings[0])
+    return len(shapes) < len(siblings)
 
 
 def _as_group(block: nn.Module) -> Group:

@@ -252,6 +252,7 @@ class _Gradients:
         self.bucket = bucket
         self.full: Tensor | None = None  # [W * S] while gradients are collected or travel
         self.arrived: set[int] = set()  # those that lie in ``full``
+        self.fresh: set[int] = set()  # those that arrived since the unit's backward began
         self.touched: set[int] = set()  # those that arrived since the last ``deliver``
         self.aside: list[Tensor | None] = [None] * len(bucket.params)
         self._views: list[Tensor] = []
@@ -294,6 +295,7 @@ class _Gradients:
         else:
             view.copy_(grad)
         self.arrived.add(index)
+        self.fresh.add(index)
         self.touched.add(index)
         self.bucket.copies.gradients += view.numel() * view.element_size()
 

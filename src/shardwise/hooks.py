@@ -198,8 +198,12 @@ class Hooks:
             self.runtime.units[frame.unit].visits.add(visit)
         for node in makers:
             node.register_prehook(partial(self._enter_backward, visit, node._sequence_nr()))
+        visit.bounded = bool(frame.inputs)
         for node in frame.inputs:
-            visit.bounded = True
+            if "AccumulateGrad" in node.name():
+                # A leaf's gradient is due as early as those of the parameters, in any order.
+                node.register_prehook(partial(self._leave_when_complete, visit))
+                continue
             node.register_prehook(partial(self._leave_backward, visit))
             self._ending.setdefault(node._sequence_nr(), weakref.WeakSet()).add(visit)
 
@@ -241,6 +245,10 @@ class Hooks:
     def _leave_backward(self, visit: Visit, gradients: Any) -> None:
         if self._in_backward():
             self.runtime.leave_backward(visit)
+
+    def _leave_when_complete(self, visit: Visit, gradients: Any) -> None:
+        if self._in_backward():
+            self.runtime.end_visit(visit)
 
     def _collect(self, state: UnitState, bucket: Any, index: int, param: Tensor) -> None:
         if self.suspended:

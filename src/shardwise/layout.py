@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from math import gcd, lcm, prod
 from string import ascii_lowercase
 from typing import NamedTuple
@@ -31,11 +30,9 @@ __all__ = ["Layout", "Slot", "Spec", "chunk_rows", "solve"]
 class Spec:
     """A parameter that wants a place in a bucket.
 
-    Attributes:
-        name: unique in its bucket.
-        shape: of the whole parameter; ``()`` for a scalar.
-        atom: elements that are never split (a quantisation block), counted from the parameter's
-            first. None asks for one dim-0 row, and lets ``solve`` give that up.
+    ``name`` is unique in its bucket; ``shape`` is the whole parameter's, ``()`` for a scalar.
+    ``atom`` is a number of elements that are never split (a quantisation block), counted from the
+    parameter's first; None asks for one dim-0 row, and lets ``solve`` give that up.
     """
 
     name: str
@@ -45,14 +42,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in its bucket. Lengths and offsets are in elements.
+    """One parameter's place in its bucket, in elements.
 
-    Attributes:
-        name: as in its ``Spec``.
-        shape: as in its ``Spec``.
-        start: offset of the first element in the full bucket.
-        atom: ranks share the slot in runs of this length: the dim-0 row, the atom that was given,
-            or 1 where rows were given up ("element atoms").
+    ``start`` is the offset of its first element in the full bucket. Ranks share it in runs of
+    ``atom``: the dim-0 row, the atom that was given, or 1 if rows were given up ("element atoms").
     """
 
     name: str
@@ -141,11 +134,9 @@ class Layout:
         Rows kept: ``(k, *rest)``, where ``k`` may be 0. Element atoms: ``(n, 1, …, 1)``, so that
         a rule such as "decay what has two dimensions" holds on shards as it does on parameters.
 
-        A scalar is ``()`` on its owner and ``(0,)`` elsewhere. No 0-dim tensor is empty, and a
-        real element on every rank would count W times in a norm. ``.grad`` takes the same shape,
-        optimizers step an empty tensor for nothing, and ``ndim >= 2`` is false of both.
-
-        A parameter without elements keeps its shape on every rank: there is nothing to split.
+        A scalar is ``()`` on its owner and ``(0,)`` elsewhere: no 0-dim tensor is empty, and an
+        element on each rank would count W times in a norm. Optimizers and ``.grad`` take both,
+        and ``ndim >= 2`` is false of both. What has no elements keeps its shape on every rank.
         """
         lo, hi = self.owned(slot, rank)
         if slot.numel == 0:
@@ -206,12 +197,12 @@ def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -
     grains = [_atom(spec) // gcd(_atom(spec), align) for spec in specs]
     pieces = [(-(-weight // align), grain) for weight, grain in zip(weights, grains, strict=True)]
     soft = frozenset(i for i, spec in enumerate(specs) if spec.atom is None and grains[i] > 1)
-    problem = _Problem(pieces, weights, soft, world)
-    low, high = _least(problem), 0
+    low, high = -(-sum(size for size, _ in pieces) // world), 0
     for elements in (sum(weights), sum(size for size, _ in pieces) * align):
         if high < low:
-            high = (elements + max(elements // 50, slack * world)) // (world * align)
-    way = _search(problem, low, max(low, high))
+            high = max(low, (elements + max(elements // 50, slack * world)) // (world * align))
+    while not (way := _search(_Problem(pieces, weights, soft, world), low, high)):
+        low, high = high + 1, high + 1 + high // 16  # given atoms may need more
     shard = way.shard * align
     slots = [_cut(s, at * align, shard) for s, at in zip(specs, way.starts, strict=True)]
     return Layout(tuple(sorted(slots, key=lambda s: (s.start, s.stop))), world, shard)
@@ -227,9 +218,6 @@ def _check(specs: Sequence[Spec], positive: dict[str, int]) -> None:
                 f"{count} parameters of one bucket are named {name!r}, so the name finds none "
                 "of them; give each its own (tied parameters are one slot)"
             )
-    for spec in specs:
-        if min(spec.shape, default=0) < 0 or (spec.atom is not None and spec.atom < 1):
-            raise ConfigError(f"{spec}: sizes are at least 0, and an atom is at least 1")
 
 
 def _cut(spec: Spec, start: int, shard: int) -> Slot:
@@ -337,56 +325,30 @@ class _Problem:
     weights: list[int]  # elements of each
     soft: frozenset[int]  # those that have rows to give up
     world: int
-    effort: int = 100_000  # places yet to be tried: bounds the time, equally on every rank
+    effort: int = 200_000  # places yet to be tried: bounds the time, equally on every rank
 
-    def attempt(self, shard: int, gone: frozenset[int]) -> _Way | None:
+    def lost(self, gone: Iterable[int]) -> int:
+        return sum(self.weights[i] for i in gone)
+
+    def way(self, shard: int, gone: frozenset[int]) -> _Way | None:
         """A way with these rows given up, if one is found before the effort is spent."""
-        self.effort -= len(self.pieces)
-        return self.solved(shard, gone) if self.effort >= 0 else None
-
-    def solved(self, shard: int, gone: frozenset[int]) -> _Way | None:
         pieces = [(size, 1 if i in gone else g) for i, (size, g) in enumerate(self.pieces)]
-        if not all(_fits(*piece, shard) for piece in pieces):
+        if self.effort <= 0 or not all(_fits(*piece, shard) for piece in pieces):
             return None
+        self.effort -= len(pieces)
         starts, end = _walk(range(len(pieces)), pieces, shard)
         if end > shard * self.world:
             search = _best_order if len(pieces) <= 8 else _greedy_order
             starts, end = _walk(search(pieces, shard), pieces, shard)
         return _Way(self.lost(gone), shard, gone, starts) if end <= shard * self.world else None
 
-    def lost(self, gone: Iterable[int]) -> int:
-        return sum(self.weights[i] for i in gone)
-
-    def misfits(self, shard: int) -> frozenset[int]:
-        """What fits nowhere, unless its rows are given up."""
-        return frozenset(i for i in self.soft if not _fits(*self.pieces[i], shard))
-
-
-def _least(problem: _Problem) -> int:
-    """The least shard size found that keeps the given atoms; without them, the mean."""
-    total = sum(size for size, _ in problem.pieces)
-    longest = {1: 0}  # given grain → the largest such piece
-    for i, (size, grain) in enumerate(problem.pieces):
-        if i not in problem.soft and grain > 1:
-            longest[grain] = max(longest.get(grain, 0), size)
-    best, common = total, 1
-    # Pieces longer than two shards need a multiple of their grains; the shorter ones do not.
-    # Try each way to draw the line between them, from "none is longer" on.
-    for grain in sorted(longest, key=lambda g: (-longest[g], g)):
-        shard = _up(max(-(-total // problem.world), longest[grain] // 2), common)
-        while shard < best and not problem.solved(shard, problem.soft):
-            shard += common * max(1, shard // (256 * common))
-        best, common = min(best, shard), lcm(common, grain)
-    return best
-
 
 def _shards(problem: _Problem, low: int, high: int) -> list[int]:
     """Shard sizes worth trying: multiples of what the grains of most elements have in common."""
     weight: Counter[int] = Counter()
-    for (_, grain), elements in zip(problem.pieces, problem.weights, strict=True):
-        weight[grain] += elements
-    given = {g for i, (_, g) in enumerate(problem.pieces) if i not in problem.soft}
-    steps = [lcm(*(grain for grain in given if low % grain == 0))]
+    for i, (_, grain) in enumerate(problem.pieces):
+        weight[grain] += problem.weights[i] if i in problem.soft else sum(problem.weights)
+    steps = [1]
     for grain in sorted(weight, key=lambda grain: (-weight[grain], grain)):
         if _up(low, lcm(steps[-1], grain)) <= high:
             steps.append(lcm(steps[-1], grain))
@@ -394,46 +356,36 @@ def _shards(problem: _Problem, low: int, high: int) -> list[int]:
     return sorted({shard for shards in some for shard in shards})
 
 
-def _search(problem: _Problem, low: int, high: int) -> _Way:
+def _search(problem: _Problem, low: int, high: int) -> _Way | None:
     """The fewest elements lost, then the smallest shards, within ``[low, high]``."""
-    must = {shard: problem.misfits(shard) for shard in _shards(problem, low, high)}
-    cost = {shard: problem.lost(gone) for shard, gone in must.items()}
-    # 0. Without any rows, the least shard size will do.
-    ways = [way for way in [problem.solved(low, problem.soft)] if way]
-    # 1. Give up only what fits nowhere. The first to be solved is the best of these.
-    for shard in sorted(must, key=lambda shard: (cost[shard], shard)):
-        if way := problem.attempt(shard, must[shard]):
-            ways.append(way)
-            break
-    # 2. Where that promised less, but failed, give up some more. The largest have most room.
-    for shard in sorted(must, key=lambda shard: (cost[shard], -shard))[:4]:
-        if cost[shard] < min(ways).lost:
-            ways += _give_up(problem, shard, must[shard])
+    soft, sizes = problem.soft, _shards(problem, low, high)
+    must = {n: frozenset(i for i in soft if not _fits(*problem.pieces[i], n)) for n in sizes}
+    lost = {shard: problem.lost(gone) for shard, gone in must.items()}
+    # 1. Give up all rows; or only where they fit nowhere: the first way is the best of these.
+    ways = [next(filter(None, (problem.way(shard, soft) for shard in sizes)), None)]
+    tries = (problem.way(shard, must[shard]) for shard in sorted(sizes, key=lost.__getitem__))
+    best = min(filter(None, [*ways, next(filter(None, tries), None)]), default=None)
+    # 2. Where 1 promised less, but found no way, give up some more. Large shards have most room.
+    for shard in sorted(sizes, key=lambda shard: (lost[shard], -shard))[:4]:
+        if best and lost[shard] < best.lost:
+            best = min(best, _give_up(problem, shard, must[shard]) or best)
     # 3. With the same rows given up, smaller shards may do.
-    best = min(ways)
-    smaller = (problem.attempt(shard, best.gone) for shard in must if shard < best.shard)
+    smaller = (problem.way(shard, best.gone) for shard in sizes if best and shard < best.shard)
     return next(filter(None, smaller), best)
 
 
-def _give_up(problem: _Problem, shard: int, gone: frozenset[int]) -> list[_Way]:
+def _give_up(problem: _Problem, shard: int, gone: frozenset[int]) -> _Way | None:
     """Give up more than ``gone``, as little as can be found, until there is a way."""
     order = sorted(problem.soft - gone, key=lambda i: (problem.weights[i], i))
-    way = problem.attempt(shard, problem.soft)
-    # 1. the smallest first, by bisection
+    best = problem.way(shard, problem.soft)
     low, high = 0, len(order)
-    while way and low < high:
+    while best and low < high:  # the smallest first, by bisection
         middle = (low + high) // 2
-        fewer = problem.attempt(shard, gone.union(order[:middle]))
-        way, low, high = (fewer, low, middle) if fewer else (way, middle + 1, high)
-    # 2. take back, the largest first and in halves, what turns out not to be needed
-    groups = [order[:high]]
-    while way and groups:
-        group = groups.pop()
-        fewer = problem.attempt(shard, way.gone.difference(group))
-        if not fewer and len(group) > 1:
-            groups += [group[: len(group) // 2], group[len(group) // 2 :]]
-        way = fewer or way
-    return [way] if way else []
+        way = problem.way(shard, gone.union(order[:middle]))
+        best, low, high = (way, low, middle) if way else (best, middle + 1, high)
+    for i in reversed(order[:high]):  # take back, the largest first, what need not be given up
+        best = best and (problem.way(shard, best.gone - {i}) or best)
+    return best
 
 
 # --- drawing --------------------------------------------------------------------------------------
@@ -454,21 +406,17 @@ def _table(layout: Layout) -> list[str]:
     lines = [("", "slot", "shape", "place", "atom", "ranks", "rows on each")]
     for k, slot in enumerate(layout.slots):
         mark = ascii_lowercase[k] if len(layout.slots) <= 26 else ""
-        place, ranks = f"{slot.start}–{slot.stop}", layout.owners(slot)
-        span = f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else "".join(map(str, ranks))
-        parts = _parts(layout, slot)
-        lines.append((mark, slot.name, str(slot.shape), place, str(slot.atom), span, parts))
+        ranks, unit = layout.owners(slot), slot.row if slot.keeps_rows else 1
+        owned = (layout.owned(slot, rank) for rank in ranks[:8])
+        parts = [str((hi - lo) // unit) for lo, hi in owned] + ["…"] * (len(ranks) > 8)
+        told = ", ".join(parts) + ("" if slot.keeps_rows else " elements")
+        place, span = (
+            f"{slot.start}–{slot.stop}",
+            "–".join(map(str, sorted({*ranks[:1], *ranks[-1:]}))),
+        )
+        lines.append((mark, slot.name, str(slot.shape), place, str(slot.atom), span, told))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-
-
-def _parts(layout: Layout, slot: Slot) -> str:
-    """What each owner holds, equal neighbours together: ``3 × 171, 170``."""
-    owned = (layout.owned(slot, rank) for rank in layout.owners(slot))
-    unit = slot.row if slot.keeps_rows else 1
-    runs = [(part, len(list(run))) for part, run in groupby((hi - lo) // unit for lo, hi in owned)]
-    told = [f"{count} × {part}" if count > 1 else f"{part}" for part, count in runs[:6]]
-    return ", ".join(told + ["…"] * (len(runs) > 6)) + ("" if slot.keeps_rows else " elements")
 
 
 def _drawing(layout: Layout) -> list[str]:

@@ -56,10 +56,8 @@ class UnitState:
 
     @property
     def complete(self) -> bool:
-        """Has every parameter's gradient arrived (so that none needs the values any more)?"""
-        return len(self.trainable) == len(self.buckets) and all(
-            len(bucket.gradients.arrived) == len(bucket.params) for bucket in self.buckets
-        )
+        """Has every trainable parameter's gradient arrived since the last visit began?"""
+        return all(len(b.gradients.fresh) == len(b.params) for b in self.trainable)
 
     def gather(self) -> None:
         for bucket in self.buckets:
@@ -109,6 +107,7 @@ class Runtime:
         self._cursor = _Cursor("train", ())
         self._settling: list[str] = []
         self.steps_done = 0
+        self._warned: set[Mode] = set()
         self.listeners: list[Callable[[Event], None]] = []
 
     # ---- which schedule ------------------------------------------------------------------
@@ -279,6 +278,8 @@ class Runtime:
         if visit.entered or visit.unit is None:
             return
         visit.entered = True
+        for bucket in self.units[visit.unit].trainable:
+            bucket.gradients.fresh.clear()
         self.cue(Op.ENTER, visit.unit, Phase.BACKWARD)
 
     def leave_backward(self, visit: Visit) -> None:
@@ -293,11 +294,22 @@ class Runtime:
         param = bucket.params[index]
         grad, param.grad = param.grad, None
         assert grad is not None
+        if state.reducing:  # a late gradient must not be written into a bucket that travels
+            self._settle(state)
         bucket.gradients.collect(index, grad, carried=not self.reduces)
-        if state.complete and not state.visits.pending():
-            for visit in state.visits.open():
-                if not visit.bounded:
-                    self.leave_backward(visit)
+        if not state.complete or state.visits.pending():
+            return
+        done_with_values = len(state.trainable) == len(state.buckets)
+        for visit in state.visits.open():
+            if visit.ending or (done_with_values and not visit.bounded):
+                self.leave_backward(visit)
+
+    def end_visit(self, visit: Visit) -> None:
+        """A visit's input gradients are there; those of its parameters may be on their way."""
+        if visit.unit is None or self.units[visit.unit].complete:
+            self.leave_backward(visit)
+        else:
+            visit.ending = True
 
     def _deliver(self) -> None:
         buckets = [b for state in self.units.values() for b in state.trainable]
@@ -334,11 +346,12 @@ class Runtime:
                 self._re_record(mode, order)
 
     def _re_record(self, mode: Mode, order: Order) -> None:
-        if self.steps_done > 1:
+        if self.steps_done > 1 and mode not in self._warned and self.comm.rank == 0:
+            self._warned.add(mode)
             log.warning(
                 "the order of units changed in step %d (%s): the new one is used from now on. "
                 "A model whose order changes often gains nothing from prefetch; "
-                "set prefetch=sw.Prefetch(forward=0, backward=0).",
+                "set prefetch=sw.Prefetch(forward=0, backward=0). This is said once.",
                 self.steps_done,
                 mode,
             )

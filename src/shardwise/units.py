@@ -118,15 +118,18 @@ class Units(Sequence[Unit]):
             padding: bytes of padding by unit name, once layouts exist.
             placement: ``"sharded"`` or ``"replicated"`` by unit name, once a strategy is chosen.
         """
-        rows = [["unit", "class", "parameters", "bytes", "trainable"]]
-        rows += [_row(unit.name or "(root)", unit.class_name, [unit]) for unit in self]
-        rows += [_row("total", f"{len(self)} unit{'s' * (len(self) != 1)}", self)]
+        columns = {
+            "unit": [*(unit.name or "(root)" for unit in self), "total"],
+            "class": [*(unit.class_name for unit in self), ""],
+            "parameters": _summed(unit.numel for unit in self),
+            "bytes": _summed(unit.nbytes for unit in self),
+            "trainable": _summed(unit.trainable for unit in self),
+        }
         if padding is not None:
-            cells = [f"{padding[unit.name]:,}" for unit in self]
-            _append(rows, ["padding", *cells, f"{sum(padding[unit.name] for unit in self):,}"])
+            columns["padding"] = _summed(padding[unit.name] for unit in self)
         if placement is not None:
-            _append(rows, ["placement", *(placement[unit.name] for unit in self), ""])
-        return _aligned(rows, left=("unit", "class", "placement"))
+            columns["placement"] = [*(placement[unit.name] for unit in self), ""]
+        return _aligned(columns)
 
 
 def choose_units(model: nn.Module, wrap: Wrap | None = None) -> Units:
@@ -150,12 +153,9 @@ def choose_units(model: nn.Module, wrap: Wrap | None = None) -> Units:
         homes[claims.home(member)].append(member)
     ordered = sorted(homes.items(), key=lambda home: claims.place[home[0][0]])
     names = _names([group for group, _ in ordered], claims.able)
-    return Units(
-        tuple(
-            Unit(name, group, _class_name(group), tuple(inside))
-            for name, (group, inside) in zip(names, ordered, strict=True)
-        )
-    )
+    named = zip(names, ordered, strict=True)
+    units = (Unit(name, group, _class(group), tuple(held)) for name, (group, held) in named)
+    return Units(tuple(units))
 
 
 def _refuse_unfit(model: nn.Module) -> None:
@@ -175,20 +175,16 @@ def _refuse_unfit(model: nn.Module) -> None:
 def _members(model: nn.Module) -> list[Member]:
     """Every parameter once, in order of registration."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    aliases: dict[nn.Parameter, list[str]] = defaultdict(list)
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, param in model.named_parameters(remove_duplicate=False):
-        aliases[param].append(name)
-    return [
-        Member(
-            names[0],
-            tuple(names),
-            param,
-            tuple(
-                dict.fromkeys((modules[_parent(name)], name.rpartition(".")[2]) for name in names)
-            ),
-        )
-        for param, names in aliases.items()
-    ]
+        names[param].append(name)
+
+    def member(param: nn.Parameter, aliases: Sequence[str]) -> Member:
+        parts = (alias.rpartition(".") for alias in aliases)
+        owners = dict.fromkeys((modules[path], attribute) for path, _, attribute in parts)
+        return Member(aliases[0], tuple(aliases), param, tuple(owners))
+
+    return [member(param, aliases) for param, aliases in names.items()]
 
 
 class _Claims:
@@ -231,7 +227,7 @@ class _Claims:
     def _up(self, alias: str) -> Iterator[nn.Module]:
         """The modules around a parameter, innermost first."""
         while alias:
-            alias = _parent(alias)
+            alias = alias.rpartition(".")[0]
             yield self._paths[alias]
 
     def _chain(self, alias: str) -> list[Group]:
@@ -278,10 +274,6 @@ def _is_mostly(group: Group, member: Member) -> bool:
 # ------------------------------------------------------------------ names and tables
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _names(groups: Sequence[Group], names: Mapping[nn.Module, str]) -> list[str]:
     """``model.norm+lm_head``, ``blocks.0.fc+1.fc``, ``shared+...+lm_head``; all different."""
     full = [[names[module] for module in group] for group in groups]
@@ -303,27 +295,22 @@ def _without_common(name: str, first: str) -> str:
     return ".".join(name.split(".")[common:]) or name
 
 
-def _class_name(group: Group) -> str:
+def _class(group: Group) -> str:
     return "+".join(dict.fromkeys(type(module).__name__ for module in group))
 
 
-def _row(name: str, class_name: str, units: Sequence[Unit]) -> list[str]:
-    numel, trainable = sum(u.numel for u in units), sum(u.trainable for u in units)
-    learns = "all" if trainable == numel else f"{trainable:,}" if trainable else "frozen"
-    return [name, class_name, f"{numel:,}", f"{sum(u.nbytes for u in units):,}", learns]
+def _summed(values: Iterable[int]) -> list[str]:
+    """Each number, then their sum."""
+    numbers = list(values)
+    return [f"{number:,}" for number in (*numbers, sum(numbers))]
 
 
-def _append(rows: list[list[str]], column: Sequence[str]) -> None:
-    for row, cell in zip(rows, column, strict=True):
-        row.append(cell)
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: Sequence[str]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if title in left else cell.rjust(width)
-            for cell, width, title in zip(row, widths, rows[0], strict=True)
-        ).rstrip()
-        for row in rows
-    )
+def _aligned(columns: Mapping[str, Sequence[str]]) -> str:
+    """Text to the left, numbers to the right."""
+    text = {"unit", "class", "placement"}
+    padded = []
+    for title, cells in columns.items():
+        width = max(map(len, (title, *cells)))
+        align = str.ljust if title in text else str.rjust
+        padded.append([align(cell, width) for cell in (title, *cells)])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True))

@@ -20,14 +20,15 @@ class Visit:
     Attributes:
         parent: the call around it, which the backward pass enters first.
         bounded: its inputs carry gradients, so the end of its backward pass can be seen.
-        entered, done: how far the backward pass is.
+        entered, ending, done: how far the backward pass is; ``ending``: the gradients of its inputs
+            are there, those of its parameters not all.
     """
 
-    __slots__ = ("__weakref__", "bounded", "done", "entered", "parent", "unit")
+    __slots__ = ("__weakref__", "bounded", "done", "ending", "entered", "parent", "unit")
 
     def __init__(self, unit: str | None, parent: Visit | None) -> None:
         self.unit, self.parent = unit, parent
-        self.bounded = self.entered = self.done = False
+        self.bounded = self.entered = self.ending = self.done = False
 
 
 class Visits:

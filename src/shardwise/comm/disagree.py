@@ -49,7 +49,10 @@ class Collective(NamedTuple):
     @property
     def tag(self) -> int:
         """A hash of all fields, in ``range(NO_TAG)``: messages of unlike collectives never meet."""
-        return zlib.crc32(f"{self.seq} {self.kind} {self.op} {self.unit} {self.nbytes}".encode()) % NO_TAG
+        return (
+            zlib.crc32(f"{self.seq} {self.kind} {self.op} {self.unit} {self.nbytes}".encode())
+            % NO_TAG
+        )
 
     def __str__(self) -> str:
         return f"{self.op} {self.unit}".strip()
@@ -101,7 +104,7 @@ def absent(cursors: Mapping[int, Cursor], size: int, collective: Collective) -> 
 
 
 def mismatch(at: Mapping[int, Collective], before: str = "") -> str:
-    """``at``: rank → what it issued under one and the same number. ``before``: the one before it."""
+    """``at``: rank → what it issued under one number. ``before``: what all issued just before."""
     places: dict[Collective, list[int]] = {}
     for rank, collective in sorted(at.items()):
         places.setdefault(collective, []).append(rank)
@@ -174,7 +177,9 @@ def named(ranks: Sequence[int]) -> str:
     for run in runs:
         parts += [f"{run[0]}–{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
     *most, last = parts
-    return f"rank{'s' if len(ranks) > 1 else ''} " + (f"{', '.join(most)} and " if most else "") + last
+    return (
+        f"rank{'s' if len(ranks) > 1 else ''} " + (f"{', '.join(most)} and " if most else "") + last
+    )
 
 
 def _is_at(ranks: Sequence[int], collective: Collective, with_kind: bool) -> str:

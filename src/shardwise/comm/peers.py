@@ -22,7 +22,15 @@ from shardwise.comm.disagree import Collective, facts_differ
 from shardwise.comm.protocol import Counters, Label, Pending
 from shardwise.errors import ConfigError, RanksDisagree
 
-__all__ = ["InFlight", "PeerComm", "Wire", "agree", "check_splits", "pieces_of", "sum_in_rank_order"]
+__all__ = [
+    "InFlight",
+    "PeerComm",
+    "Wire",
+    "agree",
+    "check_splits",
+    "pieces_of",
+    "sum_in_rank_order",
+]
 
 
 class Wire(Protocol):
@@ -221,7 +229,7 @@ class _Scratch:
         self._free: list[Tensor] = []
 
     def take(self, nbytes: int) -> Tensor:
-        """At least ``nbytes`` of uint8, uninitialised: the smallest free memory that fits, or new."""
+        """At least ``nbytes`` of uint8, uninitialised: the smallest free that fits, or new."""
         self._free.sort(key=lambda memory: memory.nbytes)
         for i, memory in enumerate(self._free):
             if memory.nbytes >= nbytes:

@@ -9,22 +9,47 @@ which stage a gather through a copy and send a reduce-scatter as an all-reduce.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.disagree import NO_TAG, Collective
-from shardwise.comm.watch import Wait, Watch
+from shardwise.comm.watch import Wait, Watch, how_this_process_ends
 from shardwise.errors import RanksDisagree
 
-__all__ = ["GlooWire"]
+__all__ = ["Ending", "GlooWire", "close_connections"]
 
 GREETING = Collective(-1, "greeting", "greet", "", 0)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What else ends with one rank's end of a group.
+
+    Attributes:
+        linger: seconds to stay, at most, until every rank has left: for the rank that serves
+            the store, in which the others read why it left.
+        then: called last.
+    """
+
+    linger: float = 0.0
+    then: Callable[[], None] = lambda: None
+
+
+class _Messages(Protocol):
+    """What we use of ``ProcessGroupGloo``, whose types torch leaves out."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
 
 class GlooWire:
@@ -34,32 +59,32 @@ class GlooWire:
         store: the group's own, with no other user's keys.
         rank, size: this rank, and how many there are.
         timeout: seconds after which waiting for a slow rank becomes an error.
-        owner: what to end with the group; see ``Owner``.
+        ending: what ends with this object.
     """
 
-    def __init__(
-        self, store: Store, rank: int, size: int, timeout: float, owner: Owner
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: float, ending: Ending) -> None:
         self._peer = (rank + 1) % size
-        self._owner = owner
-        self._group: ProcessGroupGloo | None = None
+        self._ending = ending
+        self._closed = False
+        self._group: _Messages | None = None
         self._watch = Watch(store, rank, size, self._interrupt, timeout)
         self._watch.share(GREETING, "")  # names who never came, where gloo would only time out
         # Longer than ours: the watch knows what to say.
         patience = timedelta(seconds=timeout + 60)
-        self._group = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, patience)
+        gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, patience)
+        self._group = cast("Any", gloo)
+        atexit.register(self._at_exit)
 
     def post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
         self._watch.issue(collective)
+        group, tag = self._group, collective.tag
+        assert group is not None  # `issue` raises once this end is closed
         works: list[tuple[int, Work]] = []
-        tag = collective.tag
-        group = self._group
-        assert group is not None  # issue() raises once it is closed
         peer = -1
         try:
-            # Receives first: a peer's message that is announced already needs no second round.
+            # Receives first: a message whose place is known is sent without asking.
             for peer, place in receives.items():
                 works.append((peer, group.recv([place], peer, tag)))
             for peer, data in sends.items():
@@ -75,11 +100,14 @@ class GlooWire:
         return self._watch.fail(reason)
 
     def close(self, how: str) -> None:
-        if self._group is None:
+        if self._closed:
             return
-        self._watch.leave(how)
-        self._interrupt()  # or what is still in flight would write into memory that is freed
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._watch.leave(how, self._ending.linger)
+        self._interrupt()  # or what is in flight would still write into memory that is freed
         self._group = None
+        self._ending.then()
 
     def _complete(self, collective: Collective, works: list[tuple[int, Work]]) -> None:
         since = monotonic()
@@ -92,13 +120,19 @@ class GlooWire:
         self._watch.waits = None
 
     def _interrupt(self) -> None:
-        """Make every pending operation of this rank fail.
+        if self._group is not None:
+            close_connections(self._group, self._peer)
 
-        gloo offers nothing for this (``abort`` leaves a waiting thread waiting), but an operation
-        that times out closes every connection of its group, whoever waits on them.
-        """
-        if self._group is None:
-            return
-        with suppress(RuntimeError):
-            nothing = torch.empty(1)
-            self._group.recv([nothing], self._peer, NO_TAG).wait(timedelta(milliseconds=1))
+    def _at_exit(self) -> None:
+        self.close(how_this_process_ends())
+
+
+def close_connections(group: ProcessGroup | _Messages, peer: int) -> None:
+    """Make every pending operation of this rank in a gloo group fail, whichever thread waits.
+
+    gloo offers no call for this (``abort`` leaves a waiting thread waiting), but an operation
+    that times out closes every connection of its group: this one cannot succeed.
+    """
+    with suppress(RuntimeError):
+        nothing = torch.empty(1)
+        group.recv([nothing], peer, NO_TAG).wait(timedelta(milliseconds=1))

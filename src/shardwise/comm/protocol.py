@@ -21,7 +21,7 @@ __all__ = ["Comm", "Counters", "Label", "Pending"]
 
 @dataclass(frozen=True)
 class Label:
-    """What a collective is for. Ranks compare labels, so that bytes of one never pass for another's.
+    """What a collective is for. Ranks compare labels: bytes of one never pass for another's.
 
     Attributes:
         op: ``"gather"``, ``"reduce"``, ``"broadcast"`` or another verb of the engine.
@@ -90,7 +90,9 @@ class Comm(Protocol):
                 rank's piece, afterwards every piece is there.
         """
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, label: Label, mean: bool = False) -> Pending:
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, label: Label, mean: bool = False
+    ) -> Pending:
         """Sum the ranks' ``full`` and keep this rank's piece.
 
         Args:

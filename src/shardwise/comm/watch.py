@@ -18,7 +18,7 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import NamedTuple
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm.disagree import (
     Collective,

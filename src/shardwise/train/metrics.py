@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "Built",
     "Bytes",
     "Emit",
     "Evaluated",
@@ -24,7 +25,6 @@ __all__ = [
     "Prepared",
     "Record",
     "Sampled",
-    "Sharded",
     "Stepped",
     "Warned",
 ]
@@ -62,7 +62,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Sharded:
+class Built:
     """The model is built and sharded, and the shape of a step is known.
 
     Attributes:
@@ -174,7 +174,7 @@ class Finished:
     seconds: float
 
 
-Record = Prepared | Sharded | Stepped | Evaluated | Sampled | Placed | Warned | Finished
+Record = Prepared | Built | Stepped | Evaluated | Sampled | Placed | Warned | Finished
 Emit = Callable[[Record], None]
 
 

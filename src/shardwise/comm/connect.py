@@ -1,0 +1,219 @@
+"""From the launcher's environment, or from a group that exists, to a Comm.
+
+A launcher is recognised by its variables and nothing else; without one there is one rank, and no
+process group. What is opened here is closed here, also after an error; what was there before
+stays. The ordinary way leaves both to each script, and a raised error to a leaked group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shardwise.accelerators import Accelerator, Backend, detect, device_of, row
+from shardwise.comm.local import LocalComm
+from shardwise.comm.native import NativeComm
+from shardwise.comm.peers import PeerComm
+from shardwise.comm.process_group import Ending, GlooWire
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
+
+__all__ = ["Launch", "connect", "launched", "over"]
+
+TIMEOUT = 1800.0  # seconds for which a rank waits for a slow one
+LINGER = 5.0  # seconds for which the rank that serves the store waits for the others to leave
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher told this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+def launched(environ: Mapping[str, str]) -> Launch | None:
+    """Read torchrun's variables; ``None`` without a launcher.
+
+    Raises:
+        ConfigError: some of the variables are missing, or make no sense together.
+    """
+    needed = ["RANK", "WORLD_SIZE"]
+    if not any(name in environ for name in [*needed, "LOCAL_RANK"]):
+        return None
+    if environ.get("WORLD_SIZE") != "1":
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
+    if missing := [name for name in needed if name not in environ]:
+        there = [name for name in [*needed, "LOCAL_RANK"] if name in environ]
+        raise ConfigError(
+            f"the environment has {', '.join(there)}, but not {', '.join(missing)}: a launcher "
+            "sets all or none, and with a part of them ranks could not meet. Start with torchrun, "
+            f"or set {', '.join(missing)}, or unset {', '.join(there)} to run one rank alone."
+        )
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
+    if not 0 <= rank < size:
+        raise ConfigError(
+            f"RANK={rank} and WORLD_SIZE={size}: ranks are numbered from 0 to {size - 1}. "
+            "Correct one of the two variables."
+        )
+    return Launch(rank, size, local_rank)
+
+
+def connect(device: str | None = None, timeout: float = TIMEOUT) -> Comm:
+    """This process's end of all ranks: ``with sw.connect() as comm: …``.
+
+    Args:
+        device: a device type such as ``"cuda"``; by default what this machine has, else the CPU.
+        timeout: seconds for which a rank waits for a slow one before that is an error.
+
+    Returns:
+        With a process group that exists: a comm over it, which does not destroy it. With a
+        launcher's environment: a comm over a new group that ends with it. Else: one rank alone.
+
+    Raises:
+        ConfigError: the environment is incomplete, or there is no such device or backend.
+        RanksDisagree: not every rank came in time.
+    """
+    if dist.is_initialized():
+        return over(_world(), device, timeout)
+    accelerator = row(device) if device else detect()
+    launch = launched(os.environ)
+    here = device_of(accelerator, launch.local_rank if launch else 0)
+    if launch is None or launch.size == 1:
+        return LocalComm(here)
+    dist.init_process_group(
+        _load(accelerator).name,
+        timeout=timedelta(seconds=timeout),
+        device_id=None if here.type == "cpu" else here,
+    )
+    serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    ending = Ending(LINGER if serves else 0.0, dist.destroy_process_group)
+    try:
+        return _comm(_world(), here, timeout, ending)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+
+
+def over(
+    ranks: ProcessGroup | DeviceMesh | None,
+    device: str | None = None,
+    timeout: float = TIMEOUT,
+    native: bool | None = None,
+) -> Comm:
+    """A comm over ranks that torch already knows; they are not destroyed with it.
+
+    Args:
+        ranks: a process group, or a device mesh of one axis, such as ``mesh["shard"]``.
+        device: a device type; by default the mesh's, or the one that the group's backend serves.
+        timeout: seconds for which a rank waits for a slow one before that is an error.
+        native: the backend's own collectives (``True``) or tagged messages (``False``, gloo
+            only); by default messages over gloo, and native ones elsewhere.
+
+    Raises:
+        ConfigError: the mesh has several axes, or there is no process group.
+        RanksDisagree: not every rank came in time.
+    """
+    if isinstance(ranks, DeviceMesh):
+        group, device = _axis(ranks), device or ranks.device_type
+    elif ranks is None:
+        raise ConfigError(
+            "there is no process group here: this process is not a member of the one that was "
+            "passed, or none was initialised. Pass a group that this rank belongs to."
+        )
+    else:
+        group = ranks
+    if dist.get_world_size(group) == 1:
+        return LocalComm(_here(group, device))
+    return _comm(group, _here(group, device), timeout, Ending(), native)
+
+
+def _comm(
+    group: ProcessGroup,
+    device: torch.device,
+    timeout: float,
+    ending: Ending,
+    native: bool | None = None,
+) -> Comm:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    store = _own_store(group, rank)
+    if device.type != "cpu" if native is None else native:
+        return NativeComm(group, device, store, row(device).averages, timeout, ending)
+    return PeerComm(rank, size, device, GlooWire(store, rank, size, timeout, ending))
+
+
+def _own_store(group: ProcessGroup, rank: int) -> Store:
+    """A client of our own, under keys of our own: nobody's blocking call is ever in our way.
+
+    The n-th comm of each rank over one group meets the n-th of the others.
+    """
+    store: Store = group.get_group_store().clone()  # type: ignore[attr-defined]
+    nth = store.add(f"shardwise/{rank}", 1)
+    return PrefixStore(f"shardwise/{nth}/", store)
+
+
+def _axis(mesh: DeviceMesh) -> ProcessGroup:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or tuple(f"axis {i}" for i in range(mesh.ndim))
+        axes = ", ".join(f"{name}={n}" for name, n in zip(names, mesh.mesh.shape, strict=True))
+        raise ConfigError(
+            f"this mesh has {mesh.ndim} axes ({axes}), and parameters are split over one. "
+            f"Pass that one, for example mesh[{names[-1]!r}]."
+        )
+    return mesh.get_group()
+
+
+def _here(group: ProcessGroup, device: str | None) -> torch.device:
+    """This rank's device. Whoever made the group has chosen the current one already."""
+    if device is None:
+        device = "cpu" if dist.get_backend(group) == "gloo" else detect().device
+    accelerator = row(device)
+    if accelerator.device == "cpu":
+        return torch.device("cpu")
+    return torch.device(accelerator.device, torch.get_device_module(device).current_device())
+
+
+def _load(accelerator: Accelerator) -> Backend:
+    """The first backend of the row that this machine has, its plug-in imported."""
+    for backend in accelerator.backends:
+        if not backend.plugin and dist.is_backend_available(backend.name):
+            return backend
+        if backend.plugin and find_spec(backend.plugin.split(".")[0]):
+            import_module(backend.plugin)
+            return backend
+    wanted = " or ".join(
+        f"{b.name} (import {b.plugin})" if b.plugin else f"{b.name} (built into torch)"
+        for b in accelerator.backends
+    )
+    raise ConfigError(
+        f"nothing here carries collectives for {accelerator.device}: it needs {wanted}. "
+        'Install it, or pass device="cpu".'
+    )
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None  # called only once it is initialised
+    return world
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigError(
+            f"{name}={environ[name]!r} in the environment is not a whole number. "
+            "Start with torchrun, or correct it."
+        ) from None

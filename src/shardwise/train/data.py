@@ -1,0 +1,108 @@
+"""From a place on disk to rows of tokens on every rank.
+
+Rank 0 reads, learns the tokenizer and encodes; the others receive. So the text need be on one
+machine only, nothing is read W times, and the ranks cannot hold different data.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
+from shardwise.train import tokenizer as bpe
+from shardwise.train.batches import Rows
+from shardwise.train.config import Recipe
+from shardwise.train.corpus import read_corpus, split
+from shardwise.train.exchange import from_rank_0, text_from_rank_0
+from shardwise.train.folder import Folder
+from shardwise.train.metrics import Prepared
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["Data", "prepare"]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What there is to train on, alike on every rank.
+
+    Attributes:
+        tokenizer: text ↔ ids.
+        training, validation: the two splits.
+        report: what was read; on rank 0 only.
+    """
+
+    tokenizer: Tokenizer
+    training: Rows
+    validation: Rows
+    report: Prepared | None
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What rank 0 read."""
+
+    tokenizer: str
+    training: bpe.Tokens
+    validation: bpe.Tokens
+    report: Prepared
+
+
+def prepare(recipe: Recipe, comm: Comm, folder: Folder | None) -> Data:
+    """Both splits on every rank. A collective; rank 0 passes its folder.
+
+    Raises:
+        ConfigError: no text, or not enough of it for one row of each split.
+    """
+    start = time.perf_counter()
+    read = None if folder is None else _read(recipe, folder)
+    text = text_from_rank_0(comm, None if read is None else read.tokenizer, "tokenizer")
+    training = from_rank_0(comm, None if read is None else read.training, "training tokens")
+    validation = from_rank_0(comm, None if read is None else read.validation, "validation tokens")
+    context = recipe.data.context
+    seconds = time.perf_counter() - start
+    return Data(
+        bpe.load(text),
+        Rows(training, context),
+        Rows(validation, context),
+        None if read is None else replace(read.report, seconds=seconds),
+    )
+
+
+def _read(recipe: Recipe, folder: Folder) -> _Read:
+    corpus = read_corpus(recipe.data)
+    parts = split(corpus, recipe.data.validation)
+    text, cached = bpe.obtain(folder, parts.training, recipe.tokenizer.vocabulary)
+    tokenizer = bpe.load(text)
+    streams = bpe.encode(tokenizer, parts.training), bpe.encode(tokenizer, parts.validation)
+    rows = [Rows(stream, recipe.data.context) for stream in streams]
+    _check_enough(rows, recipe)
+    report = Prepared(
+        source=corpus.name,
+        files=corpus.files,
+        skipped=corpus.skipped,
+        nbytes=corpus.nbytes,
+        capped=corpus.capped,
+        documents=(len(parts.training), len(parts.validation)),
+        tokens=(len(streams[0]), len(streams[1])),
+        rows=(len(rows[0]), len(rows[1])),
+        dropped=(rows[0].dropped, rows[1].dropped),
+        vocabulary=tokenizer.get_vocab_size(),
+        cached=cached,
+        seconds=0.0,
+    )
+    return _Read(text, streams[0], streams[1], report)
+
+
+def _check_enough(rows: list[Rows], recipe: Recipe) -> None:
+    for name, part in zip(("training", "validation"), rows, strict=True):
+        if len(part) == 0:
+            raise ConfigError(
+                f"the {name} split has {len(part.stream)} tokens, fewer than one row of "
+                f"data.context {recipe.data.context} + 1; give it more text, or change "
+                "data.context or data.validation."
+            )

@@ -1,0 +1,75 @@
+"""A trained model as the folder that `transformers` and everything built on it loads.
+
+Names and shapes are Llama's already, so to export is to write: no conversion, and the saved
+tensors are the trained ones bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardwise.train.config import ModelConfig
+from shardwise.train.folder import Folder
+from shardwise.train.tokenizer import transformers_config
+
+__all__ = ["export", "llama_config"]
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def export(
+    folder: Folder, states: Mapping[str, Tensor], config: ModelConfig, context: int, end: int
+) -> None:
+    """Write weights and configuration beside the tokenizer that is there already.
+
+    Args:
+        folder: the run's.
+        states: whole CPU tensors under the usual names, as ``model.state_dict()`` gives them.
+        config: the decoder's shape.
+        context: the longest row.
+        end: the end token's id.
+    """
+    kept = {name: t.contiguous() for name, t in states.items() if name != HEAD or not config.tied}
+    with folder.replacing("model.safetensors") as path:
+        save_file(kept, path, metadata={"format": "pt"})
+    vocabulary = states[EMBEDDING].shape[0]
+    dtype = states[EMBEDDING].dtype
+    folder.write_json("config.json", llama_config(config, vocabulary, context, end, dtype))
+    folder.write_json(
+        "generation_config.json", {"bos_token_id": end, "eos_token_id": end, "do_sample": False}
+    )
+    folder.write_json("tokenizer_config.json", transformers_config(context))
+
+
+def llama_config(
+    config: ModelConfig, vocabulary: int, context: int, end: int, dtype: torch.dtype
+) -> dict[str, object]:
+    """The ``config.json`` of a ``LlamaForCausalLM`` of this shape."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": config.width,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": context,
+        "rms_norm_eps": config.norm_eps,
+        # transformers 5 reads rope_parameters, everything older the two keys below it
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": config.tied,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "dtype": str(dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,128 @@
+"""The model, sharded, with its optimizer and its batches: all that a step needs, and a step.
+
+The loss of a micro-batch is its *sum* over tokens, scaled so that gradients come out as the mean
+over the global batch's tokens however it is cut. The ordinary way, a mean per micro-batch and
+a mean of means, gives 1×4×1, 2×2×1 and 2×1×2 (micro × accumulation × ranks) different losses
+as soon as they hold different numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise import wrap as wraps
+from shardwise.comm.protocol import Comm
+from shardwise.precision import Precision
+from shardwise.schedule import Prefetch
+from shardwise.shard import Sharded, shard
+from shardwise.train.batches import IGNORED, Batches, MicroBatch, Rows
+from shardwise.train.config import OptimizerConfig, Recipe, ShardingConfig
+from shardwise.train.decoder import Decoder
+from shardwise.train.rates import rate
+from shardwise.wrap import Wrap
+
+__all__ = ["Job", "build", "parameter_groups", "wrap_of"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's end of a training run."""
+
+    recipe: Recipe
+    model: Decoder
+    sharded: Sharded
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.recipe.batch.rows * self.recipe.data.context
+
+    def gradients(self, step: int) -> tuple[float, float, float]:
+        """Forward and backward of step ``step``; gradients are reduced and clipped.
+
+        Returns:
+            This rank's share of the mean loss (shares add up over ranks), the gradient norm
+            before clipping, and the learning rate of this step.
+        """
+        micro_batches = self.batches.step(step)
+        share = torch.zeros((), device=self.sharded.comm.device)
+        for number, batch in enumerate(micro_batches, start=1):
+            with self.sharded.accumulate(last=number == len(micro_batches)):
+                mine = self._loss(batch)
+                # The engine takes the mean over ranks, and the ranks' shares add up.
+                (mine * self.sharded.comm.size).backward()  # type: ignore[no-untyped-call]
+                share += mine.detach()
+        norm = self.sharded.clip_grad_norm_(self.recipe.optimizer.clip)
+        lr = rate(step, self.recipe.run.steps, self.recipe.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return float(share), float(norm), lr
+
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        batch = batch.to(self.sharded.comm.device)
+        logits = self.model(batch.ids).float()
+        total = F.cross_entropy(
+            logits.flatten(0, 1), batch.targets.flatten(), reduction="sum", ignore_index=IGNORED
+        )
+        return total / self.tokens_per_step
+
+
+def build(recipe: Recipe, comm: Comm, rows: Rows, vocabulary: int) -> Job:
+    """Build the model on the meta device, shard it, and make its optimizer. A collective.
+
+    Every rank draws the same weights from the seed, unit by unit, and keeps its shard.
+    """
+    torch.manual_seed(recipe.run.seed)
+    with torch.device("meta"):
+        model = Decoder(recipe.model, vocabulary, recipe.data.context)
+    sharding = recipe.sharding
+    sharded = shard(
+        model,
+        strategy=sharding.strategy,
+        wrap=wrap_of(sharding),
+        comm=comm,
+        prefetch=Prefetch(**sharding.prefetch.model_dump()),
+        precision=Precision(**sharding.precision.dtypes(), average=sharding.precision.average),
+    )
+    optimizer = _optimizer(model.parameters(), recipe.optimizer)
+    batches = Batches(rows, recipe.batch, recipe.run.seed, comm.rank, comm.size)
+    return Job(recipe, model, sharded, optimizer, batches)
+
+
+def wrap_of(config: ShardingConfig) -> Wrap:
+    """``auto``, ``none``, class names, or a least number of parameters, as a rule for units."""
+    if isinstance(config.wrap, int):
+        return wraps.by_size(config.wrap)
+    simple = {"auto": wraps.automatic, "none": wraps.whole}
+    if isinstance(config.wrap, str) and config.wrap in simple:
+        return simple[config.wrap]()
+    return wraps.by_class(config.wrap)
+
+
+def parameter_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float
+) -> list[dict[str, object]]:
+    """Matrices, which decay, and the rest (norms), which does not.
+
+    Shrinking a norm's scale towards 0 would shrink what it normalises, not regularise it.
+    A shard has its parameter's number of dimensions, so the rule holds on shards as well.
+    """
+    trained = [param for param in parameters if param.requires_grad]
+    groups: list[dict[str, object]] = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    groups = parameter_groups(parameters, config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
