@@ -208,7 +208,9 @@ class Bucket:
         if self.whole_at_rest:
             full = self.shard.clone()
         else:
-            full = torch.empty(self.layout.numel, dtype=self.dtypes.stored, device=self.shard.device)
+            full = torch.empty(
+                self.layout.numel, dtype=self.dtypes.stored, device=self.shard.device
+            )
             self.own(full).copy_(self.shard)
             self.comm.all_gather(full, Label("whole", self.unit)).wait()
         slots = [self.layout.slot(member.name) for member in self.members]

@@ -69,8 +69,11 @@ class ShardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         with torch._C.DisableTorchFunctionSubclass():
-            if _bare(name) not in _RIGHT_ON_SHARDS or _shapes_differ((*args, *kwargs.values())):
-                raise _misuse(name, (*args, *kwargs.values()))
+            values = (*args, *kwargs.values())
+            bare = _bare(name)
+            right = bare in _RIGHT_ON_SHARDS and not _shapes_differ(values)
+            if not right or (bare in _RECORDED and _records(values)):
+                raise _misuse(name, values)
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -110,6 +113,11 @@ def _shapes_differ(values: tuple[Any, ...]) -> bool:
     return len(shapes) > 1
 
 
+def _records(values: tuple[Any, ...]) -> bool:
+    """Would autograd record this, as if the shard were a whole parameter of a loss?"""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(values))
+
+
 def _misuse(function: str, values: tuple[Any, ...]) -> ShardUseError:
     shard = next(t for t in _tensors(values) if isinstance(t, ShardedParameter))
     return ShardUseError(
@@ -132,6 +140,8 @@ def _described(shard: Tensor) -> str:
 
 
 _METADATA = """
+    detach data zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones
+    new_empty new_full new_tensor requires_grad_
     get set size dim ndimension numel nelement stride storage_offset element_size is_floating_point
     is_complex is_contiguous is_signed is_sparse is_cuda is_meta is_inference is_nonzero data_ptr
     storage untyped_storage get_device has_names is_shared is_pinned is_same_size type requires_grad
@@ -140,9 +150,8 @@ _METADATA = """
     is_storage _version __dlpack_device__ dlpack_device
 """
 _COPIES = """
-    detach clone to cpu cuda xpu contiguous float double half bfloat16 type_as data copy numpy
-    tolist share_memory pin_memory zeros_like ones_like empty_like full_like rand_like randn_like
-    new_zeros new_ones new_empty new_full new_tensor item_none view_as
+    clone to cpu cuda xpu contiguous float double half bfloat16 type_as copy numpy tolist
+    share_memory pin_memory view_as
 """
 _ELEMENTWISE = """
     add sub mul div truediv neg pos abs sqrt rsqrt pow square exp log sign clamp clamp_min clamp_max
@@ -150,4 +159,5 @@ _ELEMENTWISE = """
     ge isnan isinf isfinite isclose equal allclose round floor reciprocal nan_to_num masked_fill
     subtract multiply divide negative absolute erfinv bernoulli random
 """
-_RIGHT_ON_SHARDS = frozenset((_METADATA + _COPIES + _ELEMENTWISE).split())
+_RECORDED = frozenset((_COPIES + _ELEMENTWISE).split())
+_RIGHT_ON_SHARDS = _RECORDED | frozenset(_METADATA.split())

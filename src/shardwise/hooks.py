@@ -256,6 +256,13 @@ class Hooks:
                 "backward() inside full_params() would leave whole gradients on every rank. Train "
                 "outside the block; full_params() is for reading, writing and generating."
             )
+        if param.grad is not None and param.grad.requires_grad:
+            raise ScheduleError(
+                f"the gradient of {bucket.members[index].name!r} carries a graph (create_graph=True): "
+                "a second backward through it would need parameters and gradients that are freed by "
+                "then. Double backward is not supported on a sharded model; take it inside "
+                "`with sharded.full_params():` through torch.autograd.grad."
+            )
         self._begin_backward()
         self.runtime.collect(state, bucket, index)
 

@@ -28,9 +28,8 @@ __all__ = ["Layout", "Slot", "Spec", "chunk_rows", "solve"]
 
 @dataclass(frozen=True)
 class Spec:
-    """A parameter that wants a place in a bucket.
+    """A parameter that wants a place in a bucket: its name there, and its whole shape.
 
-    ``name`` is unique in its bucket; ``shape`` is the whole parameter's, ``()`` for a scalar.
     ``atom`` is a number of elements that are never split (a quantisation block), counted from the
     parameter's first; None asks for one dim-0 row, and lets ``solve`` give that up.
     """
@@ -42,10 +41,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in its bucket, in elements.
+    """One parameter's place in its bucket: elements ``[start, stop)``, ``numel`` of them.
 
-    ``start`` is the offset of its first element in the full bucket. Ranks share it in runs of
-    ``atom``: the dim-0 row, the atom that was given, or 1 if rows were given up ("element atoms").
+    Ranks share it in runs of ``atom`` elements: one dim-0 ``row``, the atom that was given, or 1
+    if rows were given up ("element atoms").
     """
 
     name: str
@@ -55,12 +54,10 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
         return prod(self.shape)
 
     @property
     def stop(self) -> int:
-        """Offset behind the last element."""
         return self.start + self.numel
 
     @property
@@ -78,8 +75,8 @@ class Slot:
 class Layout:
     """One bucket, cut into ``world`` shards of ``shard_numel`` elements. Printing it draws it.
 
-    Rank ``r`` stores elements ``[r * shard_numel, (r + 1) * shard_numel)`` of the full bucket.
-    The slots are in order of place.
+    Rank ``r`` stores elements ``[r * shard_numel, (r + 1) * shard_numel)`` of the full bucket,
+    which has ``numel``: ``used`` by the slots, which are in order of place, the rest ``padding``.
     """
 
     slots: tuple[Slot, ...]
@@ -88,23 +85,20 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the full bucket, padding included."""
         return self.shard_numel * self.world
 
     @cached_property
     def used(self) -> int:
-        """Elements that belong to parameters."""
         return sum(slot.numel for slot in self.slots)
 
     @property
     def padding(self) -> int:
-        """Elements that belong to none, and are sent and kept all the same."""
         return self.numel - self.used
 
     def slot(self, name: str) -> Slot:
         """The slot of that name; if there is none, ConfigError with the nearest names."""
         if name not in self._by_name:
-            like = ", ".join(nearest(name, self._by_name)) or "none, for the bucket is empty"
+            like = ", ".join(nearest(name, self._by_name)) or "none"
             raise ConfigError(f"no slot of this bucket is named {name!r}; the nearest are: {like}")
         return self._by_name[name]
 
@@ -136,7 +130,7 @@ class Layout:
 
         A scalar is ``()`` on its owner and ``(0,)`` elsewhere: no 0-dim tensor is empty, and an
         element on each rank would count W times in a norm. Optimizers and ``.grad`` take both,
-        and ``ndim >= 2`` is false of both. What has no elements keeps its shape on every rank.
+        and ``ndim >= 2`` is false of both. What has no elements keeps its shape everywhere.
         """
         lo, hi = self.owned(slot, rank)
         if slot.numel == 0:
@@ -148,7 +142,7 @@ class Layout:
         return (hi - lo, *(1 for _ in slot.shape[1:]))
 
     def __str__(self) -> str:
-        return "\n".join([_summary(self), *_table(self), *_drawing(self)])
+        return "\n".join([_title(self), *_table(self), *_drawing(self)])
 
 
 def chunk_rows(spec: Spec, world: int, uneven: str = "pad") -> Layout:
@@ -168,7 +162,7 @@ def chunk_rows(spec: Spec, world: int, uneven: str = "pad") -> Layout:
             f"({rows}) to be divisible by the world size ({world})"
         )
     slot = Slot(spec.name, spec.shape, 0, _atom(spec))
-    return Layout((slot,), world, _up(slot.numel, lcm(slot.row, slot.atom) * world) // world)
+    return Layout((slot,), world, _round_up(slot.numel, lcm(slot.row, slot.atom) * world) // world)
 
 
 def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -> Layout:
@@ -176,19 +170,15 @@ def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -
 
     Boundaries between ranks fall on atoms of the slot they lie in. Where padding would exceed
     both 2% of the used elements and ``slack`` per rank, row atoms are given up, on slots with the
-    fewest elements, until it does not. (If aligned starts alone cost more, as for thousands of
-    scalars, the bound holds for what is added to them.) Given atoms are never given up, and may
-    cost more. Up to eight parameters get the best of all orders, more a greedy one; model order
-    is kept where it costs nothing.
+    fewest elements, until it does not. (Thousands of scalars cost more by their aligned starts
+    alone; the bound is then on what is added.) Given atoms stay, whatever they cost. Up to eight
+    parameters get the best of all orders, more a greedy one, and model order where it is as good.
 
     Args:
-        specs: the parameters in model order, names unique.
+        specs: the parameters in model order; a name that occurs twice is a ConfigError.
         world: ranks that share the bucket.
         align: elements; the shard size and the start of each slot are multiples of it.
         slack: elements of padding per rank that are always accepted: 32 are 128 bytes of fp32.
-
-    Raises:
-        ConfigError: a name occurs twice, or an argument makes no sense.
     """
     _check(specs, {"world": world, "align": align})
     weights = [prod(spec.shape) for spec in specs]
@@ -197,11 +187,12 @@ def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -
     grains = [_atom(spec) // gcd(_atom(spec), align) for spec in specs]
     pieces = [(-(-weight // align), grain) for weight, grain in zip(weights, grains, strict=True)]
     soft = frozenset(i for i, spec in enumerate(specs) if spec.atom is None and grains[i] > 1)
-    low, high = -(-sum(size for size, _ in pieces) // world), 0
-    for elements in (sum(weights), sum(size for size, _ in pieces) * align):
+    total = sum(size for size, _ in pieces)
+    low, high = -(-total // world), 0
+    for elements in (sum(weights), total * align):
         if high < low:
-            high = max(low, (elements + max(elements // 50, slack * world)) // (world * align))
-    while not (way := _search(_Problem(pieces, weights, soft, world), low, high)):
+            high = (elements + max(elements // 50, slack * world)) // (world * align)
+    while not (way := _search(_Problem(pieces, weights, soft, world), low, max(low, high))):
         low, high = high + 1, high + 1 + high // 16  # given atoms may need more
     shard = way.shard * align
     slots = [_cut(s, at * align, shard) for s, at in zip(specs, way.starts, strict=True)]
@@ -215,15 +206,17 @@ def _check(specs: Sequence[Spec], positive: dict[str, int]) -> None:
     for name, count in Counter(spec.name for spec in specs).items():
         if count > 1:
             raise ConfigError(
-                f"{count} parameters of one bucket are named {name!r}, so the name finds none "
-                "of them; give each its own (tied parameters are one slot)"
+                f"{count} parameters of one bucket are named {name!r}, so that name finds none; "
+                "give each its own (tied parameters are one slot)"
             )
 
 
 def _cut(spec: Spec, start: int, shard: int) -> Slot:
     """The slot at ``start``; it keeps its atom unless a boundary falls inside one."""
     atom, stop = _atom(spec), start + prod(spec.shape)
-    whole = all((cut - start) % atom == 0 for cut in range(_up(start + 1, shard), stop, shard))
+    whole = all(
+        (cut - start) % atom == 0 for cut in range(_round_up(start + 1, shard), stop, shard)
+    )
     return Slot(spec.name, spec.shape, start, atom if whole else 1)
 
 
@@ -231,8 +224,7 @@ def _atom(spec: Spec) -> int:
     return spec.atom or max(1, prod(spec.shape[1:]))
 
 
-def _up(number: int, step: int) -> int:
-    """The least multiple of ``step`` that is not below ``number``."""
+def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
@@ -248,8 +240,6 @@ def _clip(number: int, top: int) -> int:
 #   no boundary inside      can lie anywhere
 #   one boundary inside     starts up to `grain - 1` steps later, so that the boundary suits it
 #   two or more             needs a shard size that is a multiple of its grain
-
-_Piece = tuple[int, int]
 
 
 def _fits(size: int, grain: int, shard: int) -> bool:
@@ -268,7 +258,9 @@ def _gap(at: int, size: int, grain: int, shard: int) -> int:
     return ahead + shard % grain  # two boundaries would lie inside: go beyond the first
 
 
-def _walk(order: Iterable[int], pieces: Sequence[_Piece], shard: int) -> tuple[list[int], int]:
+def _walk(
+    order: Iterable[int], pieces: Sequence[tuple[int, int]], shard: int
+) -> tuple[list[int], int]:
     """Starts (by piece) and end, if placed one after the other in this order."""
     starts, at = [0] * len(pieces), 0
     for i in order:
@@ -277,7 +269,7 @@ def _walk(order: Iterable[int], pieces: Sequence[_Piece], shard: int) -> tuple[l
     return starts, at
 
 
-def _best_order(pieces: Sequence[_Piece], shard: int) -> Sequence[int]:
+def _best_order(pieces: Sequence[tuple[int, int]], shard: int) -> Sequence[int]:
     """The order that ends first. Of the orders of a subset, only the first to end matters."""
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # subset, as bits → end, order
     everything = (1 << len(pieces)) - 1
@@ -290,7 +282,7 @@ def _best_order(pieces: Sequence[_Piece], shard: int) -> Sequence[int]:
     return best[everything][1]
 
 
-def _greedy_order(pieces: Sequence[_Piece], shard: int) -> Iterable[int]:
+def _greedy_order(pieces: Sequence[tuple[int, int]], shard: int) -> Iterable[int]:
     """The stiffest first; into the gap before each, the largest that fit there."""
     left = sorted((size, i) for i, (size, _) in enumerate(pieces))  # what has no place yet
     stiffness = [(min(grain, size), size, -i) for i, (size, grain) in enumerate(pieces)]
@@ -321,14 +313,11 @@ class _Way(NamedTuple):
 
 @dataclass
 class _Problem:
-    pieces: list[_Piece]  # in model order
+    pieces: list[tuple[int, int]]  # in model order
     weights: list[int]  # elements of each
     soft: frozenset[int]  # those that have rows to give up
     world: int
-    effort: int = 200_000  # places yet to be tried: bounds the time, equally on every rank
-
-    def lost(self, gone: Iterable[int]) -> int:
-        return sum(self.weights[i] for i in gone)
+    effort: int = 100_000  # places yet to be tried: bounds the time, equally on every rank
 
     def way(self, shard: int, gone: frozenset[int]) -> _Way | None:
         """A way with these rows given up, if one is found before the effort is spent."""
@@ -340,19 +329,21 @@ class _Problem:
         if end > shard * self.world:
             search = _best_order if len(pieces) <= 8 else _greedy_order
             starts, end = _walk(search(pieces, shard), pieces, shard)
-        return _Way(self.lost(gone), shard, gone, starts) if end <= shard * self.world else None
+        if end > shard * self.world:
+            return None
+        return _Way(sum(self.weights[i] for i in gone), shard, gone, starts)
 
 
 def _shards(problem: _Problem, low: int, high: int) -> list[int]:
     """Shard sizes worth trying: multiples of what the grains of most elements have in common."""
     weight: Counter[int] = Counter()
     for i, (_, grain) in enumerate(problem.pieces):
-        weight[grain] += problem.weights[i] if i in problem.soft else sum(problem.weights)
+        weight[grain] += problem.weights[i] << 64 * (i not in problem.soft)  # given: these first
     steps = [1]
     for grain in sorted(weight, key=lambda grain: (-weight[grain], grain)):
-        if _up(low, lcm(steps[-1], grain)) <= high:
+        if _round_up(low, lcm(steps[-1], grain)) <= high:
             steps.append(lcm(steps[-1], grain))
-    some = (range(_up(low, s), high + 1, s * max(1, (high - low) // (16 * s))) for s in steps)
+    some = (range(_round_up(low, s), high + 1, s * max(1, (high - low) // (16 * s))) for s in steps)
     return sorted({shard for shards in some for shard in shards})
 
 
@@ -360,61 +351,50 @@ def _search(problem: _Problem, low: int, high: int) -> _Way | None:
     """The fewest elements lost, then the smallest shards, within ``[low, high]``."""
     soft, sizes = problem.soft, _shards(problem, low, high)
     must = {n: frozenset(i for i in soft if not _fits(*problem.pieces[i], n)) for n in sizes}
-    lost = {shard: problem.lost(gone) for shard, gone in must.items()}
-    # 1. Give up all rows; or only where they fit nowhere: the first way is the best of these.
-    ways = [next(filter(None, (problem.way(shard, soft) for shard in sizes)), None)]
-    tries = (problem.way(shard, must[shard]) for shard in sorted(sizes, key=lost.__getitem__))
-    best = min(filter(None, [*ways, next(filter(None, tries), None)]), default=None)
+    lost = {shard: sum(problem.weights[i] for i in gone) for shard, gone in must.items()}
+    # 1. Give up all rows; or only where they fit nowhere, and the first way is the best of these.
+    everything = (problem.way(shard, soft) for shard in sizes)
+    as_needed = (problem.way(shard, must[shard]) for shard in sorted(sizes, key=lost.__getitem__))
+    ways = [way for some in (everything, as_needed) if (way := next(filter(None, some), None))]
+    if not ways:
+        return None
+    best = min(ways)
     # 2. Where 1 promised less, but found no way, give up some more. Large shards have most room.
     for shard in sorted(sizes, key=lambda shard: (lost[shard], -shard))[:4]:
-        if best and lost[shard] < best.lost:
+        if lost[shard] < best.lost:
             best = min(best, _give_up(problem, shard, must[shard]) or best)
     # 3. With the same rows given up, smaller shards may do.
-    smaller = (problem.way(shard, best.gone) for shard in sizes if best and shard < best.shard)
+    smaller = (problem.way(shard, best.gone) for shard in sizes if shard < best.shard)
     return next(filter(None, smaller), best)
 
 
 def _give_up(problem: _Problem, shard: int, gone: frozenset[int]) -> _Way | None:
-    """Give up more than ``gone``, as little as can be found, until there is a way."""
-    order = sorted(problem.soft - gone, key=lambda i: (problem.weights[i], i))
+    """Give up all rows, and take back, the largest first, what is not needed beyond ``gone``."""
     best = problem.way(shard, problem.soft)
-    low, high = 0, len(order)
-    while best and low < high:  # the smallest first, by bisection
-        middle = (low + high) // 2
-        way = problem.way(shard, gone.union(order[:middle]))
-        best, low, high = (way, low, middle) if way else (best, middle + 1, high)
-    for i in reversed(order[:high]):  # take back, the largest first, what need not be given up
+    for i in sorted(problem.soft - gone, key=lambda i: (-problem.weights[i], i)):
         best = best and (problem.way(shard, best.gone - {i}) or best)
     return best
 
 
-# --- drawing --------------------------------------------------------------------------------------
-
-
-def _summary(layout: Layout) -> str:
-    text = (
-        f"{layout.numel} elements: {layout.world} × {layout.shard_numel}, of them "
-        f"{layout.padding} padding ({layout.padding / max(1, layout.used):.2%} of those used)"
-    )
-    slot = layout.slots[0] if len(layout.slots) == 1 else None
-    if slot and slot.shape and layout.padding and layout.numel % slot.row == 0:
-        text += f"; padded {slot.shape[0]}→{layout.numel // slot.row} rows on dim 0"
+def _title(layout: Layout) -> str:
+    share = f"{layout.padding / max(1, layout.used):.2%}"
+    text = f"{layout.world} shards of {layout.shard_numel}, padding {layout.padding} ({share})"
+    row = layout.slots[0].row if len(layout.slots) == 1 else 0
+    if row and layout.padding and layout.numel % row == 0:
+        text += f": padded {layout.used // row}→{layout.numel // row} rows on dim 0"
     return text
 
 
 def _table(layout: Layout) -> list[str]:
     lines = [("", "slot", "shape", "place", "atom", "ranks", "rows on each")]
     for k, slot in enumerate(layout.slots):
-        mark = ascii_lowercase[k] if len(layout.slots) <= 26 else ""
         ranks, unit = layout.owners(slot), slot.row if slot.keeps_rows else 1
+        span = f"{ranks[0]}–{ranks[-1]}" if ranks else "none"
         owned = (layout.owned(slot, rank) for rank in ranks[:8])
-        parts = [str((hi - lo) // unit) for lo, hi in owned] + ["…"] * (len(ranks) > 8)
-        told = ", ".join(parts) + ("" if slot.keeps_rows else " elements")
-        place, span = (
-            f"{slot.start}–{slot.stop}",
-            "–".join(map(str, sorted({*ranks[:1], *ranks[-1:]}))),
-        )
-        lines.append((mark, slot.name, str(slot.shape), place, str(slot.atom), span, told))
+        told = ", ".join([str((hi - lo) // unit) for lo, hi in owned] + ["…"] * (len(ranks) > 8))
+        told += "" if slot.keeps_rows else " elements"
+        numbers = (str(slot.shape), f"{slot.start}–{slot.stop}", str(slot.atom), span)
+        lines.append((ascii_lowercase[k : k + 1], slot.name, *numbers, told))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 

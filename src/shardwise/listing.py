@@ -123,4 +123,3 @@ class Layouts:
 
 def _short(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-

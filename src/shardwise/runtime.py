@@ -275,8 +275,11 @@ class Runtime:
 
     def enter_backward(self, visit: Visit) -> None:
         """The gradients of a visit's outputs are there; its unit computes next."""
-        if visit.entered or visit.unit is None:
+        if visit.unit is None or (visit.entered and not visit.done):
             return
+        if visit.done:  # a second backward pass through the same graph, or a late second output
+            visit.begin_again()
+            self.units[visit.unit].visits.add(visit)
         visit.entered = True
         for bucket in self.units[visit.unit].trainable:
             bucket.gradients.fresh.clear()
@@ -322,7 +325,9 @@ class Runtime:
         """Which parameters had a gradient on any rank: an optimizer must skip the others."""
         if self.comm.size == 1 or not touched:
             return list(touched)
-        flags = torch.zeros(self.comm.size, len(touched), dtype=torch.uint8, device=self.comm.device)
+        flags = torch.zeros(
+            self.comm.size, len(touched), dtype=torch.uint8, device=self.comm.device
+        )
         flags[self.comm.rank] = torch.tensor(touched, dtype=torch.uint8)
         self.comm.all_gather(flags.view(-1), Label("agree", "used parameters")).wait()
         return [bool(flag) for flag in flags.any(dim=0).tolist()]
@@ -392,8 +397,10 @@ class _Cursor:
         self._seen: list[Cue] = []
 
     def expects(self, cue: Cue | bool) -> bool:
-        return not self.improvised and self._at < len(self._script) and (
-            self._script[self._at].cue == cue
+        return (
+            not self.improvised
+            and self._at < len(self._script)
+            and (self._script[self._at].cue == cue)
         )
 
     def improvise(self) -> None:

@@ -328,7 +328,9 @@ def _releases(writer: _Writer, position: int, cue: Cue) -> bool:
 
 def _crosses(writer: _Writer, position: int, cue: Cue) -> bool:
     """Is this the unit's last forward use before a backward one?"""
-    later = [c.phase for c in writer.cues[position + 1 :] if c.unit == cue.unit and c.op is Op.ENTER]
+    later = [
+        c.phase for c in writer.cues[position + 1 :] if c.unit == cue.unit and c.op is Op.ENTER
+    ]
     return cue.phase is Phase.FORWARD and bool(later) and later[0] is Phase.BACKWARD
 
 

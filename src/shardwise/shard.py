@@ -31,6 +31,7 @@ from shardwise.materialise import Init, checksums, default_init, give_values, sy
 from shardwise.optim.gate import Gate
 from shardwise.optim.norm import clip_gradients
 from shardwise.precision import Dtypes, Precision
+from shardwise.recompute import checkpoint_units
 from shardwise.runtime import Mode, Runtime, UnitState
 from shardwise.schedule import Placement, Policy, Prefetch
 from shardwise.state import StateHooks, full_params, local_state, whole_copy
@@ -58,6 +59,7 @@ class Options:
         init: gives a module that was built on the meta device its values.
         divergence: what a rank does when others enter a unit that it skips: ``"error"``, or
             ``"participate"`` (units must then run in the order they are registered).
+        activation_checkpointing: recompute repeated units in the backward pass.
         mesh: a 1-D ``DeviceMesh`` or process group to shard over, instead of ``comm``.
     """
 
@@ -68,6 +70,7 @@ class Options:
     sync_module_states: bool = True
     init: Init = default_init
     divergence: str = "error"
+    activation_checkpointing: bool = False
     mesh: Any = None
 
     def __post_init__(self) -> None:
@@ -262,12 +265,10 @@ class Sharded:
         self._hooks = Hooks(
             self.model, brackets, self.runtime, (precision.compute, precision.output)
         )
-        self._hooks.install()
         self._state = StateHooks(self.model, self.buckets, self._idle)
-        self._state.install()
         self._gate = Gate([p for b in self.buckets for p in b.params], self._before_step)
         weakref.finalize(self.model, self._gate.close)
-        self.model.__dict__["__deepcopy__"] = self._deepcopy
+        self._dress()
 
     # ---- training ----------------------------------------------------------------------------
 
@@ -341,11 +342,35 @@ class Sharded:
                 param.__class__ = nn.Parameter
                 param.data = whole.clone()
                 del param.sharding  # type: ignore[attr-defined]
-        self._hooks.remove()
-        self._state.remove()
         self._gate.close()
-        del self.model.__dict__["__deepcopy__"]
+        self._undress()
         return self.model
+
+    def _dress(self) -> None:
+        """Everything of ours that is attached to the model's modules."""
+        self._checkpointed = (
+            checkpoint_units(self.model, self.units)
+            if self.options.activation_checkpointing
+            else []
+        )
+        self._hooks.install()
+        self._state.install()
+        self.model.__dict__["__deepcopy__"] = self._deepcopy
+
+    def _undress(self) -> None:
+        del self.model.__dict__["__deepcopy__"]
+        self._state.remove()
+        self._hooks.remove()
+        for module in self._checkpointed:
+            del module.forward
+
+    @contextmanager
+    def _undressed(self) -> Iterator[None]:
+        self._undress()
+        try:
+            yield
+        finally:
+            self._dress()
 
     def relayout(self) -> None:
         """Shard anew after ``requires_grad`` changed. Gradients are dropped. A collective."""
@@ -361,15 +386,8 @@ class Sharded:
             for bucket in self.buckets
             for member, whole in zip(bucket.members, bucket.whole(), strict=True)
         }
-        self._hooks.remove()
-        self._state.remove()
-        method = self.model.__dict__.pop("__deepcopy__")
-        try:
+        with self._undressed():
             copied: nn.Module = whole_copy(self.model, members, wholes)
-        finally:
-            self.model.__dict__["__deepcopy__"] = method
-            self._hooks.install()
-            self._state.install()
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -52,9 +52,7 @@ class StateHooks:
             handle.remove()
         self._handles.clear()
 
-    def _fill(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-    ) -> None:
+    def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replace shards by whole CPU tensors; for a child, only if it was asked itself."""
         if module is not self._model and prefix:
             return
@@ -74,9 +72,7 @@ def _put(state: dict[str, Any], bucket: Bucket, prefix: str, start: str) -> None
         state.update(dict.fromkeys(present, value))
 
 
-def _cut(
-    module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
-) -> None:
+def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Let ``load_state_dict`` accept whole tensors: each rank keeps its own part."""
     for name, param in module.named_parameters(remove_duplicate=False):
         value, sharding = state.get(prefix + name), sharding_of(param)

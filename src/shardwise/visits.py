@@ -28,7 +28,12 @@ class Visit:
 
     def __init__(self, unit: str | None, parent: Visit | None) -> None:
         self.unit, self.parent = unit, parent
-        self.bounded = self.entered = self.ending = self.done = False
+        self.bounded = False
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """No backward pass has come through yet."""
+        self.entered = self.ending = self.done = False
 
 
 class Visits:

@@ -101,7 +101,7 @@ def by_size(min_num_params: int) -> Wrap:
     Children come first, in the order of registration; then their parent, with what is left.
     This is the rule of PyTorch's ``size_based_auto_wrap_policy`` (torch/distributed/fsdp/wrap.py),
     with its exceptions: a module below the minimum is not looked into, ``nn.ModuleList`` and
-    ``nn.ModuleDict`` are never units, ``nn.MultiheadAttention`` is never taken apart, and the
+    ``nn.ModuleDict`` are never units, ``nn.MultiheadAttention`` stays with its parent, and the
     root takes the rest. One thing is stricter: a shared parameter is counted once.
 
     Args:
@@ -271,9 +271,9 @@ def _pick_sizes(model: nn.Module, minimum: int) -> list[Group]:
         return sum(param.numel() for param in module.parameters() if param not in taken)
 
     def visit(module: nn.Module) -> None:
-        if left(module) < minimum:
+        if left(module) < minimum or isinstance(module, nn.MultiheadAttention):
             return
-        for child in () if isinstance(module, nn.MultiheadAttention) else module.children():
+        for child in module.children():
             if child not in seen:
                 seen.add(child)
                 visit(child)

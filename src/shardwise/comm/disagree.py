@@ -111,10 +111,12 @@ def mismatch(at: Mapping[int, Collective], before: str = "") -> str:
     # The odd ones out first: that is where to look.
     odd_first = sorted(places.items(), key=lambda place: (len(place[1]), -place[1][0]))
     with_kind = len({(str(c), c.nbytes) for c in places}) < len(places)
-    where = ", ".join(_is_at(ranks, c, with_kind) for c, ranks in odd_first)
+    (odd, odd_ranks), *others = odd_first
+    where = [f"{named(odd_ranks)} {_be(odd_ranks)} at {_place(odd, with_kind)}"]
+    where += [f"{named(ranks)} at {_place(c, with_kind)}" for c, ranks in others]
     last = f" The last one in common was {before}." if before else ""
     return (
-        f"{where}, both as collective {odd_first[0][0].seq}.{last} Nothing was delivered. {DEAD} "
+        f"collective {odd.seq} differs: {', '.join(where)}.{last} Nothing was delivered. {DEAD} "
         "Let every rank run the same modules in the same order on equally many batches, and give "
         "every rank the same model: look for a branch, a loop or a size that depends on the rank."
     )
@@ -182,10 +184,13 @@ def named(ranks: Sequence[int]) -> str:
     )
 
 
-def _is_at(ranks: Sequence[int], collective: Collective, with_kind: bool) -> str:
+def _be(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _place(collective: Collective, with_kind: bool) -> str:
     kind = f"{collective.kind}, " if with_kind else ""
-    verb = "is" if len(ranks) == 1 else "are"
-    return f"{named(ranks)} {verb} at {collective} ({kind}{collective.nbytes:,} bytes)"
+    return f"{collective} ({kind}{collective.nbytes:,} bytes)"
 
 
 def _waiting(waiting: Mapping[int, Collective]) -> str:

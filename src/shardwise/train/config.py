@@ -199,7 +199,8 @@ class ShardingConfig(Section):
         "full_shard", description="no_shard, zero1, shard_grad_op or full_shard"
     )
     wrap: Annotated[str | list[str] | Positive, BeforeValidator(_whole_number)] = Field(
-        "auto", description="units: auto, module classes such as [Block], or a least parameter count"
+        "auto",
+        description="units: auto, module classes such as [Block], or a least parameter count",
     )
     prefetch: PrefetchConfig = Field(PrefetchConfig(), description="how far ahead")
     precision: Annotated[PrecisionConfig, BeforeValidator(_short_precision)] = Field(
@@ -220,6 +221,7 @@ class RunConfig(Section):
 
     folder: str = Field("runs/train", min_length=1, description="where everything is written")
     overwrite: bool = Field(False, description="replace the files of an earlier run")
+    device: str | None = Field(None, description="cpu, cuda, xpu, hpu; null = what is there")
     steps: Positive = Field(200, description="optimizer steps")
     seed: int = Field(0, ge=0, lt=2**63, description="of the weights, the order and the sample")
     log_every: Positive = Field(10, description="steps between lines")

@@ -84,9 +84,7 @@ def read_corpus(config: DataConfig) -> Corpus:
         )
     name = "Python's standard library" if config.source == STDLIB else str(root)
     documents = tuple(reading.documents)
-    return Corpus(
-        name, documents, reading.nbytes, reading.files, reading.skipped, reading.capped
-    )
+    return Corpus(name, documents, reading.nbytes, reading.files, reading.skipped, reading.capped)
 
 
 def split(corpus: Corpus, share: float) -> Split:
@@ -177,18 +175,18 @@ class _Reading:
     capped: bool = False
 
     def take(self, file: Path, column: str) -> None:
-        """Every document of one file, or as many as fit. The first one always does."""
+        """Every document of one file; the one that meets the limit is cut there."""
         reader = {".jsonl": _jsonl, ".parquet": _parquet}.get(file.suffix, _text)
-        self.files += 1
         try:
+            self.files += 1
             for document in reader(file, column):
-                size = len(document.encode("utf-8", "replace"))
-                if self.documents and self.nbytes + size > self.limit:
+                text = document.encode("utf-8", "replace")[: self.limit - self.nbytes]
+                if text.strip():
+                    self.documents.append(text.decode("utf-8", "ignore"))
+                    self.nbytes += len(text)
+                if self.nbytes >= self.limit:
                     self.capped = True
                     return
-                if document.strip():
-                    self.documents.append(document)
-                    self.nbytes += size
         except UnicodeDecodeError:
             self.skipped += 1
 

@@ -60,7 +60,9 @@ def prepare(recipe: Recipe, comm: Comm, folder: Folder | None) -> Data:
     """
     start = time.perf_counter()
     read = None if folder is None else _read(recipe, folder)
-    text = text_from_rank_0(comm, None if read is None else read.tokenizer, "tokenizer")
+    text = text_from_rank_0(
+        comm, None if read is None else read.tokenizer, "tokenizer that rank 0 learns"
+    )
     training = from_rank_0(comm, None if read is None else read.training, "training tokens")
     validation = from_rank_0(comm, None if read is None else read.validation, "validation tokens")
     context = recipe.data.context

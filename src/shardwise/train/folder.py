@@ -18,7 +18,13 @@ from shardwise.errors import ConfigError
 __all__ = ["RECIPE", "Folder"]
 
 RECIPE = "recipe.yaml"
-RESULTS = ("metrics.jsonl", "loss.png", "model.safetensors", "config.json", "generation_config.json")
+RESULTS = (
+    "metrics.jsonl",
+    "loss.png",
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+)
 
 
 class Folder:

@@ -82,7 +82,9 @@ def _parse(path: Path) -> tuple[Tree, dict[Path_, int]]:
     try:
         text = path.read_text("utf-8")
     except FileNotFoundError:
-        beside = sorted(p.name for p in path.parent.glob("*.[yt]*ml")) if path.parent.is_dir() else []
+        beside = (
+            sorted(p.name for p in path.parent.glob("*.[yt]*ml")) if path.parent.is_dir() else []
+        )
         there = f" There are: {', '.join(beside)}." if beside else ""
         raise ConfigError(f"recipe {path} does not exist.{there}") from None
     except (OSError, UnicodeDecodeError) as error:

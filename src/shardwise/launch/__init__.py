@@ -1,0 +1,1 @@
+"""Starting the ranks: on this machine through torch's elastic launcher."""

@@ -1,0 +1,160 @@
+"""One process per rank on this machine, through the launcher that torchrun is made of.
+
+What torchrun says when a rank fails is some sixty lines, with the reason in the middle or, if the
+rank died of its own error, not at all. Here a rank leaves its reason where the launcher looks for
+it, and the launcher raises the reason of the rank that failed first, and nothing else.
+
+Everything stays on the loopback interface; nothing is reachable from outside.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from shardwise.errors import ShardwiseError
+
+__all__ = ["cores", "environment", "leave_reason", "reason", "start"]
+
+REPORT = "TORCHELASTIC_ERROR_FILE"  # where the elastic launcher looks for a rank's reason
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+
+
+def start(command: Sequence[str], ranks: int) -> None:
+    """Run ``command`` as ``ranks`` processes of this machine until all have ended.
+
+    Each gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as under torchrun, writes
+    to this process's terminal, and has its share of the cores. If one fails, the others are ended.
+
+    Args:
+        command: a program and its arguments.
+        ranks: how many.
+
+    Raises:
+        ShardwiseError: a rank failed; the message is its reason.
+        KeyboardInterrupt: the user pressed Ctrl-C.
+        SystemExit: this process was told to end by another signal.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.Logger.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _added(environment(ranks)):
+        try:
+            elastic_launch(_config(ranks, folder), command[0])(*command[1:])
+        except ChildFailedError as error:
+            raise ShardwiseError(reason(error.failures)) from None
+        except SignalException as stop:
+            if stop.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            sys.exit(128 + stop.sigval)
+
+
+def _config(ranks: int, folder: str) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",  # port 0: the system chooses a free one
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        shutdown_timeout=5,
+    )
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """What ranks need besides the launcher's variables, where the user has not set it."""
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
+    if sys.platform in LOOPBACK:
+        # Otherwise gloo listens on the address that the host's name resolves to.
+        wanted["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+@contextmanager
+def _added(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables that processes started inside inherit."""
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+
+
+# --- why a rank failed -----------------------------------------------------------------------
+
+
+def leave_reason(error: BaseException) -> bool:
+    """Leave this rank's reason for its launcher, before it exits with a status.
+
+    An error of ours explains itself; any other comes with its traceback.
+
+    Returns:
+        Whether there is a launcher that will read it.
+    """
+    path = os.environ.get(REPORT)
+    if path is None:
+        return False
+    said = str(error)
+    if not isinstance(error, ShardwiseError):
+        said = "".join(traceback.format_exception(error)).rstrip()
+    now = time.time()
+    extra = {"py_callstack": said, "timestamp": str(int(now)), "exact": now}
+    Path(path).write_text(json.dumps({"message": {"message": said, "extraInfo": extra}}), "utf-8")
+    return True
+
+
+def reason(failures: Mapping[int, ProcessFailure]) -> str:
+    """What to tell the user: the reason of the rank that failed first.
+
+    A rank that was killed could leave nothing, and the others' errors follow from its death.
+    """
+    killed = {rank: f for rank, f in failures.items() if _was_killed(f)}
+    rank, failure = min((killed or failures).items(), key=lambda item: _moment(item[1]))
+    if rank in killed:
+        return (
+            f"rank {rank} (process {failure.pid}) was killed by {failure.signal_name()}. If "
+            "nobody did so on purpose, the system was out of memory: lower batch.micro or "
+            "data.context, or use a smaller model."
+        )
+    message = failure.message
+    if isinstance(message, dict):
+        return f"rank {rank}: {message['message']}"
+    return f"rank {rank} ended with status {failure.exitcode} and left no reason; see above."
+
+
+def _was_killed(failure: ProcessFailure) -> bool:
+    # SIGTERM is how the launcher itself ends the other ranks.
+    return failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+
+
+def _moment(failure: ProcessFailure) -> float:
+    if isinstance(failure.message, dict):
+        return float(failure.message["extraInfo"].get("exact", failure.timestamp))
+    return float(failure.timestamp)
