@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from shardwise import wrap
 from shardwise.errors import ConfigError
 from shardwise.units import Unit, Units, choose_units
-from shardwise.wrap import Wrap
 from tests.nets import (
     NETS,
     Block,
@@ -40,7 +40,7 @@ def named(units: Units, name: str) -> Unit:
     return next(unit for unit in units if unit.name == name)
 
 
-# --- what always holds -------------------------------------------------------------------------
+# --- what always holds -----------------------------------------------------------------------
 
 
 def assert_divided(model: nn.Module, units: Units) -> None:
@@ -118,7 +118,7 @@ def test_any_tree_is_divided_whatever_is_picked(seed: int) -> None:
         assert names(units) == names(choose_units(model, rule))
 
 
-# --- the automatic choice ------------------------------------------------------------------------
+# --- the automatic choice --------------------------------------------------------------------
 
 
 def test_blocks_embedding_and_head_are_units_in_order_of_registration() -> None:
@@ -138,9 +138,8 @@ def test_the_root_comes_first_with_what_nobody_claims() -> None:
     assert names(units) == ["", "features.0", "features.1", "classifier"]
     assert inside(units[0]) == ["stem.weight", "stem.bias"]
     units = choose_units(scalar_and_13_rows())
-    assert inside(units[0]) == [
-        *("temperature", "project.weight", "project.bias", "head.weight", "head.bias")
-    ]
+    assert names(units) == ["", "blocks.0", "blocks.1", "head"]
+    assert inside(units[0]) == ["temperature", "project.weight", "project.bias"]
 
 
 def test_frozen_parameters_lie_beside_trainable_ones() -> None:
@@ -158,8 +157,9 @@ def test_the_layers_of_a_list_in_a_list_bracket_one_unit() -> None:
             )
 
         def forward(self, x: Tensor) -> Tensor:
-            for norm, mlp in self.layers:  # type: ignore[misc]
-                x = mlp(norm(x))
+            for layer in self.layers:
+                for part in layer.children():
+                    x = part(x)
             return x
 
     model = Lists()
@@ -168,7 +168,7 @@ def test_the_layers_of_a_list_in_a_list_bracket_one_unit() -> None:
     assert units[0].class_name == "LayerNorm+Mlp"
 
 
-# --- nesting ---------------------------------------------------------------------------------------
+# --- nesting ---------------------------------------------------------------------------------
 
 
 def test_a_unit_has_what_no_nested_unit_claims() -> None:
@@ -188,7 +188,7 @@ def test_the_root_does_not_exist_where_everything_is_claimed() -> None:
     assert names(choose_units(nn.Sequential(Mlp(4, 5)), wrap.by_hand("0"))) == ["0"]
 
 
-# --- shared parameters -------------------------------------------------------------------------------
+# --- shared parameters -----------------------------------------------------------------------
 
 
 def test_a_tied_embedding_and_head_are_one_unit_with_the_final_norm() -> None:
@@ -244,7 +244,7 @@ def test_a_tied_head_inside_a_larger_one_is_the_embeddings() -> None:
     units = choose_units(model)
     tied = named(units, "embed+lm_head.decoder")
     assert inside(tied) == ["embed.weight"]
-    bias = named(units, "norm+lm_head").members[-1]
+    bias = named(units, "norm+lm_head").members[2]
     assert bias.aliases == ("lm_head.bias", "lm_head.decoder.bias")
 
 
@@ -314,15 +314,15 @@ def test_a_parameter_shared_inside_a_unit_stays_there() -> None:
     assert units[0].members[0].aliases == ("0.up.weight", "0.down.weight")
 
 
-def test_names_are_shortened_but_never_confused() -> None:
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
-    units = choose_units(model, wrap.by_hand(("0", "1", "2", "8"), ("3", "7")))
-    assert names(units) == ["", "0+...+8", "3+7"]
-    # Two weights, shared by four layers each, whose first and last ones agree.
-    first, last = nn.Sequential(*mlps(4)), nn.Sequential(*mlps(4))
+def test_names_of_several_modules_are_short() -> None:
+    model = nn.Sequential(Mlp(2, 2), *(nn.Linear(2, 2) for _ in range(8)))
+    picks = (("1", "2", "3", "8"), ("4", "7"), ("0.up", "0.down", "6"))
+    assert names(choose_units(model, wrap.by_hand(*picks))) == [
+        *("", "0.up+down+6", "1+...+8", "4+7")
+    ]
 
 
-# --- odd models ----------------------------------------------------------------------------------------
+# --- odd models ------------------------------------------------------------------------------
 
 
 def test_a_unit_may_have_no_elements() -> None:
@@ -346,7 +346,9 @@ def test_a_list_of_modules_is_not_a_model() -> None:
 
 
 def test_a_lazy_model_is_asked_to_run_once() -> None:
-    with pytest.raises(ConfigError, match=r"2 parameters have no shape yet, the first is '0.weight'"):
+    with pytest.raises(
+        ConfigError, match=r"2 parameters have no shape yet, the first is '0.weight'"
+    ):
         choose_units(nn.Sequential(nn.LazyLinear(3)))
 
 
@@ -364,7 +366,7 @@ def test_every_attribute_that_holds_a_parameter_is_an_owner() -> None:
     assert weight.owners == ((model, "weight"), (model, "mirror"))
 
 
-# --- the table -------------------------------------------------------------------------------------------
+# --- the table -------------------------------------------------------------------------------
 
 
 def test_the_table_has_a_line_for_each_unit_and_a_total() -> None:
@@ -386,10 +388,8 @@ def test_bytes_are_those_of_each_parameters_dtype() -> None:
 
 def test_padding_and_placement_are_columns_once_they_are_known() -> None:
     units = choose_units(odd_convnet())
-    table = units.table(
-        padding=dict.fromkeys(names(units), 1_000), placement=dict.fromkeys(names(units), "sharded")
-    )
-    lines = [line.split() for line in table.splitlines()]
+    placed = replace(units, padding=dict.fromkeys(names(units), 1_000), placement="sharded")
+    lines = [line.split() for line in str(placed).splitlines()]
     assert lines[0][-2:] == ["padding", "placement"]
     assert lines[1] == ["(root)", "OddConvNet", "140", "560", "140", "1,000", "sharded"]
     assert lines[-1] == ["total", "1,484", "5,936", "1,484", "4,000"]
@@ -403,7 +403,7 @@ def test_units_are_a_sequence() -> None:
     assert repr(units[0].members[0]) == "Member('embed.weight', (37, 16), torch.float32)"
 
 
-# --- a forward pass in which every parameter is nonsense outside its unit --------------------------------------
+# --- a forward pass in which every parameter is nonsense outside its unit --------------------
 
 
 @contextmanager
@@ -432,7 +432,10 @@ def nonsense_outside_units(units: Units) -> Iterator[None]:
                 _hide(unit)
 
         for module in unit.modules:
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+            handles += [
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave),
+            ]
     yield
     for handle in handles:
         handle.remove()
@@ -453,3 +456,75 @@ def test_no_parameter_is_needed_outside_its_unit(net: Net, rule: str) -> None:
     expected = loss(model, batch)
     with nonsense_outside_units(choose_units(model, RULES[rule])):
         assert torch.equal(loss(model, batch), expected)
+
+
+# --- models of transformers, tiny and random, divided by structure alone -----------------------
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 32}
+T5 = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 97}
+VIT = {**SMALL, "image_size": 16, "patch_size": 8, "num_labels": 70}
+MOE = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4}
+SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "image_size": 32, "window_size": 4}
+IDS = torch.arange(12).view(2, 6)
+TRANSFORMERS: dict[str, tuple[Mapping[str, object], dict[str, Tensor], list[str]]] = {
+    "LlamaForCausalLM": (
+        *(SMALL, {"input_ids": IDS}),
+        ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm+lm_head"],
+    ),
+    "GPT2LMHeadModel": (
+        *(GPT2, {"input_ids": IDS}),
+        [
+            *("transformer.wte+ln_f+lm_head", "transformer.wpe"),
+            *("transformer.h.0", "transformer.h.1"),
+        ],
+    ),
+    "T5ForConditionalGeneration": (
+        *(T5, {"input_ids": IDS, "decoder_input_ids": IDS}),
+        [
+            *("", "shared+...+lm_head", "encoder.block.0", "encoder.block.1"),
+            *("decoder.block.0", "decoder.block.1"),
+        ],
+    ),
+    "BertForMaskedLM": (
+        *({**SMALL, "max_position_embeddings": 8}, {"input_ids": IDS}),
+        [
+            *("", "bert.embeddings.word_embeddings+cls.predictions.decoder"),
+            *("bert.encoder.layer.0", "bert.encoder.layer.1", "cls"),
+        ],
+    ),
+    "ViTForImageClassification": (
+        *(VIT, {"pixel_values": torch.linspace(-1, 1, 1536).view(2, 3, 16, 16)}),
+        ["", "vit.layers.0", "vit.layers.1", "vit.layernorm+classifier"],
+    ),
+    "MixtralForCausalLM": (
+        *(MOE, {"input_ids": IDS}),
+        ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm+lm_head"],
+    ),
+    "SwinForImageClassification": (
+        *(SWIN, {"pixel_values": torch.linspace(-1, 1, 6144).view(2, 3, 32, 32)}),
+        ["", *(f"swin.encoder.layers.{i}.blocks.{j}" for i in range(2) for j in range(2))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@torch.no_grad()
+def test_a_model_of_transformers_is_divided_unmodified(name: str) -> None:
+    import transformers
+
+    config, inputs, expected = TRANSFORMERS[name]
+    build = getattr(transformers, name)
+    model = build(build.config_class(**config)).eval()
+    units = choose_units(model)
+    assert names(units) == expected
+    assert_divided(model, units)
+    before = model(**inputs)[0]
+    with nonsense_outside_units(units):
+        assert torch.equal(model(**inputs)[0], before)

@@ -50,7 +50,19 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
     embeddings = [table for table in tables if table not in inside]
     others = [*((table,) for table in embeddings), _head(model, inside, set(embeddings))]
     largest = max(map(_elements, blocks))
-    return [*blocks, *(part for part in others if part and 16 * _elements(part) >= largest)]
+    return _disjoint([*blocks, *(part for part in others if 16 * _elements(part) >= largest)])
+
+
+def _disjoint(groups: Iterable[Group]) -> list[Group]:
+    """A module that several groups would have (one object in many places) is the first one's."""
+    first: dict[nn.Module, int] = {}
+    for number, group in enumerate(groups):
+        for module in group:
+            first.setdefault(module, number)
+    parts: dict[int, list[nn.Module]] = defaultdict(list)
+    for module, number in first.items():
+        parts[number].append(module)
+    return [tuple(part) for part in parts.values()]
 
 
 def _elements(group: Group) -> int:

@@ -94,7 +94,7 @@ class Bucket:
             self._full_views = [self.full[s.start : s.stop].view(s.shape) for s in slots]
             self._rest_views = [self._rest_view(i) for i in range(len(slots))]
             self._writer = torch.empty(0, dtype=dtypes.compute, device=self.full.device)
-            self._writer.set_(self.full.untyped_storage(), 0, (layout.numel,))
+            self._writer.set_(self.full.untyped_storage(), 0, (layout.numel,), (1,))
         self._nbytes = self.full.untyped_storage().nbytes()
         self._release()
 
@@ -158,7 +158,8 @@ class Bucket:
             self._pending = None
         elif not self.gathered:
             self.gather()
-            return self.ready()
+            self.ready()
+            return
         self.bind_whole(self._full_views)
 
     def free(self) -> None:

@@ -213,8 +213,11 @@ class Hooks:
         return self._backward is not None and self._backward() is not None
 
     def _begin_backward(self) -> None:
-        """The first we see of a backward pass. Its end calls us back; an exception does not,
-        but then nobody holds the token any more, which ``_begin`` notices."""
+        """The first we see of a backward pass.
+
+        Its end calls us back. An exception does not, but then nobody holds the token any more,
+        which ``_begin`` notices.
+        """
         if self._in_backward():
             return
         if self._backward is not None:
@@ -222,7 +225,7 @@ class Hooks:
         token = _Token()
         self._backward = weakref.ref(token)
         self.runtime.begin_backward()
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(self._end_backward, token))
 
     def _end_backward(self, token: _Token) -> None:
@@ -231,8 +234,11 @@ class Hooks:
         self.runtime.end_backward()
 
     def _enter_backward(self, visit: Visit, node: int, gradients: Any) -> None:
-        """Often one node made the output of one call and the input of the next: the next has
-        ended, and autograd would tell us so only after this."""
+        """The gradients of a call's outputs are there.
+
+        Often one node made the output of one call and the input of the next: the next has ended,
+        and autograd would tell us so only after this.
+        """
         self._begin_backward()
         for ended in tuple(self._ending.pop(node, ())):
             self.runtime.leave_backward(ended)
@@ -258,10 +264,10 @@ class Hooks:
             )
         if param.grad is not None and param.grad.requires_grad:
             raise ScheduleError(
-                f"the gradient of {bucket.members[index].name!r} carries a graph (create_graph=True): "
-                "a second backward through it would need parameters and gradients that are freed by "
-                "then. Double backward is not supported on a sharded model; take it inside "
-                "`with sharded.full_params():` through torch.autograd.grad."
+                f"the gradient of {bucket.members[index].name!r} carries a graph "
+                "(create_graph=True): a second backward through it would need parameters and "
+                "gradients that are freed by then. Double backward is not supported on a sharded "
+                "model; take it inside `with sharded.full_params():` through torch.autograd.grad."
             )
         self._begin_backward()
         self.runtime.collect(state, bucket, index)

@@ -98,8 +98,8 @@ class Layout:
     def slot(self, name: str) -> Slot:
         """The slot of that name; if there is none, ConfigError with the nearest names."""
         if name not in self._by_name:
-            like = ", ".join(nearest(name, self._by_name)) or "none"
-            raise ConfigError(f"no slot of this bucket is named {name!r}; the nearest are: {like}")
+            like = nearest(name, self._by_name)
+            raise ConfigError(f"no slot of this bucket is named {name!r}; the nearest are {like}")
         return self._by_name[name]
 
     @cached_property
@@ -127,7 +127,6 @@ class Layout:
 
         Rows kept: ``(k, *rest)``, where ``k`` may be 0. Element atoms: ``(n, 1, …, 1)``, so that
         a rule such as "decay what has two dimensions" holds on shards as it does on parameters.
-
         A scalar is ``()`` on its owner and ``(0,)`` elsewhere: no 0-dim tensor is empty, and an
         element on each rank would count W times in a norm. Optimizers and ``.grad`` take both,
         and ``ndim >= 2`` is false of both. What has no elements keeps its shape everywhere.
@@ -152,7 +151,7 @@ def chunk_rows(spec: Spec, world: int, uneven: str = "pad") -> Layout:
     A given atom that would be cut makes the chunks larger. Rows that do not divide by the world
     size are padded, or a ConfigError if ``uneven`` is ``"error"`` and not ``"pad"``.
     """
-    _check([spec], {"world": world})
+    _check([spec], world)
     if uneven not in ("pad", "error"):
         raise ConfigError(f"uneven is 'pad' or 'error', not {uneven!r}")
     rows = spec.shape[0] if spec.shape else 1
@@ -162,7 +161,7 @@ def chunk_rows(spec: Spec, world: int, uneven: str = "pad") -> Layout:
             f"({rows}) to be divisible by the world size ({world})"
         )
     slot = Slot(spec.name, spec.shape, 0, _atom(spec))
-    return Layout((slot,), world, _round_up(slot.numel, lcm(slot.row, slot.atom) * world) // world)
+    return Layout((slot,), world, _up(slot.numel, lcm(slot.row, slot.atom) * world) // world)
 
 
 def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -> Layout:
@@ -180,43 +179,37 @@ def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -
         align: elements; the shard size and the start of each slot are multiples of it.
         slack: elements of padding per rank that are always accepted: 32 are 128 bytes of fp32.
     """
-    _check(specs, {"world": world, "align": align})
+    _check(specs, world, align)
     weights = [prod(spec.shape) for spec in specs]
     if not any(weights):
         return Layout(tuple(_cut(spec, 0, 1) for spec in specs), world, 0)
     grains = [_atom(spec) // gcd(_atom(spec), align) for spec in specs]
     pieces = [(-(-weight // align), grain) for weight, grain in zip(weights, grains, strict=True)]
     soft = frozenset(i for i, spec in enumerate(specs) if spec.atom is None and grains[i] > 1)
-    total = sum(size for size, _ in pieces)
-    low, high = -(-total // world), 0
-    for elements in (sum(weights), total * align):
+    low, high = -(-sum(size for size, _ in pieces) // world), 0
+    for elements in (sum(weights), sum(size for size, _ in pieces) * align):
         if high < low:
             high = (elements + max(elements // 50, slack * world)) // (world * align)
     while not (way := _search(_Problem(pieces, weights, soft, world), low, max(low, high))):
         low, high = high + 1, high + 1 + high // 16  # given atoms may need more
     shard = way.shard * align
     slots = [_cut(s, at * align, shard) for s, at in zip(specs, way.starts, strict=True)]
-    return Layout(tuple(sorted(slots, key=lambda s: (s.start, s.stop))), world, shard)
+    return Layout(tuple(sorted(slots, key=lambda slot: (slot.start, slot.stop))), world, shard)
 
 
-def _check(specs: Sequence[Spec], positive: dict[str, int]) -> None:
-    for word, number in positive.items():
-        if number < 1:
-            raise ConfigError(f"{word} must be at least 1, not {number}")
+def _check(specs: Sequence[Spec], world: int, align: int = 1) -> None:
+    if min(world, align) < 1:
+        raise ConfigError(f"world and align must be at least 1, not {world} and {align}")
     for name, count in Counter(spec.name for spec in specs).items():
         if count > 1:
-            raise ConfigError(
-                f"{count} parameters of one bucket are named {name!r}, so that name finds none; "
-                "give each its own (tied parameters are one slot)"
-            )
+            fact = f"{count} parameters of one bucket are named {name!r}, so that name finds none"
+            raise ConfigError(f"{fact}: rename them, or pass a tied parameter only once")
 
 
 def _cut(spec: Spec, start: int, shard: int) -> Slot:
     """The slot at ``start``; it keeps its atom unless a boundary falls inside one."""
     atom, stop = _atom(spec), start + prod(spec.shape)
-    whole = all(
-        (cut - start) % atom == 0 for cut in range(_round_up(start + 1, shard), stop, shard)
-    )
+    whole = all((cut - start) % atom == 0 for cut in range(_up(start + 1, shard), stop, shard))
     return Slot(spec.name, spec.shape, start, atom if whole else 1)
 
 
@@ -224,7 +217,8 @@ def _atom(spec: Spec) -> int:
     return spec.atom or max(1, prod(spec.shape[1:]))
 
 
-def _round_up(number: int, step: int) -> int:
+def _up(number: int, step: int) -> int:
+    """The least multiple of ``step`` that is not below ``number``."""
     return -(-number // step) * step
 
 
@@ -236,10 +230,11 @@ def _clip(number: int, top: int) -> int:
 # From here on lengths are in steps of `align` elements, and a parameter is a piece: a *size* and
 # a *grain*. A boundary inside it must lie a multiple of the grain from its start; to give up its
 # rows is to set the grain to 1. In a line with a boundary every `shard` steps, a piece with
-#
 #   no boundary inside      can lie anywhere
 #   one boundary inside     starts up to `grain - 1` steps later, so that the boundary suits it
 #   two or more             needs a shard size that is a multiple of its grain
+
+_Pieces = Sequence[tuple[int, int]]
 
 
 def _fits(size: int, grain: int, shard: int) -> bool:
@@ -258,9 +253,7 @@ def _gap(at: int, size: int, grain: int, shard: int) -> int:
     return ahead + shard % grain  # two boundaries would lie inside: go beyond the first
 
 
-def _walk(
-    order: Iterable[int], pieces: Sequence[tuple[int, int]], shard: int
-) -> tuple[list[int], int]:
+def _walk(order: Iterable[int], pieces: _Pieces, shard: int) -> tuple[list[int], int]:
     """Starts (by piece) and end, if placed one after the other in this order."""
     starts, at = [0] * len(pieces), 0
     for i in order:
@@ -269,20 +262,19 @@ def _walk(
     return starts, at
 
 
-def _best_order(pieces: Sequence[tuple[int, int]], shard: int) -> Sequence[int]:
+def _best_order(pieces: _Pieces, shard: int) -> Sequence[int]:
     """The order that ends first. Of the orders of a subset, only the first to end matters."""
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # subset, as bits → end, order
-    everything = (1 << len(pieces)) - 1
-    for subset in range(everything):
+    for subset in range((1 << len(pieces)) - 1):
         at, order = best[subset]
         for i, piece in enumerate(pieces):
             if not subset >> i & 1:
                 way = (at + _gap(at, *piece, shard) + piece[0], (*order, i))
                 best[subset | 1 << i] = min(way, best.get(subset | 1 << i, way))
-    return best[everything][1]
+    return best[(1 << len(pieces)) - 1][1]
 
 
-def _greedy_order(pieces: Sequence[tuple[int, int]], shard: int) -> Iterable[int]:
+def _greedy_order(pieces: _Pieces, shard: int) -> Iterable[int]:
     """The stiffest first; into the gap before each, the largest that fit there."""
     left = sorted((size, i) for i, (size, _) in enumerate(pieces))  # what has no place yet
     stiffness = [(min(grain, size), size, -i) for i, (size, grain) in enumerate(pieces)]
@@ -313,7 +305,7 @@ class _Way(NamedTuple):
 
 @dataclass
 class _Problem:
-    pieces: list[tuple[int, int]]  # in model order
+    pieces: _Pieces  # in model order
     weights: list[int]  # elements of each
     soft: frozenset[int]  # those that have rows to give up
     world: int
@@ -329,21 +321,21 @@ class _Problem:
         if end > shard * self.world:
             search = _best_order if len(pieces) <= 8 else _greedy_order
             starts, end = _walk(search(pieces, shard), pieces, shard)
-        if end > shard * self.world:
-            return None
-        return _Way(sum(self.weights[i] for i in gone), shard, gone, starts)
+        lost = sum(self.weights[i] for i in gone)
+        return _Way(lost, shard, gone, starts) if end <= shard * self.world else None
 
 
 def _shards(problem: _Problem, low: int, high: int) -> list[int]:
     """Shard sizes worth trying: multiples of what the grains of most elements have in common."""
     weight: Counter[int] = Counter()
     for i, (_, grain) in enumerate(problem.pieces):
-        weight[grain] += problem.weights[i] << 64 * (i not in problem.soft)  # given: these first
+        weight[grain] += problem.weights[i]
+    given = {grain for i, (_, grain) in enumerate(problem.pieces) if i not in problem.soft}
     steps = [1]
-    for grain in sorted(weight, key=lambda grain: (-weight[grain], grain)):
-        if _round_up(low, lcm(steps[-1], grain)) <= high:
+    for grain in sorted(weight, key=lambda g: (g not in given, -weight[g], g)):
+        if _up(low, lcm(steps[-1], grain)) <= high:
             steps.append(lcm(steps[-1], grain))
-    some = (range(_round_up(low, s), high + 1, s * max(1, (high - low) // (16 * s))) for s in steps)
+    some = (range(_up(low, s), high + 1, s * max(1, (high - low) // (16 * s))) for s in steps)
     return sorted({shard for shards in some for shard in shards})
 
 
@@ -359,30 +351,25 @@ def _search(problem: _Problem, low: int, high: int) -> _Way | None:
     if not ways:
         return None
     best = min(ways)
-    # 2. Where 1 promised less, but found no way, give up some more. Large shards have most room.
+    # 2. Where that promised less, but found no way, give up all rows and take them back, those of
+    #    most elements first, unless they are in the way. Large shards have most room.
     for shard in sorted(sizes, key=lambda shard: (lost[shard], -shard))[:4]:
-        if lost[shard] < best.lost:
-            best = min(best, _give_up(problem, shard, must[shard]) or best)
+        way = problem.way(shard, soft) if lost[shard] < best.lost else None
+        for i in sorted(soft - must[shard], key=lambda i: (-problem.weights[i], i)):
+            way = way and (problem.way(shard, way.gone - {i}) or way)
+        best = min(best, way or best)
     # 3. With the same rows given up, smaller shards may do.
     smaller = (problem.way(shard, best.gone) for shard in sizes if shard < best.shard)
     return next(filter(None, smaller), best)
-
-
-def _give_up(problem: _Problem, shard: int, gone: frozenset[int]) -> _Way | None:
-    """Give up all rows, and take back, the largest first, what is not needed beyond ``gone``."""
-    best = problem.way(shard, problem.soft)
-    for i in sorted(problem.soft - gone, key=lambda i: (-problem.weights[i], i)):
-        best = best and (problem.way(shard, best.gone - {i}) or best)
-    return best
 
 
 def _title(layout: Layout) -> str:
     share = f"{layout.padding / max(1, layout.used):.2%}"
     text = f"{layout.world} shards of {layout.shard_numel}, padding {layout.padding} ({share})"
     row = layout.slots[0].row if len(layout.slots) == 1 else 0
-    if row and layout.padding and layout.numel % row == 0:
-        text += f": padded {layout.used // row}→{layout.numel // row} rows on dim 0"
-    return text
+    if not row or not layout.padding or layout.numel % row:
+        return text
+    return f"{text}: padded {layout.used // row}→{layout.numel // row} rows on dim 0"
 
 
 def _table(layout: Layout) -> list[str]:

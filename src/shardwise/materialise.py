@@ -116,8 +116,8 @@ def _check_made(name: str, module: nn.Module) -> None:
         if tensor.numel() and _is_marked(tensor):
             full = f"{name}.{own}".lstrip(".")
             raise ConfigError(
-                f"{full!r} of {type(module).__name__} was built on the meta device and still has no "
-                "value after its initialisation, so training would start from garbage. Give "
+                f"{full!r} of {type(module).__name__} was built on the meta device and still has "
+                "no value after its initialisation, so training would start from garbage. Give "
                 f"{type(module).__name__} a reset_parameters() that fills it, or pass "
                 "init=<function of a module> to shard(); for a transformers model "
                 "init=model._init_weights."
@@ -146,4 +146,4 @@ def _crc(tensor: Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy())
+    return zlib.crc32(flat.numpy().tobytes())

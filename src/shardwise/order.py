@@ -67,10 +67,10 @@ def rehearse(
     }
     cues: list[Cue] = []
     handles = [hook for item in brackets.items() for hook in _listen(*item, cues)]
-    to_meta = lambda tree: tree_map_only(Tensor, lambda t: t.to("meta"), tree)  # noqa: E731
+    called = tree_map_only(Tensor, lambda t: t.to("meta"), (tuple(args), dict(kwargs)))
     try:
         with torch.no_grad():
-            torch.func.functional_call(model, state, to_meta(tuple(args)), to_meta(dict(kwargs)))
+            torch.func.functional_call(model, state, *called)
     except (NotImplementedError, RuntimeError) as error:
         raise ScheduleError(
             f"the rehearsal on the meta device stopped: {error}. The model looks at values, which "

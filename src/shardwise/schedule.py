@@ -56,6 +56,8 @@ CUES = frozenset({Op.ENTER, Op.EXIT, Op.END})
 
 
 class Phase(StrEnum):
+    """Which half of a step an event lies in."""
+
     FORWARD = "forward"
     BACKWARD = "backward"
 

@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from shardwise.optim.norm import clip_gradients
 from shardwise.precision import Dtypes, Precision
 from shardwise.recompute import checkpoint_units
 from shardwise.runtime import Mode, Runtime, UnitState
-from shardwise.schedule import Placement, Policy, Prefetch
+from shardwise.schedule import Order, Placement, Policy, Prefetch
 from shardwise.state import StateHooks, full_params, local_state, whole_copy
 from shardwise.units import Member, Unit, Units, choose_units
 from shardwise.wrap import Wrap
@@ -63,8 +63,8 @@ class Options:
         mesh: a 1-D ``DeviceMesh`` or process group to shard over, instead of ``comm``.
     """
 
-    precision: Precision = Precision()
-    prefetch: Prefetch = Prefetch()
+    precision: Precision = field(default_factory=Precision)
+    prefetch: Prefetch = field(default_factory=Prefetch)
     bucketing: str = "block"
     uneven: str = "pad"
     sync_module_states: bool = True
@@ -174,6 +174,11 @@ class Sharded:
         give_values(model, self.units, comm.device, self.options.init, finished)
         states = {unit.name: states[unit.name] for unit in self.units}
         self.buckets = tuple(bucket for state in states.values() for bucket in state.buckets)
+        self.units = replace(
+            self.units,
+            padding=self.layout.padding(),
+            placement="sharded" if self.placement.splits else "replicated",
+        )
         moved += self._place_buffers()
         if moved:
             log.info("states synchronised from rank 0 (%d bytes)", moved)
@@ -305,7 +310,7 @@ class Sharded:
         rehearsed = order.rehearse(self.model, self._brackets, args, kwargs)
         for mode in ("train", "accumulate", "last"):
             self.runtime.set_order(mode, rehearsed)
-        self.runtime.set_order("forward", order.Order(rehearsed.forward))
+        self.runtime.set_order("forward", Order(rehearsed.forward))
         return self.schedule
 
     # ---- whole values --------------------------------------------------------------------------

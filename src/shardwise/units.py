@@ -16,12 +16,13 @@ No module is the bracket of two units.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import overload
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -41,15 +42,22 @@ class Member:
         aliases: all its full names, the first included.
         param: the parameter.
         owners: each module and attribute that hold it, once.
+        shape: its whole shape, which ``param`` no longer has once it is sharded.
     """
 
     name: str
     aliases: tuple[str, ...]
     param: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
+    shape: torch.Size
 
     def __repr__(self) -> str:
-        return f"Member({self.name!r}, {tuple(self.param.shape)}, {self.param.dtype})"
+        return f"Member({self.name!r}, {tuple(self.shape)}, {self.param.dtype})"
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.shape.numel()
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,17 +79,17 @@ class Unit:
     @property
     def numel(self) -> int:
         """Elements, without padding."""
-        return sum(member.param.numel() for member in self.members)
+        return sum(member.numel for member in self.members)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole parameters in their own dtypes, without padding."""
-        return sum(m.param.numel() * m.param.element_size() for m in self.members)
+        return sum(member.numel * member.param.element_size() for member in self.members)
 
     @property
     def trainable(self) -> int:
         """Elements whose parameters require a gradient."""
-        return sum(m.param.numel() for m in self.members if m.param.requires_grad)
+        return sum(member.numel for member in self.members if member.param.requires_grad)
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.class_name}, {self.numel:,} parameters)"
@@ -89,9 +97,17 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units(Sequence[Unit]):
-    """A model's units: the root's first if it has parameters, then by first module."""
+    """A model's units: the root's first if it has parameters, then by first module.
+
+    Attributes:
+        units: the units.
+        padding: bytes of padding by unit name, once layouts exist.
+        placement: ``"sharded"`` or ``"replicated"``, once a strategy is chosen.
+    """
 
     units: tuple[Unit, ...]
+    padding: Mapping[str, int] | None = None
+    placement: str | None = None
 
     @overload
     def __getitem__(self, index: int) -> Unit: ...
@@ -104,20 +120,7 @@ class Units(Sequence[Unit]):
         return len(self.units)
 
     def __str__(self) -> str:
-        return self.table()
-
-    def table(
-        self,
-        *,
-        padding: Mapping[str, int] | None = None,
-        placement: Mapping[str, str] | None = None,
-    ) -> str:
-        """One line per unit and a total.
-
-        Args:
-            padding: bytes of padding by unit name, once layouts exist.
-            placement: ``"sharded"`` or ``"replicated"`` by unit name, once a strategy is chosen.
-        """
+        """One line per unit and a total."""
         columns = {
             "unit": [*(unit.name or "(root)" for unit in self), "total"],
             "class": [*(unit.class_name for unit in self), ""],
@@ -125,10 +128,10 @@ class Units(Sequence[Unit]):
             "bytes": _summed(unit.nbytes for unit in self),
             "trainable": _summed(unit.trainable for unit in self),
         }
-        if padding is not None:
-            columns["padding"] = _summed(padding[unit.name] for unit in self)
-        if placement is not None:
-            columns["placement"] = [*(placement[unit.name] for unit in self), ""]
+        if self.padding is not None:
+            columns["padding"] = _summed(self.padding[unit.name] for unit in self)
+        if self.placement is not None:
+            columns["placement"] = [*([self.placement] * len(self)), ""]
         return _aligned(columns)
 
 
@@ -152,9 +155,10 @@ def choose_units(model: nn.Module, wrap: Wrap | None = None) -> Units:
     for member in members:
         homes[claims.home(member)].append(member)
     ordered = sorted(homes.items(), key=lambda home: claims.place[home[0][0]])
-    names = _names([group for group, _ in ordered], claims.able)
-    named = zip(names, ordered, strict=True)
-    units = (Unit(name, group, _class(group), tuple(held)) for name, (group, held) in named)
+    units = (
+        Unit(_name([claims.able[m] for m in group]), group, _class(group), tuple(held))
+        for group, held in ordered
+    )
     return Units(tuple(units))
 
 
@@ -182,7 +186,7 @@ def _members(model: nn.Module) -> list[Member]:
     def member(param: nn.Parameter, aliases: Sequence[str]) -> Member:
         parts = (alias.rpartition(".") for alias in aliases)
         owners = dict.fromkeys((modules[path], attribute) for path, _, attribute in parts)
-        return Member(aliases[0], tuple(aliases), param, tuple(owners))
+        return Member(aliases[0], tuple(aliases), param, tuple(owners), param.shape)
 
     return [member(param, aliases) for param, aliases in names.items()]
 
@@ -274,15 +278,11 @@ def _is_mostly(group: Group, member: Member) -> bool:
 # ------------------------------------------------------------------ names and tables
 
 
-def _names(groups: Sequence[Group], names: Mapping[nn.Module, str]) -> list[str]:
-    """``model.norm+lm_head``, ``blocks.0.fc+1.fc``, ``shared+...+lm_head``; all different."""
-    full = [[names[module] for module in group] for group in groups]
-    short = [_shortened(parts) for parts in full]
-    count = Counter(short)
-    return [s if count[s] == 1 else "+".join(parts) for s, parts in zip(short, full, strict=True)]
+def _name(parts: Sequence[str]) -> str:
+    """``model.norm+lm_head``, ``blocks.0.fc+1.fc``, ``shared+...+lm_head``.
 
-
-def _shortened(parts: Sequence[str]) -> str:
+    Unique, since no other unit has the first part among its modules.
+    """
     if len(parts) > 3:
         return f"{parts[0]}+...+{parts[-1]}"
     return "+".join([parts[0], *(_without_common(part, parts[0]) for part in parts[1:])])

@@ -222,7 +222,7 @@ def collectives_work_in_inference_mode(comm: Comm) -> list[Tensor]:
 def a_buffer_that_does_not_split_is_refused(comm: Comm) -> list[Tensor]:
     if comm.size > 1:
         label = Label("gather", "blocks.3")
-        with pytest.raises(ConfigError, match=f"gather blocks.3.*{comm.size} equal.*Pad it"):
+        with pytest.raises(ConfigError, match=f"gather blocks.3.*{comm.size} equal.*pad it"):
             comm.all_gather(torch.zeros(comm.size * N + 1), label)
         with pytest.raises(ConfigError, match="contiguous"):
             comm.all_gather(torch.zeros(comm.size, 2)[:, 0], label)

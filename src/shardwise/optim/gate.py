@@ -81,7 +81,7 @@ class Gate:
             self._known.add(optimizer)
         for param in params:
             if type(param) is ShardedParameter:
-                param.__class__ = nn.Parameter
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
                 self._unguarded.append(param)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
