@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.cursor import steps
 from shardwise.errors import ConfigError
 from shardwise.order import mirror
 from shardwise.schedule import (
@@ -24,7 +25,6 @@ from shardwise.schedule import (
     Prefetch,
     Weight,
     events,
-    steps,
 )
 
 FULL = Placement.named("full_shard")

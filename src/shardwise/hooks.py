@@ -24,8 +24,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import ScheduleError
-from shardwise.runtime import Runtime, UnitState
+from shardwise.runtime import Runtime
 from shardwise.schedule import Op, Phase
+from shardwise.unit_state import UnitState
 from shardwise.visits import Visit
 
 __all__ = ["Hooks"]
@@ -63,7 +64,8 @@ class Hooks:
         self.model, self.brackets, self.runtime, self.casts = model, brackets, runtime, casts
         self.suspended = False  # full_params(): everything is whole, nothing to do
         self._frames: list[Frame] = []
-        self._ending: dict[int, weakref.WeakSet[Visit]] = {}  # by the node that made an input
+        # By the node that made an input, inner calls first: a set's order would differ by rank.
+        self._ending: dict[int, list[weakref.ref[Visit]]] = {}
         self._backward: weakref.ref[_Token] | None = None
         self._handles: list[Any] = []
 
@@ -205,7 +207,7 @@ class Hooks:
                 node.register_prehook(partial(self._leave_when_complete, visit))
                 continue
             node.register_prehook(partial(self._leave_backward, visit))
-            self._ending.setdefault(node._sequence_nr(), weakref.WeakSet()).add(visit)
+            self._ending.setdefault(node._sequence_nr(), []).append(weakref.ref(visit))
 
     # ---- backward --------------------------------------------------------------------------
 
@@ -240,8 +242,9 @@ class Hooks:
         and autograd would tell us so only after this.
         """
         self._begin_backward()
-        for ended in tuple(self._ending.pop(node, ())):
-            self.runtime.leave_backward(ended)
+        for ref in self._ending.pop(node, ()):
+            if (ended := ref()) is not None:
+                self.runtime.leave_backward(ended)
         chain = [visit]
         while (parent := chain[-1].parent) is not None:
             chain.append(parent)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from shardwise.buffers import Bucket
 from shardwise.layout import Layout
 from shardwise.schedule import Event, Op, Weight
-from shardwise.units import Units
 
 __all__ = ["Layouts", "Schedule", "size"]
 
@@ -98,7 +97,6 @@ def _name(unit: str) -> str:
 class Layouts:
     """Where every parameter lies, unit by unit; print it."""
 
-    units: Units
     by_bucket: Mapping[Bucket, Layout]
 
     def __str__(self) -> str:

@@ -12,64 +12,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
+from shardwise.cursor import Cursor, Step, steps
 from shardwise.errors import ScheduleError
-from shardwise.precision import Precision
-from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, Step, Weight, events, steps
-from shardwise.visits import Visit, Visits
+from shardwise.precision import Averaging, Precision
+from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, Weight, events
+from shardwise.unit_state import UnitState
+from shardwise.visits import Visit
 
-__all__ = ["Mode", "Runtime", "UnitState"]
+__all__ = ["Mode", "Runtime"]
 
 log = logging.getLogger("shardwise")
 
 Mode = str
 """``"train"``; ``"accumulate"`` and ``"last"`` micro-batch; ``"forward"`` without gradients."""
-
-
-@dataclass
-class UnitState:
-    """A unit's buckets, and who is using them right now."""
-
-    name: str
-    buckets: tuple[Bucket, ...]
-    depth: int = 0  # forward calls that are open
-    visits: Visits = field(default_factory=Visits)
-    pinned: bool = False  # something outside the unit still reads its memory
-    reducing: bool = False
-
-    @property
-    def trainable(self) -> list[Bucket]:
-        return [bucket for bucket in self.buckets if bucket.trainable]
-
-    @property
-    def gathered(self) -> bool:
-        return any(bucket.gathered for bucket in self.buckets)
-
-    @property
-    def collected(self) -> bool:
-        return any(bucket.gradients.full is not None for bucket in self.trainable)
-
-    @property
-    def complete(self) -> bool:
-        """Has every trainable parameter's gradient arrived since the last visit began?"""
-        return all(len(b.gradients.fresh) == len(b.params) for b in self.trainable)
-
-    def gather(self) -> None:
-        for bucket in self.buckets:
-            bucket.gather()
-
-    def ready(self) -> None:
-        for bucket in self.buckets:
-            bucket.ready()
-
-    def free(self) -> None:
-        for bucket in self.buckets:
-            bucket.free()
 
 
 class Runtime:
@@ -104,7 +65,7 @@ class Runtime:
             "forward": Order(order.forward),
         }
         self._scripts: dict[Mode, tuple[Step, ...]] = {}
-        self._cursor = _Cursor("train", ())
+        self._cursor = Cursor("train", ())
         self._settling: list[str] = []
         self.steps_done = 0
         self._warned: set[Mode] = set()
@@ -114,7 +75,7 @@ class Runtime:
 
     def weights(self) -> dict[str, Weight]:
         """Bytes of each unit: gathered parameters, and gradients."""
-        return {name: _weight(state) for name, state in self.units.items()}
+        return {name: state.weight() for name, state in self.units.items()}
 
     def policy_of(self, mode: Mode) -> Policy:
         stays = not self.policy.placement.frees
@@ -143,17 +104,17 @@ class Runtime:
 
     # ---- a step ----------------------------------------------------------------------------
 
-    def begin(self, first: str | None) -> _Cursor:
+    def begin(self, first: str | None) -> Cursor:
         """A forward pass starts with unit ``first``. Returns the cursor to ``resume`` after it."""
         before, mode = self._cursor, self._mode()
         if mode == "forward":
-            self._cursor = _Cursor(mode, self._script(mode))
+            self._cursor = Cursor(mode, self._script(mode))
             return before
         cue = first is not None and Cue(Op.ENTER, first, Phase.FORWARD)
         if before.mode == mode and not before.ended and before.expects(cue):
             return before
         if before.ended or not self.awaits_backward():
-            self._cursor = _Cursor(mode, self._script(mode))
+            self._cursor = Cursor(mode, self._script(mode))
         else:
             before.improvise()
         return self._cursor
@@ -162,7 +123,7 @@ class Runtime:
         """Does any graph exist whose backward pass would come through a unit?"""
         return any(state.visits.live() for state in self.units.values())
 
-    def resume(self, cursor: _Cursor) -> None:
+    def resume(self, cursor: Cursor) -> None:
         """A forward pass is over: end it, if no backward pass will."""
         if self._cursor.mode == "forward":
             self.cue(Op.END, "", Phase.FORWARD)
@@ -242,7 +203,7 @@ class Runtime:
         state.reducing = False
         self._settling.remove(state.name)
 
-    def _averaging(self, bucket: Bucket):  # type: ignore[no-untyped-def]
+    def _averaging(self, bucket: Bucket) -> Averaging:
         return self.precision.averaging(bucket.dtypes.wire, self.comm.size)
 
     # ---- the backward pass -----------------------------------------------------------------
@@ -250,7 +211,7 @@ class Runtime:
     def begin_backward(self) -> None:
         """Before the first gradient: the shards' own gradients step aside."""
         if self._cursor.mode == "forward" or self._cursor.ended:
-            self._cursor = _Cursor(self._mode(), ())
+            self._cursor = Cursor(self._mode(), ())
             self._cursor.improvise()
         for state in self.units.values():
             for bucket in state.trainable:
@@ -366,11 +327,7 @@ class Runtime:
         """Forget a step that stopped half-way: nothing gathered, nothing collected."""
         log.warning("%s: its gradients were dropped, parameters are as before it", why)
         for state in self.units.values():
-            state.depth, state.pinned, state.reducing = 0, False, False
-            state.visits.clear()
-            state.free()
-            for bucket in state.trainable:
-                bucket.gradients.drop()
+            state.abandon()
         self._settling.clear()
         self._cursor.ended = True
 
@@ -386,50 +343,3 @@ class Runtime:
                             "was sharded: its bucket has the wrong gradients. Call "
                             "sharded.relayout() after changing requires_grad."
                         )
-
-
-class _Cursor:
-    """A place in one mode's schedule, and what really happened on the way."""
-
-    def __init__(self, mode: Mode, script: tuple[Step, ...]) -> None:
-        self.mode, self._script, self._at = mode, script, 0
-        self.improvised, self.ended = not script, not script
-        self._seen: list[Cue] = []
-
-    def expects(self, cue: Cue | bool) -> bool:
-        return (
-            not self.improvised
-            and self._at < len(self._script)
-            and (self._script[self._at].cue == cue)
-        )
-
-    def improvise(self) -> None:
-        self.improvised, self.ended = True, False
-
-    def match(self, cue: Cue, skip: Callable[[Step], None] | None) -> Step | None:
-        """The step of ``cue``, or ``None`` from the first surprise on."""
-        self._seen.append(cue)
-        if skip is not None and not self.expects(cue):
-            self._skip_to(cue, skip)
-        if not self.expects(cue):
-            self.improvised = True
-            return None
-        self._at += 1
-        return self._script[self._at - 1]
-
-    def _skip_to(self, cue: Cue, skip: Callable[[Step], None]) -> None:
-        later = [i for i in range(self._at, len(self._script)) if self._script[i].cue == cue]
-        for step in self._script[self._at : later[0]] if later else ():
-            self._at += 1
-            skip(step)
-
-    def recorded(self) -> Order:
-        cues = [cue for cue in self._seen if cue.op is not Op.END]
-        forward = tuple(cue for cue in cues if cue.phase is Phase.FORWARD)
-        return Order(forward, tuple(cue for cue in cues if cue.phase is Phase.BACKWARD))
-
-
-def _weight(state: UnitState) -> Weight:
-    gathered = sum(b.layout.numel * b.dtypes.compute.itemsize for b in state.buckets)
-    gradients = sum(b.layout.numel * b.dtypes.wire.itemsize for b in state.trainable)
-    return Weight(gathered, gradients)

@@ -17,7 +17,7 @@ in bytes, not in units, because units differ in size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -33,10 +33,8 @@ __all__ = [
     "Placement",
     "Policy",
     "Prefetch",
-    "Step",
     "Weight",
     "events",
-    "steps",
 ]
 
 
@@ -354,37 +352,3 @@ def _is_last_backward(writer: _Writer, position: int, cue: Cue) -> bool:
     if cue.phase is Phase.FORWARD or not writer.policy.reduces:
         return False
     return writer.weights[cue.unit].gradients > 0 and not _comes_again(writer, position, cue.unit)
-
-
-class Step(NamedTuple):
-    """A cue, with what is carried out when it comes: ``before`` it, and ``after`` it."""
-
-    cue: Cue
-    before: tuple[Event, ...]
-    after: tuple[Event, ...]
-
-
-def steps(listed: Sequence[Event]) -> tuple[Step, ...]:
-    """Cut a schedule at its cues.
-
-    What a cue releases is carried out right after it; gathers that come later in the list wait
-    for the next cue, so that nothing is gathered for a backward pass that never comes.
-    """
-    found: list[Step] = []
-    between: list[Event] = []
-    for event in listed:
-        if event.op not in CUES:
-            between.append(event)
-            continue
-        cut = _last_release(between) if found else 0
-        if found:
-            found[-1] = found[-1]._replace(after=tuple(between[:cut]))
-        found.append(Step(Cue(event.op, event.unit, event.phase), tuple(between[cut:]), ()))
-        between = []
-    if found:
-        found[-1] = found[-1]._replace(after=tuple(between))
-    return tuple(found)
-
-
-def _last_release(between: Sequence[Event]) -> int:
-    return max((i + 1 for i, event in enumerate(between) if event.op is not Op.GATHER), default=0)

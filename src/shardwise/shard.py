@@ -7,86 +7,35 @@ objects stay; what changes is where the parameters' bytes are.
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from shardwise import accelerators, layout, order
+from shardwise import order
+from shardwise.bucket import specs_of
 from shardwise.buffers import Bucket
+from shardwise.build import check_unsharded, cut, facts, uncut
 from shardwise.comm.connect import connect, over
-from shardwise.comm.protocol import Comm, Label
-from shardwise.errors import ConfigError, ScheduleError, nearest
-from shardwise.guard import sharding_of
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError, ScheduleError
 from shardwise.hooks import Hooks
-from shardwise.layout import Layout
 from shardwise.listing import Layouts, Schedule
-from shardwise.materialise import Init, checksums, default_init, give_values, sync
 from shardwise.optim.gate import Gate
 from shardwise.optim.norm import clip_gradients
-from shardwise.precision import Dtypes, Precision
+from shardwise.options import Options
 from shardwise.recompute import checkpoint_units
-from shardwise.runtime import Mode, Runtime, UnitState
-from shardwise.schedule import Order, Placement, Policy, Prefetch
+from shardwise.runtime import Mode, Runtime
+from shardwise.schedule import Order, Placement, Policy
 from shardwise.state import StateHooks, full_params, local_state, whole_copy
-from shardwise.units import Member, Unit, Units, choose_units
+from shardwise.unit_state import UnitState
+from shardwise.units import Units, choose_units
 from shardwise.wrap import Wrap
 
-__all__ = ["Options", "Sharded", "shard"]
-
-log = logging.getLogger("shardwise")
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to shard, beyond strategy and units.
-
-    Attributes:
-        precision: stored, compute, wire, sum, buffer and output dtypes.
-        prefetch: how far ahead units are gathered.
-        bucketing: ``"block"``: one collective per unit; ``"layer"``: per module that owns
-            parameters; ``"none"``: per parameter, cut along dim 0 like ``torch.chunk``.
-        uneven: with ``bucketing="none"``: ``"pad"`` a dim 0 that the world size does not divide,
-            or ``"error"``.
-        sync_module_states: start from rank 0's parameters and buffers. When off, ranks whose
-            values differ are an error.
-        init: gives a module that was built on the meta device its values.
-        divergence: what a rank does when others enter a unit that it skips: ``"error"``, or
-            ``"participate"`` (units must then run in the order they are registered).
-        activation_checkpointing: recompute repeated units in the backward pass.
-        mesh: a 1-D ``DeviceMesh`` or process group to shard over, instead of ``comm``.
-    """
-
-    precision: Precision = field(default_factory=Precision)
-    prefetch: Prefetch = field(default_factory=Prefetch)
-    bucketing: str = "block"
-    uneven: str = "pad"
-    sync_module_states: bool = True
-    init: Init = default_init
-    divergence: str = "error"
-    activation_checkpointing: bool = False
-    mesh: Any = None
-
-    def __post_init__(self) -> None:
-        _one_of("bucketing", self.bucketing, ("block", "layer", "none"))
-        _one_of("uneven", self.uneven, ("pad", "error"))
-        _one_of("divergence", self.divergence, ("error", "participate"))
-        if self.uneven == "error" and self.bucketing != "none":
-            raise ConfigError(
-                f'uneven="error" asks for dim-0 shards, and bucketing={self.bucketing!r} cuts '
-                'buckets, not parameters. Add bucketing="none", or leave uneven out.'
-            )
-
-
-def _one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(repr, known))}.")
+__all__ = ["Sharded", "shard"]
 
 
 def shard(
@@ -114,32 +63,11 @@ def shard(
         ConfigError: an argument that cannot work, or a model that is sharded already.
         RanksDisagree: the ranks were given different models or arguments.
     """
-    known = {item.name for item in fields(Options)}
-    for name in set(options) - known:
-        raise ConfigError(
-            f"shard() has no option {name!r}; nearest is {nearest(name, known)[0]!r}. "
-            f"Options are {', '.join(sorted(known))}."
-        )
-    chosen = Options(**options)
-    _check_unsharded(model)
+    chosen = Options.of(options)
+    check_unsharded(model)
     if comm is None:
         comm = connect() if chosen.mesh is None else over(chosen.mesh)
     return Sharded(model, Placement.named(strategy), wrap, comm, chosen)
-
-
-def _check_unsharded(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if sharding_of(param) is not None:
-            raise ConfigError(
-                f"parameter {name!r} is sharded already, so sharding this model again would cut "
-                "shards of shards. Call shard() once, on the outermost model; to shard anew, "
-                "call sharded.unshard() first."
-            )
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ConfigError(
-                f"parameter {name!r} has no shape yet (a lazy module), so it cannot be laid out. "
-                "Run one batch through the model before shard()."
-            )
 
 
 @dataclass(eq=False, repr=False)
@@ -158,105 +86,19 @@ class Sharded:
         self._build()
 
     def _build(self) -> None:
-        model, comm = self.model, self.comm
-        self.units = choose_units(model, self.wrap)
-        plans = {unit.name: self._buckets_of(unit) for unit in self.units}
-        comm.agree(self._facts(plans))
-        states: dict[str, UnitState] = {}
-        moved = 0
-
-        def finished(unit: Unit) -> None:
-            nonlocal moved
-            if self.options.sync_module_states and comm.size > 1:
-                moved += sync(unit.members, comm)
-            states[unit.name] = self._take(unit, plans[unit.name])
-
-        give_values(model, self.units, comm.device, self.options.init, finished)
-        states = {unit.name: states[unit.name] for unit in self.units}
+        units = choose_units(self.model, self.wrap)
+        specs = {
+            unit.name: specs_of(unit, self.options, self.comm, self.placement) for unit in units
+        }
+        self.comm.agree(facts(self.model, self.placement, self.options, specs))
+        states = cut(self.model, units, specs, self.options, self.comm)
         self.buckets = tuple(bucket for state in states.values() for bucket in state.buckets)
         self.units = replace(
-            self.units,
+            units,
             padding=self.layout.padding(),
             placement="sharded" if self.placement.splits else "replicated",
         )
-        moved += self._place_buffers()
-        if moved:
-            log.info("states synchronised from rank 0 (%d bytes)", moved)
         self._start(states)
-
-    def _buckets_of(self, unit: Unit) -> list[tuple[Dtypes, list[Member], Layout]]:
-        """Members by (dtypes, trainability[, layer or parameter]), each group with its layout."""
-        groups: dict[Any, list[Member]] = {}
-        for member in unit.members:
-            param = member.param
-            dtypes = self.options.precision.of(param.dtype, param.requires_grad)
-            part = {
-                "block": None,
-                "layer": member.name.rpartition(".")[0],
-                "none": member.name,
-            }[self.options.bucketing]
-            groups.setdefault((dtypes, param.requires_grad, part), []).append(member)
-        return [(key[0], members, self._solve(members, key[0])) for key, members in groups.items()]
-
-    def _solve(self, members: Sequence[Member], dtypes: Dtypes) -> Layout:
-        specs = [layout.Spec(m.name, tuple(m.param.shape)) for m in members]
-        if self.options.bucketing == "none":
-            return layout.chunk_rows(specs[0], self.comm.size, self.options.uneven)
-        narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.compute, dtypes.wire))
-        row = accelerators.row(self.comm.device.type)
-        return layout.solve(specs, self.comm.size, max(1, row.alignment // narrowest))
-
-    def _facts(self, plans: dict[str, Any]) -> dict[str, str]:
-        """What every rank must have alike, as short texts."""
-        from shardwise import __version__
-
-        facts = {
-            "versions": f"shardwise {__version__}, torch {torch.__version__}",
-            "strategy": self.placement.name,
-            "world": str(self.comm.size),
-            "options": _digest(
-                {k: v for k, v in vars(self.options).items() if k not in ("init", "mesh")}
-            ),
-        }
-        for name, plan in plans.items():
-            numel = sum(spec.used for _, _, spec in plan)
-            facts[f"unit {name or '(root)'}"] = f"{numel:,} elements, layout {_digest(plan)}"
-        if not self.options.sync_module_states:
-            facts |= checksums((n, t) for n, t in self.model.named_parameters() if not t.is_meta)
-        return facts
-
-    def _take(self, unit: Unit, plan: list[tuple[Dtypes, list[Member], Layout]]) -> UnitState:
-        """Cut a unit's whole parameters into this rank's shards, and let them go."""
-        buckets = []
-        for dtypes, members, place in plan:
-            bucket = Bucket(unit.name, members, place, dtypes, self.comm, self.placement)
-            for index, member in enumerate(members):
-                bucket.take(index, member.param)
-                gradient, member.param.grad = member.param.grad, None
-                sharding = bucket.sharding(index)
-                bucket.rest_one(index)
-                member.param.sharding = sharding  # type: ignore[attr-defined]
-                if gradient is not None:
-                    local = sharding.cut(gradient, member.param.shape).to(dtypes.stored)
-                    member.param.grad = local.clone()
-            buckets.append(bucket)
-        return UnitState(unit.name, tuple(buckets))
-
-    def _place_buffers(self) -> int:
-        """Buffers stay whole on each rank: moved, cast, and sent by rank 0 once."""
-        moved, dtype = 0, self.options.precision.buffers
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-                placed = buffer.to(self.comm.device, cast)
-                if self.options.sync_module_states and self.comm.size > 1 and placed.numel():
-                    placed = placed.contiguous()
-                    self.comm.broadcast(placed, 0, Label("broadcast", name)).wait()
-                    moved += placed.numel() * placed.element_size()
-                module._buffers[name] = placed
-        return moved
 
     def _start(self, states: dict[str, UnitState]) -> None:
         brackets = {module: unit.name for unit in self.units for module in unit.modules}
@@ -340,13 +182,7 @@ class Sharded:
     def unshard(self) -> nn.Module:
         """Undo ``shard()``: the model is plain and whole again on every rank. A collective."""
         self._idle()
-        for bucket in self.buckets:
-            for member, whole in zip(bucket.members, bucket.whole(), strict=True):
-                param = member.param
-                param.grad = None
-                param.__class__ = nn.Parameter
-                param.data = whole.clone()
-                del param.sharding  # type: ignore[attr-defined]
+        uncut(self.buckets)
         self._gate.close()
         self._undress()
         return self.model
@@ -406,7 +242,7 @@ class Sharded:
     @property
     def layout(self) -> Layouts:
         """Where each parameter lies; ``print`` it."""
-        return Layouts(self.units, {b: b.layout for b in self.buckets})
+        return Layouts({bucket: bucket.layout for bucket in self.buckets})
 
     @property
     def schedule(self) -> Schedule:
@@ -442,15 +278,3 @@ class Sharded:
     def drop_gradients(self) -> None:
         """Forget gradients that were accumulated and not reduced."""
         self.runtime.abandon("drop_gradients() was called")
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(_stable(value).encode()).hexdigest()[:12]
-
-
-def _stable(value: Any) -> str:
-    if isinstance(value, Member):
-        return f"{value.aliases}{tuple(value.param.shape)}{value.param.dtype}"
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return f"[{','.join(map(_stable, value))}]"
-    return repr(value)

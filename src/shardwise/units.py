@@ -243,8 +243,8 @@ class _Claims:
     def _users(self, member: Member) -> Group:
         """The modules whose forward reads ``member``: its nearest brackets, the outermost ones."""
         near = {next(m for m in self._up(alias) if m in self.able) for alias in member.aliases}
-        inner = {part for m in near for part in m.modules() if part is not m}
-        return self._sorted(near - inner)
+        around = ([m for m in self._up(alias) if m in near] for alias in member.aliases)
+        return self._sorted(found[-1] for found in around)
 
     def _shared_module(self, member: Member) -> nn.Module | None:
         """The largest module of which all of the parameter's names are a part, if any."""

@@ -93,9 +93,7 @@ SUMS = [
 ]
 
 
-def reduce(
-    comm: Comm, wire: torch.dtype, wide: torch.dtype, mean: bool
-) -> tuple[Tensor, Tensor]:
+def reduce(comm: Comm, wire: torch.dtype, wide: torch.dtype, mean: bool) -> tuple[Tensor, Tensor]:
     """What came out, and what should have."""
     full = values(comm.rank, comm.size * N, wire)
     before = full.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -21,40 +22,36 @@ __all__ = ["train_command"]
 
 
 def _keys() -> str:
-    """Every key of a recipe with its default, by section; click keeps the lines after a \\b."""
-    lines: list[str] = []
-    section = ""
+    r"""Every key of a recipe with its default, by section; click keeps the lines after ``\b``."""
+    sections: dict[str, list[str]] = {}
     for key in keys():
-        if key.name.split(".")[0] != section:
-            section = key.name.split(".")[0]
-            lines += ["", "\b"]
-        default = "null" if key.default is None else str(key.default)
-        lines.append(f"  {key.name + ' = ' + default:<34}  {key.sentence}")
-    return "\n".join(lines)
+        line = f"  {key.name}: {json.dumps(key.default)}"
+        sections.setdefault(key.name.split(".")[0], []).append(f"{line:<36}  {key.sentence}")
+    blocks = ("\b\n" + "\n".join(lines) for lines in sections.values())
+    return "\b\nKeys of a recipe, and their defaults:\n\n" + "\n\n".join(blocks)
 
 
-HELP = f"""Train the language model that RECIPE (YAML or TOML) describes.
+HELP = """\
+Train the language model that RECIPE (YAML or TOML) describes.
 
 Any value of the recipe can be overridden: --optimizer.lr 3e-4 or optimizer.lr=3e-4.
 
 \b
 Examples:
   shardwise train recipes/demo.yaml --nproc 2
-  shardwise train recipes/demo.yaml --run.steps 50 --sharding.strategy zero1
+  shardwise train recipes/demo.yaml --run.steps 50 --sharding.precision bf16
   torchrun --nproc-per-node 2 -m shardwise.cli train recipes/demo.yaml
 
 \b
 The run's folder then holds metrics.jsonl, loss.png, the recipe with every default filled in,
 and the model as safetensors with the tokenizer, which transformers loads as it is.
-
-Keys of a recipe and their defaults:
-{_keys()}
 """
 
 
 @click.command(
     "train",
     help=HELP,
+    epilog=_keys(),
     short_help="Train a language model, sharded.",
     context_settings={"ignore_unknown_options": True, "max_content_width": 100},
 )
@@ -93,6 +90,8 @@ def _be_a_rank(recipe: str, overrides: tuple[str, ...], nproc: int | None, size:
                 "--nproc out, or start without the launcher."
             )
         _run(read_recipe(recipe, overrides))
+    except KeyboardInterrupt:
+        sys.exit(130)  # the launcher got it too, and says so
     except Exception as error:
         if leave_reason(error):
             sys.exit(1)

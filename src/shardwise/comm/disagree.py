@@ -201,5 +201,5 @@ def _waiting(waiting: Mapping[int, Collective]) -> str:
 
 
 def _in_common(cursors: Mapping[int, Cursor], seq: int) -> str:
-    before = [c for cursor in cursors.values() for c in cursor.recent if c.seq == seq - 1]
+    before = [c for cursor in cursors.values() for c in cursor.recent if c.seq == seq - 1 >= 0]
     return str(before[0]) if before else ""

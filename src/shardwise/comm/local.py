@@ -4,7 +4,6 @@ No copy, no message, nothing counted. So one path serves one rank and many, and 
 for neither; the ordinary way still moves every parameter through a gather to itself.
 """
 
-# ruff: noqa: ARG002 - one rank alone needs little of what the protocol passes
 from __future__ import annotations
 
 from collections.abc import Mapping

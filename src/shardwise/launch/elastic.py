@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -31,7 +33,7 @@ from shardwise.errors import ShardwiseError
 __all__ = ["cores", "environment", "leave_reason", "reason", "start"]
 
 REPORT = "TORCHELASTIC_ERROR_FILE"  # where the elastic launcher looks for a rank's reason
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+LOOPBACK = {"Linux": "lo", "Darwin": "lo0"}
 
 
 def start(command: Sequence[str], ranks: int) -> None:
@@ -82,7 +84,7 @@ def _config(ranks: int, folder: str) -> LaunchConfig:
 
 def cores() -> int:
     """The cores that this process may use."""
-    if sys.platform == "linux":
+    if platform.system() == "Linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
@@ -90,9 +92,9 @@ def cores() -> int:
 def environment(ranks: int) -> dict[str, str]:
     """What ranks need besides the launcher's variables, where the user has not set it."""
     wanted = {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
-    if sys.platform in LOOPBACK:
+    if platform.system() in LOOPBACK:
         # Otherwise gloo listens on the address that the host's name resolves to.
-        wanted["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
+        wanted["GLOO_SOCKET_IFNAME"] = LOOPBACK[platform.system()]
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
@@ -143,9 +145,9 @@ def reason(failures: Mapping[int, ProcessFailure]) -> str:
             "nobody did so on purpose, the system was out of memory: lower batch.micro or "
             "data.context, or use a smaller model."
         )
-    message = failure.message
-    if isinstance(message, dict):
-        return f"rank {rank}: {message['message']}"
+    said = _left(failure)
+    if said:
+        return f"rank {rank}: {said['message']}"
     return f"rank {rank} ended with status {failure.exitcode} and left no reason; see above."
 
 
@@ -155,6 +157,11 @@ def _was_killed(failure: ProcessFailure) -> bool:
 
 
 def _moment(failure: ProcessFailure) -> float:
-    if isinstance(failure.message, dict):
-        return float(failure.message["extraInfo"].get("exact", failure.timestamp))
-    return float(failure.timestamp)
+    extra = _left(failure).get("extraInfo", {})
+    return float(extra.get("exact", failure.timestamp))
+
+
+def _left(failure: ProcessFailure) -> dict[str, Any]:
+    """What the rank left for us: a message and its surroundings, or nothing."""
+    message = failure.error_file_data["message"]
+    return message if isinstance(message, dict) else {}

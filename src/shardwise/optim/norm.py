@@ -44,7 +44,7 @@ def clip_gradients(
 def total_norm(buckets: Sequence[Bucket], comm: Comm, norm_type: float = 2.0) -> Tensor:
     """The p-norm of all gradients of all ranks' shards, 0-dim fp32."""
     powers = torch.zeros(comm.size, dtype=torch.float32, device=comm.device)
-    whole = all(not bucket.placement.splits for bucket in buckets)
+    whole = all(not bucket.spec.placement.splits for bucket in buckets)
     for rank in range(comm.size) if whole else (comm.rank,):
         powers[rank] = _power(_piece(buckets, rank), norm_type, comm.device)
     if comm.size > 1 and not whole:
@@ -65,7 +65,7 @@ def _piece(buckets: Sequence[Bucket], rank: int) -> list[Tensor]:
             if param.grad is None:
                 continue
             flat = param.grad.reshape(-1)
-            if not bucket.placement.splits:
+            if not bucket.spec.placement.splits:
                 slot = bucket.layout.slot(bucket.members[index].name)
                 start, stop = bucket.layout.owned(slot, rank)
                 flat = flat[start:stop]

@@ -103,7 +103,8 @@ def permutation(rows: int, seed: int, epoch: int) -> Indices:
     library promises that its shuffle stays the same from version to version.
     """
     start = _mix(np.array([seed], np.uint64) ^ _mix(np.array([epoch], np.uint64)))
-    return np.argsort(_mix(start + np.arange(rows, dtype=np.uint64)), kind="stable")
+    numbers = np.asarray(start + np.arange(rows, dtype=np.uint64), np.uint64)
+    return np.argsort(_mix(numbers), kind="stable")
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -18,13 +18,15 @@ causal kernel applies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.train.config import ModelConfig
 
-__all__ = ["Block", "Decoder"]
+__all__ = ["Block", "Decoder", "initialiser"]
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines, [length, size] each
 
@@ -42,15 +44,15 @@ class Projection(nn.Linear):
         self.spread = spread
         super().__init__(inputs, outputs, bias=False)
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.spread)
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        nn.init.normal_(self.weight, std=self.spread, generator=generator)
 
 
 class Embedding(nn.Embedding):
     """Token vectors with the spread of the matrices, so that they can be tied to the head."""
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=SPREAD)
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        nn.init.normal_(self.weight, std=SPREAD, generator=generator)
 
 
 class RMSNorm(nn.Module):
@@ -137,7 +139,8 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """``[batch, length, heads * size]`` → ``[batch, heads, length, size]``."""
-        return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
+        batch, length, _ = x.shape
+        return x.view(batch, length, -1, self.size).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -214,3 +217,18 @@ class Decoder(nn.Module):
         """``[batch, length]`` int64 → logits ``[batch, length, vocabulary]``."""
         logits: Tensor = self.lm_head(self.model(ids))
         return logits
+
+
+def initialiser(generator: torch.Generator) -> Callable[[nn.Module], None]:
+    """What gives a module of a decoder its first values, drawn from ``generator`` alone.
+
+    Neither the process's generator nor its other users are touched.
+    """
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Projection | Embedding):
+            module.reset_parameters(generator)
+        elif isinstance(module, RMSNorm | Rotary):
+            module.reset_parameters()
+
+    return init

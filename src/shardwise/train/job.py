@@ -22,7 +22,7 @@ from shardwise.schedule import Prefetch
 from shardwise.shard import Sharded, shard
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, Rows
 from shardwise.train.config import OptimizerConfig, Recipe, ShardingConfig
-from shardwise.train.decoder import Decoder
+from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.rates import rate
 from shardwise.wrap import Wrap
 
@@ -56,7 +56,7 @@ class Job:
             with self.sharded.accumulate(last=number == len(micro_batches)):
                 mine = self._loss(batch)
                 # The engine takes the mean over ranks, and the ranks' shares add up.
-                (mine * self.sharded.comm.size).backward()  # type: ignore[no-untyped-call]
+                (mine * self.sharded.comm.size).backward()
                 share += mine.detach()
         norm = self.sharded.clip_grad_norm_(self.recipe.optimizer.clip)
         lr = rate(step, self.recipe.run.steps, self.recipe.optimizer)
@@ -78,7 +78,6 @@ def build(recipe: Recipe, comm: Comm, rows: Rows, vocabulary: int) -> Job:
 
     Every rank draws the same weights from the seed, unit by unit, and keeps its shard.
     """
-    torch.manual_seed(recipe.run.seed)
     with torch.device("meta"):
         model = Decoder(recipe.model, vocabulary, recipe.data.context)
     sharding = recipe.sharding
@@ -87,6 +86,7 @@ def build(recipe: Recipe, comm: Comm, rows: Rows, vocabulary: int) -> Job:
         strategy=sharding.strategy,
         wrap=wrap_of(sharding),
         comm=comm,
+        init=initialiser(torch.Generator(comm.device).manual_seed(recipe.run.seed)),
         prefetch=Prefetch(**sharding.prefetch.model_dump()),
         precision=Precision(**sharding.precision.dtypes(), average=sharding.precision.average),
     )

@@ -40,7 +40,7 @@ from shardwise.train.metrics import (
 from shardwise.train.plot import draw
 from shardwise.train.recipe import keys, resolved
 from shardwise.train.sample import sample
-from shardwise.train.tokenizer import END
+from shardwise.train.tokenizer import end_id
 from shardwise.train.validation import Validation
 
 __all__ = ["train"]
@@ -184,7 +184,7 @@ def _finish(job: Job, data: Data, desk: _Desk) -> None:
         desk.say(Sampled(recipe.sample.prompt, text))
     states = job.model.state_dict()
     if desk.folder is not None:
-        end = data.tokenizer.token_to_id(END)
+        end = end_id(data.tokenizer)
         export(desk.folder, states, recipe.model, recipe.data.context, end)
         _draw(desk, desk.folder, recipe.sharding.strategy, comm.size)
 
@@ -196,7 +196,7 @@ def _files(desk: _Desk) -> tuple[str, ...]:
 
 
 def _draw(desk: _Desk, folder: Folder, strategy: str, ranks: int) -> None:
-    title = f"{folder.path.name}: {strategy} on {ranks} rank{'s' * (ranks != 1)}"
+    title = f"{folder.path.name}: {strategy} over {ranks} rank{'s' * (ranks != 1)}"
     try:
         with folder.replacing("loss.png") as path:
             draw(desk.journal.records, title, path)

@@ -198,7 +198,7 @@ class Journal:
             file.write(json.dumps(_finite(line), ensure_ascii=False) + "\n")
 
 
-def _finite(value: Any) -> Any:  # noqa: ANN401 - whatever JSON can hold
+def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -7,22 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
+from typing import TYPE_CHECKING
 
 from shardwise.train.metrics import Evaluated, Record, Stepped
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["draw", "smoothed"]
 
 INK, TRAINING, VALIDATION = "#222222", "#4477aa", "#cc6677"
 
 
-def smoothed(losses: Sequence[float], memory: float = 0.9) -> list[float]:
-    """An exponential mean without the pull of its start (Kingma & Ba 2015, §3)."""
-    mean, weight, out = 0.0, 0.0, []
-    for loss in losses:
-        mean = memory * mean + (1 - memory) * loss
-        weight = memory * weight + (1 - memory)
-        out.append(mean / weight)
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """A running mean over a centred window of about a twentieth of the run.
+
+    Centred, because a mean of the past alone lags behind: it would show training above
+    validation while the loss still falls quickly.
+    """
+    half = len(losses) // 40
+    out = []
+    for i in range(len(losses)):
+        reach = min(half, i, len(losses) - 1 - i)
+        window = losses[i - reach : i + reach + 1]
+        out.append(sum(window) / len(window))
     return out
 
 
@@ -42,36 +50,29 @@ def draw(records: Sequence[Record], title: str, path: Path) -> None:
     axes = figure.add_subplot()
     at, losses = [s.step for s in steps], [s.loss for s in steps]
     axes.plot(at, losses, color=TRAINING, alpha=0.35, linewidth=1, label="training, each step")
-    axes.plot(at, smoothed(losses), color=TRAINING, linewidth=2, label="training, smoothed")
+    axes.plot(at, smoothed(losses), color=TRAINING, linewidth=2, label="training, running mean")
     if evaluations:
-        axes.plot(
-            [e.step for e in evaluations],
-            [e.loss for e in evaluations],
-            color=VALIDATION,
-            marker="o",
-            markersize=5,
-            linewidth=1.5,
-            label="validation",
-        )
-        last = evaluations[-1]
-        axes.axhline(
-            last.unigram_entropy,
-            color=INK,
-            linestyle="--",
-            linewidth=1,
-            label=f"unigram entropy of the validation text ({last.unigram_entropy:.3f})",
-        )
-        axes.annotate(
-            f"{last.loss:.3f}",
-            (last.step, last.loss),
-            xytext=(0, -14),
-            textcoords="offset points",
-            color=VALIDATION,
-            ha="right",
-        )
+        _draw_validation(axes, evaluations)
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
-    axes.set_xlim(0, max(at, default=1) * 1.02)
+    axes.set_xlim(0, max(at, default=1) * 1.06)  # room for the last number
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
     axes.legend(frameon=False)
     figure.savefig(path, format="png")
+
+
+def _draw_validation(axes: Axes, evaluations: Sequence[Evaluated]) -> None:
+    """The validation loss with its last value, and the entropy it should fall below."""
+    at, losses = [e.step for e in evaluations], [e.loss for e in evaluations]
+    entropy = evaluations[-1].unigram_entropy
+    says = f"unigram entropy of the validation text ({entropy:.3f})"
+    axes.plot(at, losses, color=VALIDATION, marker="o", markersize=5, label="validation")
+    axes.axhline(entropy, color=INK, linestyle="--", linewidth=1, label=says)
+    axes.annotate(
+        f"{losses[-1]:.3f}",
+        (at[-1], losses[-1]),
+        xytext=(6, 0),
+        textcoords="offset points",
+        color=VALIDATION,
+        va="center",
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.train.decoder import Decoder
-from shardwise.train.tokenizer import END
+from shardwise.train.tokenizer import end_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,7 +37,7 @@ def sample(
         model, torch.tensor(prompt, device=device), config.tokens, config.temperature, generator
     )
     new = ids[len(prompt) :].tolist()
-    end = tokenizer.token_to_id(END)
+    end = end_id(tokenizer)
     text: str = tokenizer.decode(new[: new.index(end)] if end in new else new)
     return text
 

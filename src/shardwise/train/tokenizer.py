@@ -21,7 +21,7 @@ from shardwise.train.folder import Folder
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["END", "Tokens", "encode", "learn", "load", "obtain", "transformers_config"]
+__all__ = ["END", "Tokens", "encode", "end_id", "learn", "load", "obtain", "transformers_config"]
 
 Tokens = NDArray[np.int32]
 
@@ -76,12 +76,20 @@ def load(text: str) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Tokens:
     """All documents as one stream, each followed by the end token."""
-    end = tokenizer.token_to_id(END)
-    ids: list[Tokens] = []
+    end = end_id(tokenizer)
+    ids: list[Tokens] = [np.empty(0, dtype=np.int32)]
     for start in range(0, len(documents), AT_ONCE):
-        for encoding in tokenizer.encode_batch_fast(list(documents[start : start + AT_ONCE])):
-            ids.append(np.asarray([*encoding.ids, end], dtype=np.int32))
-    return np.concatenate(ids) if ids else np.empty(0, dtype=np.int32)
+        encodings = tokenizer.encode_batch_fast(list(documents[start : start + AT_ONCE]))
+        ids += [np.asarray([*encoding.ids, end], dtype=np.int32) for encoding in encodings]
+    return np.concatenate(ids)
+
+
+def end_id(tokenizer: Tokenizer) -> int:
+    """The id of the end token."""
+    end = tokenizer.token_to_id(END)
+    if end is None:
+        raise ConfigError(f"this tokenizer has no {END} token, so it is not one of ours.")
+    return end
 
 
 def transformers_config(context: int) -> dict[str, object]:
@@ -107,7 +115,7 @@ def _receipt(key: str, text: str) -> str:
     return json.dumps({"learnt_from": key, "tokenizer": tokenizer}, indent=2) + "\n"
 
 
-def _library() -> Any:  # noqa: ANN401 - a module, imported when it is needed
+def _library() -> Any:
     try:
         import tokenizers
     except ImportError:

@@ -1,0 +1,122 @@
+"""A bucket on paper: which parameters it holds, in which dtypes, and where each one lies.
+
+Parameters that differ in stored dtype, compute dtype or trainability cannot share a flat
+buffer, so a unit has one bucket for each combination. (FSDP1 refuses such units, FSDP2 sends
+them as bytes.) Nothing here owns memory: ``buffers`` and ``gradients`` do, and both ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import accelerators, layout
+from shardwise.comm.protocol import Comm
+from shardwise.guard import Sharding
+from shardwise.layout import Layout, Slot
+from shardwise.options import Options
+from shardwise.precision import Dtypes
+from shardwise.schedule import Placement
+from shardwise.units import Member, Unit
+
+__all__ = ["BucketSpec", "specs_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class BucketSpec:
+    """What both sides of a bucket, parameters and gradients, agree on.
+
+    Attributes:
+        unit: the unit's name.
+        members: its parameters, each with a slot of its first name in ``layout``.
+        layout: who owns which range.
+        dtypes: stored, compute, wire and sum.
+        comm: the ranks that split it.
+        placement: where parameters live at rest.
+    """
+
+    unit: str
+    members: tuple[Member, ...]
+    layout: Layout
+    dtypes: Dtypes
+    comm: Comm
+    placement: Placement
+
+    @cached_property
+    def params(self) -> list[nn.Parameter]:
+        return [member.param for member in self.members]
+
+    @cached_property
+    def trainable(self) -> bool:
+        """As it was when the model was sharded; ``requires_grad`` may have changed since."""
+        return self.params[0].requires_grad
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        return [self.layout.slot(member.name) for member in self.members]
+
+    @property
+    def whole_at_rest(self) -> bool:
+        """Does this rank hold all of every parameter between steps?"""
+        return not self.placement.splits or self.comm.size == 1
+
+    def own(self, full: Tensor) -> Tensor:
+        """``[W * S] → [S]``: this rank's piece of a full bucket."""
+        size = self.layout.shard_numel
+        return full[self.comm.rank * size : (self.comm.rank + 1) * size]
+
+    def full_views(self, full: Tensor) -> list[Tensor]:
+        """``[W * S] →`` each parameter, whole."""
+        return [full[slot.start : slot.stop].view(slot.shape) for slot in self.slots]
+
+    def rest_views(self, flat: Tensor) -> list[Tensor]:
+        """``[S]`` (``[W * S]`` when nothing is split) ``→`` what this rank holds of each."""
+        if not self.placement.splits:
+            return self.full_views(flat)
+        rank, views = self.comm.rank, []
+        for slot in self.slots:
+            start, stop = self.layout.local_range(slot, rank)
+            views.append(flat[start:stop].view(self.layout.shard_shape(slot, rank)))
+        return views
+
+    def sharding(self, index: int) -> Sharding:
+        """Where parameter ``index``'s elements are."""
+        slot, split = self.slots[index], self.placement.splits
+        start, stop = self.layout.owned(slot, self.comm.rank) if split else (0, slot.numel)
+        placement = "fully_sharded" if split else "replicated"
+        shape = torch.Size(slot.shape)
+        return Sharding(slot.name, self.unit, placement, shape, start, stop, slot.atom)
+
+
+def specs_of(unit: Unit, options: Options, comm: Comm, placement: Placement) -> list[BucketSpec]:
+    """A unit's buckets, one for each combination of dtypes, trainability and ``bucketing``."""
+    groups: dict[Any, list[Member]] = {}
+    for member in unit.members:
+        param = member.param
+        dtypes = options.precision.of(param.dtype, param.requires_grad)
+        part = {
+            "block": None,
+            "layer": member.name.rpartition(".")[0],
+            "none": member.name,
+        }[options.bucketing]
+        groups.setdefault((dtypes, param.requires_grad, part), []).append(member)
+    return [
+        BucketSpec(
+            unit.name, tuple(held), _solve(held, key[0], options, comm), key[0], comm, placement
+        )
+        for key, held in groups.items()
+    ]
+
+
+def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, comm: Comm) -> Layout:
+    specs = [layout.Spec(member.name, tuple(member.shape)) for member in members]
+    if options.bucketing == "none":
+        return layout.chunk_rows(specs[0], comm.size, options.uneven)
+    narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.compute, dtypes.wire))
+    alignment = accelerators.row(comm.device.type).alignment
+    return layout.solve(specs, comm.size, max(1, alignment // narrowest))

@@ -1,0 +1,141 @@
+"""From a model's whole parameters to this rank's shards, and back.
+
+Unit by unit: values are made or received, each rank copies its own part, and the whole unit
+is let go before the next one, so that beyond the model as it was given no more than one unit
+is whole at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shardwise.bucket import BucketSpec
+from shardwise.buffers import Bucket
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import ConfigError
+from shardwise.guard import sharding_of
+from shardwise.materialise import checksums, give_values, sync
+from shardwise.options import Options
+from shardwise.schedule import Placement
+from shardwise.unit_state import UnitState
+from shardwise.units import Member, Unit, Units
+
+__all__ = ["check_unsharded", "cut", "facts", "uncut"]
+
+log = logging.getLogger("shardwise")
+
+Specs = Mapping[str, Sequence[BucketSpec]]
+"""The buckets of each unit, by its name."""
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """Raises ``ConfigError`` where ``shard()`` would cut what it cannot or should not."""
+    for name, param in model.named_parameters():
+        if sharding_of(param) is not None:
+            raise ConfigError(
+                f"parameter {name!r} is sharded already, so sharding this model again would cut "
+                "shards of shards. Call shard() once, on the outermost model; to shard anew, "
+                "call sharded.unshard() first."
+            )
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet (a lazy module), so it cannot be laid out. "
+                "Run one batch through the model before shard()."
+            )
+
+
+def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs) -> dict[str, str]:
+    """What every rank must have alike, as short texts to compare."""
+    from shardwise import __version__
+
+    chosen = {k: v for k, v in vars(options).items() if k not in ("init", "mesh")}
+    found = {
+        "versions": f"shardwise {__version__}, torch {torch.__version__}",
+        "strategy": placement.name,
+        "options": ", ".join(f"{name}={value}" for name, value in chosen.items()),
+    }
+    for name, buckets in specs.items():
+        numel = sum(spec.layout.used for spec in buckets)
+        text = f"{numel:,} elements, layout {_digest(buckets)}"
+        found[f"unit {name or '(root)'}"] = text
+    if not options.sync_module_states:
+        found |= checksums((n, t) for n, t in model.named_parameters() if not t.is_meta)
+    return found
+
+
+def _digest(buckets: Iterable[BucketSpec]) -> str:
+    text = repr([(spec.layout, spec.dtypes, [m.aliases for m in spec.members]) for spec in buckets])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def cut(
+    model: nn.Module, units: Units, specs: Specs, options: Options, comm: Comm
+) -> dict[str, UnitState]:
+    """Give every parameter its value and cut it; afterwards each rank holds its shards alone."""
+    states: dict[str, UnitState] = {}
+    sends = options.sync_module_states and comm.size > 1
+    sent = [0, 0]  # tensors, bytes
+
+    def finished(unit: Unit) -> None:
+        if sends:
+            sent[0] += len(unit.members)
+            sent[1] += sync(unit.members, comm)
+        states[unit.name] = UnitState(unit.name, tuple(map(_cut_bucket, specs[unit.name])))
+
+    give_values(model, units, comm.device, options.init, finished)
+    for nbytes in _place_buffers(model, options.precision.buffers, comm, sends):
+        sent[0], sent[1] = sent[0] + 1, sent[1] + nbytes
+    if sends:
+        log.info("states synchronised from rank 0 (%d tensors, %d bytes)", *sent)
+    return {unit.name: states[unit.name] for unit in units}
+
+
+def _cut_bucket(spec: BucketSpec) -> Bucket:
+    """Cut whole parameters into this rank's shards, and let them go."""
+    bucket = Bucket(spec)
+    for index, member in enumerate(spec.members):
+        bucket.take(index, member.param)
+        _rest(bucket, index, member)
+    return bucket
+
+
+def _rest(bucket: Bucket, index: int, member: Member) -> None:
+    param, sharding = member.param, bucket.spec.sharding(index)
+    gradient, param.grad = param.grad, None
+    bucket.rest_one(index)
+    param.sharding = sharding  # type: ignore[attr-defined]
+    if gradient is not None:
+        local = sharding.cut(gradient, param.shape)
+        param.grad = local.to(bucket.dtypes.stored, copy=True)
+
+
+def _place_buffers(
+    model: nn.Module, dtype: torch.dtype | None, comm: Comm, sends: bool
+) -> Iterable[int]:
+    """Buffers stay whole on each rank: moved, cast, and sent by rank 0 once. Yields bytes sent."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            placed = buffer.to(comm.device, cast)
+            if sends and placed.numel():
+                placed = placed.contiguous()
+                comm.broadcast(placed, 0, Label("broadcast", name)).wait()
+                yield placed.numel() * placed.element_size()
+            module._buffers[name] = placed
+
+
+def uncut(buckets: Iterable[Bucket]) -> None:
+    """Make every parameter plain and whole again. A collective; gradients are dropped."""
+    for bucket in buckets:
+        for param, whole in zip(bucket.params, bucket.whole(), strict=True):
+            param.grad = None
+            param.__class__ = nn.Parameter
+            param.data = whole.clone()
+            del param.sharding  # type: ignore[attr-defined]

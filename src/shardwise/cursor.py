@@ -1,0 +1,90 @@
+"""A place in a schedule: what comes next, and what really happened on the way.
+
+The runtime asks the cursor about each cue. From the first surprise on the cursor has no
+answer, and the runtime improvises; the cursor keeps the record from which the next step's
+order is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shardwise.schedule import CUES, Cue, Event, Op, Order, Phase
+
+__all__ = ["Cursor", "Step", "steps"]
+
+
+class Step(NamedTuple):
+    """A cue, with what is carried out when it comes: ``before`` it, and ``after`` it."""
+
+    cue: Cue
+    before: tuple[Event, ...]
+    after: tuple[Event, ...]
+
+
+def steps(listed: Sequence[Event]) -> tuple[Step, ...]:
+    """Cut a schedule at its cues.
+
+    What a cue releases is carried out right after it; gathers that come later in the list wait
+    for the next cue, so that nothing is gathered for a backward pass that never comes.
+    """
+    found: list[Step] = []
+    between: list[Event] = []
+    for event in listed:
+        if event.op not in CUES:
+            between.append(event)
+            continue
+        cut = _last_release(between) if found else 0
+        if found:
+            found[-1] = found[-1]._replace(after=tuple(between[:cut]))
+        found.append(Step(Cue(event.op, event.unit, event.phase), tuple(between[cut:]), ()))
+        between = []
+    if found:
+        found[-1] = found[-1]._replace(after=tuple(between))
+    return tuple(found)
+
+
+def _last_release(between: Sequence[Event]) -> int:
+    return max((i + 1 for i, event in enumerate(between) if event.op is not Op.GATHER), default=0)
+
+
+class Cursor:
+    """A place in one mode's schedule, and what really happened on the way."""
+
+    def __init__(self, mode: str, script: tuple[Step, ...]) -> None:
+        self.mode, self._script, self._at = mode, script, 0
+        self.improvised, self.ended = not script, not script
+        self._seen: list[Cue] = []
+
+    def expects(self, cue: Cue | bool) -> bool:
+        return (
+            not self.improvised
+            and self._at < len(self._script)
+            and (self._script[self._at].cue == cue)
+        )
+
+    def improvise(self) -> None:
+        self.improvised, self.ended = True, False
+
+    def match(self, cue: Cue, skip: Callable[[Step], None] | None) -> Step | None:
+        """The step of ``cue``, or ``None`` from the first surprise on."""
+        self._seen.append(cue)
+        if skip is not None and not self.expects(cue):
+            self._skip_to(cue, skip)
+        if not self.expects(cue):
+            self.improvised = True
+            return None
+        self._at += 1
+        return self._script[self._at - 1]
+
+    def _skip_to(self, cue: Cue, skip: Callable[[Step], None]) -> None:
+        later = [i for i in range(self._at, len(self._script)) if self._script[i].cue == cue]
+        for step in self._script[self._at : later[0]] if later else ():
+            self._at += 1
+            skip(step)
+
+    def recorded(self) -> Order:
+        cues = [cue for cue in self._seen if cue.op is not Op.END]
+        forward = tuple(cue for cue in cues if cue.phase is Phase.FORWARD)
+        return Order(forward, tuple(cue for cue in cues if cue.phase is Phase.BACKWARD))

@@ -1,0 +1,160 @@
+"""What is a difference, and how it reads. Tables of cursors; nothing runs here."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.comm.disagree import (
+    NO_TAG,
+    Collective,
+    Cursor,
+    absent,
+    decide,
+    facts_differ,
+    gone,
+    late,
+    left,
+    mismatch,
+    named,
+)
+
+A, B, C, D = (Collective(seq, "all_gather", "gather", f"blocks.{seq}", 1024) for seq in range(4))
+B2 = B._replace(unit="blocks.2")
+
+
+def at(*recent: Collective, waits: int = -1, ended: str = "") -> Cursor:
+    return Cursor(recent[-1].seq + 1, recent, waits, ended)
+
+
+MAY_GO_ON = {
+    "nobody has said anything": {},
+    "one waits, the other computes": {0: at(A, B, waits=1)},
+    "both wait for the same": {0: at(A, B, waits=1), 1: at(A, B, waits=1)},
+    "one finished what the other still receives": {0: at(A, B, C, waits=2), 1: at(A, B, waits=1)},
+    "they wait in another order": {0: at(A, B, C, waits=0), 1: at(A, B, C, waits=2)},
+    "an old cursor": {0: at(A, waits=0), 1: at(B, C, D, waits=3)},
+    "one left after its part was sent": {0: at(A, B, waits=1), 1: at(A, B, ended="done")},
+    "all have left": {0: at(A, B, ended="done"), 1: at(A, B, ended="done")},
+}
+
+
+@pytest.mark.parametrize("cursors", MAY_GO_ON.values(), ids=MAY_GO_ON)
+def test_ranks_may_go_on(cursors: dict[int, Cursor]) -> None:
+    assert decide(cursors) == ""
+
+
+CANNOT = {
+    "another unit under one number": (
+        {0: at(A, B, waits=1), 1: at(A, B2, waits=1)},
+        (
+            "collective 1 differs: rank 1 is at gather blocks.2 (1,024 bytes), "
+            "rank 0 at gather blocks.1 (1,024 bytes). The last one in common was gather blocks.0."
+        ),
+    ),
+    "another size": (
+        {0: at(A, waits=0), 1: at(A._replace(nbytes=8), waits=0)},
+        (
+            "collective 0 differs: rank 1 is at gather blocks.0 (8 bytes), "
+            "rank 0 at gather blocks.0 (1,024 bytes). Nothing"
+        ),
+    ),
+    "long ago, and both went on": (
+        {0: at(A, B, C, waits=2), 1: at(A, B2, C, waits=0)},
+        "collective 1 differs",
+    ),
+    "the first of several": (
+        {0: at(A, B, C, waits=2), 1: at(A, B2, D._replace(seq=2), waits=2)},
+        "collective 1 differs",
+    ),
+    "the odd one out comes first": (
+        {0: at(A, B2), 1: at(A, B), 2: at(A, B2), 3: at(A, B2)},
+        "rank 1 is at gather blocks.1 (1,024 bytes), ranks 0, 2 and 3 at gather blocks.2",
+    ),
+    "left before the one that is waited for": (
+        {0: at(A, B, C, waits=2), 1: at(A, B, ended="its process ended normally")},
+        (
+            "rank 1 has left (its process ended normally after 2 collectives) while rank 0 "
+            "waits at gather blocks.2 (collective 2, 1,024 bytes)"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("cursors", "text"), CANNOT.values(), ids=CANNOT)
+def test_ranks_cannot_go_on(cursors: dict[int, Cursor], text: str) -> None:
+    assert text in decide(cursors)
+
+
+def test_ranks_that_have_not_come_are_those_that_have_not_said_so() -> None:
+    cursors = {0: at(A, B, waits=1), 1: at(A, waits=0), 3: at(A, B, C, waits=2)}
+    assert absent(cursors, 4, B) == [1, 2]
+
+
+def test_the_kind_is_named_where_nothing_else_differs() -> None:
+    text = mismatch({0: A, 1: A._replace(kind="reduce_scatter")})
+    assert "rank 1 is at gather blocks.0 (reduce_scatter, 1,024 bytes)" in text
+    assert "rank 0 at gather blocks.0 (all_gather, 1,024 bytes)" in text
+
+
+def test_several_odd_ranks_are_many() -> None:
+    text = mismatch({0: A, 1: B2, 2: B2, 3: A, 4: A})
+    assert "ranks 1 and 2 are at gather blocks.2 (1,024 bytes), ranks 0, 3 and 4 at" in text
+
+
+def test_every_sentence_says_what_follows_and_what_to_do() -> None:
+    waiting = {0: B, 2: B}
+    both = "rank 0 waits at gather blocks.1 (collective 1, 1,024 bytes) and rank 2 waits at"
+    texts = [
+        left(1, "it raised KeyError('x')", 1, waiting),
+        gone(1, waiting),
+        late([1, 3], 1800.0, waiting),
+        late([], 1800.0, waiting),
+    ]
+    for text in texts:
+        assert both in text
+        assert "This group cannot be used any more." in text
+    assert texts[0].startswith("rank 1 has left (it raised KeyError('x') after 1 collectives)")
+    assert "read rank 1's own output" in texts[0]
+    assert "kernel log" in texts[1]
+    assert texts[2].startswith("ranks 1 and 3 have not come within 1,800 s")
+    assert texts[3].startswith("every rank came, but nothing arrived within 1,800 s")
+
+
+def test_only_the_facts_that_differ_are_listed_with_ranks_and_texts() -> None:
+    text = facts_differ(
+        [{"a": "1", "b": "2"}, {"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2"}]
+    )
+    assert (
+        "do not agree on 1 of their facts:\n  b: ranks 0 and 3: 2; rank 1: 3; rank 2: (absent)"
+        in text
+    )
+    assert "  a:" not in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([2], "rank 2"),
+        ([2, 0], "ranks 0 and 2"),
+        ([0, 1], "ranks 0 and 1"),
+        ([0, 1, 2, 3], "ranks 0–3"),
+        ([0, 1, 2, 5, 7, 8, 9], "ranks 0–2, 5 and 7–9"),
+    ],
+)
+def test_ranks_read_as_runs(ranks: list[int], text: str) -> None:
+    assert named(ranks) == text
+
+
+def test_a_tag_depends_on_every_field_and_is_never_the_unused_one() -> None:
+    others = [
+        A._replace(seq=1),
+        A._replace(kind="reduce_scatter"),
+        A._replace(op="reduce"),
+        A._replace(unit="blocks.1"),
+        A._replace(nbytes=1025),
+    ]
+    tags = {collective.tag for collective in [A, *others]}
+    assert len(tags) == 6
+    many = {A._replace(seq=seq).tag for seq in range(10_000)}
+    assert len(many) > 9_990
+    assert all(0 <= tag < NO_TAG for tag in many)

@@ -1,0 +1,42 @@
+"""One rank alone pays for nothing. That it keeps every law is tested in test_contract.py."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Label
+
+
+class Operations(TorchDispatchMode):
+    """Every tensor operation, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_copied_and_nothing_is_counted() -> None:
+    full = torch.arange(4.0)
+    with LocalComm() as comm, Operations() as operations:
+        comm.all_gather(full, Label("gather")).wait()
+        comm.reduce_scatter(full, full, Label("reduce"), mean=True).wait()
+        comm.broadcast(full, 0, Label("broadcast")).wait()
+        comm.agree({"a": "1"})
+    assert operations.names == []
+    assert comm.counters.calls == {}
+    assert full.tolist() == [0, 1, 2, 3]
+
+
+def test_a_sum_into_other_memory_or_another_dtype_is_one_copy() -> None:
+    narrow = torch.arange(4.0).bfloat16()
+    out = torch.empty(4)
+    with Operations() as operations:
+        LocalComm().reduce_scatter(out, narrow, Label("reduce")).wait()
+    assert operations.names == ["aten.copy_.default"]
+    assert out.tolist() == [0, 1, 2, 3]

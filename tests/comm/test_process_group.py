@@ -1,0 +1,231 @@
+"""How a gloo group ends when its ranks do not do the same: soon, on every rank, with the reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.connect import over
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import RanksDisagree
+from tests.ranks import Outcome, gloo_group, outcomes_of
+
+SOON = 5.0  # seconds
+
+pytestmark = pytest.mark.spawn
+
+
+def gather(comm: Comm, unit: str, n: int = 128) -> None:
+    comm.all_gather(torch.zeros(comm.size * n), Label("gather", unit)).wait()
+
+
+# --- what rank 1 does differently ------------------------------------------------------------
+
+
+def missing(comm: Comm) -> None:
+    for i in (2, 3, 4) if comm.rank == 0 else (2, 4):
+        gather(comm, f"blocks.{i}")
+
+
+def extra(comm: Comm) -> None:
+    for i in (2, 3) if comm.rank == 0 else (2, 2, 3):
+        gather(comm, f"blocks.{i}")
+
+
+def swapped(comm: Comm) -> None:
+    for i in (2, 3) if comm.rank == 0 else (3, 2):
+        gather(comm, f"blocks.{i}")
+
+
+def larger(comm: Comm) -> None:
+    gather(comm, "blocks.3", 128 if comm.rank == 0 else 256)
+
+
+def smaller(comm: Comm) -> None:
+    gather(comm, "blocks.3", 128 if comm.rank == 0 else 1)
+
+
+def empty(comm: Comm) -> None:
+    gather(comm, "blocks.3", 128 if comm.rank == 0 else 0)
+    gather(comm, "blocks.4")
+
+
+def another_kind(comm: Comm) -> None:
+    if comm.rank == 0:
+        gather(comm, "blocks.3")
+    else:
+        full = torch.zeros(256)
+        comm.reduce_scatter(full[:128].clone(), full, Label("gather", "blocks.3")).wait()
+
+
+def another_root(comm: Comm) -> None:
+    comm.broadcast(torch.zeros(4), comm.rank, Label("broadcast", "blocks.3")).wait()
+
+
+def agreeing(comm: Comm) -> None:
+    if comm.rank == 0:
+        gather(comm, "blocks.3")
+    else:
+        comm.agree({"layout": "a"})
+
+
+def issued_ahead(comm: Comm) -> None:
+    fulls = [torch.zeros(2 * n) for n in range(1, 40)]
+    units = list(range(1, 40))
+    if comm.rank == 1:
+        units[20], units[21] = units[21], units[20]
+    labels = [Label("gather", f"blocks.{i}") for i in units]
+    flying = [comm.all_gather(f, label) for f, label in zip(fulls, labels, strict=True)]
+    for pending in reversed(flying):
+        pending.wait()
+
+
+def closed(comm: Comm) -> None:
+    if comm.rank == 0:
+        gather(comm, "blocks.3")
+    else:
+        comm.close()
+        gather(comm, "blocks.3")
+
+
+def raised(comm: Comm) -> None:
+    if comm.rank == 0:
+        gather(comm, "blocks.3")
+    else:
+        with pytest.raises(ValueError, match="the loader"), comm:
+            raise ValueError("the loader found no file")
+        gather(comm, "blocks.3")
+
+
+DIFFERENCES: dict[Callable[[Comm], None], str] = {
+    missing: "collective 1 differs: rank 1 is at gather blocks.4 (1,024 bytes), "
+    "rank 0 at gather blocks.3 (1,024 bytes). The last one in common was gather blocks.2.",
+    extra: "collective 1 differs: rank 1 is at gather blocks.2 (1,024 bytes), "
+    "rank 0 at gather blocks.3 (1,024 bytes).",
+    swapped: "collective 0 differs: rank 1 is at gather blocks.3 (1,024 bytes), "
+    "rank 0 at gather blocks.2 (1,024 bytes). Nothing was delivered.",
+    larger: "rank 1 is at gather blocks.3 (2,048 bytes), rank 0 at gather blocks.3 (1,024 bytes).",
+    smaller: "rank 1 is at gather blocks.3 (8 bytes), rank 0 at gather blocks.3 (1,024 bytes).",
+    empty: "rank 1 is at gather blocks.3 (0 bytes), rank 0 at gather blocks.3 (1,024 bytes).",
+    another_kind: "rank 1 is at gather blocks.3 (reduce_scatter, 1,024 bytes), "
+    "rank 0 at gather blocks.3 (all_gather, 1,024 bytes).",
+    another_root: "rank 1 is at broadcast blocks.3 (broadcast from rank 1, 16 bytes), "
+    "rank 0 at broadcast blocks.3 (broadcast from rank 0, 16 bytes).",
+    agreeing: "rank 1 is at agree (0 bytes), rank 0 at gather blocks.3 (1,024 bytes).",
+    issued_ahead: "collective 20 differs: rank 1 is at gather blocks.22 (168 bytes), "
+    "rank 0 at gather blocks.21 (168 bytes). The last one in common was gather blocks.20.",
+    closed: "rank 1 has left (it closed its end of the group after 0 collectives) while rank 0 "
+    "waits at gather blocks.3 (collective 0, 1,024 bytes).",
+    raised: "rank 1 has left (it raised ValueError('the loader found no file') after 0 "
+    "collectives) while rank 0 waits at gather blocks.3 (collective 0, 1,024 bytes).",
+}
+
+
+def try_differences(rank: int, world: int, folder: str) -> dict[str, tuple[float, str, float, str]]:
+    """For each: seconds until the error, its text, and the same for the next call."""
+    with gloo_group(rank, world, folder):
+        results = {}
+        for difference in DIFFERENCES:
+            with over(dist.group.WORLD) as comm:
+                first = error_of(lambda: difference(comm))  # noqa: B023 - called at once
+                again = error_of(lambda: gather(comm, "blocks.9"))
+                results[difference.__name__] = (*first, *again)
+        return results
+
+
+def error_of(act: Callable[[], None]) -> tuple[float, str]:
+    start = time.monotonic()
+    with pytest.raises(RanksDisagree) as error:
+        act()
+    return time.monotonic() - start, str(error.value)
+
+
+@cache
+def differences() -> list[Outcome]:
+    return outcomes_of(2, try_differences)
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_ranks_that_differ_soon_raise_the_same_error(difference: Callable[[Comm], None]) -> None:
+    outcomes = differences()
+    assert [(o.error, o.exitcode) for o in outcomes] == [("", 0)] * 2
+    (seconds, text, again, again_text), theirs = (o.value[difference.__name__] for o in outcomes)
+    assert DIFFERENCES[difference] in text
+    assert "This group cannot be used any more." in text
+    assert seconds < SOON
+    assert (again_text, again < 0.5) == (text, True)
+    if difference not in {closed, raised}:  # there, rank 1 knows well enough
+        assert theirs[1] == theirs[3] == text
+        assert theirs[0] < SOON
+
+
+# --- ranks that are slow, and ranks that are gone --------------------------------------------
+
+
+def be_slow(rank: int, world: int, folder: str) -> list[str]:
+    with gloo_group(rank, world, folder), over(dist.group.WORLD) as patient:
+        gather(patient, "blocks.0")
+        if rank == 1:
+            time.sleep(1.8)
+        gather(patient, "blocks.1")
+        with over(dist.group.WORLD, timeout=1.0) as impatient:
+            if rank == 1:
+                time.sleep(2.2)
+            late = error_of(lambda: gather(impatient, "blocks.2"))[1]
+        gather(patient, "blocks.3")
+        return [late]
+
+
+def test_a_slow_rank_is_waited_for_until_the_time_limit() -> None:
+    (mine, theirs) = outcomes_of(2, be_slow)
+    assert (mine.error, theirs.error) == ("", "")
+    assert mine.value == theirs.value
+    assert "rank 1 has not come within" in mine.value[0]
+    assert "while rank 0 waits at gather blocks.2 (collective 0, 1,024 bytes)" in mine.value[0]
+    assert "connect(timeout=…)" in mine.value[0]
+
+
+def be_killed(rank: int, world: int, folder: str) -> tuple[float, str]:
+    with gloo_group(rank, world, folder), over(dist.group.WORLD) as comm:
+        gather(comm, "blocks.2")
+        if rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return error_of(lambda: gather(comm, "blocks.3"))
+
+
+def test_a_killed_rank_is_named_within_seconds() -> None:
+    outcomes = outcomes_of(3, be_killed)
+    assert [o.exitcode for o in outcomes] == [0, -signal.SIGKILL, 0]
+    (seconds, text), (their_seconds, their_text) = outcomes[0].value, outcomes[2].value
+    assert text == their_text
+    assert text.startswith("rank 1 is gone without a word (killed, crashed, or cut off) while")
+    assert "waits at gather blocks.3 (collective 1, 1,536 bytes)" in text
+    assert max(seconds, their_seconds) < SOON
+
+
+def end_early(rank: int, world: int, folder: str) -> tuple[float, str] | None:
+    with gloo_group(rank, world, folder):
+        comm = over(dist.group.WORLD)
+        gather(comm, "blocks.2")
+        flying = comm.all_gather(torch.zeros(2 << 20), Label("gather", "blocks.3"))
+        if rank == 1:
+            return None  # closes nothing, and waits for nothing
+        flying.wait()
+        return error_of(lambda: gather(comm, "blocks.4"))
+
+
+def test_the_end_of_a_process_is_told_to_those_who_wait() -> None:
+    waits, ends = outcomes_of(2, end_early)
+    assert (ends.error, ends.exitcode, waits.error, waits.exitcode) == ("", 0, "", 0)
+    seconds, text = waits.value
+    assert "rank 1 has left (its process ended normally after 2 collectives)" in text
+    assert "while rank 0 waits at gather blocks.4 (collective 2, 1,024 bytes)" in text
+    assert seconds < SOON

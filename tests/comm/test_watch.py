@@ -1,0 +1,241 @@
+"""The watch of a group, between threads and over a store in memory: it needs no backend."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+from shardwise.comm import watch
+from shardwise.comm.disagree import Collective
+from shardwise.comm.watch import Wait, Watch
+from shardwise.errors import RanksDisagree
+
+A, B, C = (Collective(seq, "all_gather", "gather", f"blocks.{seq}", 1024) for seq in range(3))
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "TICK", 0.01)
+    monkeypatch.setattr(watch, "PATIENCE", 0.05)
+    monkeypatch.setattr(watch, "SAY", 0.1)
+    monkeypatch.setattr(watch, "SLOWEST", 0.05)
+
+
+@dataclass
+class Group:
+    """Watches over one store, and which of them were interrupted."""
+
+    store: HashStore = field(default_factory=HashStore)
+    watches: list[Watch] = field(default_factory=list)
+    interrupted: list[threading.Event] = field(default_factory=list)
+
+    def add(self, size: int, timeout: float = 60.0) -> Watch:
+        event = threading.Event()
+        rank = len(self.watches)
+        self.watches.append(Watch(self.store, rank, size, event.set, timeout))
+        self.interrupted.append(event)
+        return self.watches[rank]
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    group = Group()
+    yield group
+    for one in group.watches:
+        one.leave("the test is over")
+
+
+def wait_for(one: Watch, collective: Collective, peer: int = -1) -> None:
+    one.waits = Wait(collective, time.monotonic(), peer)
+
+
+def reason(one: Watch) -> str:
+    with pytest.raises(RanksDisagree) as error:
+        one.issue(C)
+    return str(error.value)
+
+
+def test_ranks_that_wait_at_unlike_collectives_are_interrupted_with_one_reason(
+    group: Group,
+) -> None:
+    mine, theirs = group.add(2), group.add(2)
+    mine.issue(A)
+    theirs.issue(A._replace(unit="blocks.9"))
+    wait_for(mine, A)
+    wait_for(theirs, A)
+    assert all(event.wait(5) for event in group.interrupted)
+    assert reason(mine) == reason(theirs)
+    assert "rank 1 is at gather blocks.9 (1,024 bytes), rank 0 at gather blocks.0" in reason(mine)
+
+
+def test_a_rank_that_waits_for_a_rank_that_computes_is_left_alone(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, theirs = group.add(2), group.add(2)
+    theirs.issue(A)
+    mine.issue(A)
+    mine.issue(B)
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        wait_for(mine, B)
+        time.sleep(1)
+    mine.waits = None
+    mine.issue(C)  # raises if the group is dead
+    assert not any(event.is_set() for event in group.interrupted)
+    # At 0.1 s, then at twice the time and so on: 0.2, 0.4, 0.8, and not a line per look.
+    assert 2 <= len(caplog.messages) <= 4
+    assert caplog.messages[0].startswith(
+        "rank 0 has waited 0 s for rank 1 at gather blocks.1 (coll"
+    )
+
+
+def test_a_log_line_names_the_peer_whose_message_is_missing(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, _, _ = group.add(3), group.add(3), group.add(3)
+    mine.issue(A)
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        wait_for(mine, A)
+        time.sleep(0.3)
+        wait_for(mine, A, peer=2)
+        time.sleep(0.3)
+    assert "for ranks 1 and 2 at" in caplog.messages[0]
+    assert "for rank 2 at" in caplog.messages[-1]
+
+
+def test_nothing_is_written_while_nobody_waits_long(group: Group) -> None:
+    mine, theirs = group.add(2), group.add(2)
+    before = group.store.num_keys()
+    for one in (mine, theirs):
+        one.issue(A)
+        wait_for(one, A)
+        one.waits = None
+    time.sleep(0.2)
+    assert group.store.num_keys() == before
+
+
+def test_work_that_is_over_is_not_waited_for(group: Group) -> None:
+    mine = group.add(2, timeout=0.1)
+    mine.issue(A)
+    mine.waits = Wait(A, time.monotonic() - 100, over=lambda: True)
+    time.sleep(0.3)
+    mine.issue(B)  # raises if the group is dead
+
+
+def test_the_time_limit_names_who_never_came(group: Group) -> None:
+    mine, theirs = group.add(3, timeout=0.3), group.add(3)
+    group.add(3)
+    mine.issue(A)
+    theirs.issue(A)
+    wait_for(theirs, A)
+    wait_for(mine, A)
+    assert group.interrupted[0].wait(5)
+    assert "rank 2 has not come within 0 s while rank 0 waits at gather blocks.0" in reason(mine)
+    # The other rank that waits reads the verdict rather than find one of its own.
+    assert group.interrupted[1].wait(5)
+    assert reason(theirs) == reason(mine)
+
+
+def test_a_rank_that_left_is_named_with_its_reason(group: Group) -> None:
+    mine, theirs = group.add(2), group.add(2)
+    mine.issue(A)
+    theirs.issue(A)
+    theirs.leave("it raised KeyError('x')")
+    mine.issue(B)
+    wait_for(mine, B)
+    assert group.interrupted[0].wait(5)
+    assert "rank 1 has left (it raised KeyError('x') after 1 collectives) while" in reason(mine)
+
+
+def test_texts_are_shared_by_rank(group: Group) -> None:
+    texts: dict[int, list[str]] = {}
+    watches = [group.add(3) for _ in range(3)]
+
+    def share(rank: int) -> Callable[[], None]:
+        def act() -> None:
+            texts[rank] = watches[rank].share(A, f"from {rank}")
+
+        return act
+
+    threads = [threading.Thread(target=share(rank)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert texts == {rank: ["from 0", "from 1", "from 2"] for rank in range(3)}
+
+
+def test_sharing_with_a_rank_that_never_comes_ends_at_the_time_limit(group: Group) -> None:
+    mine = group.add(2, timeout=0.2)
+    with pytest.raises(RanksDisagree, match="rank 1 has not come within 0 s while rank 0 waits"):
+        mine.share(A, "here")
+
+
+def test_a_backend_s_error_is_explained_by_what_the_peer_said_last(group: Group) -> None:
+    closed = RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+    mine, theirs, third = (group.add(3) for _ in range(3))
+    for one in (mine, theirs, third):
+        one.issue(A)
+    wait_for(mine, A, peer=1)
+    assert str(mine.explain(1, closed)).startswith("rank 1 is gone without a word")
+    # Whoever sees the first rank close finds its verdict, and blames nobody else.
+    assert str(third.explain(0, closed)) == reason(mine)
+
+
+def test_an_orderly_end_is_not_taken_for_a_crash(group: Group) -> None:
+    mine, theirs = group.add(2), group.add(2)
+    mine.issue(A)
+    theirs.leave("its process ended normally")
+    text = str(mine.explain(1, RuntimeError("Connection closed by peer")))
+    assert text.startswith("rank 1 has left (its process ended normally after 0 collectives)")
+
+
+def test_an_error_without_a_peer_keeps_the_backend_s_words(group: Group) -> None:
+    mine = group.add(2)
+    mine.issue(A)
+    text = str(mine.explain(-1, RuntimeError("unhandled system error")))
+    assert text == "gather blocks.0 failed on rank 0: unhandled system error"
+
+
+def test_a_store_that_is_gone_is_said_to_be_gone() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # torch by itself would listen on every interface
+        port = listener.getsockname()[1]
+        server = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    interrupted = threading.Event()
+    mine = Watch(TCPStore("127.0.0.1", port), 0, 2, interrupted.set, 60.0)
+    mine.issue(A)
+    del server
+    wait_for(mine, A, peer=1)
+    assert interrupted.wait(5)
+    text = reason(mine)
+    assert text.startswith("rank 1 is gone, and the store through which the ranks meet does not")
+    assert "The process that served it, rank 0 or the launcher, has ended." in text
+    mine.leave("the test is over")
+
+
+def test_who_serves_the_store_lingers_until_all_have_left(group: Group) -> None:
+    mine, theirs = group.add(2), group.add(2)
+    later = threading.Timer(0.3, theirs.leave, ["it closed its end of the group"])
+    start = time.monotonic()
+    later.start()
+    mine.leave("it closed its end of the group", linger=10)
+    assert 0.25 < time.monotonic() - start < 5
+
+
+def test_a_closed_end_says_that_it_is_closed(group: Group) -> None:
+    mine = group.add(2)
+    mine.leave("it closed its end of the group")
+    assert reason(mine) == "rank 0's end of this group is closed (it closed its end of the group)."

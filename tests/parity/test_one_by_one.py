@@ -1,0 +1,71 @@
+"""Parity, form (a): W ranks equal one plain process that plays them in turn, bit for bit.
+
+Losses, every step's gradients, and every parameter and buffer at the end: at worlds 1 to 5, in
+every strategy, under SGD (which shows a wrong scale of gradients) and AdamW (which shows
+gradients where there should be none).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.comm.protocol import Comm
+from shardwise.materialise import default_init
+from tests import nets
+from tests.nets import NETS, Net
+from tests.parity.plain import OPTIMIZERS, Recipe, one_by_one
+from tests.parity.sharded import STRATEGIES, How, assert_equal, on_threads
+
+WORLDS = (1, 2, 3, 4, 5)
+FROM_META = (
+    Net(nets.tied_decoder, nets.tied_decoder_batch),
+    Net(nets.odd_convnet, nets.odd_convnet_batch),
+)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_ranks_equal_one_process_that_plays_them_in_turn(net: Net, world: int) -> None:
+    for optimizer in OPTIMIZERS.values():
+        recipe = Recipe.of(net, optimizer)
+        plain = one_by_one(recipe, world)
+        assert plain.losses[0][0] != plain.losses[0][-1]
+        for strategy in STRATEGIES:
+            assert_equal(on_threads(world, recipe, How(strategy)), plain, strategy)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("net", FROM_META, ids=str)
+def test_a_model_built_on_the_meta_device_equals_one_made_whole(net: Net, world: int) -> None:
+    for optimizer in OPTIMIZERS.values():
+        recipe = Recipe.of(net, optimizer)
+        plain = one_by_one(recipe, world, made_whole(net))
+        on_meta = Recipe(lambda: built_on_meta(net), net.batch, optimizer)
+        for strategy in STRATEGIES:
+            how = How(strategy, each_rank=init_of)
+            assert_equal(on_threads(world, on_meta, how), plain, strategy)
+
+
+def made_whole(net: Net) -> nn.Module:
+    model = net.build()
+    torch.manual_seed(0)
+    return model.apply(default_init)
+
+
+def built_on_meta(net: Net) -> nn.Module:
+    with torch.device("meta"):
+        return net.build()
+
+
+def init_of(comm: Comm) -> dict[str, Any]:
+    """Rank 0's values count. The others draw nothing: threads share their generator."""
+    return {"init": default_init if comm.rank == 0 else zeroed}
+
+
+def zeroed(module: nn.Module) -> None:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        nn.init.zeros_(tensor)

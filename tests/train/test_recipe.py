@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import Recipe
+from shardwise.train.recipe import keys, read_recipe, resolved
+
+
+def written(folder: Path, text: str, name: str = "r.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, "utf-8")
+    return path
+
+
+def message(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(path, overrides)
+    return str(caught.value)
+
+
+def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
+    assert read_recipe(written(tmp_path, "")) == Recipe()
+
+
+def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
+    yaml = written(tmp_path, "optimizer:\n  lr: 1e-4\nrun: {steps: 30}\n")
+    toml = written(tmp_path, "[optimizer]\nlr = 1e-4\n[run]\nsteps = 30\n", "r.toml")
+    assert read_recipe(yaml) == read_recipe(toml)
+    assert read_recipe(yaml).optimizer.lr == 1e-4
+
+
+def test_an_unknown_key_names_its_line_and_the_nearest_key(tmp_path: Path) -> None:
+    path = written(tmp_path, "model:\n  width: 64\n  hedas: 4\n")
+    said = f"{path}:3: model.hedas: there is no such key; nearest are model.heads, "
+    assert message(path).startswith(said)
+
+
+def test_an_unknown_section_names_the_nearest_section(tmp_path: Path) -> None:
+    assert "optimiser: there is no such key; nearest are optimizer, " in message(
+        written(tmp_path, "optimiser: {lr: 1}\n")
+    )
+
+
+def test_a_key_in_the_wrong_section_is_found_where_it_belongs(tmp_path: Path) -> None:
+    assert message(written(tmp_path, "lr: 1\n")).endswith("nearest is optimizer.lr.")
+
+
+def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
+    path = written(tmp_path, "model: {width: abc}\nrun:\n  steps: -1\n")
+    lines = message(path).splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{path}:1", f"{path}:3"]
+    assert "model.width is 'abc'" in lines[0]
+    assert "run.steps is -1" in lines[1]
+
+
+def test_a_mistake_inside_a_nested_table_has_its_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "sharding:\n  prefetch:\n    when: later\n")
+    assert message(path).startswith(f"{path}:3: sharding.prefetch.when is 'later'")
+
+
+def test_two_values_that_do_not_fit_name_their_section(tmp_path: Path) -> None:
+    path = written(tmp_path, "model:\n  heads: 4\n  kv_heads: 3\n")
+    assert message(path).startswith(f"{path}:1: model: 4 heads cannot share 3 kv_heads")
+
+
+def test_a_key_written_twice_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "run: {seed: 1}\noptimizer:\n  lr: 1\n  lr: 2\n")
+    assert message(path) == (
+        f"{path}:4: optimizer.lr is written twice, first in line 3; remove one of them."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "said"),
+    [
+        ("a: [", "r.yaml", "is not valid YAML"),
+        ("- 1\n", "r.yaml", "must be a table of sections"),
+        ("= 3", "r.toml", "is not valid TOML"),
+        ("{}", "r.json", "expected a .yaml, .yml or .toml file"),
+    ],
+)
+def test_a_file_that_is_no_recipe_says_so(
+    tmp_path: Path, text: str, name: str, said: str
+) -> None:
+    assert said in message(written(tmp_path, text, name))
+
+
+def test_a_missing_recipe_names_those_beside_it(tmp_path: Path) -> None:
+    written(tmp_path, "", "demo.yaml")
+    assert message(tmp_path / "dmeo.yaml").endswith("does not exist. There are: demo.yaml.")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--optimizer.lr", "3e-4"], ["--optimizer.lr=3e-4"], ["optimizer.lr=3e-4"]],
+)
+def test_an_override_may_be_written_in_three_ways(tmp_path: Path, words: list[str]) -> None:
+    path = written(tmp_path, "optimizer: {lr: 1}\n")
+    assert read_recipe(path, words).optimizer.lr == 3e-4
+
+
+def test_overrides_hold_lists_null_and_negative_looking_text(tmp_path: Path) -> None:
+    recipe = read_recipe(
+        written(tmp_path, "sharding: {prefetch: {limit: 2}}"),
+        ["--optimizer.betas", "[0.8, 0.9]", "sharding.prefetch.limit=null", "sample.prompt=-1 = "],
+    )
+    assert recipe.optimizer.betas == (0.8, 0.9)
+    assert recipe.sharding.prefetch.limit is None
+    assert recipe.sample.prompt == "-1 = "
+
+
+def test_the_last_of_two_overrides_counts(tmp_path: Path) -> None:
+    assert read_recipe(written(tmp_path, ""), ["run.seed=1", "run.seed=2"]).run.seed == 2
+
+
+def test_an_unknown_override_names_the_nearest_key(tmp_path: Path) -> None:
+    said = message(written(tmp_path, ""), "--optimiser.lr", "3")
+    assert said.startswith("override --optimiser.lr: there is no such key; nearest are optimizer.lr")
+
+
+def test_an_override_without_a_value_says_how_to_write_one(tmp_path: Path) -> None:
+    for words in (["--run.steps"], ["--run.steps", "--run.seed=1"], ["run.steps"]):
+        assert "has no value; write --run.steps VALUE" in message(written(tmp_path, ""), *words)
+
+
+def test_a_wrong_override_is_blamed_and_not_the_file(tmp_path: Path) -> None:
+    said = message(written(tmp_path, "model: {width: 64}\n"), "--model.width", "3x")
+    assert said.startswith("override --model.width is '3x'")
+
+
+def test_an_override_inside_a_short_form_says_what_to_do(tmp_path: Path) -> None:
+    path = written(tmp_path, "sharding: {precision: bf16}\n")
+    assert "gives precision as 'bf16'" in message(path, "--sharding.precision.wire", "float32")
+
+
+def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
+    recipe = read_recipe(
+        written(tmp_path, "sharding: {precision: bf16, wrap: [Block]}\nsample: {prompt: 'no'}\n")
+    )
+    assert read_recipe(written(tmp_path, resolved(recipe), "again.yaml")) == recipe
+
+
+def test_keys_are_every_leaf_once() -> None:
+    names = [key.name for key in keys()]
+    assert len(names) == len(set(names))
+    assert {"optimizer.lr", "sharding.precision.compute", "run.folder"} <= set(names)
+    assert "sharding.precision" not in names

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.train import tokenizer as bpe
+from shardwise.train.folder import Folder
+from tests.train.tiny import documents
+
+
+def test_the_same_text_gives_the_same_tokenizer() -> None:
+    assert bpe.learn(documents(), 300) == bpe.learn(documents(), 300)
+
+
+def test_the_vocabulary_is_what_was_asked_for() -> None:
+    assert bpe.load(bpe.learn(documents(), 290)).get_vocab_size() == 290
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n\treturn x", " ümläut 漢字 🦙", "", "<|endoftext|>"])
+def test_every_text_decodes_to_itself(text: str) -> None:
+    tokenizer = bpe.load(bpe.learn(documents(), 300))
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert bpe.end_id(tokenizer) not in ids
+
+
+def test_documents_are_one_stream_with_an_end_after_each() -> None:
+    tokenizer = bpe.load(bpe.learn(documents(), 300))
+    stream = bpe.encode(tokenizer, documents(200))
+    end = bpe.end_id(tokenizer)
+    assert stream.dtype == np.int32
+    ends = np.flatnonzero(stream == end)
+    assert len(ends) == 200
+    assert ends[-1] == len(stream) - 1
+    first = stream[: ends[0]].tolist()
+    assert tokenizer.decode(first) == documents(200)[0]
+
+
+def test_no_documents_are_an_empty_stream() -> None:
+    assert len(bpe.encode(bpe.load(bpe.learn(documents(), 300)), [])) == 0
+
+
+def test_a_tokenizer_is_used_again_for_the_same_text_and_size(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    first, cached_before = bpe.obtain(folder, documents(), 300)
+    again, cached_now = bpe.obtain(folder, documents(), 300)
+    assert first == again
+    assert (cached_before, cached_now) == (False, True)
+    assert (tmp_path / "tokenizer.json").read_text("utf-8") == first
+
+
+def test_other_text_or_size_or_a_changed_file_means_a_new_tokenizer(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    bpe.obtain(folder, documents(), 300)
+    assert not bpe.obtain(folder, documents(), 301)[1]
+    assert not bpe.obtain(folder, documents(50), 301)[1]
+    (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
+    assert not bpe.obtain(folder, documents(50), 301)[1]
+
+
+def test_a_tokenizer_without_an_end_token_is_refused() -> None:
+    text = bpe.learn(documents(), 300).replace(bpe.END, "<other>")
+    with pytest.raises(ConfigError, match="no <|endoftext|> token"):
+        bpe.end_id(bpe.load(text))
