@@ -92,6 +92,14 @@ def cut(
         sent[0], sent[1] = sent[0] + 1, sent[1] + nbytes
     if sends:
         log.info("states synchronised from rank 0 (%d tensors, %d bytes)", *sent)
+    numel = sum(unit.numel for unit in units)
+    if not any(spec.placement.splits for held in specs.values() for spec in held) and numel >= 1e9:
+        log.warning(
+            "no_shard holds all %.1f billion parameters, their gradients and optimizer state on "
+            'every rank; strategy="full_shard" holds 1/%d of them',
+            numel / 1e9,
+            comm.size,
+        )
     return {unit.name: states[unit.name] for unit in units}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.buffers import Bucket
-from shardwise.layout import Layout
+from shardwise.bucket import BucketSpec
+from shardwise.precision import Precision
 from shardwise.schedule import Event, Op, Weight
 
 __all__ = ["Layouts", "Schedule", "size"]
@@ -95,27 +95,31 @@ def _name(unit: str) -> str:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Where every parameter lies, unit by unit; print it."""
+    """Where every parameter lies, in which dtypes, unit by unit; print it."""
 
-    by_bucket: Mapping[Bucket, Layout]
+    specs: tuple[BucketSpec, ...]
+    precision: Precision
 
     def __str__(self) -> str:
-        parts = []
-        for bucket, place in self.by_bucket.items():
-            state = "trainable" if bucket.trainable else "frozen"
-            dtypes = bucket.dtypes
-            parts.append(
-                f"{_name(bucket.unit)}  ({state}, stored {_short(dtypes.stored)}, "
-                f"computed in {_short(dtypes.compute)})\n{place}"
-            )
-        return "\n\n".join(parts)
+        return "\n\n".join(f"{self._title(spec)}\n{spec.layout}" for spec in self.specs)
+
+    def _title(self, spec: BucketSpec) -> str:
+        dtypes = spec.dtypes
+        words = [f"stored {_short(dtypes.stored)}", f"computed in {_short(dtypes.compute)}"]
+        if spec.trainable:
+            how = self.precision.averaging(dtypes.wire, spec.comm.size).how
+            words += [f"gradients sent in {_short(dtypes.wire)}"]
+            words += [f"summed in {_short(dtypes.sum)}", f"mean by {how}"]
+        else:
+            words += ["frozen"]
+        return f"{_name(spec.unit)}  ({', '.join(words)})"
 
     def padding(self) -> dict[str, int]:
         """Bytes of padding of each unit, over all ranks, as gathered."""
         found: dict[str, int] = {}
-        for bucket, place in self.by_bucket.items():
-            nbytes = place.padding * bucket.dtypes.compute.itemsize
-            found[bucket.unit] = found.get(bucket.unit, 0) + nbytes
+        for spec in self.specs:
+            nbytes = spec.layout.padding * spec.dtypes.compute.itemsize
+            found[spec.unit] = found.get(spec.unit, 0) + nbytes
         return found
 
 

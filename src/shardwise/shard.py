@@ -242,7 +242,7 @@ class Sharded:
     @property
     def layout(self) -> Layouts:
         """Where each parameter lies; ``print`` it."""
-        return Layouts({bucket: bucket.layout for bucket in self.buckets})
+        return Layouts(tuple(bucket.spec for bucket in self.buckets), self.options.precision)
 
     @property
     def schedule(self) -> Schedule:

@@ -19,6 +19,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.guard import sharding_of
 from shardwise.schedule import Event, Op
 from tests.nets import Batch, loss
+from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_threads
 
 Step = Callable[[nn.Module, Batch], None]
@@ -43,17 +44,7 @@ def averaged(model: nn.Module, step: Step, batches: Sequence[Batch]) -> Gradient
         copy = deepcopy(model)
         step(copy, batch)
         ranks.append(gradients(copy))
-    return {name: _mean([rank[name] for rank in ranks]) for name in ranks[0]}
-
-
-def _mean(found: list[Tensor | None]) -> Tensor | None:
-    like = next((grad for grad in found if grad is not None), None)
-    if like is None:
-        return None
-    total = torch.zeros_like(like) if found[0] is None else found[0].clone()
-    for grad in found[1:]:
-        total += torch.zeros_like(like) if grad is None else grad
-    return total / len(found)
+    return mean_in_rank_order(ranks)
 
 
 def assert_gradients(model: nn.Module, expected: Gradients) -> None:
@@ -77,7 +68,7 @@ def assert_at_rest(sharded: sw.Sharded) -> None:
         if split and not sharded.placement.resident:
             assert bucket.full.untyped_storage().nbytes() == 0, bucket.unit
         for index, param in enumerate(bucket.params):
-            assert param.data_ptr() == bucket.local_view(bucket.shard, index).data_ptr()
+            assert param.data_ptr() == bucket.spec.rest_views(bucket.shard)[index].data_ptr()
 
 
 def on_demand(events: Sequence[Event]) -> list[Event]:
