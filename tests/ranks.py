@@ -29,6 +29,7 @@ from shardwise.comm import connect, threads
 T = TypeVar("T")
 
 LINUX_PR_SET_PDEATHSIG = 1
+HUNG = "it did not end in time, and was killed"
 
 
 def run_threads(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
@@ -83,8 +84,8 @@ def outcomes_of(
             theirs.close()
         try:
             said = _results([mine for mine, _ in pipes], time.monotonic() + timeout)
-            for process in processes:
-                process.join(10)
+            for process, (_, error) in zip(processes, said, strict=True):
+                process.join(0 if error == HUNG else 10)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -125,7 +126,7 @@ def _results(pipes: list[Connection], deadline: float) -> list[tuple[Any, str]]:
                     said[pipe] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     said[pipe] = (None, "it ended without a result")
-    return [said.get(pipe, (None, "it did not end in time, and was killed")) for pipe in pipes]
+    return [said.get(pipe, (None, HUNG)) for pipe in pipes]
 
 
 def _child(pipe: Connection, parent: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What plain processes compute: the truth that a sharded step is held against, bit for bit.
+"""One step on ranks that are threads, held against plain processes bit for bit, event by event.
 
 A *step* is any function of a model and its batch that ends in ``backward()``. Its truth: each
 rank's step on a plain copy of the model, then the gradients summed in rank order and divided.
@@ -6,24 +6,23 @@ rank's step on a plain copy of the model, then the gradients summed in rank orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.guard import sharding_of
 from shardwise.schedule import Event, Op
 from tests.nets import Batch, loss
-from tests.parity.plain import mean_in_rank_order
+from tests.parity.plain import Gradients, mean_in_rank_order
 from tests.ranks import run_threads
 
 Step = Callable[[nn.Module, Batch], None]
-Gradients = Mapping[str, Tensor | None]
 
 STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard")
 
@@ -33,17 +32,13 @@ def train(model: nn.Module, batch: Batch) -> None:
     loss(model, batch).backward()
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: param.grad for name, param in model.named_parameters()}
-
-
 def averaged(model: nn.Module, step: Step, batches: Sequence[Batch]) -> Gradients:
     """Whole gradients by name; ``None`` where no rank has one, zeros where some have none."""
     ranks = []
     for batch in batches:
         copy = deepcopy(model)
         step(copy, batch)
-        ranks.append(gradients(copy))
+        ranks.append({name: param.grad for name, param in copy.named_parameters()})
     return mean_in_rank_order(ranks)
 
 
@@ -60,24 +55,21 @@ def assert_gradients(model: nn.Module, expected: Gradients) -> None:
 
 
 def assert_at_rest(sharded: sw.Sharded) -> None:
-    """Nothing is gathered, nothing is collected, and what may go has gone."""
+    """Nothing is gathered, nothing is collected, and memory that may go has gone."""
     split = sharded.placement.splits and sharded.comm.size > 1
     for bucket in sharded.buckets:
         assert not bucket.gathered, bucket.unit
         assert bucket.gradients.full is None, bucket.unit
         if split and not sharded.placement.resident:
             assert bucket.full.untyped_storage().nbytes() == 0, bucket.unit
-        for index, param in enumerate(bucket.params):
-            assert param.data_ptr() == bucket.spec.rest_views(bucket.shard)[index].data_ptr()
-
-
-def on_demand(events: Sequence[Event]) -> list[Event]:
-    return [event for event in events if event.reason == "on demand"]
+        views = bucket.spec.rest_views(bucket.shard)
+        for param, view in zip(bucket.params, views, strict=True):
+            assert param.data_ptr() == view.data_ptr()
 
 
 @dataclass
 class Recorder:
-    """What a sharded model really did, event by event."""
+    """What a sharded model really does, event by event."""
 
     sharded: sw.Sharded
     events: list[Event] = field(default_factory=list)
@@ -86,49 +78,64 @@ class Recorder:
         self.sharded.runtime.listeners.append(self.events.append)
 
     def take(self) -> tuple[Event, ...]:
-        """The events since the last time."""
+        """The events since the last time; each is a collective, if it says so."""
         taken = tuple(self.events)
         self.events.clear()
+        calls, units = self.sharded.comm.counters.calls, self.sharded.runtime.units
+        if self.sharded.comm.size > 1 and self.sharded.placement.splits:
+            gathered = [len(units[name].buckets) for name in units_of(taken, Op.GATHER)]
+            assert sum(gathered) == calls.get("gather", 0)
+        if self.sharded.comm.size > 1:
+            reduced = [len(units[name].trainable) for name in units_of(taken, Op.REDUCE)]
+            assert sum(reduced) == calls.get("reduce", 0)
+        self.sharded.comm.counters.reset()
         return taken
 
 
-def follows(
-    model: nn.Module,
-    step: Step,
-    batches: Sequence[Batch],
-    steps: int = 3,
-    **options: Any,
-) -> list[tuple[tuple[Event, ...], ...]]:
-    """Take ``steps`` equal steps, sharded over as many ranks as there are batches.
+@dataclass(frozen=True)
+class Taken:
+    """A step: the schedule just before it, and what happened."""
 
-    Each step is held against the truth; nothing stays gathered after it; the ranks do the same;
-    and from the second step on, what runs is what the schedule said before it.
+    said: tuple[Event, ...]
+    done: tuple[Event, ...]
 
-    Returns:
-        Per rank and step, what happened.
+    @property
+    def follows(self) -> bool:
+        return self.done == self.said
+
+    @property
+    def on_demand(self) -> list[Event]:
+        return [event for event in self.done if event.reason == "on demand"]
+
+
+def play(
+    model: nn.Module, steps: Sequence[Step], batches: Sequence[Batch], **options: Any
+) -> list[Taken]:
+    """Take ``steps`` on copies of ``model``, sharded over as many ranks as there are batches.
+
+    Each step's gradients are the truth's, all is at rest after it, every event was a collective
+    and every collective an event, and all ranks did the same.
     """
-    truth = averaged(model, step, batches)
+    truths = [averaged(model, step, batches) for step in steps]
     models = [deepcopy(model) for _ in batches]
 
-    def rank(comm: Comm) -> tuple[tuple[Event, ...], ...]:
+    def rank(comm: Comm) -> list[Taken]:
         mine = models[comm.rank]
         sharded = sw.shard(mine, comm=comm, **options)
+        comm.counters.reset()
         recorder, taken = Recorder(sharded), []
-        for number in range(steps):
+        for step, truth in zip(steps, truths, strict=True):
             said = sharded.schedule.events
             step(mine, batches[comm.rank])
-            taken.append(recorder.take())
-            if number > 0:
-                assert taken[-1] == said
-                assert not on_demand(taken[-1])
+            taken.append(Taken(said, recorder.take()))
             assert_gradients(mine, truth)
             assert_at_rest(sharded)
             mine.zero_grad()
-        return tuple(taken)
+        return taken
 
     ranks = run_threads(len(batches), rank)
-    assert all(found == ranks[0] for found in ranks)
-    return ranks
+    assert all(taken == ranks[0] for taken in ranks)
+    return ranks[0]
 
 
 def units_of(events: Sequence[Event], op: Op) -> list[str]:

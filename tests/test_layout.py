@@ -160,6 +160,18 @@ def test_a_given_atom_of_whole_rows_keeps_rows() -> None:
     assert [layout.shard_shape(slot, rank) for rank in range(4)] == [(4, 16)] * 3 + [(0, 16)]
 
 
+def test_beside_a_given_atom_the_slot_with_most_elements_still_keeps_its_rows() -> None:
+    layout = solve([Spec("codes", (64, 80), atom=80), Spec("weight", (165, 512))], world=3)
+    assert all(slot.keeps_rows for slot in layout.slots)
+
+
+def test_given_atoms_choose_the_shard_size_where_rows_do_not_matter() -> None:
+    codes = [Spec("codes", (15, 960), atom=1920), Spec("scales", (30, 32), atom=64)]
+    layout = solve([*codes, Spec("weight", (73, 128))], world=3)
+    assert layout.shard_numel == 8512
+    assert all(slot.keeps_rows for slot in layout.slots)
+
+
 # --- one bucket per parameter -----------------------------------------------------------------
 
 
@@ -220,8 +232,13 @@ def test_two_parameters_of_one_name_are_refused() -> None:
 
 @pytest.mark.parametrize(("world", "align"), [(0, 16), (-1, 16), (2, 0)])
 def test_numbers_below_one_are_refused(world: int, align: int) -> None:
-    with pytest.raises(ConfigError, match=f"at least 1, not {world} and {align}"):
+    with pytest.raises(ConfigError, match=rf"world \({world}\), align \({align}\) and atoms must"):
         solve(specs((2, 2)), world, align)
+
+
+def test_an_atom_below_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="atoms must be at least 1"):
+        chunk_rows(Spec("codes", (4, 4), atom=-2), world=2)
 
 
 def test_an_unknown_way_with_uneven_rows_is_refused() -> None:

@@ -36,8 +36,8 @@ class Accelerator:
         device: torch's name of the device type.
         backends: who can carry its collectives, the preferred one first.
         alignment: bytes at whose multiples a slot starts.
-        averages: whether the backend's AVG is worth a self-test at start. XCCL has had it
-            silently wrong, so there we sum and divide (pytorch/pytorch#162338).
+        averages: whether to use the backend's AVG, once it has passed a self-test. XCCL has
+            divided twice for some sizes (intel/torch-xpu-ops#3020): there we sum and divide.
     """
 
     device: str

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from shardwise.bucket import BucketSpec
 from shardwise.comm.protocol import Label, Pending
-from shardwise.errors import ConfigError
 from shardwise.gradients import Gradients
-from shardwise.guard import ShardedParameter
+from shardwise.guard import ShardedParameter, replaced
 
 __all__ = ["Bucket"]
 
@@ -98,6 +97,11 @@ class Bucket:
             self.gather()
             self.ready()
             return
+        if self.dtypes.stored is not self.dtypes.compute:
+            # A change of dtype makes autograd forget the node that adds up a parameter's gradients.
+            # So a unit that was kept since its last use must change, too: else the uses of a tied
+            # weight would be summed by autograd here and by us there, and strategies would differ.
+            self.rest()
         self.bind_whole(self._full_views)
 
     def free(self) -> None:
@@ -123,6 +127,11 @@ class Bucket:
         kind = nn.Parameter if self.spec.whole_at_rest else ShardedParameter
         _bind(self.params[index], self._rest_views[index], kind)
 
+    @property
+    def stays_whole(self) -> bool:
+        """Do the parameters show the same, whole memory all the time?"""
+        return self.aliased and self.spec.whole_at_rest
+
     def _release(self) -> None:
         if not self.aliased and not self.spec.placement.resident:
             self.full.untyped_storage().resize_(0)
@@ -130,16 +139,10 @@ class Bucket:
     def _adopt(self) -> None:
         """Take over values that the user put in place of a shard by ``param.data = ...``."""
         for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):
-            if param.data_ptr() == view.data_ptr():
-                continue
             if param.shape != view.shape or param.dtype != view.dtype:
-                raise ConfigError(
-                    f"parameter {self.members[index].name!r} was replaced by a tensor of shape "
-                    f"{tuple(param.shape)}, {param.dtype}; its shard is {tuple(view.shape)}, "
-                    f"{view.dtype}. After shard() a model's dtype and device are fixed: set them "
-                    "before shard(), or with precision=sw.Precision(...)."
-                )
-            view.copy_(param.detach())
+                raise replaced(self.members[index].name, view, param)
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param.detach())
 
     # ---- whole values, outside the step --------------------------------------------------
 
@@ -147,13 +150,15 @@ class Bucket:
         """Every parameter whole, in its stored dtype, in new memory. A collective."""
         if not self.gathered:
             self._adopt()
+        return self.whole_of(self.shard)
+
+    def whole_of(self, flat: Tensor) -> list[Tensor]:
+        """The same of any ``flat`` that is laid out like the shard. A collective."""
         if self.spec.whole_at_rest:
-            full = self.shard.clone()
+            full = flat.clone()
         else:
-            full = torch.empty(
-                self.layout.numel, dtype=self.dtypes.stored, device=self.shard.device
-            )
-            self.spec.own(full).copy_(self.shard)
+            full = torch.empty(self.layout.numel, dtype=flat.dtype, device=flat.device)
+            self.spec.own(full).copy_(flat)
             self.spec.comm.all_gather(full, Label("whole", self.unit)).wait()
         return self.spec.full_views(full)
 

@@ -61,10 +61,12 @@ def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs
     }
     for name, buckets in specs.items():
         numel = sum(spec.layout.used for spec in buckets)
-        text = f"{numel:,} elements, layout {_digest(buckets)}"
+        trained = sum(spec.layout.used for spec in buckets if spec.trainable)
+        text = f"{numel:,} elements ({trained:,} trainable), layout {_digest(buckets)}"
         found[f"unit {name or '(root)'}"] = text
     if not options.sync_module_states:
-        found |= checksums((n, t) for n, t in model.named_parameters() if not t.is_meta)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        found |= checksums((name, tensor) for name, tensor in tensors if not tensor.is_meta)
     return found
 
 
@@ -126,7 +128,7 @@ def _place_buffers(
     model: nn.Module, dtype: torch.dtype | None, comm: Comm, sends: bool
 ) -> Iterable[int]:
     """Buffers stay whole on each rank: moved, cast, and sent by rank 0 once. Yields bytes sent."""
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
@@ -134,7 +136,7 @@ def _place_buffers(
             placed = buffer.to(comm.device, cast)
             if sends and placed.numel():
                 placed = placed.contiguous()
-                comm.broadcast(placed, 0, Label("broadcast", name)).wait()
+                comm.broadcast(placed, 0, Label("broadcast", f"{prefix}.{name}".lstrip("."))).wait()
                 yield placed.numel() * placed.element_size()
             module._buffers[name] = placed
 

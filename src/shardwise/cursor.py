@@ -57,12 +57,17 @@ class Cursor:
         self.improvised, self.ended = not script, not script
         self._seen: list[Cue] = []
 
-    def expects(self, cue: Cue | bool) -> bool:
-        return (
-            not self.improvised
-            and self._at < len(self._script)
-            and (self._script[self._at].cue == cue)
-        )
+    @property
+    def _next(self) -> Cue | None:
+        known = not self.improvised and self._at < len(self._script)
+        return self._script[self._at].cue if known else None
+
+    def expects(self, cue: Cue) -> bool:
+        return self._next == cue
+
+    def expects_forward(self) -> bool:
+        """Does a unit's forward pass begin next, whichever it is?"""
+        return self._next is not None and self._next[::2] == (Op.ENTER, Phase.FORWARD)
 
     def improvise(self) -> None:
         self.improvised, self.ended = True, False

@@ -6,22 +6,24 @@ answers with a tensor subclass in every operation; here only a parameter *at res
 class (the object stays the same), and while its unit is gathered it is a plain ``Parameter``
 again, so computing pays nothing.
 
-What is right on shards stays allowed: metadata, and elementwise functions among shards of the
-same shape. Everything else raises.
+What is right on shards stays allowed: metadata, and elementwise functions among tensors of the
+shard's shape. Everything else raises, on every rank alike, with one exception: without autograd,
+elementwise, with a tensor of the *whole* parameter's shape, a rank that happens to hold all of
+the parameter computes what was meant. The others raise, and their error ends the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ShardUseError
+from shardwise.errors import ConfigError, ShardUseError
 
-__all__ = ["ShardedParameter", "Sharding", "sharding_of"]
+__all__ = ["ShardedParameter", "Sharding", "handed_out", "replaced", "sharding_of"]
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,8 @@ class ShardedParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
         with torch._C.DisableTorchFunctionSubclass():
-            values = (*args, *kwargs.values())
-            bare = _bare(name)
-            right = bare in _RIGHT_ON_SHARDS and not _shapes_differ(values)
-            if not right or (bare in _RECORDED and _records(values)):
-                raise _misuse(name, values)
+            _refuse_misuse(func, (*args, *kwargs.values()))
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -89,15 +86,52 @@ class ShardedParameter(nn.Parameter):
         )
 
 
+def _refuse_misuse(func: Callable[..., Any], values: tuple[Any, ...]) -> None:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        _refuse_attribute(name, getattr(_owner(func), "__name__", ""), values)
+    elif name == "_has_compatible_shallow_copy_type":  # module.to(...), before it sets .data
+        _refuse_replacement(*values)
+    elif name == "grad":
+        raise handed_out(_name(_first(values)))
+    elif not _is_right(_bare(name), values):
+        raise _misuse(name, values)
+
+
+def _owner(func: Callable[..., Any]) -> object:
+    """Of ``Tensor.T.__get__``: the attribute ``T``."""
+    return getattr(func, "__self__", None)
+
+
+def _refuse_attribute(access: str, attribute: str, values: tuple[Any, ...]) -> None:
+    if attribute in ("T", "mT", "H", "mH"):
+        raise _misuse(f".{attribute}", values)
+    if attribute == "data" and access == "__set__":
+        _refuse_replacement(*values)
+
+
+def _refuse_replacement(shard: Tensor, value: Tensor) -> None:
+    if (shard.shape, shard.dtype, shard.device) != (value.shape, value.dtype, value.device):
+        raise replaced(_name(shard), shard, value)
+
+
+def _is_right(bare: str, values: tuple[Any, ...]) -> bool:
+    if bare in _RIGHT_UNRECORDED:
+        return not _records(values) and not any(map(_differ, _operands(values)))
+    return bare in _ALWAYS_RIGHT
+
+
 def _bare(name: str) -> str:
-    """``__iadd__``, ``_foreach_add_`` and ``add_`` are all ``add``."""
+    """``__iadd__``, ``_foreach_add_`` and ``add_`` are all ``add``; ``__float__`` is no copy."""
+    if name == "__float__":
+        return name
     if name.startswith("__") and name.endswith("__"):
         bare = name.strip("_")
-        return bare[1:] if bare[:1] in "ir" and bare[1:] in _RIGHT_ON_SHARDS else bare
+        return bare[1:] if bare[:1] in "ir" and bare[1:] in _RIGHT_UNRECORDED else bare
     return name.removeprefix("_foreach_").removeprefix("_fused_").rstrip("_")
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -105,12 +139,24 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from _tensors(value)
 
 
-def _shapes_differ(values: tuple[Any, ...]) -> bool:
-    """Are there tensors beside the shard, of another shape, that would broadcast?"""
-    if any(isinstance(value, (list, tuple)) for value in values):  # foreach: lists pair up
-        return False
-    shapes = {tensor.shape for tensor in _tensors(values) if tensor.ndim > 0}
-    return len(shapes) > 1
+def _operands(values: Iterable[Any]) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors that meet each other; lists of tensors (foreach) pair up."""
+    single = [value for value in values if isinstance(value, Tensor)]
+    lists = [
+        value
+        for value in values
+        if isinstance(value, (list, tuple)) and next(_tensors(value), None) is not None
+    ]
+    for row in zip(*lists, strict=False) if lists else [()]:
+        yield (*single, *_tensors(row))
+
+
+def _differ(operands: tuple[Tensor, ...]) -> bool:
+    """Would a shard broadcast, or meet another part of another parameter?"""
+    shards = [t for t in operands if isinstance(t, ShardedParameter)]
+    others = [t.shape for t in operands if t.ndim > 0]  # a 0-dim tensor only scales
+    parts = {(s.shape, s.start, s.stop) for shard in shards if (s := sharding_of(shard))}
+    return bool(shards) and (len({shards[0].shape, *others}) > 1 or len(parts) > 1)
 
 
 def _records(values: tuple[Any, ...]) -> bool:
@@ -118,12 +164,41 @@ def _records(values: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(values))
 
 
-def _misuse(function: str, values: tuple[Any, ...]) -> ShardUseError:
-    shard = next(t for t in _tensors(values) if isinstance(t, ShardedParameter))
+def _first(values: Iterable[Any]) -> Tensor:
+    return next(t for t in _tensors(values) if isinstance(t, ShardedParameter))
+
+
+def _name(shard: Tensor) -> str:
+    sharding = sharding_of(shard)
+    return "" if sharding is None else sharding.name
+
+
+def handed_out(name: str) -> ShardUseError:
+    """``torch.autograd.grad`` was asked for the gradient of the parameter of this name."""
     return ShardUseError(
-        f"{_described(shard)}, and {function!r} needs the whole of it. It is whole only while "
-        "its unit computes: call the model or the module through model(...), not .forward(...), "
-        "and let the unit's own modules read it; or read it inside "
+        f"torch.autograd.grad was asked for the gradient of parameter {name!r}, which the ranks "
+        "share: what it hands out would be this rank's alone, never averaged with the others'. "
+        "Call loss.backward() and read .grad (this rank's shard of the mean); or compute inside "
+        "`with sharded.full_params():`, where parameters are whole, and average it yourself."
+    )
+
+
+def replaced(name: str, shard: Tensor, value: Tensor) -> ConfigError:
+    """``value`` was put in place of a shard that it cannot stand for."""
+    return ConfigError(
+        f"parameter {name!r} was replaced by a tensor of shape {tuple(value.shape)}, "
+        f"{value.dtype} on {value.device}; its shard is {tuple(shard.shape)}, {shard.dtype} on "
+        f"{shard.device}. After shard() a model's dtype and device are fixed: set them before "
+        "shard(), or with precision=sw.Precision(...). Whole values go in by "
+        "model.load_state_dict() or inside `with sharded.full_params(writeback=True):`."
+    )
+
+
+def _misuse(function: str, values: Iterable[Any]) -> ShardUseError:
+    return ShardUseError(
+        f"{_described(_first(values))}, and {function!r} needs the whole of it. It is whole only "
+        "while its unit computes: call the model or the module through model(...), not "
+        ".forward(...), and let the unit's own modules read it; or read it inside "
         "`with sharded.full_params():`; or take this rank's shard on purpose with .detach()."
     )
 
@@ -140,14 +215,13 @@ def _described(shard: Tensor) -> str:
 
 
 _METADATA = """
-    detach data zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones
-    new_empty new_full new_tensor requires_grad_
-    get set size dim ndimension numel nelement stride storage_offset element_size is_floating_point
-    is_complex is_contiguous is_signed is_sparse is_cuda is_meta is_inference is_nonzero data_ptr
-    storage untyped_storage get_device has_names is_shared is_pinned is_same_size type requires_grad
-    register_hook register_post_accumulate_grad_hook retain_grad backward repr format hash len
-    delattr setattr broadcast_to_none _is_view _backward_hooks result_type can_cast is_tensor
-    is_storage _version __dlpack_device__ dlpack_device
+    detach zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones
+    new_empty new_full new_tensor requires_grad size dim ndimension numel nelement stride
+    storage_offset element_size is_floating_point is_complex is_contiguous is_signed is_sparse
+    is_cuda is_meta is_inference data_ptr storage untyped_storage get_device has_names is_shared
+    is_pinned is_same_size type register_hook register_post_accumulate_grad_hook retain_grad repr
+    format hash len delattr setattr _is_view result_type can_cast is_tensor is_storage
+    dlpack_device
 """
 _COPIES = """
     clone to cpu cuda xpu contiguous float double half bfloat16 type_as copy numpy tolist
@@ -155,9 +229,9 @@ _COPIES = """
 """
 _ELEMENTWISE = """
     add sub mul div truediv neg pos abs sqrt rsqrt pow square exp log sign clamp clamp_min clamp_max
-    lerp addcmul addcdiv where maximum minimum zero fill normal uniform trunc_normal eq ne lt le gt
-    ge isnan isinf isfinite isclose equal allclose round floor reciprocal nan_to_num masked_fill
-    subtract multiply divide negative absolute erfinv bernoulli random
+    lerp addcmul addcdiv where maximum minimum zero fill eq ne lt le gt ge isnan isinf isfinite
+    isclose equal allclose round floor reciprocal nan_to_num masked_fill subtract multiply divide
+    negative absolute erfinv sgd adam adamw adagrad
 """
-_RECORDED = frozenset((_COPIES + _ELEMENTWISE).split())
-_RIGHT_ON_SHARDS = _RECORDED | frozenset(_METADATA.split())
+_ALWAYS_RIGHT = frozenset(_METADATA.split())
+_RIGHT_UNRECORDED = frozenset((_COPIES + _ELEMENTWISE).split())

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.errors import ScheduleError
+from shardwise.buffers import Bucket
+from shardwise.errors import ScheduleError, ShardUseError
+from shardwise.guard import ShardedParameter, handed_out
 from shardwise.runtime import Runtime
 from shardwise.schedule import Op, Phase
 from shardwise.unit_state import UnitState
@@ -68,6 +70,9 @@ class Hooks:
         self._ending: dict[int, list[weakref.ref[Visit]]] = {}
         self._backward: weakref.ref[_Token] | None = None
         self._handles: list[Any] = []
+        self._places: list[tuple[UnitState, Bucket, int]] = []
+        with torch.inference_mode(False):  # shard() may be called in it
+            self._anywhere = get_gradient_edge(torch.zeros(0, requires_grad=True)).node
 
     def install(self) -> None:
         """Put every hook in place."""
@@ -76,11 +81,17 @@ class Hooks:
                 module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
                 module.register_forward_hook(self._after, always_call=True),
             ]
-        for state in self.runtime.units.values():
-            for bucket in state.trainable:
-                for index, param in enumerate(bucket.params):
-                    hook = partial(self._collect, state, bucket, index)
-                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        self._places = [
+            (state, bucket, index)
+            for state in self.runtime.units.values()
+            for bucket in state.trainable
+            for index in range(len(bucket.params))
+        ]
+        for number, (_, bucket, index) in enumerate(self._places):
+            # Weak: the garbage collector does not see what this kind of hook holds.
+            hook = partial(_arrived, weakref.ref(self), number)
+            handle = bucket.params[index].register_post_accumulate_grad_hook(hook)
+            self._handles.append(handle)
 
     def remove(self) -> None:
         """Take every hook away again."""
@@ -88,12 +99,26 @@ class Hooks:
             handle.remove()
         self._handles.clear()
 
-    def check_idle(self) -> None:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardUseError(
+            f"a module of the sharded {type(self.model).__name__} cannot be pickled, nor copied "
+            "without the rest: it belongs to this rank's group. Save model.state_dict() (whole "
+            "tensors) or sharded.local_state_dict() (shards); copy.deepcopy(model) of the whole "
+            "model gives a plain copy."
+        )
+
+    def check_idle(self, asked: str) -> None:
         """Raises ``ScheduleError`` while a forward or backward pass is under way."""
-        if self._frames or self._in_backward() or self.suspended:
+        if self._frames or self._in_backward():
             raise ScheduleError(
-                "whole values were asked for in the middle of a step, where other ranks may be at "
-                "another unit. Ask between steps, after backward() and outside full_params()."
+                f"{asked} in the middle of a step, while units are gathered and gradients are on "
+                "their way, and other ranks may be at another unit. Do it between steps: after "
+                "backward(), or before the forward pass."
+            )
+        if self.suspended:
+            raise ScheduleError(
+                f"{asked} inside full_params(), where every parameter is whole already and will be "
+                "a shard again at the end of the block. Do it after the block."
             )
         if self._backward is not None:
             self._backward = None
@@ -154,7 +179,7 @@ class Hooks:
         self._frames.append(frame)
         if unit is not None:
             self.runtime.units[unit].depth += 1
-            self.runtime.serve(unit)
+            self.runtime.serve(unit, Phase.BACKWARD, "recomputed")
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.suspended or not self._frames or self._frames[-1].module is not module:
@@ -180,6 +205,8 @@ class Hooks:
         """The call raised. Early-stopped recomputations do so, and mean no harm."""
         if frame.cued and not self._frames:
             self.runtime.abandon("a forward pass raised an exception")
+        elif frame.cued and frame.unit is not None:  # the model may catch it and go on
+            self.runtime.cue(Op.EXIT, frame.unit, Phase.FORWARD)
 
     def _pin(self, unit: str, output: Any) -> None:
         """An output that is a view of a parameter keeps the unit whole until the step ends."""
@@ -194,6 +221,8 @@ class Hooks:
             return
         makers = [node for node in _makers(output, with_bases=True) if node not in frame.inputs]
         if not makers:
+            if frame.unit is not None and _hides(output):  # it stays whole until the step ends
+                self.runtime.units[frame.unit].pinned = True
             return
         visit = frame.visit
         if frame.unit is not None:
@@ -224,11 +253,34 @@ class Hooks:
             return
         if self._backward is not None:
             self.runtime.abandon("a backward pass stopped before its end")
+        self._refuse_what_is_freed()
+        self._refuse_what_is_not_averaged()
         token = _Token()
         self._backward = weakref.ref(token)
         self.runtime.begin_backward()
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(self._end_backward, token))
+
+    def _refuse_what_is_freed(self) -> None:
+        """With create_graph=True, autograd records the backward pass, in grad mode."""
+        buckets = [bucket for state in self.runtime.units.values() for bucket in state.buckets]
+        if torch.is_grad_enabled() and not all(bucket.stays_whole for bucket in buckets):
+            raise ScheduleError(
+                "create_graph=True on a sharded model: the backward pass through this graph would "
+                "read parameters that are freed by then. For a gradient penalty use "
+                'strategy="no_shard", which keeps parameters whole; or compute inside '
+                "`with sharded.full_params():`, where gradients are not averaged over the ranks."
+            )
+
+    def _refuse_what_is_not_averaged(self) -> None:
+        """torch.autograd.grad hands a parameter's gradient out instead of accumulating it."""
+        if self.runtime.comm.size == 1 or torch._C._will_engine_execute_node(self._anywhere):
+            return  # backward() without inputs=: every node is executed, also those of others
+        for state in self.runtime.units.values():
+            for bucket in state.trainable:
+                for member in bucket.members:
+                    if _is_handed_out(member.param):
+                        raise handed_out(member.name)
 
     def _end_backward(self, token: _Token) -> None:
         self._backward = None
@@ -259,21 +311,26 @@ class Hooks:
         if self._in_backward():
             self.runtime.end_visit(visit)
 
-    def _collect(self, state: UnitState, bucket: Any, index: int, param: Tensor) -> None:
+    def _collect(self, number: int, param: Tensor) -> None:
+        state, bucket, index = self._places[number]
         if self.suspended:
             raise ScheduleError(
                 "backward() inside full_params() would leave whole gradients on every rank. Train "
                 "outside the block; full_params() is for reading, writing and generating."
             )
-        if param.grad is not None and param.grad.requires_grad:
+        if param.grad is None:  # a function whose backward gave None for its parameter
+            return
+        if param.grad.requires_grad:
             raise ScheduleError(
                 f"the gradient of {bucket.members[index].name!r} carries a graph "
                 "(create_graph=True): a second backward through it would need parameters and "
-                "gradients that are freed by then. Double backward is not supported on a sharded "
-                "model; take it inside `with sharded.full_params():` through torch.autograd.grad."
+                "gradients that are freed by then. Take the inner derivative with "
+                "torch.autograd.grad, inside `with sharded.full_params():`."
             )
+        # Taken first: what the shards have when a backward pass begins is set aside.
+        gradient, param.grad = param.grad, None
         self._begin_backward()
-        self.runtime.collect(state, bucket, index)
+        self.runtime.collect(state, bucket, index, gradient)
 
     # ---- casts at the model's border -------------------------------------------------------
 
@@ -288,14 +345,48 @@ class Hooks:
         return _cast(output, self.casts[1])
 
 
+def _is_handed_out(param: nn.Parameter) -> bool:
+    """Is the running backward pass an autograd.grad that was asked for this parameter?
+
+    torch answers by an error, since the leaf is neither executed nor left out.
+    """
+    if isinstance(param, ShardedParameter):  # which answers for itself, before it begins
+        return False
+    try:
+        torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _arrived(hooks: weakref.ref[Hooks], number: int, param: Tensor) -> None:
+    if (alive := hooks()) is not None:
+        alive._collect(number, param)
+
+
 class _Token:
     """Held by autograd's queue of callbacks alone: it dies with the backward pass."""
 
     __slots__ = ("__weakref__",)
 
 
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Tensors in the containers that torch knows, and in dataclasses."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif _is_dataclass(leaf):
+            yield from _tensors([getattr(leaf, item.name) for item in fields(leaf)])
+
+
+def _is_dataclass(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _hides(tree: Any) -> bool:
+    """Might there be tensors in it that ``_tensors`` does not see?"""
+    plain = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+    return not all(isinstance(leaf, plain) or _is_dataclass(leaf) for leaf in tree_leaves(tree))
 
 
 def _makers(tree: Any, with_bases: bool = False) -> list[Node]:
@@ -315,5 +406,14 @@ def _makers(tree: Any, with_bases: bool = False) -> list[Node]:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    cast: Callable[[Tensor], Tensor] = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
-    return tree_map_only(Tensor, cast, tree)
+    """Floating-point tensors in ``dtype``, wherever ``_tensors`` finds them."""
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if not _is_dataclass(leaf):
+            return leaf
+        values = {f.name: _cast(getattr(leaf, f.name), dtype) for f in fields(leaf) if f.init}
+        return replace(leaf, **values)
+
+    return tree_map(cast, tree)

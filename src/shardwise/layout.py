@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import gcd, lcm, prod
 from string import ascii_lowercase
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from typing import NamedTuple
 from shardwise.errors import ConfigError, nearest
 
 __all__ = ["Layout", "Slot", "Spec", "chunk_rows", "solve"]
+
+_Pieces = Sequence[tuple[int, int]]  # (size, grain) of each parameter: see "solving" below
 
 
 @dataclass(frozen=True)
@@ -147,14 +150,14 @@ class Layout:
 def chunk_rows(spec: Spec, world: int, uneven: str = "pad") -> Layout:
     """A bucket of one parameter, cut on dim 0 as ``torch.chunk`` and FSDP2 do.
 
-    Each rank holds ``ceil(rows / world)`` rows, the last ranks fewer or none. A scalar is one row.
-    A given atom that would be cut makes the chunks larger. Rows that do not divide by the world
-    size are padded, or a ConfigError if ``uneven`` is ``"error"`` and not ``"pad"``.
+    Each rank holds ``ceil(rows / world)`` rows, the last fewer or none; a scalar is one row. Given
+    atoms make chunks larger rather than be cut. Rows that do not divide by the world size are
+    padded, or are a ConfigError if ``uneven`` is ``"error"`` and not ``"pad"``.
     """
     _check([spec], world)
+    rows = spec.shape[0] if spec.shape else 1
     if uneven not in ("pad", "error"):
         raise ConfigError(f"uneven is 'pad' or 'error', not {uneven!r}")
-    rows = spec.shape[0] if spec.shape else 1
     if uneven == "error" and rows % world:
         raise ConfigError(
             f"Current sharding requires the first dimension of the parameter {spec.name!r} "
@@ -192,14 +195,14 @@ def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -
             high = (elements + max(elements // 50, slack * world)) // (world * align)
     while not (way := _search(_Problem(pieces, weights, soft, world), low, max(low, high))):
         low, high = high + 1, high + 1 + high // 16  # given atoms may need more
-    shard = way.shard * align
-    slots = [_cut(s, at * align, shard) for s, at in zip(specs, way.starts, strict=True)]
-    return Layout(tuple(sorted(slots, key=lambda slot: (slot.start, slot.stop))), world, shard)
+    size, places = way.shard * align, (start * align for start in way.starts)
+    slots = (_cut(spec, place, size) for spec, place in zip(specs, places, strict=True))
+    return Layout(tuple(sorted(slots, key=lambda slot: (slot.start, slot.stop))), world, size)
 
 
 def _check(specs: Sequence[Spec], world: int, align: int = 1) -> None:
-    if min(world, align) < 1:
-        raise ConfigError(f"world and align must be at least 1, not {world} and {align}")
+    if min(world, align, *(spec.atom or 1 for spec in specs)) < 1:
+        raise ConfigError(f"world ({world}), align ({align}) and atoms must be at least 1")
     for name, count in Counter(spec.name for spec in specs).items():
         if count > 1:
             fact = f"{count} parameters of one bucket are named {name!r}, so that name finds none"
@@ -234,8 +237,6 @@ def _clip(number: int, top: int) -> int:
 #   one boundary inside     starts up to `grain - 1` steps later, so that the boundary suits it
 #   two or more             needs a shard size that is a multiple of its grain
 
-_Pieces = Sequence[tuple[int, int]]
-
 
 def _fits(size: int, grain: int, shard: int) -> bool:
     """Whether the line has any place for the piece."""
@@ -248,7 +249,7 @@ def _gap(at: int, size: int, grain: int, shard: int) -> int:
     if size <= ahead:
         return 0
     gap = ahead % grain
-    if size <= shard or shard % grain == 0 or (gap < ahead and size <= ahead - gap + shard):
+    if size <= shard or shard % grain == 0 or size <= ahead - gap + shard:
         return gap
     return ahead + shard % grain  # two boundaries would lie inside: go beyond the first
 
@@ -327,14 +328,17 @@ class _Problem:
 
 def _shards(problem: _Problem, low: int, high: int) -> list[int]:
     """Shard sizes worth trying: multiples of what the grains of most elements have in common."""
+
+    def widen(step: int, grain: int) -> int:
+        return lcm(step, grain) if _up(low, lcm(step, grain)) <= high else step
+
     weight: Counter[int] = Counter()
-    for i, (_, grain) in enumerate(problem.pieces):
-        weight[grain] += problem.weights[i]
+    for (_, grain), elements in zip(problem.pieces, problem.weights, strict=True):
+        weight[grain] += elements
+    heavy = sorted(weight, key=lambda grain: (-weight[grain], grain))
     given = {grain for i, (_, grain) in enumerate(problem.pieces) if i not in problem.soft}
-    steps = [1]
-    for grain in sorted(weight, key=lambda g: (g not in given, -weight[g], g)):
-        if _up(low, lcm(steps[-1], grain)) <= high:
-            steps.append(lcm(steps[-1], grain))
+    first = sorted(heavy, key=lambda grain: grain not in given)
+    steps = {*accumulate(heavy, widen, initial=1), *accumulate(first, widen, initial=1)}
     some = (range(_up(low, s), high + 1, s * max(1, (high - low) // (16 * s))) for s in steps)
     return sorted({shard for shards in some for shard in shards})
 
@@ -351,16 +355,13 @@ def _search(problem: _Problem, low: int, high: int) -> _Way | None:
     if not ways:
         return None
     best = min(ways)
-    # 2. Where that promised less, but found no way, give up all rows and take them back, those of
-    #    most elements first, unless they are in the way. Large shards have most room.
+    # 2. Where this promised less, but found no way: all rows; then take back the largest that go.
     for shard in sorted(sizes, key=lambda shard: (lost[shard], -shard))[:4]:
         way = problem.way(shard, soft) if lost[shard] < best.lost else None
         for i in sorted(soft - must[shard], key=lambda i: (-problem.weights[i], i)):
             way = way and (problem.way(shard, way.gone - {i}) or way)
         best = min(best, way or best)
-    # 3. With the same rows given up, smaller shards may do.
-    smaller = (problem.way(shard, best.gone) for shard in sizes if shard < best.shard)
-    return next(filter(None, smaller), best)
+    return best
 
 
 def _title(layout: Layout) -> str:

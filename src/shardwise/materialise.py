@@ -133,7 +133,10 @@ def _is_marked(tensor: Tensor) -> bool:
 def sync(members: Sequence[Member], comm: Comm) -> int:
     """Send rank 0's values of ``members`` to every rank. Returns bytes."""
     for member in members:
-        comm.broadcast(member.param.data, 0, Label("broadcast", member.name)).wait()
+        # As a message has it: a parameter may be a slice or a transpose of something.
+        value = member.param.data.contiguous()
+        comm.broadcast(value, 0, Label("broadcast", member.name)).wait()
+        member.param.data = value
     return sum(m.param.numel() * m.param.element_size() for m in members)
 
 

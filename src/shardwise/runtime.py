@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
@@ -110,14 +111,19 @@ class Runtime:
         if mode == "forward":
             self._cursor = Cursor(mode, self._script(mode))
             return before
-        cue = first is not None and Cue(Op.ENTER, first, Phase.FORWARD)
-        if before.mode == mode and not before.ended and before.expects(cue):
+        if before.mode == mode and not before.ended and self._goes_on(first):
             return before
         if before.ended or not self.awaits_backward():
             self._cursor = Cursor(mode, self._script(mode))
         else:
             before.improvise()
         return self._cursor
+
+    def _goes_on(self, first: str | None) -> bool:
+        """Does the schedule list another forward pass here? (A root may have no unit to know by.)"""
+        if first is not None:
+            return self._cursor.expects(Cue(Op.ENTER, first, Phase.FORWARD))
+        return self.awaits_backward() and self._cursor.expects_forward()
 
     def awaits_backward(self) -> bool:
         """Does any graph exist whose backward pass would come through a unit?"""
@@ -127,7 +133,7 @@ class Runtime:
         """A forward pass is over: end it, if no backward pass will."""
         if self._cursor.mode == "forward":
             self.cue(Op.END, "", Phase.FORWARD)
-            self._release_all()
+            self._release_all(Phase.FORWARD)
             self._ended()
             self._cursor = cursor
 
@@ -139,20 +145,18 @@ class Runtime:
             step = self._improvised(cue)
         self._carry_out(step.before)
         if op is Op.ENTER:
-            self.units[unit].ready()
+            self.serve(unit, phase, "on demand")
         self._tell(Event(op, unit, phase))
         self._carry_out(step.after)
 
-    def serve(self, unit: str) -> None:
-        """Gather and wait, outside the schedule (recomputation in the backward pass)."""
-        self.units[unit].gather()
+    def serve(self, unit: str, phase: Phase, reason: str) -> None:
+        """Let a unit be whole now, whatever the schedule says."""
+        self._carry_out([Event(Op.GATHER, unit, phase, reason)])
         self.units[unit].ready()
 
     def _improvised(self, cue: Cue) -> Step:
         placement, after = self.policy.placement, list[Event]()
-        if cue.op is Op.ENTER:
-            return Step(cue, (Event(Op.GATHER, cue.unit, cue.phase, "on demand"),), ())
-        if cue.op is Op.END:
+        if cue.op is not Op.EXIT:
             return Step(cue, (), ())
         state = self.units[cue.unit]
         done = cue.phase is Phase.BACKWARD and not state.visits.live()
@@ -169,39 +173,47 @@ class Runtime:
         self._carry_out(step.after)
 
     def _carry_out(self, listed: Iterable[Event]) -> None:
+        """Listeners hear of what was done, not of what was done already or must wait."""
+        acts = {
+            Op.GATHER: self._gather,
+            Op.FREE: self._free,
+            Op.REDUCE: self._reduce,
+            Op.SETTLE: self._settle,
+        }
         for event in listed:
-            state = self.units[event.unit]
-            if event.op is Op.GATHER:
-                state.gather()
-            elif event.op is Op.FREE:
-                self._free(state)
-            elif event.op is Op.REDUCE:
-                self._reduce(state)
-            else:
-                self._settle(state)
-            self._tell(event)
+            if acts[event.op](self.units[event.unit]):
+                self._tell(event)
 
     def _tell(self, event: Event) -> None:
         for listener in self.listeners:
             listener(event)
 
-    def _free(self, state: UnitState) -> None:
-        if state.depth == 0 and not state.pinned and not state.visits.open():
-            state.free()
+    def _gather(self, state: UnitState) -> bool:
+        done = self.policy.gathers and not state.gathered
+        state.gather()
+        return done
 
-    def _reduce(self, state: UnitState) -> None:
+    def _free(self, state: UnitState) -> bool:
+        if not state.gathered or state.depth > 0 or state.pinned or state.visits.open():
+            return False
+        state.free()
+        return self.policy.gathers
+
+    def _reduce(self, state: UnitState) -> bool:
         for bucket in state.trainable:
             bucket.gradients.reduce(self._averaging(bucket))
         state.reducing = True
         self._settling.append(state.name)
+        return True
 
-    def _settle(self, state: UnitState) -> None:
+    def _settle(self, state: UnitState) -> bool:
         if not state.reducing:
-            return
+            return False
         for bucket in state.trainable:
             bucket.gradients.settle(self._averaging(bucket))
         state.reducing = False
         self._settling.remove(state.name)
+        return True
 
     def _averaging(self, bucket: Bucket) -> Averaging:
         return self.precision.averaging(bucket.dtypes.wire, self.comm.size)
@@ -223,14 +235,12 @@ class Runtime:
             for visit in state.visits.open():
                 self.leave_backward(visit)
         if self.reduces:
-            for state in self.units.values():
-                if state.collected and not state.reducing:
-                    self._reduce(state)
+            left = [n for n, state in self.units.items() if state.collected and not state.reducing]
+            self._carry_out(Event(Op.REDUCE, name, Phase.BACKWARD, "left over") for name in left)
         self.cue(Op.END, "", Phase.BACKWARD)
-        for name in tuple(self._settling):
-            self._settle(self.units[name])
+        self._carry_out([Event(Op.SETTLE, n, Phase.BACKWARD, "left over") for n in self._settling])
         if self.reduces or self.policy.placement.frees:
-            self._release_all()
+            self._release_all(Phase.BACKWARD)
             self._deliver()
         self._ended()
 
@@ -253,13 +263,17 @@ class Runtime:
         visit.done = True
         self.cue(Op.EXIT, visit.unit, Phase.BACKWARD)
 
-    def collect(self, state: UnitState, bucket: Bucket, index: int) -> None:
+    def collect(self, state: UnitState, bucket: Bucket, index: int, grad: Tensor) -> None:
         """Autograd has a parameter's gradient: move it into the gradient bucket."""
-        param = bucket.params[index]
-        grad, param.grad = param.grad, None
-        assert grad is not None
-        if state.reducing:  # a late gradient must not be written into a bucket that travels
-            self._settle(state)
+        if self.policy.gathers and not bucket.gathered:
+            raise ScheduleError(
+                f"the gradient of {bucket.members[index].name!r} came while unit "
+                f"{state.name or '(root)'!r} was at rest: the backward pass reached it through a "
+                "tensor that the unit did not return, so it computed with shards. Return every "
+                "tensor that a loss needs from forward(), instead of keeping it in an attribute."
+            )
+        # A late gradient must not be written into a bucket that travels.
+        self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
         bucket.gradients.collect(index, grad, carried=not self.reduces)
         if not state.complete or state.visits.pending():
             return
@@ -295,12 +309,14 @@ class Runtime:
 
     # ---- ends ------------------------------------------------------------------------------
 
-    def _release_all(self) -> None:
+    def let_go(self) -> None:
+        """Free what a forward pass left whole for a backward pass that may never come."""
+        self._carry_out(Event(Op.FREE, n, Phase.FORWARD, "between steps") for n in self.units)
+
+    def _release_all(self, phase: Phase) -> None:
         for state in self.units.values():
-            if state.depth == 0:
-                state.pinned = False
-                if not state.visits.open():
-                    state.free()
+            state.pinned = state.pinned and state.depth > 0
+        self._carry_out(Event(Op.FREE, name, phase, "the step is over") for name in self.units)
 
     def _ended(self) -> None:
         cursor, mode = self._cursor, self._cursor.mode

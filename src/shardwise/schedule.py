@@ -193,6 +193,11 @@ class Policy:
     held: frozenset[str] = frozenset()
     kept: frozenset[str] | None = None
 
+    @property
+    def gathers(self) -> bool:
+        """Is a unit at rest something else than what it computes with?"""
+        return self.placement.splits or self.casts
+
 
 @dataclass
 class _Writer:
@@ -251,7 +256,7 @@ def events(order: Order, policy: Policy, weights: Mapping[str, Weight]) -> tuple
 
 
 def _enter(writer: _Writer, position: int, cue: Cue) -> None:
-    if _gathers(writer.policy) and cue.unit not in writer.gathered:
+    if writer.policy.gathers and cue.unit not in writer.gathered:
         again = cue.unit in writer.used
         writer.gather(cue.unit, cue.phase, "needed again" if again else "first use")
     if cue.phase is Phase.FORWARD or writer.policy.prefetch.when == "pre":
@@ -285,19 +290,15 @@ def _end(writer: _Writer, cue: Cue) -> None:
             writer.free(unit, cue.phase, "the step is over")
 
 
-def _gathers(policy: Policy) -> bool:
-    return policy.placement.splits or policy.casts
-
-
 def _stays_gathered(policy: Policy) -> bool:
     """Between micro-batches nothing changes the parameters, so only ``frees`` lets them go."""
-    return not _gathers(policy) or (not policy.reduces and not policy.placement.frees)
+    return not policy.gathers or (not policy.reduces and not policy.placement.frees)
 
 
 def _prefetch(writer: _Writer, position: int, reason: str) -> None:
     prefetch, phase = writer.policy.prefetch, writer.cues[position].phase
     budget = prefetch.forward if phase is Phase.FORWARD else prefetch.backward
-    if not _gathers(writer.policy) or budget == 0:
+    if not writer.policy.gathers or budget == 0:
         return
     if budget is None:
         budget = max((weight.gathered for weight in writer.weights.values()), default=0)
@@ -317,7 +318,7 @@ def _prefetch(writer: _Writer, position: int, reason: str) -> None:
 
 def _releases(writer: _Writer, position: int, cue: Cue) -> bool:
     policy, placement = writer.policy, writer.policy.placement
-    if not _gathers(policy) or placement.resident or cue.unit not in writer.gathered:
+    if not policy.gathers or placement.resident or cue.unit not in writer.gathered:
         return False
     if not placement.frees:
         return policy.reduces and not _comes_again(writer, position, cue.unit)
@@ -349,6 +350,6 @@ def _comes_next(writer: _Writer, position: int, unit: str) -> bool:
 
 
 def _is_last_backward(writer: _Writer, position: int, cue: Cue) -> bool:
-    if cue.phase is Phase.FORWARD or not writer.policy.reduces:
+    if cue.phase is Phase.FORWARD or not writer.policy.reduces or cue.unit in writer.open:
         return False
     return writer.weights[cue.unit].gradients > 0 and not _comes_again(writer, position, cue.unit)

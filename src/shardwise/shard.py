@@ -7,7 +7,6 @@ objects stay; what changes is where the parameters' bytes are.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -91,6 +90,7 @@ class Sharded:
             unit.name: specs_of(unit, self.options, self.comm, self.placement) for unit in units
         }
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
+        self._gate = Gate([m.param for unit in units for m in unit.members], self._before_step)
         states = cut(self.model, units, specs, self.options, self.comm)
         self.buckets = tuple(bucket for state in states.values() for bucket in state.buckets)
         self.units = replace(
@@ -112,9 +112,7 @@ class Sharded:
         self._hooks = Hooks(
             self.model, brackets, self.runtime, (precision.compute, precision.output)
         )
-        self._state = StateHooks(self.model, self.buckets, self._idle)
-        self._gate = Gate([p for b in self.buckets for p in b.params], self._before_step)
-        weakref.finalize(self.model, self._gate.close)
+        self._state = StateHooks(self.model, self.buckets, self._state_asked)
         self._dress()
 
     # ---- training ----------------------------------------------------------------------------
@@ -167,7 +165,7 @@ class Sharded:
         Raises:
             ShardUseError: parameters were written without ``writeback``.
         """
-        self._idle()
+        self._idle("full_params() was called")
         self._hooks.suspended = True
         try:
             with full_params(self.buckets, writeback):
@@ -181,7 +179,8 @@ class Sharded:
 
     def unshard(self) -> nn.Module:
         """Undo ``shard()``: the model is plain and whole again on every rank. A collective."""
-        self._idle()
+        self._idle("unshard() was called")
+        self._gate.uncut(self.buckets)
         uncut(self.buckets)
         self._gate.close()
         self._undress()
@@ -220,7 +219,7 @@ class Sharded:
 
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """A plain, whole, unsharded copy. A collective."""
-        self._idle()
+        self._idle("a deep copy was asked for")
         members = [member for bucket in self.buckets for member in bucket.members]
         wholes = {
             member.name: whole
@@ -228,7 +227,7 @@ class Sharded:
             for member, whole in zip(bucket.members, bucket.whole(), strict=True)
         }
         with self._undressed():
-            copied: nn.Module = whole_copy(self.model, members, wholes)
+            copied: nn.Module = whole_copy(self.model, members, wholes, memo)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -263,10 +262,17 @@ class Sharded:
             f"{params:,} parameters)"
         )
 
-    def _idle(self) -> None:
-        self._hooks.check_idle()
+    def _idle(self, asked: str) -> None:
+        self._hooks.check_idle(asked)
+        self.runtime.let_go()
+
+    def _state_asked(self) -> bool:
+        if not self._hooks.suspended:  # inside full_params() a state dict is a plain one
+            self._idle("a state dict was asked for")
+        return not self._hooks.suspended
 
     def _before_step(self) -> None:
+        self._idle("an optimizer stepped")
         for state in self.runtime.units.values():
             if state.collected:
                 raise ScheduleError(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.buffers import Bucket
-from shardwise.errors import ShardUseError
-from shardwise.guard import sharding_of
+from shardwise.errors import ConfigError, ShardUseError
+from shardwise.guard import Sharding, sharding_of
 from shardwise.units import Member
 
 __all__ = ["StateHooks", "full_params", "local_state", "whole_copy"]
@@ -30,11 +30,11 @@ class StateHooks:
     Args:
         model: the sharded model.
         buckets: all its buckets, in an order that is the same on every rank.
-        idle: raises when a step is under way.
+        idle: raises while a step is under way; false where parameters are whole already.
     """
 
     def __init__(
-        self, model: nn.Module, buckets: Sequence[Bucket], idle: Callable[[], None]
+        self, model: nn.Module, buckets: Sequence[Bucket], idle: Callable[[], bool]
     ) -> None:
         self._buckets, self._idle = tuple(buckets), idle
         self._names = {module: name for name, module in model.named_modules()}
@@ -45,7 +45,7 @@ class StateHooks:
         for module in self._names:
             # A partial, because torch marks the hook with an attribute, which a method refuses.
             self._handles.append(module.register_state_dict_post_hook(partial(self._fill)))
-        self._handles.append(self._model.register_load_state_dict_pre_hook(_cut))
+            self._handles.append(module.register_load_state_dict_pre_hook(self._cut))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -54,13 +54,28 @@ class StateHooks:
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replace shards by whole CPU tensors; for a child, only if it was asked itself."""
-        if module is not self._model and prefix:
+        if (module is not self._model and prefix) or not self._idle():
             return
-        self._idle()
         start = f"{self._names[module]}." if self._names[module] else ""
         for bucket in self._buckets:
             if any(alias.startswith(start) for m in bucket.members for alias in m.aliases):
                 _put(state, bucket, prefix, start)
+
+    def _cut(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
+    ) -> None:
+        """Let ``load_state_dict`` accept whole tensors: each rank keeps its own part."""
+        if not self._idle():
+            return
+        if metadata.get("assign_to_params_buffers", False):
+            raise ConfigError(
+                "load_state_dict(assign=True) would put new parameters in place of those that are "
+                "sharded, and the ranks would train the old ones. Leave assign out."
+            )
+        for name, param in module._parameters.items():
+            sharding, value = param is not None and sharding_of(param), state.get(prefix + name)
+            if param is not None and sharding and isinstance(value, Tensor):
+                state[prefix + name] = _part(value.detach(), param, sharding)
 
 
 def _put(state: dict[str, Any], bucket: Bucket, prefix: str, start: str) -> None:
@@ -72,14 +87,17 @@ def _put(state: dict[str, Any], bucket: Bucket, prefix: str, start: str) -> None
         state.update(dict.fromkeys(present, value))
 
 
-def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let ``load_state_dict`` accept whole tensors: each rank keeps its own part."""
-    for name, param in module.named_parameters(remove_duplicate=False):
-        value, sharding = state.get(prefix + name), sharding_of(param)
-        if sharding is None or not isinstance(value, Tensor) or value.shape == param.shape:
-            continue
-        if value.shape == sharding.shape:
-            state[prefix + name] = sharding.cut(value.detach(), param.shape)
+def _part(value: Tensor, param: nn.Parameter, sharding: Sharding) -> Tensor:
+    if value.shape == sharding.shape:
+        return sharding.cut(value, param.shape)
+    if value.shape == param.shape:
+        return value
+    raise ConfigError(
+        f"parameter {sharding.name!r} has shape {tuple(value.shape)} in the state dict and "
+        f"{tuple(sharding.shape)} in the model (this rank's shard: {tuple(param.shape)}), so it "
+        "cannot be loaded. Load whole tensors of this model, as model.state_dict() gives them, or "
+        "this rank's own shards, as sharded.local_state_dict() does."
+    )
 
 
 def local_state(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
@@ -133,9 +151,10 @@ def _written(
     return found
 
 
-def whole_copy(model: nn.Module, members: Sequence[Member], wholes: Mapping[str, Tensor]) -> Any:
+def whole_copy(
+    model: nn.Module, members: Sequence[Member], wholes: Mapping[str, Tensor], memo: dict[int, Any]
+) -> Any:
     """A plain deep copy of ``model`` with whole parameters, from which our hooks were removed."""
-    memo: dict[int, Any] = {}
     for member in members:
         param = nn.Parameter(wholes[member.name].clone(), requires_grad=member.param.requires_grad)
         memo[id(member.param)] = param

@@ -151,6 +151,16 @@ def waiting_twice_is_free(comm: Comm) -> list[Tensor]:
     return []
 
 
+def what_nobody_waits_for_hurts_nobody(comm: Comm) -> list[Tensor]:
+    """A step may end by an error between issuing and waiting."""
+    for _ in range(3):
+        gather(comm, torch.float32, 100_000, "dropped")
+    full, pending = gather(comm, torch.float32, N, "kept")
+    pending.wait()
+    assert torch.equal(full, torch.cat([values(r, N, torch.float32) for r in range(comm.size)]))
+    return [full]
+
+
 def broadcasts_copy_the_root_s_tensor(comm: Comm) -> list[Tensor]:
     shapes = [(), (3, 5), (0,), (4,)]
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
@@ -260,6 +270,7 @@ COMMON: list[Law] = [
     gathers_concatenate_the_pieces,
     collectives_may_be_waited_for_in_any_order,
     waiting_twice_is_free,
+    what_nobody_waits_for_hurts_nobody,
     broadcasts_copy_the_root_s_tensor,
     empty_pieces_are_fine,
     bytes_are_counted,

@@ -103,14 +103,16 @@ def one_by_one(recipe: Recipe, world: int, model: nn.Module | None = None) -> Pl
     return Plain(losses, gradients, [_state(model, mine) for mine in buffers])
 
 
-def large_batch(recipe: Recipe, world: int, *, evaluating: bool = False) -> Plain:
+def large_batch(recipe: Recipe, world: int, model: nn.Module | None = None) -> Plain:
     """All ranks' rows in one batch; ``losses`` and ``states`` have one entry, not ``world``."""
-    model = recipe.model().train(not evaluating)
+    model = recipe.model() if model is None else model
     optimizer = recipe.optimizer(model.parameters())
     losses, gradients = list[float](), list[Gradients]()
     for step in range(recipe.steps):
         parts = [batch for rank in range(world) for batch in recipe.batches(step, rank)]
-        value = recipe.loss(model, tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        value = recipe.loss(
+            model, tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        )
         value.backward()
         losses.append(value.item())
         gradients.append({n: _copy(p.grad) for n, p in model.named_parameters()})

@@ -32,12 +32,13 @@ class How:
     strategy: str = "full_shard"
     wrap: sw.wrap.Wrap | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    each_rank: Callable[[Comm], dict[str, Any]] = lambda comm: {}  # noqa: E731
+    each_rank: Callable[[Comm], dict[str, Any]] = lambda comm: {}
     syncs_always: bool = False
     clip: float | None = None
-    dress: Callable[[nn.Module], object] = lambda model: None  # noqa: E731
+    dress: Callable[[nn.Module], object] = lambda model: None
 
     def by(self, strategy: str) -> How:
+        """The same with another strategy."""
         return replace(self, strategy=strategy)
 
 
@@ -85,7 +86,7 @@ def on_threads(world: int, recipe: Recipe, how: How) -> list[Sharded]:
 
 
 def whole_gradients(ranks: Sequence[Sharded], step: int, strategy: str) -> Gradients:
-    """Each parameter's gradient of ``step``, flat: the ranks' shards, one behind the other.
+    """Each parameter's gradient of ``step``: the ranks' shards, flat, one behind the other.
 
     Nothing is asked of the layout: ranks hold ranges in rank order, without gaps or overlaps.
     """
@@ -101,6 +102,10 @@ def _joined(parts: list[Tensor | None]) -> Tensor | None:
     some = [part.flatten() for part in parts if part is not None]
     assert len(some) in (0, len(parts)), "ranks must agree on which parameters have a gradient"
     return torch.cat(some) if some else None
+
+
+def flat(gradients: Gradients) -> Gradients:
+    return {name: None if g is None else g.flatten() for name, g in gradients.items()}
 
 
 def differing(some: Gradients, others: Gradients) -> list[str]:
@@ -119,8 +124,8 @@ def assert_equal(ranks: Sequence[Sharded], plain: Plain, strategy: str) -> None:
     """Losses, every step's gradients, and every parameter and buffer of every rank: bit-equal."""
     assert [rank.losses for rank in ranks] == plain.losses
     for step, expected in enumerate(plain.gradients):
-        flat = {name: None if g is None else g.flatten() for name, g in expected.items()}
-        assert differing(whole_gradients(ranks, step, strategy), flat) == [], f"in step {step}"
+        found = whole_gradients(ranks, step, strategy)
+        assert differing(found, flat(expected)) == [], f"in step {step}"
     for rank, state in zip(ranks, plain.states, strict=True):
         assert differing(rank.state, state) == []
 

@@ -21,13 +21,16 @@ from torch import nn
 
 from tests import nets
 from tests.nets import NETS, Net
-from tests.parity.plain import SGD, MakeOptimizer, Plain, Recipe, large_batch
+from tests.parity.meta import built_on_meta, init_of, made_whole
+from tests.parity.plain import MakeOptimizer, Plain, Recipe, large_batch
 from tests.parity.sharded import How, Sharded, assert_close, off, on_threads
 
+# Small steps: a one-element parameter that crosses zero has no maximum to compare with.
+SGD: MakeOptimizer = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 ADAM: MakeOptimizer = partial(torch.optim.Adam, lr=0.01, eps=1e-4)
 TOLERANCES = [(SGD, 1e-5), (ADAM, 2e-5)]
 MIXES_ROWS = Net(nets.odd_convnet, nets.odd_convnet_batch)
-WORLDS = (2, 3, 5)
+WORLDS = (1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -36,6 +39,17 @@ def test_ranks_equal_one_large_batch_up_to_rounding(net: Net, world: int) -> Non
     for optimizer, tolerance in TOLERANCES:
         recipe = Recipe.of(net, optimizer)
         ranks, large = on_threads(world, recipe, How()), large_batch(recipe, world)
+        assert_losses_close(ranks, large, 1e-6)
+        assert_close(ranks, large, tolerance)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_model_built_on_the_meta_device_equals_one_large_batch(world: int) -> None:
+    net = Net(nets.tied_decoder, nets.tied_decoder_batch)
+    for optimizer, tolerance in TOLERANCES:
+        recipe = Recipe(lambda: built_on_meta(net), net.batch, optimizer)
+        large = large_batch(recipe, world, made_whole(net))
+        ranks = on_threads(world, recipe, How(each_rank=init_of))
         assert_losses_close(ranks, large, 1e-6)
         assert_close(ranks, large, tolerance)
 
@@ -52,7 +66,7 @@ def test_batch_norm_that_does_not_see_its_batch_equals_one_large_batch(world: in
     for optimizer, tolerance in TOLERANCES:
         recipe = Recipe.of(MIXES_ROWS, optimizer)
         ranks = on_threads(world, recipe, How(dress=nn.Module.eval))
-        large = large_batch(recipe, world, evaluating=True)
+        large = large_batch(recipe, world, recipe.model().eval())
         assert_losses_close(ranks, large, 1e-6)
         assert_close(ranks, large, tolerance)
 
@@ -66,6 +80,8 @@ def test_batch_norm_that_sees_its_batch_does_not() -> None:
 def assert_losses_close(ranks: list[Sharded], large: Plain, tolerance: float) -> None:
     """The mean over ranks and micro-batches is the large batch's loss, step by step."""
     steps = len(large.losses[0])
-    losses = torch.tensor([rank.losses for rank in ranks], dtype=torch.float64)  # [W, steps * micro]
+    losses = torch.tensor(
+        [rank.losses for rank in ranks], dtype=torch.float64
+    )  # [W, steps * micro]
     means = losses.view(len(ranks), steps, -1).mean(dim=(0, 2))
     assert means.tolist() == pytest.approx(large.losses[0], rel=tolerance, abs=0)

@@ -7,16 +7,11 @@ gradients where there should be none).
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-from torch import nn
 
-from shardwise.comm.protocol import Comm
-from shardwise.materialise import default_init
 from tests import nets
 from tests.nets import NETS, Net
+from tests.parity.meta import built_on_meta, init_of, made_whole
 from tests.parity.plain import OPTIMIZERS, Recipe, one_by_one
 from tests.parity.sharded import STRATEGIES, How, assert_equal, on_threads
 
@@ -48,24 +43,3 @@ def test_a_model_built_on_the_meta_device_equals_one_made_whole(net: Net, world:
         for strategy in STRATEGIES:
             how = How(strategy, each_rank=init_of)
             assert_equal(on_threads(world, on_meta, how), plain, strategy)
-
-
-def made_whole(net: Net) -> nn.Module:
-    model = net.build()
-    torch.manual_seed(0)
-    return model.apply(default_init)
-
-
-def built_on_meta(net: Net) -> nn.Module:
-    with torch.device("meta"):
-        return net.build()
-
-
-def init_of(comm: Comm) -> dict[str, Any]:
-    """Rank 0's values count. The others draw nothing: threads share their generator."""
-    return {"init": default_init if comm.rank == 0 else zeroed}
-
-
-def zeroed(module: nn.Module) -> None:
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        nn.init.zeros_(tensor)

@@ -82,9 +82,7 @@ def test_a_key_written_twice_is_refused(tmp_path: Path) -> None:
         ("{}", "r.json", "expected a .yaml, .yml or .toml file"),
     ],
 )
-def test_a_file_that_is_no_recipe_says_so(
-    tmp_path: Path, text: str, name: str, said: str
-) -> None:
+def test_a_file_that_is_no_recipe_says_so(tmp_path: Path, text: str, name: str, said: str) -> None:
     assert said in message(written(tmp_path, text, name))
 
 
@@ -118,7 +116,9 @@ def test_the_last_of_two_overrides_counts(tmp_path: Path) -> None:
 
 def test_an_unknown_override_names_the_nearest_key(tmp_path: Path) -> None:
     said = message(written(tmp_path, ""), "--optimiser.lr", "3")
-    assert said.startswith("override --optimiser.lr: there is no such key; nearest are optimizer.lr")
+    assert said.startswith(
+        "override --optimiser.lr: there is no such key; nearest are optimizer.lr"
+    )
 
 
 def test_an_override_without_a_value_says_how_to_write_one(tmp_path: Path) -> None:

@@ -56,8 +56,10 @@ def _moving(console: Console) -> Iterator[Emit]:
         if isinstance(record, Stepped) and record.step < record.steps:
             live.start()
             live.update(Text(text, no_wrap=True, overflow="ellipsis"))
-        else:
-            console.print(Text(text))
+            return
+        if isinstance(record, Stepped):
+            live.stop()  # the last step stays
+        console.print(Text(text))
 
     try:
         yield emit

@@ -11,7 +11,7 @@ import click
 from shardwise.cli.progress import reporter
 from shardwise.comm.connect import connect, launched
 from shardwise.errors import ConfigError
-from shardwise.launch.elastic import leave_reason, start
+from shardwise.launch.elastic import leave_reason, reasons_left, start
 from shardwise.train.batches import accumulation
 from shardwise.train.config import Recipe
 from shardwise.train.folder import check
@@ -100,5 +100,9 @@ def _be_a_rank(recipe: str, overrides: tuple[str, ...], nproc: int | None, size:
 
 def _run(recipe: Recipe) -> None:
     """This process's rank of the run."""
-    with connect(recipe.run.device) as comm, reporter(recipe.run.log_every) as report:
+    with (
+        connect(recipe.run.device) as comm,
+        reporter(recipe.run.log_every) as report,
+        reasons_left(),
+    ):
         train(recipe, comm, report)

@@ -26,7 +26,7 @@ from shardwise.comm.native import NativeComm
 from shardwise.comm.peers import PeerComm
 from shardwise.comm.process_group import Ending, GlooWire
 from shardwise.comm.protocol import Comm
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, RanksDisagree
 
 __all__ = ["Launch", "connect", "launched", "over"]
 
@@ -93,11 +93,7 @@ def connect(device: str | None = None, timeout: float = TIMEOUT) -> Comm:
     here = device_of(accelerator, launch.local_rank if launch else 0)
     if launch is None or launch.size == 1:
         return LocalComm(here)
-    dist.init_process_group(
-        _load(accelerator).name,
-        timeout=timedelta(seconds=timeout),
-        device_id=None if here.type == "cpu" else here,
-    )
+    _initialise(_load(accelerator), here, timeout)
     serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     ending = Ending(LINGER if serves else 0.0, dist.destroy_process_group)
     try:
@@ -183,6 +179,22 @@ def _here(group: ProcessGroup, device: str | None) -> torch.device:
     if accelerator.device == "cpu":
         return torch.device("cpu")
     return torch.device(accelerator.device, torch.get_device_module(device).current_device())
+
+
+def _initialise(backend: Backend, device: torch.device, timeout: float) -> None:
+    try:
+        dist.init_process_group(
+            backend.name,
+            timeout=timedelta(seconds=timeout),
+            device_id=None if device.type == "cpu" else device,
+        )
+    except dist.DistError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RanksDisagree(
+            f"the ranks did not all meet at {place} within {timeout:,.0f} s ({error}). Nobody has "
+            "begun. Look whether every rank was started, with equal MASTER_ADDR, MASTER_PORT and "
+            "WORLD_SIZE, and whether a firewall or a wrong network interface lies between them."
+        ) from error
 
 
 def _load(accelerator: Accelerator) -> Backend:

@@ -160,8 +160,11 @@ def facts_differ(facts: Sequence[Mapping[str, str]]) -> str:
             ranks.setdefault(mine.get(name, "(absent)"), []).append(rank)
         if len(ranks) > 1:
             lines.append(f"  {name}: " + "; ".join(f"{named(r)}: {t}" for t, r in ranks.items()))
+    more = [f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []
     return (
-        f"the ranks do not agree on {len(lines)} of their facts:\n" + "\n".join(lines) + "\n"
+        f"the ranks do not agree on {len(lines)} of their facts:\n"
+        + "\n".join(lines[:10] + more)
+        + "\n"
         f"They would not train one model. {DEAD} Start every rank with the same code, "
         "configuration and versions."
     )

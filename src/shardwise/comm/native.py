@@ -191,11 +191,13 @@ class NativeComm:
             raise self._watch.explain(-1, error) from error
 
     def _average_is_right(self) -> bool:
-        """Whether AVG of 1, 2, …, size is (size + 1) / 2, on every rank."""
-        full = torch.full((self.size,), self.rank + 1.0, device=self.device)
-        out = torch.empty(1, device=self.device)
-        self._calls.scatter(out, full, op=dist.ReduceOp.AVG, group=self._groups.reduce)
-        right = out.item() == (self.size + 1) / 2
+        """Whether AVG of 1, 2, …, size is (size + 1) / 2, for each of some sizes, on every rank."""
+        right = True
+        for n in (1, 513, 65_537):
+            full = torch.full((self.size * n,), self.rank + 1.0, device=self.device)
+            out = torch.empty(n, device=self.device)
+            self._calls.scatter(out, full, op=dist.ReduceOp.AVG, group=self._groups.reduce)
+            right &= bool((out == (self.size + 1) / 2).all())
         return set(self._watch.share(SELF_TEST, str(right))) == {"True"}
 
     def _interrupt(self) -> None:

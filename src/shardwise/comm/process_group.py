@@ -28,7 +28,8 @@ from shardwise.errors import RanksDisagree
 
 __all__ = ["Ending", "GlooWire", "close_connections"]
 
-GREETING = Collective(-1, "greeting", "greet", "", 0)
+GREETING = Collective(-2, "greeting", "greet", "", 0)
+CONNECTED = Collective(-1, "greeting", "connect", "", 0)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class GlooWire:
         self._peer = (rank + 1) % size
         self._ending = ending
         self._closed = False
+        # What is in flight, kept also if nobody waits: a peer's message needs its place.
+        self._flying: dict[int, list[tuple[int, Work]]] = {}
         self._group: _Messages | None = None
         self._watch = Watch(store, rank, size, self._interrupt, timeout)
         self._watch.share(GREETING, "")  # names who never came, where gloo would only time out
@@ -73,6 +76,7 @@ class GlooWire:
         patience = timedelta(seconds=timeout + 60)
         gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, patience)
         self._group = cast("Any", gloo)
+        self._watch.share(CONNECTED, "")  # or who is done soon would leave amid a peer's connecting
         atexit.register(self._at_exit)
 
     def post(
@@ -81,7 +85,7 @@ class GlooWire:
         self._watch.issue(collective)
         group, tag = self._group, collective.tag
         assert group is not None  # `issue` raises once this end is closed
-        works: list[tuple[int, Work]] = []
+        works = self._flying[collective.seq] = []
         peer = -1
         try:
             # Receives first: a message whose place is known is sent without asking.
@@ -91,7 +95,7 @@ class GlooWire:
                 works.append((peer, group.send([data], peer, tag)))
         except RuntimeError as error:
             raise self._watch.explain(peer, error) from error
-        return lambda: self._complete(collective, works)
+        return lambda: self._complete(collective)
 
     def share(self, collective: Collective, text: str) -> list[str]:
         return self._watch.share(collective, text)
@@ -109,15 +113,16 @@ class GlooWire:
         self._group = None
         self._ending.then()
 
-    def _complete(self, collective: Collective, works: list[tuple[int, Work]]) -> None:
+    def _complete(self, collective: Collective) -> None:
         since = monotonic()
-        for peer, work in works:
+        for peer, work in self._flying[collective.seq]:
             self._watch.waits = Wait(collective, since, peer)
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._watch.explain(peer, error) from error
         self._watch.waits = None
+        del self._flying[collective.seq]
 
     def _interrupt(self) -> None:
         if self._group is not None:

@@ -91,7 +91,7 @@ class Watch:
         if self._dead:
             raise RanksDisagree(self._dead)
         self._recent.append(collective)
-        self._issued = collective.seq + 1
+        self._issued = max(0, collective.seq + 1)  # what makes the group has negative numbers
 
     def share(self, collective: Collective, text: str) -> list[str]:
         """Every rank's ``text`` for one and the same collective, by rank."""

@@ -28,11 +28,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import RanksDisagree, ShardwiseError
 
-__all__ = ["cores", "environment", "leave_reason", "reason", "start"]
+__all__ = ["cores", "environment", "leave_reason", "reason", "reasons_left", "start"]
 
 REPORT = "TORCHELASTIC_ERROR_FILE"  # where the elastic launcher looks for a rank's reason
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LOOPBACK = {"Linux": "lo", "Darwin": "lo0"}
 
 
@@ -55,7 +56,7 @@ def start(command: Sequence[str], ranks: int) -> None:
     for name in list(logging.Logger.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _added(environment(ranks)):
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _lent(environment(ranks)):
         try:
             elastic_launch(_config(ranks, folder), command[0])(*command[1:])
         except ChildFailedError as error:
@@ -76,6 +77,7 @@ def _config(ranks: int, folder: str) -> LaunchConfig:
         rdzv_endpoint="127.0.0.1:0",  # port 0: the system chooses a free one
         local_addr="127.0.0.1",
         max_restarts=0,
+        signals_to_handle=",".join(number.name for number in SIGNALS),
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         shutdown_timeout=5,
@@ -99,21 +101,43 @@ def environment(ranks: int) -> dict[str, str]:
 
 
 @contextmanager
-def _added(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables that processes started inside inherit."""
+def _lent(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the processes started inside; afterwards all is as before.
+
+    The elastic launcher sets variables and signal handlers of its own and leaves them.
+    """
+    environ = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name in variables:
-            os.environ.pop(name, None)
+        for name in set(os.environ) - set(environ):
+            del os.environ[name]
+        os.environ.update(environ)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 # --- why a rank failed -----------------------------------------------------------------------
 
 
+@contextmanager
+def reasons_left() -> Iterator[None]:
+    """An error inside is raised as always, and first left as this rank's reason.
+
+    Use it inside ``with connect()``: once that ends, the others know that this rank is gone,
+    and the launcher may end it before it can say why.
+    """
+    try:
+        yield
+    except Exception as error:
+        leave_reason(error)
+        raise
+
+
 def leave_reason(error: BaseException) -> bool:
-    """Leave this rank's reason for its launcher, before it exits with a status.
+    """Leave this rank's reason where its launcher looks for it; the first one stays.
 
     An error of ours explains itself; any other comes with its traceback.
 
@@ -123,42 +147,51 @@ def leave_reason(error: BaseException) -> bool:
     path = os.environ.get(REPORT)
     if path is None:
         return False
+    if Path(path).exists():
+        return True
     said = str(error)
     if not isinstance(error, ShardwiseError):
         said = "".join(traceback.format_exception(error)).rstrip()
     now = time.time()
-    extra = {"py_callstack": said, "timestamp": str(int(now)), "exact": now}
+    extra = {
+        "py_callstack": said,
+        "timestamp": str(int(now)),
+        "exact": now,
+        "follows": isinstance(error, RanksDisagree),
+    }
     Path(path).write_text(json.dumps({"message": {"message": said, "extraInfo": extra}}), "utf-8")
     return True
 
 
 def reason(failures: Mapping[int, ProcessFailure]) -> str:
-    """What to tell the user: the reason of the rank that failed first.
-
-    A rank that was killed could leave nothing, and the others' errors follow from its death.
-    """
-    killed = {rank: f for rank, f in failures.items() if _was_killed(f)}
-    rank, failure = min((killed or failures).items(), key=lambda item: _moment(item[1]))
-    if rank in killed:
-        return (
-            f"rank {rank} (process {failure.pid}) was killed by {failure.signal_name()}. If "
-            "nobody did so on purpose, the system was out of memory: lower batch.micro or "
-            "data.context, or use a smaller model."
-        )
+    """What to tell the user: the reason of the rank that failed first."""
+    rank, failure = min(failures.items(), key=lambda item: _suspicion(item[1]))
     said = _left(failure)
     if said:
         return f"rank {rank}: {said['message']}"
-    return f"rank {rank} ended with status {failure.exitcode} and left no reason; see above."
+    if failure.exitcode >= 0:
+        return f"rank {rank} ended with status {failure.exitcode} and left no reason; see above."
+    advice = (
+        "If nobody did so on purpose, the system was out of memory: lower batch.micro or "
+        "data.context, or use a smaller model."
+    )
+    killed = f"rank {rank} (process {failure.pid}) was killed by {failure.signal_name()}."
+    return f"{killed} {advice}" if failure.exitcode == -signal.SIGKILL else killed
 
 
-def _was_killed(failure: ProcessFailure) -> bool:
-    # SIGTERM is how the launcher itself ends the other ranks.
-    return failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
+    """The smaller, the likelier is it the cause and not a consequence.
 
-
-def _moment(failure: ProcessFailure) -> float:
-    extra = _left(failure).get("extraInfo", {})
-    return float(extra.get("exact", failure.timestamp))
+    A rank that crashed could leave nothing, and the others' errors follow from its death. So
+    does, mostly, what ranks say of each other. And a rank that was told to end (SIGTERM) was
+    told so by the launcher, since another had failed.
+    """
+    said = _left(failure)
+    if said:
+        extra = said["extraInfo"]
+        follows = extra.get("follows", False)
+        return (2 if follows else 1), float(extra.get("exact", failure.timestamp))
+    return (3 if failure.exitcode == -signal.SIGTERM else 0), float(failure.timestamp)
 
 
 def _left(failure: ProcessFailure) -> dict[str, Any]:

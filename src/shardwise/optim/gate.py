@@ -10,7 +10,8 @@ before sharding is cut to the shard, and parameters show their plain class to fu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from shardwise.buffers import Bucket
 from shardwise.errors import OptimizerError
 from shardwise.guard import ShardedParameter, sharding_of
 
@@ -45,40 +47,67 @@ _REASONS = {
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it needs sparse gradients, and gradients arrive here as dense shards",
 }
+_BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
+"""0-dim state that is no element's: how far the optimizer is."""
 
 
 class Gate:
     """Watches the optimizers that step on one sharded model.
 
+    torch keeps the hooks for ever, so nothing here keeps the model alive.
+
     Args:
         params: the model's parameters.
-        before_step: called before each step of an optimizer that holds any of them.
+        before_step: a method that is called before each step of an optimizer that holds any of
+            them; held weakly.
     """
 
-    def __init__(self, params: list[nn.Parameter], before_step: Callable[[], None]) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], before_step: Callable[[], None]) -> None:
         self._mine = {id(param) for param in params}
-        self._before_step = before_step
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._before_step = weakref.WeakMethod(before_step)
+        self._known: list[weakref.ref[Optimizer]] = []  # in order of their first step
         self._unguarded: list[nn.Parameter] = []
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ]
+        self._sweep()
 
     def close(self) -> None:
+        """Watch no more."""
         for handle in self._handles:
             handle.remove()
 
+    def _sweep(self) -> None:
+        """Take away the hooks of models that are gone.
+
+        Not when a model goes: that may be while torch iterates over these hooks.
+        """
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref() or {}
+            for key, hook in tuple(hooks.items()):
+                gate = getattr(hook, "__self__", None)
+                if isinstance(gate, Gate) and gate._before_step() is None:
+                    del hooks[key]
+
+    def uncut(self, buckets: Iterable[Bucket]) -> None:
+        """Give the optimizers that stepped here their state whole. A collective."""
+        optimizers = [known for ref in self._known if (known := ref()) is not None]
+        for optimizer, bucket in product(optimizers, buckets):
+            _uncut_state(optimizer, bucket)
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         params = [p for p in _params(optimizer) if id(p) in self._mine]
-        if not params:
+        before_step = self._before_step()
+        if not params or before_step is None:
             return
-        self._before_step()
-        if optimizer not in self._known:
+        before_step()
+        if all(ref() is not optimizer for ref in self._known):
             _check_elementwise(optimizer, params)
             for param in params:
                 _cut_state(optimizer, param)
-            self._known.add(optimizer)
+            self._known.append(weakref.ref(optimizer))
+        self._unguarded.clear()
         for param in params:
             if type(param) is ShardedParameter:
                 param.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -122,6 +151,31 @@ def _cut_state(optimizer: Optimizer, param: nn.Parameter) -> None:
     state = optimizer.state.get(param)
     if sharding is None or not state or sharding.shape == param.shape:
         return
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.shape == sharding.shape and value.ndim > 0:
-            state[name] = sharding.cut(value, param.shape).clone()
+    for name, value in _elements(state, sharding.shape).items():
+        state[name] = sharding.cut(value, param.shape).clone()
+
+
+def _uncut_state(optimizer: Optimizer, bucket: Bucket) -> None:
+    """The other way round, for the parameters of one bucket. A collective."""
+    states = [optimizer.state.get(param, {}) for param in bucket.params]
+    cut = [_elements(s, p.shape) for s, p in zip(states, bucket.params, strict=True)]
+    for name in sorted({name for mine in cut for name in mine}):
+        dtype = next(mine[name].dtype for mine in cut if name in mine)
+        flat = torch.zeros_like(bucket.shard, dtype=dtype)
+        for view, mine in zip(bucket.spec.rest_views(flat), cut, strict=True):
+            if name in mine:
+                view.copy_(mine[name])
+        for whole, state, mine in zip(bucket.whole_of(flat), states, cut, strict=True):
+            if name in mine:
+                state[name] = whole.clone()
+
+
+def _elements(state: Mapping[str, Any], shape: torch.Size) -> dict[str, Tensor]:
+    """The state that has one value for each element of a parameter of this shape."""
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+        and value.shape == shape
+        and (value.ndim > 0 or name not in _BOOKKEEPING)
+    }

@@ -202,6 +202,10 @@ class ShardingConfig(Section):
         "auto",
         description="units: auto, module classes such as [Block], or a least parameter count",
     )
+    bucketing: Literal["block", "layer", "none"] = Field(
+        "block", description="one collective per unit, per layer, or per parameter"
+    )
+    activation_checkpointing: bool = Field(False, description="recompute blocks in backward")
     prefetch: PrefetchConfig = Field(PrefetchConfig(), description="how far ahead")
     precision: Annotated[PrecisionConfig, BeforeValidator(_short_precision)] = Field(
         PrecisionConfig(), description="fp32, bf16 (compute only), or field by field"

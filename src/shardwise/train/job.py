@@ -87,6 +87,8 @@ def build(recipe: Recipe, comm: Comm, rows: Rows, vocabulary: int) -> Job:
         wrap=wrap_of(sharding),
         comm=comm,
         init=initialiser(torch.Generator(comm.device).manual_seed(recipe.run.seed)),
+        bucketing=sharding.bucketing,
+        activation_checkpointing=sharding.activation_checkpointing,
         prefetch=Prefetch(**sharding.prefetch.model_dump()),
         precision=Precision(**sharding.precision.dtypes(), average=sharding.precision.average),
     )

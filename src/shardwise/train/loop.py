@@ -24,7 +24,7 @@ from shardwise.train.export import export
 from shardwise.train.folder import RECIPE, Folder
 from shardwise.train.footprint import footprint
 from shardwise.train.job import Job, build
-from shardwise.train.meter import Meter, resident_bytes
+from shardwise.train.meter import Meter, memory_in_use
 from shardwise.train.metrics import (
     Built,
     Emit,
@@ -151,7 +151,8 @@ def _stepped(
 ) -> Stepped:
     """What every rank knows of the step, put together. A collective."""
     steps = job.recipe.run.steps
-    heard = gathered(job.sharded.comm, (share, resident_bytes()), "loss")
+    comm = job.sharded.comm
+    heard = gathered(comm, (share, memory_in_use(comm.device)), "loss")
     return Stepped(
         step=step,
         steps=steps,

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Meter", "resident_bytes"]
+import torch
+
+__all__ = ["Meter", "memory_in_use", "resident_bytes"]
 
 WARM_UP = 3  # steps that do not count
 
@@ -46,6 +48,13 @@ class Meter:
         """Over the same steps."""
         seconds = sum(self._seconds[WARM_UP:] or self._seconds)
         return sum(self._tokens[WARM_UP:] or self._tokens) / seconds if seconds else 0.0
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that this process has: resident on a CPU, reserved on an accelerator."""
+    if device.type == "cpu":
+        return resident_bytes()
+    return int(torch.get_device_module(device).memory_reserved(device))
 
 
 def resident_bytes() -> int:

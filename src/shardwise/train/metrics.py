@@ -93,7 +93,7 @@ class Stepped:
         loss: mean over all tokens of the global batch, nats per token.
         lr, grad_norm: as used in this step; the norm is that before clipping.
         tokens_per_second: over all ranks, without the first steps and without validation.
-        memory: resident bytes of the rank that has most.
+        memory: bytes in use by the rank that uses most.
         seconds_left: at the pace so far.
     """
 
@@ -131,7 +131,7 @@ class Evaluated:
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss > 700 else math.exp(self.loss)
 
 
 @dataclass(frozen=True)

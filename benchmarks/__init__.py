@@ -1,0 +1,1 @@
+"""Side by side against what exists: one package per question, run as ``python -m benchmarks``."""

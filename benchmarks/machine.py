@@ -1,0 +1,72 @@
+"""What a number was measured on: without it a time means nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+__all__ = ["Machine", "this_machine", "version_of"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and with what a run was made.
+
+    Attributes:
+        date: UTC, to the minute.
+        processor: as ``/proc/cpuinfo`` names it.
+        cores: that this process may use.
+        memory: bytes.
+        load: the load average of the last minute when the run began: other people's work.
+        kernel: the operating system's name and release.
+        versions: of Python and the packages that are compared; ``""`` where one is absent.
+    """
+
+    date: str
+    processor: str
+    cores: int
+    memory: int
+    load: float
+    kernel: str
+    versions: dict[str, str]
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{name} {number}" for name, number in self.versions.items() if number)
+        return (
+            f"{self.date}, {self.cores} cores of {self.processor}, "
+            f"{self.memory / 2**30:.0f} GiB, {self.kernel}, load {self.load:.1f}; {found}"
+        )
+
+
+def this_machine() -> Machine:
+    """Read from the operating system, now."""
+    return Machine(
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)),
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        load=os.getloadavg()[0],
+        kernel=f"{platform.system()} {platform.release()}",
+        versions={
+            "python": platform.python_version(),
+            **{name: version_of(name) for name in ("shardwise", "torch", "deepspeed")},
+        },
+    )
+
+
+def version_of(distribution: str) -> str:
+    """The installed version, ``""`` if there is none."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

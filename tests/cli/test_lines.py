@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from shardwise.cli.lines import clock, lines
+from shardwise.train.metrics import (
+    Built,
+    Bytes,
+    Evaluated,
+    Finished,
+    Placed,
+    Prepared,
+    Sampled,
+    Stepped,
+    Warned,
+)
+
+PREPARED = Prepared(
+    source="/data",
+    files=12,
+    skipped=2,
+    nbytes=3_400_000,
+    capped=True,
+    documents=(10, 2),
+    tokens=(1_234_567, 4_321),
+    rows=(100, 4),
+    dropped=(7, 0),
+    vocabulary=2048,
+    cached=False,
+    seconds=1.26,
+)
+
+
+def test_the_data_is_accounted_for() -> None:
+    assert lines(PREPARED) == [
+        "text      /data: 12 files, 2 left out (not UTF-8 text), 3.4 MB, up to data.max_bytes",
+        "split     10 documents to train on, 2 held out for validation, by a hash of their text",
+        (
+            "tokens    1,234,567 and 4,321, 2,048 different, tokenizer learnt from the training "
+            "split (1.3 s)"
+        ),
+        (
+            "rows      packed into 100 and 4 rows; attention crosses documents within a row "
+            "(tails of 7 and 0 tokens dropped)"
+        ),
+    ]
+
+
+def test_the_global_batch_is_a_product_that_can_be_checked() -> None:
+    built = Built(31_392, "full_shard", 3, 12, 2, 2, 32, 30, 0.5)
+    assert lines(built) == [
+        "model     31,392 parameters, full_shard over 3 ranks",
+        (
+            "batch     12 rows = 2 micro × 2 accumulation × 3 ranks; 384 tokens a step, 30 steps, "
+            "0.50 epochs"
+        ),
+        "tokens/s  over all ranks, without the first 3 steps and without validation",
+        "",
+    ]
+
+
+def test_a_step_is_one_line_with_everything() -> None:
+    stepped = Stepped(7, 150, 5.43219, 1.5e-3, 0.98765, 6_512.4, 640 * 2**20, 92.2)
+    assert lines(stepped) == [
+        (
+            "step   7/150  loss  5.4322  lr 1.50e-03  grad norm  0.988    6,512 tokens/s  "
+            "memory 640 MiB  ETA 1:32"
+        )
+    ]
+
+
+def test_lines_of_steps_are_equally_long() -> None:
+    few = lines(Stepped(1, 1000, 10.5, 1e-3, 12.5, 65.4, 640 * 2**20, 92.2))
+    many = lines(Stepped(1000, 1000, 5.4, 1e-3, 0.9, 65_000.4, 640 * 2**20, 92.2))
+    assert [*map(len, few)] == [*map(len, many)]
+
+
+def test_validation_stands_beside_the_entropy_it_should_beat() -> None:
+    assert lines(Evaluated(150, 4.25, 0.256, 6.2, 16_384, 1.0)) == [
+        (
+            "step 150  validation loss 4.2500 (unigram entropy 6.2000 of the same 16,384 tokens)  "
+            "perplexity 70.11  accuracy 25.6%"
+        )
+    ]
+
+
+def test_a_perplexity_that_overflows_is_called_infinite() -> None:
+    assert "perplexity inf" in lines(Evaluated(1, 1e4, 0.0, 6.2, 9, 1.0))[0]
+
+
+def test_bytes_are_a_table_with_a_column_for_each_rank() -> None:
+    placed = Placed((Bytes("parameters", (512, 500), 1_000), Bytes("buffers", (8, 8), 8)))
+    assert lines(placed) == [
+        "",
+        "bytes       rank 0  rank 1  one process   share",
+        "----------  ------  ------  -----------  ------",
+        "parameters     512     500        1,000   51.2%",
+        "buffers          8       8            8  100.0%",
+        "all            520     508        1,008   51.6%",
+    ]
+
+
+def test_many_ranks_are_shown_by_their_extremes() -> None:
+    table = lines(Placed((Bytes("parameters", (10, 11, 12, 13, 14), 60),)))
+    assert table[1].split() == ["bytes", "least", "most", "one", "process", "share"]
+    assert table[3].split() == ["parameters", "10", "14", "60", "23.3%"]
+
+
+def test_nothing_at_all_has_a_share_too() -> None:
+    assert lines(Placed((Bytes("buffers", (0,), 0),)))[3].split()[-1] == "100.0%"
+
+
+def test_a_sample_is_indented_as_a_whole() -> None:
+    assert lines(Sampled("def f():", "\n  pass")) == [
+        "",
+        "sample    def f():\n            pass",
+    ]
+
+
+def test_the_end_says_where_everything_is() -> None:
+    assert lines(Finished("runs/demo", ("a", "b"), 65.0)) == [
+        "",
+        "done      saved in runs/demo after 1:05: a, b",
+    ]
+
+
+def test_a_warning_is_a_line() -> None:
+    assert lines(Warned("careful")) == ["warning   careful"]
+
+
+def test_a_clock_has_hours_when_needed() -> None:
+    assert [clock(s) for s in (0, 59.6, 3_599, 3_725)] == ["0:00", "1:00", "59:59", "1:02:05"]

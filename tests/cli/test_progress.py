@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from shardwise.cli.progress import reporter
+from shardwise.train.metrics import Evaluated, Record, Stepped, Warned
+
+
+def story(steps: int) -> list[Record]:
+    walked = [Stepped(i + 1, steps, 5.0, 1e-3, 1.0, 100.0, 2**20, 1.0) for i in range(steps)]
+    return [Warned("[bold]text[/]"), *walked, Evaluated(steps, 4.0, 0.1, 6.0, 9, 1.0)]
+
+
+def told(records: Iterable[Record], log_every: int, capsys: pytest.CaptureFixture[str]) -> str:
+    with reporter(log_every) as report:
+        for record in records:
+            report(record)
+    return capsys.readouterr().out
+
+
+def test_a_log_gets_a_line_every_so_many_steps_and_the_first_and_last(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = told(story(25), 10, capsys).splitlines()
+    assert [line.split("/")[0] for line in said if "/25" in line] == [
+        "step  1",
+        "step 10",
+        "step 20",
+        "step 25",
+    ]
+    assert said[0] == "warning   [bold]text[/]"
+    assert said[-1].startswith("step 25  validation loss 4.0000")
+
+
+def test_a_log_holds_no_control_characters_and_no_wrapped_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = told(story(3), 1, capsys)
+    assert "\x1b" not in said
+    assert "\r" not in said
+    assert len(said.splitlines()) == 5
+
+
+def test_a_terminal_gets_a_moving_line_and_keeps_what_lasts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    said = told(story(25), 10, capsys)
+    assert "\x1b[2K" in said  # a line was erased, to be written anew
+    lasting = said.rpartition("\x1b[2K")[2]
+    assert "validation loss 4.0000" in lasting or "validation loss 4.0000" in said
+    assert "[bold]text[/]" in said
+
+
+def test_a_terminal_is_restored_after_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+
+    def interrupted() -> None:
+        with reporter(1) as report:
+            report(story(5)[1])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    said = capsys.readouterr().out
+    assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l") >= 0  # the cursor is shown again

@@ -1,0 +1,252 @@
+"""Which comm comes from which environment, and what is left behind: nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.accelerators import Backend, row
+from shardwise.comm.connect import Launch, _load, connect, launched, over
+from shardwise.comm.local import LocalComm
+from shardwise.comm.native import NativeComm
+from shardwise.comm.peers import PeerComm
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import ConfigError, RanksDisagree
+from tests.ranks import gloo_group, outcomes_of
+
+MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def sum_of_ranks(comm: Comm) -> float:
+    out = torch.empty(1)
+    comm.reduce_scatter(out, torch.full((comm.size,), float(comm.rank)), Label("reduce")).wait()
+    return out.item()
+
+
+# --- the launcher's environment --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch"),
+    [
+        ({}, None),
+        (MASTER, None),  # set for the whole machine, perhaps
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **MASTER}, Launch(1, 4, 0)),
+        ({"RANK": "1", "WORLD_SIZE": "4", **MASTER}, Launch(1, 4, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Launch(0, 1, 0)),
+    ],
+)
+def test_a_launcher_is_known_by_its_variables(
+    environ: dict[str, str], launch: Launch | None
+) -> None:
+    assert launched(environ) == launch
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({"RANK": "0"}, "has RANK, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "1"}, "has WORLD_SIZE, but not RANK"),
+        ({"LOCAL_RANK": "0"}, "has LOCAL_RANK, but not RANK, WORLD_SIZE, MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "but not MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "2", "WORLD_SIZE": "2", **MASTER}, "RANK=2 and WORLD_SIZE=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2", **MASTER}, "RANK=-1 and WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "two", **MASTER}, "WORLD_SIZE='two'"),
+    ],
+)
+def test_a_part_of_a_launcher_is_an_error(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        launched(environ)
+    assert text in str(error.value)
+    assert "torchrun" in str(error.value) or "Correct" in str(error.value)
+
+
+def test_without_a_launcher_there_is_one_rank_and_no_process_group() -> None:
+    with connect() as comm:
+        assert type(comm) is LocalComm
+        assert not dist.is_initialized()
+
+
+def test_one_launched_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with connect("cpu") as comm:
+        assert type(comm) is LocalComm
+        assert not dist.is_initialized()
+
+
+def test_a_partial_environment_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="WORLD_SIZE"):
+        connect()
+
+
+def test_an_unknown_device_is_refused_with_the_nearest_names() -> None:
+    with pytest.raises(ConfigError, match=r"'cudda'\. Known, nearest first: cuda"):
+        connect("cudda")
+
+
+def test_a_meeting_place_that_nobody_serves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = str(free_port())
+    launcher = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RanksDisagree, match=f"did not all meet at 127.0.0.1:{port} within 1 s"):
+        connect(timeout=1.0)
+    assert not dist.is_initialized()
+
+
+# --- a launched group: made here, ended here -------------------------------------------------
+
+
+def launch(rank: int, world: int, folder: str, port: int) -> list[object]:
+    """Connect as torchrun's ranks would; the rank that serves the store raises while one waits."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    with connect() as comm:
+        seen: list[object] = [type(comm).__name__, comm.rank, comm.size, sum_of_ranks(comm)]
+    seen.append(dist.is_initialized())
+    return seen + raise_on_rank_0(rank)
+
+
+def raise_on_rank_0(rank: int) -> list[object]:
+    start = time.monotonic()
+    try:
+        with connect() as comm:
+            if rank == 0:
+                raise KeyError("no such file")
+            sum_of_ranks(comm)
+    except (KeyError, RanksDisagree) as error:
+        return [str(error), dist.is_initialized(), time.monotonic() - start]
+    return []
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.spawn
+def test_a_launched_group_ends_with_its_comm_also_after_an_error() -> None:
+    first, second = outcomes_of(2, launch, free_port())
+    assert (first.error, second.error) == ("", "")
+    assert first.value[:5] == ["PeerComm", 0, 2, 1.0, False]
+    assert second.value[:5] == ["PeerComm", 1, 2, 1.0, False]
+    raised, initialised, _ = first.value[5:]
+    told, still_initialised, seconds = second.value[5:]
+    assert (raised, initialised, still_initialised) == ("'no such file'", False, False)
+    # Rank 0 serves the store: it stayed until rank 1 had read why it left.
+    assert told.startswith("rank 0 has left (it raised KeyError('no such file') after 0 coll")
+    assert seconds < 5
+
+
+# --- a group that exists: used, and left alone -----------------------------------------------
+
+
+def use_what_exists(rank: int, world: int, folder: str) -> list[object]:
+    seen: list[object] = []
+    with gloo_group(rank, world, folder):
+        with connect() as comm:
+            seen += [type(comm) is PeerComm, sum_of_ranks(comm)]
+        mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("replicate", "shard"))
+        with over(mesh["shard"]) as comm, over(mesh["shard"]) as beside:
+            seen += [comm.size, sum_of_ranks(comm), sum_of_ranks(beside)]
+        with over(mesh["replicate"]) as comm:
+            seen += [type(comm) is LocalComm]
+        with pytest.raises(ConfigError) as error:
+            over(mesh)
+        seen.append(str(error.value))
+        pair = dist.new_group([0, 2])
+        if rank == 1:
+            with pytest.raises(ConfigError, match="not a member"):
+                over(None)
+        else:
+            for native in (False, True):
+                with over(pair, native=native) as comm:
+                    assert isinstance(comm, NativeComm if native else PeerComm)
+                    seen += [comm.size, comm.rank, sum_of_ranks(comm)]
+        dist.barrier()  # the world's group still works
+    return seen
+
+
+@pytest.mark.spawn
+def test_an_existing_group_a_mesh_axis_and_a_part_of_the_world_will_do() -> None:
+    outcomes = outcomes_of(3, use_what_exists)
+    assert [o.error for o in outcomes] == [""] * 3
+    for outcome in outcomes:
+        assert outcome.value[:6] == [True, 3.0, 3, 3.0, 3.0, True]
+        assert "this mesh has 2 axes (replicate=1, shard=3)" in outcome.value[6]
+        assert "mesh['shard']" in outcome.value[6]
+    assert [o.value[7:] for o in outcomes] == [[2, 0, 1.0] * 2, [], [2, 1, 1.0] * 2]
+
+
+# --- who carries the collectives -------------------------------------------------------------
+
+
+def stub(folder: Path, module: str) -> None:
+    """A package that imports, and nothing else."""
+    place = folder.joinpath(*module.split("."))
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text("")
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path, and a torch with nothing but gloo built in."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("device", "module", "backend"),
+    [
+        ("hpu", "habana_frameworks.torch.distributed.hccl", "hccl"),
+        ("xpu", "oneccl_bindings_for_pytorch", "ccl"),
+    ],
+)
+def test_a_plug_in_is_imported_where_the_row_names_one(
+    plugins: Path, device: str, module: str, backend: str
+) -> None:
+    stub(plugins, module)
+    assert _load(row(device)) == Backend(backend, module)
+    assert module in sys.modules
+
+
+def test_what_torch_has_built_in_comes_before_a_plug_in(
+    plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(plugins, "oneccl_bindings_for_pytorch")
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name in {"gloo", "xccl"})
+    assert _load(row("xpu")).name == "xccl"
+    assert _load(row("cpu")).name == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("device", "text"),
+    [
+        ("cuda", "collectives for cuda: it needs nccl (built into torch)."),
+        ("xpu", "it needs xccl (built into torch) or ccl (import oneccl_bindings_for_pytorch)."),
+        ("hpu", "it needs hccl (import habana_frameworks.torch.distributed.hccl)."),
+    ],
+)
+@pytest.mark.usefixtures("plugins")
+def test_a_missing_backend_is_named_with_where_it_comes_from(device: str, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        _load(row(device))
+    assert text in str(error.value)

@@ -1,0 +1,140 @@
+"""The path of NCCL, XCCL and HCCL, as far as gloo can stand in for them.
+
+That it keeps every law is tested in test_contract.py; no GPU has seen this.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from shardwise.comm import native
+from shardwise.comm.connect import over
+from shardwise.comm.native import NativeComm
+from shardwise.comm.process_group import Ending
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import RanksDisagree
+from tests.ranks import gloo_group, outcomes_of
+
+pytestmark = pytest.mark.spawn
+
+CPU = torch.device("cpu")
+
+
+def mean_of_ranks(comm: Comm) -> float:
+    """1.5 with two ranks."""
+    out = torch.empty(3)
+    full = torch.full((comm.size * 3,), comm.rank + 1.0)
+    comm.reduce_scatter(out, full, Label("reduce"), mean=True).wait()
+    return out[0].item()
+
+
+def averaging(folder: str, calls: native._Calls) -> list[Any]:
+    """The ReduceOps that a comm uses when the backend claims to average, and the mean."""
+    used: list[str] = []
+    scatter = calls.scatter
+
+    def spy(out: Tensor, full: Tensor, **options: Any) -> Any:
+        used.append(str(options["op"]))
+        return scatter(out, full, **options)
+
+    store: Store = FileStore(f"{folder}/averages{scatter.__name__}", 2)
+    world = dist.group.WORLD
+    assert world is not None
+    native._calls = lambda: calls._replace(scatter=spy)
+    with NativeComm(world, CPU, store, averages=True, timeout=60, ending=Ending()) as comm:
+        mean = mean_of_ranks(comm)
+    return [*used, mean]
+
+
+def try_averages(rank: int, world: int, folder: str) -> list[list[Any]]:
+    with gloo_group(rank, world, folder):
+        right = native._calls()
+
+        def divides_twice(out: Tensor, full: Tensor, op: Any, **options: Any) -> Any:
+            """On one rank, and for one size only, as XCCL once did."""
+            work = right.scatter(out, full, op=op, **options)
+            if rank == 1 and out.numel() == 513:
+                out /= world
+            return work
+
+        wrong = right._replace(scatter=divides_twice)
+        return [averaging(folder, right), averaging(folder, wrong)]
+
+
+def test_the_backend_averages_only_if_it_can_on_every_rank() -> None:
+    outcomes = outcomes_of(2, try_averages)
+    assert [o.error for o in outcomes] == [""] * 2
+    for outcome in outcomes:
+        trusted, mistrusted = outcome.value
+        assert trusted == ["RedOpType.AVG"] * 3 + ["RedOpType.AVG", 1.5]
+        assert mistrusted == ["RedOpType.AVG"] * 3 + ["RedOpType.SUM", 1.5]
+
+
+def go_wrong(rank: int, world: int, folder: str) -> list[tuple[float, str]]:
+    """Seconds until rank 0 knows that rank 1 left; that it is at another collective."""
+    found = []
+    with gloo_group(rank, world, folder):
+        for leaves in (True, False):
+            # A group each: gathers use the group itself, and it is dead afterwards.
+            group = dist.new_group()
+            with over(group, native=True) as comm:
+                start = time.monotonic()
+                if rank == 1 and leaves:
+                    comm.close()
+                if rank == 1 and not leaves:
+                    with pytest.raises(RanksDisagree):
+                        comm.agree({})
+                if rank == 0:
+                    full = torch.zeros(8)
+                    for _ in range(2):  # the second time, because the group is dead
+                        with pytest.raises(RanksDisagree) as error:
+                            comm.all_gather(full, Label("gather", "blocks.3")).wait()
+                    found.append((time.monotonic() - start, str(error.value)))
+    return found
+
+
+def test_ranks_that_differ_soon_raise() -> None:
+    mine, theirs = outcomes_of(2, go_wrong)
+    assert (mine.error, theirs.error) == ("", "")
+    (soon, left), (also_soon, elsewhere) = mine.value
+    assert left.startswith("rank 1 has left (it closed its end of the group after 0 collectives)")
+    assert elsewhere.startswith("collective 0 differs: rank 1 is at agree (0 bytes), rank 0 at gat")
+    assert max(soon, also_soon) < 5
+
+
+def as_impostor(rank: int, world: int, folder: str) -> list[float]:
+    """The code path of ``init_process_group("hccl")``, with gloo behind it."""
+
+    def gloo(store: Store, rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    dist.Backend.register_backend("hccl", gloo, devices=["cpu"])
+    store = FileStore(f"{folder}/store", world)
+    dist.init_process_group("hccl", store=store, rank=rank, world_size=world)
+    with over(dist.group.WORLD, device="cpu", native=True) as comm:
+        full = torch.zeros(2)
+        full[rank] = rank + 1.0
+        comm.all_gather(full, Label("gather")).wait()
+        result = [*full.tolist(), mean_of_ranks(comm)]
+    dist.destroy_process_group()
+    return result
+
+
+def test_a_backend_that_torch_does_not_know_by_name_will_do() -> None:
+    outcomes = outcomes_of(2, as_impostor)
+    assert [(o.error, o.value) for o in outcomes] == [("", [1.0, 2.0, 1.5])] * 2
+
+
+def test_the_old_names_serve_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    assert native._calls() == (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0+cpu"))
+    assert native._calls() == (dist.all_gather_single, dist.reduce_scatter_single)

@@ -1,0 +1,41 @@
+"""The same model on every rank, and what each rank has to say.
+
+Models are built before the threads start: these share one random generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.comm.protocol import Comm
+from tests.ranks import run_threads
+
+T = TypeVar("T")
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def on_ranks(
+    world: int,
+    build: Callable[[], nn.Module],
+    fn: Callable[[Comm, nn.Module], T],
+    timeout: float = 20.0,
+) -> list[T]:
+    """``fn(comm, model)`` on threads, each with its own model, all with equal values."""
+    models = [seeded(build) for _ in range(world)]
+    return run_threads(world, lambda comm: fn(comm, models[comm.rank]), timeout=timeout)
+
+
+def said(kind: type[Exception], do: Callable[[], object]) -> str:
+    """The message of the error that ``do`` must raise here, on this rank."""
+    with pytest.raises(kind) as caught:
+        do()
+    return str(caught.value)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.comm import threads
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
+from shardwise.train.config import Recipe
+from shardwise.train.data import Data, prepare
+from shardwise.train.folder import Folder
+from tests.train.tiny import documents, tiny_recipe
+
+
+def prepared(recipe: Recipe, world: int) -> list[Data]:
+    folder = Folder.open(recipe.run.folder, overwrite=True)
+
+    def rank(comm: Comm) -> Data:
+        return prepare(recipe, comm, folder if comm.rank == 0 else None)
+
+    return threads.run(world, rank)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_rank_has_the_same_data_and_only_rank_0_reads(tmp_path: Path, world: int) -> None:
+    first, *others = prepared(tiny_recipe(tmp_path), world)
+    for other in others:
+        assert other.tokenizer.to_str() == first.tokenizer.to_str()
+        assert (other.training.stream == first.training.stream).all()
+        assert (other.validation.stream == first.validation.stream).all()
+        assert other.report is None
+    assert first.report is not None
+
+
+def test_every_document_is_in_one_of_the_streams(tmp_path: Path) -> None:
+    (data,) = prepared(tiny_recipe(tmp_path), 1)
+    streams = (data.training.stream.tolist(), data.validation.stream.tolist())
+    texts = [
+        text
+        for stream in streams
+        for text in data.tokenizer.decode(stream, skip_special_tokens=False).split("<|endoftext|>")
+    ]
+    assert sorted(filter(None, texts)) == sorted(documents())
+
+
+def test_the_report_accounts_for_every_token(tmp_path: Path) -> None:
+    (data,) = prepared(tiny_recipe(tmp_path), 1)
+    report = data.report
+    assert report is not None
+    assert sum(report.documents) == report.files == 60
+    for tokens, rows, dropped in zip(report.tokens, report.rows, report.dropped, strict=True):
+        assert tokens == 1 + rows * 16 + dropped
+    assert report.vocabulary == data.tokenizer.get_vocab_size() == 300
+
+
+def test_a_second_run_finds_its_tokenizer(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    for wanted in (False, True):
+        (data,) = prepared(recipe, 1)
+        assert data.report is not None
+        assert data.report.cached is wanted
+        Folder(Path(recipe.run.folder)).write_text("recipe.yaml", "")
+
+
+def test_too_little_text_for_a_row_says_which_split(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, "data.context=500", "data.validation=0.01")
+    with pytest.raises(ConfigError, match=r"the validation split has \d+ tokens, fewer than"):
+        prepare(recipe, LocalComm(), Folder.open(recipe.run.folder, overwrite=True))

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardwise import wrap
+from shardwise.comm import threads
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Comm
+from shardwise.train.batches import Rows
+from shardwise.train.config import Recipe, ShardingConfig
+from shardwise.train.decoder import Decoder, initialiser
+from shardwise.train.job import Job, build, parameter_groups, wrap_of
+from shardwise.train.rates import rate
+from tests.train.tiny import tiny_recipe
+
+VOCABULARY = 40
+
+
+def rows() -> Rows:
+    draw = np.random.default_rng(0)
+    return Rows(draw.integers(0, VOCABULARY, 16 * 50 + 1).astype(np.int32), context=16)
+
+
+Losses = list[tuple[float, float]]
+
+
+def trained(job: Job) -> Losses:
+    """(this rank's share of the loss, gradient norm) of a few steps."""
+    found = []
+    for step in range(3):
+        share, norm, _ = job.gradients(step)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        found.append((share, norm))
+    return found
+
+
+def run(recipe: Recipe, world: int) -> Losses:
+    """Mean loss and gradient norm of each step, over all ranks."""
+    by_rank = threads.run(world, lambda comm: trained(build(recipe, comm, rows(), VOCABULARY)))
+    for of_ranks in zip(*by_rank, strict=True):
+        assert len({norm for _, norm in of_ranks}) == 1
+    return [
+        (sum(share for share, _ in of_ranks), of_ranks[0][1])
+        for of_ranks in zip(*by_rank, strict=True)
+    ]
+
+
+def plain(recipe: Recipe) -> Losses:
+    """The same steps with no sharding, no accumulation and no code of ours but the decoder."""
+    model = Decoder(recipe.model, VOCABULARY, recipe.data.context)
+    model.apply(initialiser(torch.Generator().manual_seed(recipe.run.seed)))
+    config = recipe.optimizer
+    decay = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(decay, lr=1.0, betas=config.betas, eps=config.eps)
+    job = build(recipe.model_copy(), LocalComm(), rows(), VOCABULARY)
+    found = []
+    for step in range(3):
+        batch = rows().take(job.batches.samples(step * 12, 12))
+        loss = F.cross_entropy(model(batch.ids).flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, recipe.run.steps, config)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+@pytest.mark.parametrize(("micro", "world"), [(12, 1), (1, 1), (6, 2), (1, 2), (2, 3), (3, 4)])
+def test_the_loss_does_not_depend_on_how_the_batch_is_cut(
+    tmp_path: Path, micro: int, world: int
+) -> None:
+    recipe = tiny_recipe(tmp_path, f"batch.micro={micro}")
+    for found, wanted in zip(run(recipe, world), plain(recipe), strict=True):
+        assert found == pytest.approx(wanted, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "strategy=no_shard",
+        "strategy=zero1",
+        "strategy=shard_grad_op",
+        "wrap=none",
+        "prefetch.backward=0",
+        "activation_checkpointing=true",
+    ],
+)
+def test_how_it_is_sharded_does_not_change_a_bit(tmp_path: Path, override: str) -> None:
+    changed, wanted = tiny_recipe(tmp_path, f"sharding.{override}"), tiny_recipe(tmp_path)
+    assert [loss for loss, _ in run(changed, 2)] == [loss for loss, _ in run(wanted, 2)]
+
+
+def test_the_seed_decides_weights_and_order(tmp_path: Path) -> None:
+    one, same, other = (run(tiny_recipe(tmp_path, f"run.seed={seed}"), 2)[0] for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_computing_in_bf16_is_near(tmp_path: Path) -> None:
+    found = run(tiny_recipe(tmp_path, "sharding.precision=bf16"), 2)
+    wanted = run(tiny_recipe(tmp_path), 2)
+    assert found != wanted
+    for narrow, wide in zip(found, wanted, strict=True):
+        assert narrow == pytest.approx(wide, rel=0.05)
+
+
+def test_every_rank_starts_with_shards_and_never_had_the_whole(tmp_path: Path) -> None:
+    def rank(comm: Comm) -> tuple[int, int]:
+        job = build(tiny_recipe(tmp_path), comm, rows(), VOCABULARY)
+        shards = job.sharded.local_state_dict()
+        del shards["lm_head.weight"]  # tied: it is the embedding's
+        local = sum(shard.numel() for shard in shards.values())
+        return local, sum(bucket.layout.used for bucket in job.sharded.buckets)
+
+    (first, whole), (second, _) = threads.run(2, rank)
+    assert first + second == whole
+
+
+def test_the_rate_of_the_step_is_the_optimizer_s(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    job = build(recipe, LocalComm(), rows(), VOCABULARY)
+    for step in range(3):
+        _, _, lr = job.gradients(step)
+        assert lr == rate(step, recipe.run.steps, recipe.optimizer)
+        assert {group["lr"] for group in job.optimizer.param_groups} == {lr}
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+
+def test_prefetch_and_precision_reach_the_engine(tmp_path: Path) -> None:
+    recipe = tiny_recipe(
+        tmp_path,
+        "sharding.prefetch.backward=0",
+        "sharding.precision.average=predivide",
+        "sharding.bucketing=layer",
+    )
+    options = build(recipe, LocalComm(), rows(), VOCABULARY).sharded.options
+    assert options.prefetch.backward == 0
+    assert options.bucketing == "layer"
+    assert options.precision.average == "predivide"
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("auto", wrap.automatic),
+        ("none", wrap.whole),
+        ("Block", lambda: wrap.by_class("Block")),
+        (["Block", "MLP"], lambda: wrap.by_class("Block", "MLP")),
+        (500, lambda: wrap.by_size(500)),
+    ],
+)
+def test_each_way_to_write_wrap_is_a_rule(said: object, wanted: Callable[[], wrap.Wrap]) -> None:
+    config = ShardingConfig.model_validate({"wrap": said})
+    assert str(wrap_of(config)) == str(wanted())
+
+
+def test_only_matrices_decay() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    decays, stays = parameter_groups(model.parameters(), 0.1)
+    assert decays == {"params": [model[0].weight], "weight_decay": 0.1}
+    assert stays["weight_decay"] == 0.0
+    assert len(stays["params"]) == 3  # type: ignore[arg-type]
+
+
+def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
+    model = nn.Linear(2, 3)
+    model.bias.requires_grad_(False)
+    (group,) = parameter_groups(model.parameters(), 0.1)
+    assert group["params"] == [model.weight]

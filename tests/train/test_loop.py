@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.comm import threads
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
+from shardwise.train.config import Recipe
+from shardwise.train.loop import train
+from shardwise.train.metrics import (
+    Built,
+    Evaluated,
+    Finished,
+    Placed,
+    Prepared,
+    Record,
+    Sampled,
+    Stepped,
+)
+from shardwise.train.recipe import read_recipe
+from tests.train.tiny import tiny_recipe
+
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "loss.png",
+    "metrics.jsonl",
+    "model.safetensors",
+    "recipe.yaml",
+    "tokenizer.cache.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+
+
+def run(recipe: Recipe, world: int) -> tuple[list[Record], list[Evaluated]]:
+    """What rank 0 said, and what each rank returned."""
+    said: list[Record] = []
+    return said, threads.run(world, lambda comm: train(recipe, comm, said.append))
+
+
+def losses(said: list[Record]) -> list[float]:
+    return [record.loss for record in said if isinstance(record, Stepped | Evaluated)]
+
+
+def test_a_run_tells_its_story_in_order(tmp_path: Path) -> None:
+    said, _ = run(tiny_recipe(tmp_path), 2)
+    step, evaluated = Stepped, Evaluated
+    assert [type(record) for record in said] == [
+        *(Prepared, Built, step, step, evaluated, step, step, evaluated),
+        *(Sampled, Placed, Finished),
+    ]
+    built = said[1]
+    assert isinstance(built, Built)
+    assert (built.rows, built.micro, built.accumulation, built.ranks) == (12, 1, 6, 2)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_world_size_changes_nothing_but_rounding(tmp_path: Path, world: int) -> None:
+    alone, (last, *_) = run(tiny_recipe(tmp_path / "1"), 1)
+    said, all_last = run(tiny_recipe(tmp_path / "n"), world)
+    assert losses(said) == pytest.approx(losses(alone), rel=1e-5)
+    assert len({evaluated.loss for evaluated in all_last}) == 1
+    assert all_last[0].unigram_entropy == last.unigram_entropy
+    assert all_last[0].tokens == last.tokens
+
+
+def test_the_folder_holds_the_whole_run(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    said, _ = run(recipe, 2)
+    folder = Path(recipe.run.folder)
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert read_recipe(folder / "recipe.yaml") == recipe
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    kinds = [json.loads(line)["record"] for line in lines]
+    assert kinds == [type(record).__name__.lower() for record in said]
+
+
+def test_the_model_that_is_saved_is_the_one_that_was_validated(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from shardwise.train.data import prepare
+    from shardwise.train.folder import Folder
+    from shardwise.train.validation import Validation
+
+    recipe = tiny_recipe(tmp_path)
+    _, (last, *_) = run(recipe, 3)
+    theirs = AutoModelForCausalLM.from_pretrained(recipe.run.folder)
+    data = prepare(recipe, LocalComm(), Folder(Path(recipe.run.folder)))
+
+    class Logits(torch.nn.Module):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = theirs(ids).logits
+            return logits
+
+    again = Validation(data.validation, 7, 1).measure(Logits(), LocalComm(), 4)
+    assert again.loss == pytest.approx(last.loss, rel=1e-6)
+
+
+def test_training_lowers_the_loss(tmp_path: Path) -> None:
+    said, _ = run(tiny_recipe(tmp_path, "run.steps=40", "run.eval_every=0", "sample.tokens=0"), 1)
+    first, *_, last = [record for record in said if isinstance(record, Stepped)]
+    assert last.loss < first.loss - 1.0
+    assert sum(isinstance(record, Evaluated) for record in said) == 1
+
+
+def test_a_second_run_in_the_same_folder_is_refused_unless_it_may(tmp_path: Path) -> None:
+    first, _ = run(tiny_recipe(tmp_path), 1)
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        run(tiny_recipe(tmp_path), 1)
+    second, _ = run(tiny_recipe(tmp_path, "run.overwrite=true"), 1)
+    assert losses(second) == losses(first)
+
+
+def test_a_batch_that_does_not_divide_stops_before_anything_is_written(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    with pytest.raises(ConfigError, match=r"rows is 12, and batch\.micro 1 × 5 ranks = 5"):
+        run(recipe, 5)
+    assert not Path(recipe.run.folder).exists()
+
+
+def test_ranks_with_different_recipes_are_told_the_key(tmp_path: Path) -> None:
+    recipes = [tiny_recipe(tmp_path, f"optimizer.lr={lr}") for lr in (0.01, 0.02)]
+
+    def rank(comm: Comm) -> Evaluated:
+        return train(recipes[comm.rank], comm, lambda _: None)
+
+    with pytest.raises(RanksDisagree, match=r"optimizer\.lr"):
+        threads.run(2, rank)
+
+
+def test_a_run_that_diverges_says_where_and_what_to_do(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, "optimizer.lr=1e30", "optimizer.warmup=0", "run.steps=9")
+    with pytest.raises(ShardwiseError, match=r"step \d: .* norm nan.* lower optimizer\.lr"):
+        run(recipe, 2)
+
+
+def test_only_rank_0_speaks(tmp_path: Path) -> None:
+    speakers: list[int] = []
+    recipe = tiny_recipe(tmp_path)
+    threads.run(3, lambda comm: train(recipe, comm, lambda _: speakers.append(comm.rank)))
+    assert set(speakers) == {0}

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from shardwise.train.metrics import Evaluated, Record, Stepped
+from shardwise.train.plot import draw, smoothed
+
+
+def run(steps: int) -> list[Record]:
+    losses = [7 - 3 * step / steps for step in range(steps)]
+    return [
+        *(Stepped(i + 1, steps, loss, 1e-3, 1.0, 1.0, 1, 1.0) for i, loss in enumerate(losses)),
+        *(Evaluated(at, losses[at - 1], 0.1, 6.0, 9, 1.0) for at in (steps // 2, steps)),
+    ]
+
+
+@pytest.mark.parametrize("records", [[], run(2), run(200)])
+def test_the_picture_is_drawn_whatever_there_is(records: list[Record], tmp_path: Path) -> None:
+    draw(records, "a run", tmp_path / "loss.png")
+    assert imread(tmp_path / "loss.png").shape[:2] == (675, 1200)
+
+
+def test_the_same_run_gives_the_same_picture(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        draw(run(50), "a run", tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_smoothing_does_not_lag_behind() -> None:
+    line = [10.0 - 0.1 * i for i in range(100)]
+    assert smoothed(line) == pytest.approx(line)
+
+
+def test_smoothing_flattens_noise() -> None:
+    noisy = [(-1.0) ** i for i in range(400)]
+    assert max(map(abs, smoothed(noisy)[20:-20])) < 0.1

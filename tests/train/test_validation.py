@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.comm import threads
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Comm
+from shardwise.train.batches import Rows, spread
+from shardwise.train.metrics import Evaluated
+from shardwise.train.validation import Validation, unigram_entropy
+
+VOCABULARY = 11
+
+
+class Counting(nn.Module):
+    """Looks ids up in a fixed table of logits, and counts its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.randn(VOCABULARY, VOCABULARY, generator=generator)
+        self.passes = 0
+        self.trained: list[bool] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.passes += 1
+        self.trained.append(self.training)
+        assert not torch.is_grad_enabled()
+        return self.table[ids]
+
+
+def rows(count: int = 23) -> Rows:
+    draw = np.random.default_rng(3)
+    return Rows(draw.integers(0, VOCABULARY, count * 4 + 1).astype(np.int32), context=4)
+
+
+def measured(world: int, count: int = 7, micro: int = 2) -> list[tuple[Evaluated, int]]:
+    def rank(comm: Comm) -> tuple[Evaluated, int]:
+        model = Counting()
+        return Validation(rows(), count, micro).measure(model, comm, step=9), model.passes
+
+    return threads.run(world, rank)
+
+
+def test_the_loss_is_that_of_all_tokens_at_once() -> None:
+    batch = rows().take(spread(23, 7))
+    logits = Counting().table[batch.ids].flatten(0, 1)
+    wanted = F.cross_entropy(logits, batch.targets.flatten()).item()
+    right = (logits.argmax(-1) == batch.targets.flatten()).double().mean().item()
+    (found, _) = measured(1)[0]
+    assert found.loss == pytest.approx(wanted, rel=1e-6)
+    assert found.accuracy == right
+    assert found.perplexity == pytest.approx(math.exp(wanted), rel=1e-6)
+    assert (found.step, found.tokens) == (9, 28)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+@pytest.mark.parametrize("count", [1, 7, 8])
+def test_uneven_rows_change_nothing_and_no_rank_makes_a_pass_less(world: int, count: int) -> None:
+    alone, _ = measured(1, count)[0]
+    found = measured(world, count)
+    assert len({passes for _, passes in found}) == 1
+    assert len({evaluated.loss for evaluated, _ in found}) == 1
+    assert found[0][0].loss == pytest.approx(alone.loss, rel=1e-12)
+    assert found[0][0].accuracy == alone.accuracy
+    assert found[0][0].tokens == alone.tokens == count * 4
+
+
+def test_all_rows_are_used_if_there_are_fewer() -> None:
+    assert measured(2, count=99)[0][0].tokens == 23 * 4
+
+
+def test_the_model_is_evaluated_and_then_as_before() -> None:
+    model = Counting()
+    Validation(rows(), 4, 2).measure(model, LocalComm(), 0)
+    assert model.trained == [False, False]
+    assert model.training
+    Validation(rows(), 4, 2).measure(model.eval(), LocalComm(), 0)
+    assert not model.training
+
+
+def test_the_entropy_of_equally_likely_tokens_is_the_logarithm_of_their_number() -> None:
+    assert unigram_entropy(np.arange(50, dtype=np.int32)) == pytest.approx(math.log(50))
+
+
+def test_the_entropy_of_one_token_is_zero() -> None:
+    assert unigram_entropy(np.zeros(9, np.int32)) == 0.0
+
+
+def test_the_entropy_is_the_best_loss_without_context() -> None:
+    tokens = np.array([0, 0, 0, 1, 2, 2], np.int32)
+    best = torch.tensor([3 / 6, 1 / 6, 2 / 6]).log()
+    loss = F.cross_entropy(best.expand(6, 3), torch.from_numpy(tokens).long()).item()
+    assert unigram_entropy(tokens) == pytest.approx(loss, rel=1e-6)
+
+
+def test_the_entropy_is_over_exactly_the_tokens_that_are_predicted() -> None:
+    some = rows()
+    targets = some.take(spread(23, 7)).targets.numpy()
+    assert measured(3)[0][0].unigram_entropy == unigram_entropy(targets)
