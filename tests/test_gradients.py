@@ -12,7 +12,6 @@ import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.guard import sharding_of
-from shardwise.schedule import Op
 from tests.nets import (
     NETS,
     Batch,
@@ -68,10 +67,9 @@ def test_the_backward_pass_does_not_see_the_shards_gradient() -> None:
         model = models[comm.rank]
         sw.shard(model, wrap=sw.wrap.whole(), comm=comm)
         seen: list[Tensor | None] = []
+        model.weight.register_hook(lambda grad: seen.append(model.weight.grad))
         for _ in range(2):
-            out = model(numbers(0, (2, 5)))
-            out.register_hook(lambda grad: seen.append(None))
-            out.sum().backward()
+            model(numbers(0, (2, 5))).sum().backward()
             assert model.weight.grad is not None
             assert model.weight.grad.shape == model.weight.shape
         assert seen == [None, None]
@@ -110,33 +108,252 @@ def test_zeroed_gradients_stay_tensors_and_are_added_to() -> None:
 # ---- one pass ----------------------------------------------------------------------------------
 
 
+class Collected:
+    """Every gradient bucket that was there at an event."""
+
+    def __init__(self, sharded: sw.Sharded) -> None:
+        self.fulls: dict[int, Tensor] = {}
+        self.most = 0
+        self._sharded = sharded
+        sharded.runtime.listeners.append(self._look)
+
+    def _look(self, event: object) -> None:
+        fulls = [b.gradients.full for b in self._sharded.buckets if b.gradients.full is not None]
+        self.fulls |= {storage(full): full for full in fulls}
+        self.most = max(self.most, len(fulls))
+
+
+def with_gradient(model: nn.Module, batch: Batch) -> int:
+    """Bytes of the parameters that have a gradient after a plain step."""
+    plain = deepcopy(model)
+    train(plain, batch)
+    return sum(p.numel() * p.element_size() for p in plain.parameters() if p.grad is not None)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("net", NETS, ids=str)
-def test_gradients_reach_their_bucket_in_one_pass(net: Net, strategy: str, world: int) -> None:
-    """Counted twice. Besides, only what has no gradient is written: padding, unused ones."""
+def test_each_element_of_a_gradient_bucket_is_written_once(
+    net: Net, strategy: str, world: int
+) -> None:
+    """By a gradient, or by a zero where there is none; and nothing writes to it afterwards."""
     models = [net.build() for _ in range(world)]
+    used = [with_gradient(model, net.batch(rank, 2)) for rank, model in enumerate(models)]
 
     def rank(comm: Comm) -> None:
-        watched = Watched(comm)
-        sharded = sw.shard(models[comm.rank], strategy, comm=watched)
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
         train(sharded.model, net.batch(comm.rank, 2))
-        sharded.model.zero_grad()
-        watched.allocated.clear()
         buckets = [bucket for bucket in sharded.buckets if bucket.trainable]
         before = sum(bucket.gradients.copied for bucket in buckets)
+        sharded.model.zero_grad()
+        collected = Collected(sharded)
         with Written() as written:
             train(sharded.model, net.batch(comm.rank, 2))
-        copied = sum(bucket.gradients.copied for bucket in buckets) - before
-        used = sum(s.slots_used(p.grad is not None) for s, p in slots(sharded))
-        lengths = {bucket.layout.numel for bucket in buckets}
-        full = [memory for memory in watched.allocated if memory.numel() in lengths]
-        found = written.into(*full)
-        assert copied == used
-        assert found.pop("copy_") == copied
-        assert found.pop("zero_", 0) <= sum(b.layout.numel * 4 for b in buckets) - copied
-        assert found.keys() <= {"div_"}  # the mean, where the shard is the bucket
+        found = written.into(*collected.fulls.values())
+        assert found.pop("copy_") == used[comm.rank]
+        assert sum(b.gradients.copied for b in buckets) - before == used[comm.rank]
+        whole = sum(full.untyped_storage().nbytes() for full in collected.fulls.values())
+        assert found.pop("zero_", 0) == whole - used[comm.rank]
+        assert found == {}
 
     run_threads(world, rank)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_nothing_relies_on_what_is_in_new_memory(net: Net, strategy: str) -> None:
+    models = [net.build()]
+    models.append(deepcopy(models[0]))
+    batches = [net.batch(rank, 2) for rank in range(2)]
+    truth = averaged(models[0], train, batches)
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], strategy, comm=Watched(comm, dirty=True))
+        for _ in range(2):
+            train(sharded.model, batches[comm.rank])
+            assert_gradients(sharded.model, truth)
+            sharded.model.zero_grad()
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_at_most_two_gradient_buckets_exist_at_once(strategy: str) -> None:
+    """One is filled while one travels. DDP and ZeRO-1 as others build them keep all."""
+    models = [decoder(), decoder()]
+
+    def rank(comm: Comm) -> int:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        collected = Collected(sharded)
+        train(sharded.model, decoder_batch(comm.rank, 2))
+        assert len(collected.fulls) == len(sharded.buckets)
+        return collected.most
+
+    assert run_threads(2, rank) == [2, 2]
+
+
+# ---- kinds of gradients --------------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, sparse=sparse)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.embed(ids).sum(1)
+        return out
+
+
+def test_sparse_gradients_arrive_as_dense_shards() -> None:
+    dense = Sparse(sparse=False)
+    batches = [(tokens(rank, (2, 3), 7), numbers(rank, (2, 4))) for rank in range(2)]
+    truth = averaged(dense, train, batches)
+    models = [Sparse(sparse=True) for _ in range(2)]
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        model.load_state_dict(dense.state_dict())
+        sw.shard(model, comm=comm)
+        train(model, batches[comm.rank])
+        assert_gradients(model, truth)
+
+    run_threads(2, rank)
+
+
+def test_expanded_and_transposed_gradients_are_laid_out_like_their_parameters() -> None:
+    def step(model: nn.Module, batch: Batch) -> None:
+        """The gradient of a sum is expanded, that of a transpose is a transpose."""
+        (model(batch[0]).t() @ torch.arange(6.0).view(2, 3)).sum().backward()
+
+    play(nn.Linear(5, 3), [step] * 2, [(numbers(rank, (2, 5)),) for rank in range(2)])
+
+
+def test_parameters_that_no_rank_uses_have_no_gradient_whatever_was_allocated() -> None:
+    models = [unused_expert(), unused_expert()]
+
+    def rank(comm: Comm) -> list[str]:
+        sharded = sw.shard(models[comm.rank], comm=Watched(comm, dirty=True))
+        train(sharded.model, unused_expert_batch(comm.rank, 2))
+        return [name for name, p in sharded.model.named_parameters() if p.grad is None]
+
+    names = run_threads(2, rank)
+    assert names[0] == names[1]
+    assert len(names[0]) == 8
+    assert all(".experts.3." in name for name in names[0])
+
+
+# ---- accumulation ------------------------------------------------------------------------------
+
+
+def parts(rank: int) -> list[Batch]:
+    return [decoder_batch(100 * rank + part, 2) for part in range(3)]
+
+
+def accumulated(model: nn.Module, world: int) -> dict[str, Tensor | None]:
+    """Each rank's three micro-batches one by one, then the mean over ranks."""
+    ranks = []
+    for rank in range(world):
+        plain = deepcopy(model)
+        for batch in parts(rank):
+            (loss(plain, batch) / 3).backward()
+        ranks.append({name: param.grad for name, param in plain.named_parameters()})
+    return dict(mean_in_rank_order(ranks))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulated_gradients_stay_on_the_rank_until_the_last_micro_batch(
+    strategy: str, world: int
+) -> None:
+    models = [decoder()]
+    models += [deepcopy(models[0]) for _ in range(world - 1)]
+    truth = accumulated(models[0], world)
+
+    def rank(comm: Comm) -> None:
+        watched = Watched(comm)
+        sharded = sw.shard(models[comm.rank], strategy, comm=watched)
+        first, second, last = parts(comm.rank)
+        for _ in range(2):
+            with sharded.no_sync():
+                (loss(sharded.model, first) / 3).backward()
+            assert not [line for line in watched.log if line.startswith("reduce")]
+            watched.log.clear()
+            with sharded.accumulate(last=False):
+                (loss(sharded.model, second) / 3).backward()
+            assert not [line for line in watched.log if not line.startswith("gather")]
+            assert (watched.log == []) == (strategy != "full_shard" or world == 1)
+            assert all(param.grad is None for param in sharded.model.parameters())
+            assert all(b.gradients.full is not None for b in sharded.buckets)
+            with sharded.accumulate(last=True):
+                (loss(sharded.model, last) / 3).backward()
+            assert_gradients(sharded.model, truth)
+            assert_at_rest(sharded)
+            sharded.model.zero_grad()
+            watched.log.clear()
+
+    run_threads(world, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reducing_every_micro_batch_gives_the_same_gradient_for_less_memory(strategy: str) -> None:
+    models = [decoder(), decoder()]
+    truth = accumulated(models[0], 2)
+    models[1].load_state_dict(models[0].state_dict())
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        for batch in parts(comm.rank):
+            (loss(sharded.model, batch) / 3).backward()
+            assert_at_rest(sharded)
+        for name, param in sharded.model.named_parameters():
+            sharding, whole = sharding_of(param), truth[name]
+            assert sharding is not None
+            assert param.grad is not None
+            assert whole is not None
+            mine = sharding.cut(whole, param.shape)
+            torch.testing.assert_close(param.grad, mine, rtol=1e-5, atol=1e-7)
+
+    run_threads(2, rank)
+
+
+def test_reductions_per_step_are_one_when_accumulating_and_one_each_otherwise() -> None:
+    models = [decoder(), decoder()]
+
+    def rank(comm: Comm) -> list[int]:
+        sharded = sw.shard(models[comm.rank], comm=comm)
+        counts = []
+        for syncs in (False, True):
+            comm.counters.reset()
+            for number, batch in enumerate(parts(comm.rank), start=1):
+                with sharded.accumulate(last=syncs or number == 3):
+                    loss(sharded.model, batch).backward()
+            counts.append(comm.counters.calls["reduce"])
+        return counts
+
+    for counts in run_threads(2, rank):
+        assert counts == [5, 15]
+
+
+def test_dropped_gradients_are_forgotten_and_those_of_shards_stay() -> None:
+    model = decoder()
+    sharded = sw.shard(model, comm=LocalComm())
+    train(model, decoder_batch(0, 2))
+    kept = {
+        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
+    with sharded.accumulate(last=False):
+        train(model, decoder_batch(1, 2))
+    sharded.drop_gradients()
+    assert_at_rest(sharded)
+    assert_gradients(model, kept)
+
+
+def test_an_optimizer_may_not_step_over_gradients_that_were_never_reduced() -> None:
+    model = decoder()
+    sharded = sw.shard(model, comm=LocalComm())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sharded.accumulate(last=False):
+        train(model, decoder_batch(0, 2))
+    with pytest.raises(sw.ShardwiseError, match=r"never reduced.*accumulate\(last=True\)"):
+        optimizer.step()

@@ -52,7 +52,7 @@ MISUSES: dict[str, Callable[[Tensor], object]] = {
     "is written by index": lambda p: p.__setitem__(0, 1.0),
     "is reshaped": lambda p: p.view(-1),
     "is transposed": lambda p: p.mT,
-    "is unrolled": list,
+    "is unrolled": lambda p: p.unbind(),
     "is a number": float,
     "is a scalar": lambda p: p.item(),
     "is a condition": bool,
@@ -76,7 +76,7 @@ def test_a_shard_of_one_element_is_not_broadcast(grad: bool) -> None:
     for number, text in enumerate(on_ranks(8, Normed, rank)):
         assert text.startswith(
             f"parameter 'norm.weight' is at rest: this rank holds elements {number} to "
-            f"{number + 1} of 8 (shard (1,) of (8,), unit '(root)'), and 'mul' needs the whole of it."
+            f"{number + 1} of 8 (shard (1,) of (8,), unit '(root)'), and 'mul' needs the whole "
         )
         assert "`with sharded.full_params():`" in text
         assert "model(...), not .forward(...)" in text
@@ -268,7 +268,7 @@ def test_an_optimizer_with_a_closure_steps_on_what_the_closure_left(fused: bool)
             optimizer.zero_grad()
             value = model(torch.ones(2, 8)).square().mean()
             value.backward()
-            return float(value)
+            return float(value.item())
 
         values = [optimizer.step(closure) for _ in range(3)]
         assert values[0] > values[1] > values[2]
@@ -293,7 +293,7 @@ class Marking(nn.Module):
 
 def test_classes_that_users_gave_their_parameters_are_left_alone() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm)
+        sw.shard(model, comm=comm, bucketing="none")
         model(torch.ones(2, 3)).sum().backward()
         weight = model.get_parameter("weight")
         assert type(weight) is Marked

@@ -25,9 +25,11 @@ def misbehave(rank: int, world: int, folder: str) -> int:
         raise KeyError("no such file")
     if rank == 1:
         os._exit(3)
-    if rank == 2:
-        time.sleep(600)
     return os.getpid()
+
+
+def sleep(rank: int, world: int, folder: str) -> None:
+    time.sleep(600)
 
 
 def write_pid_and_sleep(rank: int, world: int, folder: str, notes: str) -> None:
@@ -65,12 +67,17 @@ def test_an_error_names_its_rank_and_keeps_its_traceback() -> None:
 
 @pytest.mark.spawn
 def test_every_end_is_reported_and_no_process_is_left() -> None:
-    raised, died, hung, fine = outcomes_of(4, misbehave, timeout=12)
+    raised, died, fine = outcomes_of(3, misbehave)
     assert ("KeyError: 'no such file'" in raised.error, raised.exitcode) == (True, 1)
     assert (died.error, died.exitcode) == ("it ended without a result", 3)
-    assert (hung.error, hung.exitcode) == ("it did not end in time, and was killed", -9)
     assert (fine.error, fine.exitcode) == ("", 0)
     assert not alive(fine.value)
+
+
+@pytest.mark.spawn
+def test_a_process_that_never_ends_is_ended() -> None:
+    (hung,) = outcomes_of(1, sleep, timeout=0.5)
+    assert (hung.error, hung.exitcode) == ("it did not end in time, and was killed", -9)
 
 
 @pytest.mark.spawn

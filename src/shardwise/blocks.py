@@ -15,11 +15,11 @@ famous one. The ordinary way, one policy per architecture, is a table that is ne
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 
-__all__ = ["Group", "has_forward", "holds_parameters", "pick_by_structure"]
+__all__ = ["Group", "has_forward", "holds_parameters", "pick_by_structure", "stacks"]
 
 Group = tuple[nn.Module, ...]
 """Modules that share one unit: entering any of them needs all of its parameters."""
@@ -51,6 +51,28 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
     others = [*((table,) for table in embeddings), _head(model, inside, set(embeddings))]
     largest = max(map(_elements, blocks))
     return _disjoint([*blocks, *(part for part in others if 16 * _elements(part) >= largest)])
+
+
+def stacks(
+    model: nn.Module, brackets: Collection[nn.Module], own: Iterable[nn.Parameter]
+) -> set[nn.Module]:
+    """Modules around units that hold parameters of the root, too.
+
+    They are what is called without the model: the encoder in ``generate()``, one tower of two.
+
+    Args:
+        model: the root.
+        brackets: the modules that stand for units.
+        own: the parameters of the root's unit.
+    """
+    mine = {id(param) for param in own}
+    return {
+        module
+        for module in model.modules()
+        if module not in brackets
+        and any(part in brackets for part in module.modules())
+        and any(id(param) in mine for param in module.parameters())
+    }
 
 
 def _disjoint(groups: Iterable[Group]) -> list[Group]:

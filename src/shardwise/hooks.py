@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise.blocks import stacks
 from shardwise.buffers import Bucket
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.guard import ShardedParameter, handed_out
@@ -64,6 +65,9 @@ class Hooks:
         casts: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
     ) -> None:
         self.model, self.brackets, self.runtime, self.casts = model, brackets, runtime, casts
+        self._root = runtime.units.get(brackets.get(model, ""))
+        own = [] if self._root is None else [p for b in self._root.buckets for p in b.params]
+        self._stacks = stacks(model, brackets, own)
         self.suspended = False  # full_params(): everything is whole, nothing to do
         self._frames: list[Frame] = []
         # By the node that made an input, inner calls first: a set's order would differ by rank.
@@ -76,7 +80,7 @@ class Hooks:
 
     def install(self) -> None:
         """Put every hook in place."""
-        for module in {self.model: None, **dict.fromkeys(self.brackets)}:
+        for module in dict.fromkeys((self.model, *self.brackets, *self._stacks)):
             self._handles += [
                 module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
                 module.register_forward_hook(self._after, always_call=True),
@@ -130,6 +134,10 @@ class Hooks:
         if self.suspended:
             return None
         unit = self.brackets.get(module)
+        if self._root is not None and module in self._stacks:
+            unit = self._root.name
+            if self._root.depth:  # as usual: the model around it is being called
+                return None
         if torch._C._current_graph_task_id() != -1 and self._in_backward():
             self._recompute(module, unit, (args, kwargs))
             return None
@@ -314,6 +322,7 @@ class Hooks:
     def _collect(self, number: int, param: Tensor) -> None:
         state, bucket, index = self._places[number]
         if self.suspended:
+            param.grad = None
             raise ScheduleError(
                 "backward() inside full_params() would leave whole gradients on every rank. Train "
                 "outside the block; full_params() is for reading, writing and generating."

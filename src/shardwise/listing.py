@@ -44,8 +44,8 @@ class Schedule:
         if event.op is Op.GATHER and self.strategy != "no_shard":
             return weight.gathered * (self.world - 1) // self.world
         if event.op is Op.REDUCE:
-            passes = 2 if self.strategy == "no_shard" else 1
-            return passes * weight.gradients * (self.world - 1) // self.world
+            spread = weight.mean if self.strategy == "no_shard" else 0
+            return (weight.gradients + spread) * (self.world - 1) // self.world
         return 0
 
     def __str__(self) -> str:

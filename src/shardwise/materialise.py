@@ -55,11 +55,15 @@ def give_values(
     waiting = {unit: {id(module) for module in _owners(unit)} for unit in units}
     # Asked before anything is made: a tied weight is initialised by each of its owners.
     unmade = {module for module in model.modules() if _is_meta(module)}
-    for name, module in _in_apply_order(model):
+    order = list(_in_apply_order(model))
+    last = {id(module): place for place, (_, module) in enumerate(order)}  # one may come twice
+    for place, (name, module) in enumerate(order):
         if module in unmade:
             _make(module, device)
             init(module)
             _check_made(name, module)
+        if last[id(module)] > place:
+            continue
         for unit, owners in list(waiting.items()):
             owners.discard(id(module))
             if not owners:

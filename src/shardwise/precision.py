@@ -36,7 +36,7 @@ class Precision:
         buffers: floating-point buffers, cast once at the start.
         output: floating-point outputs of the model.
         average: how the mean over ranks is formed: ``"postdivide"`` (sum, then divide),
-            ``"predivide"`` (divide, then sum), ``"sqrt"`` (a power of two near √W before, the
+            ``"predivide"`` (divide, then sum), ``"sqrt"`` (the power of two from √W up before, the
             rest after, which neither overflows nor underflows fp16), ``"avg"`` (the backend's own,
             after a self-test). ``None`` = ``"sqrt"`` where fp16 travels, else ``"postdivide"``.
     """
@@ -74,7 +74,8 @@ class Precision:
         """How gradients that travel in ``wire`` are averaged over ``world`` ranks."""
         how = self.average or ("sqrt" if wire is torch.float16 else "postdivide")
         if how == "sqrt":
-            before = float(2 ** round(world.bit_length() / 2 - 0.5)) if world > 1 else 1.0
+            doublings = (world - 1).bit_length()  # W <= 2 ** doublings
+            before = float(2 ** ((doublings + 1) // 2))
             return Averaging(how, before, world / before)
         return Averaging(
             how,

@@ -265,7 +265,7 @@ class Runtime:
 
     def collect(self, state: UnitState, bucket: Bucket, index: int, grad: Tensor) -> None:
         """Autograd has a parameter's gradient: move it into the gradient bucket."""
-        if self.policy.gathers and not bucket.gathered:
+        if not bucket.gathered and not bucket.stays_whole:
             raise ScheduleError(
                 f"the gradient of {bucket.members[index].name!r} came while unit "
                 f"{state.name or '(root)'!r} was at rest: the backward pass reached it through a "

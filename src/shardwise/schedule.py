@@ -85,10 +85,17 @@ class Order(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """What a unit weighs: bytes of its gathered parameters, and of its gradients (0: frozen)."""
+    """What a unit weighs, in bytes.
+
+    Attributes:
+        gathered: its parameters, as computed in.
+        gradients: those of its gradients that travel to be summed; 0 if it is frozen.
+        mean: the same gradients, summed, as stored.
+    """
 
     gathered: int
     gradients: int
+    mean: int = 0
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class UnitState:
             bucket.gradients.drop()
 
     def weight(self) -> Weight:
-        """Bytes, padding included: gathered parameters, and gradients."""
+        """Bytes, padding included."""
         gathered = sum(b.layout.numel * b.dtypes.compute.itemsize for b in self.buckets)
         gradients = sum(b.layout.numel * b.dtypes.wire.itemsize for b in self.trainable)
-        return Weight(gathered, gradients)
+        mean = sum(b.layout.numel * b.dtypes.stored.itemsize for b in self.trainable)
+        return Weight(gathered, gradients, mean)

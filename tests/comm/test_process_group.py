@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -190,6 +191,26 @@ def test_a_slow_rank_is_waited_for_until_the_time_limit() -> None:
     assert "rank 1 has not come within" in mine.value[0]
     assert "while rank 0 waits at gather blocks.2 (collective 0, 1,024 bytes)" in mine.value[0]
     assert "connect(timeout=…)" in mine.value[0]
+
+
+def come_alone(rank: int, world: int, folder: str) -> tuple[str, int]:
+    with gloo_group(rank, world, folder):
+        if rank == 0:
+            with pytest.raises(RanksDisagree) as error:
+                over(dist.group.WORLD, timeout=1.0)
+            text = str(error.value)
+        else:
+            text = ""
+            time.sleep(3)
+        return text, threading.active_count()
+
+
+def test_a_rank_that_never_makes_its_end_is_named_and_nothing_is_left_running() -> None:
+    alone, _ = outcomes_of(2, come_alone)
+    text, threads = alone.value
+    assert text.startswith("rank 1 has not come within")
+    assert "while rank 0 waits at start. This group" in text
+    assert threads == 1
 
 
 def be_killed(rank: int, world: int, folder: str) -> tuple[float, str]:

@@ -41,6 +41,11 @@ def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path) -> None:
     assert names(tmp_path) == ["config.json"]
 
 
+def test_a_hidden_file_does_not_make_a_folder_used(tmp_path: Path) -> None:
+    (tmp_path / ".recipe.123.yaml").touch()
+    check(tmp_path, overwrite=False)
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(ConfigError, match="is a file; name a folder"):

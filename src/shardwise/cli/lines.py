@@ -58,7 +58,7 @@ def _prepared(r: Prepared) -> list[str]:
     limit = ", up to data.max_bytes" if r.capped else ""
     skipped = f", {r.skipped:,} left out (not UTF-8 text)" if r.skipped else ""
     return [
-        _first("text", f"{r.source}: {r.files:,} files{skipped}, {_megabytes(r.nbytes)}{limit}"),
+        _first("text", f"{r.source}: {r.files:,} files{skipped}, {_size(r.nbytes)}{limit}"),
         _first(
             "split",
             f"{r.documents[0]:,} documents to train on, {r.documents[1]:,} held out for "
@@ -151,5 +151,5 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.1f} MB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 100_000 else f"{nbytes / 1e3:,.1f} kB"

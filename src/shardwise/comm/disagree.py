@@ -34,7 +34,7 @@ class Collective(NamedTuple):
     """One collective as a rank issued it.
 
     Attributes:
-        seq: how many collectives this rank had issued before it.
+        seq: how many collectives this rank had issued before it; negative while a group is made.
         kind: what moves, for example ``"all_gather"`` or ``"broadcast from rank 0"``.
         op, unit: the label.
         nbytes: bytes of the whole buffer (of the tensor, for a broadcast).
@@ -52,6 +52,12 @@ class Collective(NamedTuple):
         return (
             zlib.crc32(f"{self.seq} {self.kind} {self.op} {self.unit} {self.nbytes}".encode())
             % NO_TAG
+        )
+
+    @property
+    def in_full(self) -> str:
+        return (
+            f"{self} (collective {self.seq}, {self.nbytes:,} bytes)" if self.seq >= 0 else f"{self}"
         )
 
     def __str__(self) -> str:
@@ -100,7 +106,7 @@ def decide(cursors: Mapping[int, Cursor]) -> str:
 
 def absent(cursors: Mapping[int, Cursor], size: int, collective: Collective) -> list[int]:
     """The ranks that have not said that they issued ``collective``."""
-    return [r for r in range(size) if cursors.get(r, Cursor()).issued <= collective.seq]
+    return [r for r in range(size) if r not in cursors or cursors[r].issued <= collective.seq]
 
 
 def mismatch(at: Mapping[int, Collective], before: str = "") -> str:
@@ -125,8 +131,8 @@ def mismatch(at: Mapping[int, Collective], before: str = "") -> str:
 def left(rank: int, how: str, count: int, waiting: Mapping[int, Collective]) -> str:
     """``rank`` ended after ``count`` collectives; ``waiting``: rank → what it still waits for."""
     return (
-        f"rank {rank} has left ({how} after {count} collectives) while {_waiting(waiting)}. "
-        f"Its part will never come. {DEAD} Give every rank equally many steps, and read "
+        f"rank {rank} has left ({how} after {max(0, count)} collectives) while "
+        f"{_waiting(waiting)}. Its part will never come. {DEAD} Give every rank equally many steps, and read "
         f"rank {rank}'s own output for an error."
     )
 
@@ -197,10 +203,7 @@ def _place(collective: Collective, with_kind: bool) -> str:
 
 
 def _waiting(waiting: Mapping[int, Collective]) -> str:
-    return " and ".join(
-        f"rank {rank} waits at {c} (collective {c.seq}, {c.nbytes:,} bytes)"
-        for rank, c in sorted(waiting.items())
-    )
+    return " and ".join(f"rank {rank} waits at {c.in_full}" for rank, c in sorted(waiting.items()))
 
 
 def _in_common(cursors: Mapping[int, Cursor], seq: int) -> str:

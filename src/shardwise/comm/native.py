@@ -35,7 +35,7 @@ from shardwise.comm.watch import Wait, Watch, how_this_process_ends
 
 __all__ = ["NativeComm"]
 
-GREETING = Collective(-2, "greeting", "greet", "", 0)
+GREETING = Collective(-2, "greeting", "start", "", 0)
 SELF_TEST = Collective(-1, "self-test", "self-test of AVG", "", 0)
 
 
@@ -71,12 +71,16 @@ class NativeComm:
         self._groups = _Groups(group, group)
         self._stop = _stopper(dist.get_backend(group), (self.rank + 1) % self.size)
         self._watch = Watch(store, self.rank, self.size, self._interrupt, timeout)
-        self._watch.share(GREETING, "")
-        # All processes must take part in making a group, so only one of all of them is safe to
-        # make here. A mesh axis keeps to one communicator.
-        if self.size == dist.get_world_size():
-            self._groups = _Groups(group, dist.new_group(group_desc="shardwise reductions"))
-        self._averages = averages and self._average_is_right()
+        try:
+            self._watch.share(GREETING, "")
+            # All processes must take part in making a group, so only one of all of them is safe
+            # to make here. A mesh axis keeps to one communicator.
+            if self.size == dist.get_world_size():
+                self._groups = _Groups(group, dist.new_group(group_desc="shardwise reductions"))
+            self._averages = averages and self._average_is_right()
+        except BaseException as error:
+            self._watch.leave(f"it raised {error!r}")
+            raise
         atexit.register(self._at_exit)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -28,8 +28,8 @@ from shardwise.errors import RanksDisagree
 
 __all__ = ["Ending", "GlooWire", "close_connections"]
 
-GREETING = Collective(-2, "greeting", "greet", "", 0)
-CONNECTED = Collective(-1, "greeting", "connect", "", 0)
+GREETING = Collective(-2, "greeting", "start", "", 0)
+CONNECTED = Collective(-1, "greeting", "connection", "", 0)
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,16 @@ class GlooWire:
         self._flying: dict[int, list[tuple[int, Work]]] = {}
         self._group: _Messages | None = None
         self._watch = Watch(store, rank, size, self._interrupt, timeout)
-        self._watch.share(GREETING, "")  # names who never came, where gloo would only time out
-        # Longer than ours: the watch knows what to say.
-        patience = timedelta(seconds=timeout + 60)
-        gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, patience)
-        self._group = cast("Any", gloo)
-        self._watch.share(CONNECTED, "")  # or who is done soon would leave amid a peer's connecting
+        try:
+            self._watch.share(GREETING, "")  # names who never came; gloo would only time out
+            # Longer than ours: the watch knows what to say.
+            patience = timedelta(seconds=timeout + 60)
+            gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, patience)
+            self._group = cast("Any", gloo)
+            self._watch.share(CONNECTED, "")  # or who is done soon leaves while a peer connects
+        except BaseException as error:
+            self._watch.leave(f"it raised {error!r}")
+            raise
         atexit.register(self._at_exit)
 
     def post(

@@ -91,7 +91,7 @@ class Watch:
         if self._dead:
             raise RanksDisagree(self._dead)
         self._recent.append(collective)
-        self._issued = max(0, collective.seq + 1)  # what makes the group has negative numbers
+        self._issued = collective.seq + 1
 
     def share(self, collective: Collective, text: str) -> list[str]:
         """Every rank's ``text`` for one and the same collective, by rank."""
@@ -190,8 +190,7 @@ class Watch:
             reason = late(missing, age, {self._rank: collective})
         who = named(missing) if missing else "the backend, though every rank has come,"
         return reason, (
-            f"rank {self._rank} has waited {age:,.0f} s for {who} at {collective} "
-            f"(collective {collective.seq}, {collective.nbytes:,} bytes)"
+            f"rank {self._rank} has waited {age:,.0f} s for {who} at {collective.in_full}"
         )
 
     # --- the store -------------------------------------------------------------------------
@@ -236,7 +235,7 @@ def _without_store(error: BaseException, collective: Collective, peer: int) -> s
     who = f"rank {peer} is gone, and " if peer >= 0 else ""
     return (
         f"{who}the store through which the ranks meet does not answer any more ({error}) while "
-        f"this rank waits at {collective} (collective {collective.seq}). The process that served "
-        "it, rank 0 or the launcher, has ended. This group cannot be used any more. Read that "
-        "process's own output, then start again."
+        f"this rank waits at {collective.in_full}. The process that served it, rank 0 or the "
+        "launcher, has ended. This group cannot be used any more. Read that process's own "
+        "output, then start again."
     )

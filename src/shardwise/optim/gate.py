@@ -88,7 +88,7 @@ class Gate:
             for key, hook in tuple(hooks.items()):
                 gate = getattr(hook, "__self__", None)
                 if isinstance(gate, Gate) and gate._before_step() is None:
-                    del hooks[key]
+                    hooks.pop(key, None)  # ranks that are threads sweep at the same time
 
     def uncut(self, buckets: Iterable[Bucket]) -> None:
         """Give the optimizers that stepped here their state whole. A collective."""
@@ -107,7 +107,6 @@ class Gate:
             for param in params:
                 _cut_state(optimizer, param)
             self._known.append(weakref.ref(optimizer))
-        self._unguarded.clear()
         for param in params:
             if type(param) is ShardedParameter:
                 param.__class__ = nn.Parameter  # type: ignore[assignment]

@@ -82,7 +82,9 @@ def check(path: str | Path, overwrite: bool) -> None:
     path = Path(path).expanduser()
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.folder {path} is a file; name a folder.")
-    entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    # Hidden files do not count: a run that was killed while writing may have left one.
+    names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    entries = sorted(name for name in names if not name.startswith("."))
     if not entries:
         return
     if RECIPE not in entries:

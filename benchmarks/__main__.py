@@ -1,0 +1,72 @@
+"""``python -m benchmarks step …``; without a command, the short step benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from benchmarks.step import plot, results, table
+from benchmarks.step.engines import ENGINES
+from benchmarks.step.models import TASKS
+from benchmarks.step.profile import profile
+from benchmarks.step.run import PARTS, SHORT, Wanted, run
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Side by side against what exists."""
+    if context.invoked_subcommand is None:
+        context.invoke(step, short=True)
+
+
+def _names(known: list[str]) -> click.Choice[str]:
+    return click.Choice(known)
+
+
+@main.command()
+@click.option("--world", "worlds", type=click.IntRange(2), multiple=True, help="ranks [2]")
+@click.option("--model", "models", type=_names(list(TASKS)), multiple=True, help="what is trained")
+@click.option("--engines", help="comma-separated; all if not given: " + ", ".join(ENGINES))
+@click.option("--rounds", type=click.IntRange(2), help="interleaved rounds [20]")
+@click.option("--optimizer", type=_names(["adamw", "sgd"]), help="of every engine [adamw]")
+@click.option("--part", "parts", type=_names(list(PARTS)), multiple=True, help="what is measured")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="write the report")
+@click.option("--plot", "picture", type=click.Path(path_type=Path), help="draw it (PNG)")
+@click.option("--short", is_flag=True, help="one model, few rounds: under three minutes")
+def step(
+    short: bool = False,
+    json_file: Path | None = None,
+    picture: Path | None = None,
+    engines: str | None = None,
+    **asked: object,
+) -> None:
+    """Time, memory, bytes and host time of one training step, every engine in turn."""
+    start = SHORT if short else Wanted()
+    given = {name: value for name, value in asked.items() if value}
+    if engines:
+        given["engines"] = tuple(engines.split(","))
+    wanted = Wanted(**{**vars(start), **given})
+    if unknown := set(wanted.engines) - set(ENGINES):
+        raise click.UsageError(f"no engine {sorted(unknown)}; there are {', '.join(ENGINES)}")
+    report = run(wanted, lambda text: click.echo(f"… {text}", err=True))
+    click.echo("\n".join(table.lines(report)))
+    if json_file is not None:
+        results.write(report, json_file)
+    if picture is not None:
+        plot.draw(report, picture)
+
+
+@main.command("profile")
+@click.option("--engine", default="full_shard", type=_names(list(ENGINES)), show_default=True)
+@click.option("--model", default="decoder32", type=_names(list(TASKS)), show_default=True)
+@click.option("--world", default=2, type=click.IntRange(1), show_default=True)
+@click.option("--steps", default=10, type=click.IntRange(1), show_default=True)
+def profile_command(engine: str, model: str, world: int, steps: int) -> None:
+    """Where the time of one engine's step goes, on rank 0."""
+    click.echo("\n".join(profile(engine, model, world, steps)))
+
+
+if __name__ == "__main__":
+    main()

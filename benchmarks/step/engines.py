@@ -1,0 +1,212 @@
+"""Every engine as the same two calls: compute (forward and backward) and update.
+
+Each is set up as its own documentation sets it up, with the same units for all that have units:
+those that ``sw.shard`` chooses by itself (each block, the embedding, the head with the last
+norm). Where a rival's best-known user does better than its defaults, that is used:
+
+    fsdp2        the last unit stays gathered between forward and backward, as in torchtitan
+    ddp          gradient_as_bucket_view: no second copy of the gradients
+    deepspeed_*  in processes of their own, beside a plain step of their own: it replaces
+                 functions of torch when it is imported
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import shardwise as sw
+from benchmarks.step.models import TASKS, Batch, Task
+from shardwise.comm.connect import over
+from shardwise.comm.protocol import Counters
+from shardwise.units import choose_units
+
+__all__ = ["ENGINES", "PLAIN", "Engine", "Setup", "absent", "build", "optimizer_for"]
+
+PLAIN = "plain"
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model that is ready to train.
+
+    Attributes:
+        compute: forward and backward on a batch; the detached loss, 0-dim.
+        update: the optimizer's step, and no gradients afterwards.
+        counters: what the engine itself says that it sent; ``None`` for rivals.
+    """
+
+    compute: Callable[[Batch], Tensor]
+    update: Callable[[], None]
+    counters: Counters | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is the same for all engines of a run.
+
+    Attributes:
+        model: a name in ``TASKS``.
+        optimizer: ``"adamw"`` or ``"sgd"``, torch's, with its defaults on CPU: the loop, neither
+            foreach nor fused.
+    """
+
+    model: str
+    optimizer: str = "adamw"
+
+    @property
+    def task(self) -> Task:
+        return TASKS[self.model]
+
+    def new_model(self) -> nn.Module:
+        """The same values for every engine and rank."""
+        torch.manual_seed(SEED)
+        return self.task.build()
+
+
+def optimizer_for(params: Iterable[nn.Parameter], name: str, **options: Any) -> Optimizer:
+    """Torch's; ``options`` such as ``fused=True``. The eps keeps rounding from being amplified."""
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=1e-2, momentum=0.9, **options)
+    return torch.optim.AdamW(params, lr=3e-4, eps=1e-6, **options)
+
+
+def _training(setup: Setup, model: nn.Module, counters: Counters | None = None) -> Engine:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = optimizer_for(trained, setup.optimizer)
+
+    def compute(batch: Batch) -> Tensor:
+        loss = setup.task.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Engine(compute, update, counters)
+
+
+# ---- the engines ---------------------------------------------------------------------------
+
+
+def _plain(setup: Setup) -> Engine:
+    """No communication: each rank trains alone."""
+    return _training(setup, setup.new_model())
+
+
+def _ours(strategy: str, setup: Setup) -> Engine:
+    model = setup.new_model()
+    comm = over(dist.group.WORLD)
+    sw.shard(model, strategy=strategy, comm=comm)
+    return _training(setup, model, comm.counters)
+
+
+def _groups(model: nn.Module) -> list[tuple[nn.Module, ...]]:
+    """The modules of each unit that ``sw.shard`` would choose, without the root's."""
+    return [unit.modules for unit in choose_units(model) if model not in unit.modules]
+
+
+def _fsdp2(reshard: bool, setup: Setup) -> Engine:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = setup.new_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    groups = _groups(model)
+    for group in groups:
+        frees = reshard and group is not groups[-1]
+        fully_shard(list(group), mesh=mesh, reshard_after_forward=frees)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return _training(setup, model)
+
+
+def _fsdp1(setup: Setup) -> Engine:
+    """FULL_SHARD. It wraps modules, not groups of them: the last norm stays with the root."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    model = setup.new_model()
+    largest = {max(group, key=_numel) for group in _groups(model)}
+    wrapped = FullyShardedDataParallel(
+        model,
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        auto_wrap_policy=CustomPolicy(lambda module: module in largest),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    return _training(setup, wrapped)
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _ddp(setup: Setup) -> Engine:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(setup.new_model(), gradient_as_bucket_view=True)
+    return _training(setup, model)
+
+
+def _deepspeed(stage: int, setup: Setup) -> Engine:
+    import deepspeed
+
+    model = setup.new_model()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer_for(trained, setup.optimizer),
+        dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        },
+    )
+
+    def compute(batch: Batch) -> Tensor:
+        loss = setup.task.loss(engine, batch)
+        engine.backward(loss)
+        return loss.detach()
+
+    return Engine(compute, engine.step)
+
+
+ENGINES: dict[str, Callable[[Setup], Engine]] = {
+    PLAIN: _plain,
+    "no_shard": partial(_ours, "no_shard"),
+    "zero1": partial(_ours, "zero1"),
+    "shard_grad_op": partial(_ours, "shard_grad_op"),
+    "full_shard": partial(_ours, "full_shard"),
+    "ddp": _ddp,
+    "fsdp1": _fsdp1,
+    "fsdp2": partial(_fsdp2, True),
+    "fsdp2_keep": partial(_fsdp2, False),
+    "deepspeed_zero2": partial(_deepspeed, 2),
+    "deepspeed_zero3": partial(_deepspeed, 3),
+}
+
+
+def absent(name: str) -> str:
+    """Why an engine cannot be run here, ``""`` if it can."""
+    package = name.partition("_")[0]
+    if package != "deepspeed" or find_spec(package) is not None:
+        return ""
+    return f"{package} is not installed: pip install -c constraints.txt -e '.[bench]'"
+
+
+def build(name: str, setup: Setup) -> Engine:
+    """The engine of this name, on this rank. A collective."""
+    return ENGINES[name](setup)

@@ -1,0 +1,226 @@
+"""What an engine costs the host per unit and step, and what its optimizer costs.
+
+One process is rank 0 of a world of 8 that does not exist: collectives cost next to nothing, so
+what a step takes beyond the same step of a plain model is the engine's Python. Each engine has
+a process of its own, where its steps alternate with those of a plain model. The clock is the
+thread's processor time, so that other programs on the machine are not in it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import thread_time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from benchmarks.crew import Crew, Seat
+from benchmarks.step.engines import optimizer_for
+from shardwise.comm.fake import FakeComm
+
+__all__ = ["HOSTED", "Host", "Update", "host_time", "update_time"]
+
+WORLD = 8
+UNITS = 8
+SIDE = 16  # every parameter is SIDE × SIDE
+HOSTED = ("full_shard", "shard_grad_op", "fsdp2", "fsdp2_keep")
+SMALL = 40  # parameters in a unit where the optimizer is timed: 320 altogether
+
+
+@dataclass(frozen=True)
+class Host:
+    """Microseconds per unit and step, beyond a plain model.
+
+    Attributes:
+        engine: which.
+        params: parameters in a unit.
+        median: of the differences between a step and the plain step before it.
+        least: between the fastest step and the fastest plain step.
+        plain: the plain step itself, per unit.
+    """
+
+    engine: str
+    params: int
+    median: float
+    least: float
+    plain: float
+
+
+@dataclass(frozen=True)
+class Update:
+    """Milliseconds of ``optimizer.step()`` of AdamW on 320 parameters, at fake world 8.
+
+    Attributes:
+        engine: whose parameters.
+        variant: ``"default"`` (the loop on CPU), ``"foreach"`` or ``"fused"``.
+        median: of the steps.
+        least: the fastest.
+    """
+
+    engine: str
+    variant: str
+    median: float
+    least: float
+
+
+def host_time(engine: str, params: Sequence[int], steps: int) -> list[Host]:
+    """One ``Host`` for each number of parameters in a unit."""
+    with Crew(1, _host, engine, list(params), steps) as crew:
+        found: list[Host] = crew.hear()[0]
+        return found
+
+
+def update_time(engine: str, steps: int) -> list[Update]:
+    """One ``Update`` for each variant of AdamW."""
+    with Crew(1, _update, engine, steps) as crew:
+        found: list[Update] = crew.hear()[0]
+        return found
+
+
+# ---- the model -----------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """``count`` square matrices, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList(torch.randn(SIDE, SIDE) / SIDE**0.5 for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[SIDE, SIDE]`` → the same."""
+        for matrix in self.matrices:
+            x = x @ matrix
+        return x
+
+
+class Chains(nn.Module):
+    """``UNITS`` of them, one unit each; the model itself holds nothing else."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Chain(count) for _ in range(UNITS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[SIDE, SIDE]`` → the same."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def sharded(engine: str, model: Chains) -> Chains:
+    """The model, sharded by an engine over the world that does not exist."""
+    if engine == "plain":
+        return model
+    if not engine.startswith("fsdp2"):
+        sw.shard(model, engine, wrap=sw.wrap.by_class(Chain), comm=FakeComm(0, WORLD))
+        return model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    _pretend_group()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=engine == "fsdp2")
+    fully_shard(model, mesh=mesh, reshard_after_forward=engine == "fsdp2")
+    return model
+
+
+def _pretend_group() -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+
+
+def stepper(model: nn.Module) -> Callable[[], None]:
+    """Forward and backward, with no gradients left."""
+    x = torch.randn(SIDE, SIDE)
+
+    def step() -> None:
+        model(x).sum().backward()
+        for param in model.parameters():
+            param.grad = None
+
+    return step
+
+
+# ---- in the crew ---------------------------------------------------------------------------
+
+
+def _host(seat: Seat, engine: str, params: Sequence[int], steps: int) -> None:
+    gc.disable()
+    found = []
+    for count in params:
+        ours = sharded(engine, Chains(count))
+        plain, mine = _seconds(stepper(Chains(count)), stepper(ours), steps)
+        extra = [a - b for a, b in zip(mine, plain, strict=True)]
+        per_unit = 1e6 / UNITS
+        found.append(
+            Host(
+                engine,
+                count,
+                median=median(extra) * per_unit,
+                least=(min(mine) - min(plain)) * per_unit,
+                plain=median(plain) * per_unit,
+            )
+        )
+    seat.tell(found)
+
+
+def _seconds(
+    plain: Callable[[], None], mine: Callable[[], None], steps: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of each, alternating, after steps that set things up."""
+    for _ in range(3):
+        plain()
+        mine()
+    first, second = [], []
+    for _ in range(steps):
+        gc.collect()
+        first.append(_timed(plain))
+        second.append(_timed(mine))
+    return first, second
+
+
+def _timed(what: Callable[[], Any]) -> float:
+    start = thread_time()
+    what()
+    return thread_time() - start
+
+
+def _update(seat: Seat, engine: str, steps: int) -> None:
+    gc.disable()
+    variants: dict[str, dict[str, bool]] = {
+        "default": {},
+        "foreach": {"foreach": True},
+        "fused": {"fused": True},
+    }
+    updates = {name: _updater(engine, options) for name, options in variants.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(steps):
+        gc.collect()
+        for name, update in updates.items():
+            times[name].append(_timed(update))
+    seat.tell(
+        [
+            Update(engine, name, median(seconds) * 1e3, min(seconds) * 1e3)
+            for name, seconds in times.items()
+        ]
+    )
+
+
+def _updater(engine: str, options: dict[str, Any]) -> Callable[[], Any]:
+    """``optimizer.step`` with gradients in place, after a step that made its state."""
+    model = sharded(engine, Chains(SMALL))
+    model(torch.randn(SIDE, SIDE)).sum().backward()
+    step = partial(optimizer_for(model.parameters(), "adamw", **options).step)
+    step()
+    return step

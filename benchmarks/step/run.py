@@ -1,0 +1,113 @@
+"""From what is asked to a report: which processes run, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.crew import Crew
+from benchmarks.machine import this_machine
+from benchmarks.step.engines import ENGINES, PLAIN, Setup, absent
+from benchmarks.step.host import HOSTED, host_time, update_time
+from benchmarks.step.memory import peak_memory
+from benchmarks.step.results import Report, Row, times_of, traffic_of
+from benchmarks.step.rounds import observe
+from benchmarks.step.traffic import least_bytes
+
+__all__ = ["PARTS", "SHORT", "Wanted", "run"]
+
+PARTS = ("time", "memory", "host", "update")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to measure.
+
+    Attributes:
+        models: names in ``TASKS``.
+        worlds: numbers of ranks.
+        engines: names in ``ENGINES``; the plain step is always there.
+        rounds: interleaved rounds of steps.
+        optimizer: ``"adamw"`` or ``"sgd"``.
+        parts: of ``PARTS``.
+        memory_steps: steps during which memory is watched.
+        host_steps: steps of the host and optimizer measurements.
+        host_params: parameters in a unit.
+    """
+
+    models: tuple[str, ...] = ("decoder128", "decoder32")
+    worlds: tuple[int, ...] = (2,)
+    engines: tuple[str, ...] = tuple(ENGINES)
+    rounds: int = 20
+    optimizer: str = "adamw"
+    parts: tuple[str, ...] = PARTS
+    memory_steps: int = 4
+    host_steps: int = 30
+    host_params: tuple[int, ...] = (1, 10, 40)
+
+
+#: What ``make bench`` runs, in less than three minutes.
+SHORT = Wanted(models=("decoder32",), rounds=6, memory_steps=2, host_steps=10)
+
+
+def run(wanted: Wanted, say: Callable[[str], None]) -> Report:
+    """Measure. ``say`` hears what is done now."""
+    report = Report(this_machine(), wanted.optimizer)
+    for world in wanted.worlds:
+        for model in wanted.models:
+            setup = Setup(model, wanted.optimizer)
+            report = replace(report, rows=(*report.rows, *_rows(setup, world, wanted, say)))
+    if "host" in wanted.parts:
+        say("host time")
+        named = [name for name in HOSTED if name in wanted.engines]
+        hosts = [host_time(name, wanted.host_params, wanted.host_steps) for name in named]
+        report = replace(report, hosts=tuple(host for each in hosts for host in each))
+    if "update" in wanted.parts:
+        say("optimizers")
+        named = [name for name in (PLAIN, "full_shard", "fsdp2") if name in wanted.engines]
+        updates = [update_time(name, wanted.host_steps) for name in named]
+        report = replace(report, updates=tuple(update for each in updates for update in each))
+    return report
+
+
+def _rows(setup: Setup, world: int, wanted: Wanted, say: Callable[[str], None]) -> list[Row]:
+    """Every engine on one model, in the order of ``ENGINES``."""
+    reasons = {name: absent(name) for name in ENGINES if name in {*wanted.engines, PLAIN}}
+    rows = {
+        name: Row(setup.model, world, name, absent=reason) for name, reason in reasons.items()
+    }
+    there = [name for name, reason in reasons.items() if not reason]
+    if "time" in wanted.parts:
+        apart = [name for name in there if name.startswith("deepspeed")]
+        crews = [[name for name in there if name not in apart]]
+        for names in crews + [[PLAIN, *apart]] * bool(apart):
+            say(f"{setup.model}, {world} ranks, {wanted.rounds} rounds: {', '.join(names)}")
+            rows |= _timed(setup, world, names, wanted.rounds, rows)
+    if "memory" in wanted.parts:
+        for name in there:
+            say(f"{setup.model}, {world} ranks, memory: {name}")
+            memory = peak_memory(name, setup, world, wanted.memory_steps)
+            rows[name] = replace(rows[name], memory=memory)
+    return list(rows.values())
+
+
+def _timed(
+    setup: Setup, world: int, names: Sequence[str], rounds: int, rows: dict[str, Row]
+) -> dict[str, Row]:
+    """The rows of one crew, with times and bytes."""
+    with Crew(world, observe, setup, names, rounds) as crew:
+        seen = crew.hear()
+    model = setup.new_model()
+    params = sum(param.nbytes for param in model.parameters())
+    apart = any(name.startswith("deepspeed") for name in names)
+    return {
+        name: replace(
+            rows[name],
+            apart=apart,
+            losses=tuple(seen[0][name].losses),
+            times=times_of(name, seen),
+            traffic=traffic_of(name, seen, least_bytes(name, model, world), params),
+        )
+        for name in names
+        if not (apart and name == PLAIN)
+    }

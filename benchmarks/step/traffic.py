@@ -1,0 +1,108 @@
+"""Bytes: what left a process, what was copied inside it, and what must be sent at least.
+
+All three know nothing of any engine. What a process sent is read from the kernel's account of
+its writes, which unlike ``/proc/net/dev`` leaves out the headers and everybody else on the
+machine. What it copied is seen by a dispatch mode, except for copies inside a backend's own
+threads (gloo's all-gather makes one more, its reduce-scatter two).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["CopiedBytes", "least_bytes", "written_bytes"]
+
+
+def written_bytes() -> int:
+    """Bytes that this process has written so far: to sockets, and hardly anywhere else."""
+    lines = Path("/proc/self/io").read_text("utf-8").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("wchar:")))
+
+
+def _what_comes_back(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    return result
+
+
+def _first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    return args[0]
+
+
+def _out(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    return kwargs["out"]
+
+
+def _own_slice(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    return result[0]
+
+
+# operation → the tensors that it writes by copying
+COPIES: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
+    "aten::copy_": _first_argument,
+    "aten::_foreach_copy_": _first_argument,
+    "aten::clone": _what_comes_back,
+    "aten::cat": _what_comes_back,
+    "aten::stack": _what_comes_back,
+    "aten::_to_copy": _what_comes_back,
+    "aten::constant_pad_nd": _what_comes_back,
+    "fsdp::all_gather_copy_in": _own_slice,
+    "fsdp::split_with_sizes_copy": _out,
+    "fsdp::chunk_cat": _out,
+}
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Sums what is copied while it is active: ``nbytes``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        written = COPIES.get(func.name().partition(".")[0])
+        if written is not None:
+            tensors = tree_leaves(written(args, kwargs or {}, result))
+            self.nbytes += sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+        return result
+
+
+def least_bytes(engine: str, model: nn.Module, world: int) -> int:
+    """The fewest bytes that a rank must send in a step, in fp32.
+
+    A gather or a reduce-scatter of S bytes sends (W-1)/W S per rank, and what is in the frozen
+    part has no gradients to send. See Chan et al. 2007, "Collective communication".
+    """
+    share = (world - 1) / world
+    numels = [(param.numel(), param.requires_grad) for param in model.parameters()]
+    every = 4 * sum(numel for numel, _ in numels)
+    trained = 4 * sum(numel for numel, trains in numels if trains)
+    gathers, updated, reduces = PARTS[engine]
+    return round(share * (gathers * every + updated * trained + reduces * trained))
+
+
+# engine → gathers of all parameters, of those that were updated, and reductions of gradients
+PARTS: dict[str, tuple[int, int, int]] = {
+    "plain": (0, 0, 0),
+    "no_shard": (0, 1, 1),
+    "zero1": (0, 1, 1),
+    "shard_grad_op": (1, 0, 1),
+    "full_shard": (2, 0, 1),
+    "ddp": (0, 1, 1),
+    "fsdp1": (2, 0, 1),
+    "fsdp2": (2, 0, 1),
+    "fsdp2_keep": (1, 0, 1),
+    "deepspeed_zero2": (0, 1, 1),
+    "deepspeed_zero3": (2, 0, 1),
+}
