@@ -46,13 +46,17 @@ class Bucket:
 
     def _allocate(self) -> None:
         spec, dtypes = self.spec, self.dtypes
+        shared = spec.comm.shares and spec.placement.splits
+        memory = spec.comm.allocate_bucket if shared else spec.comm.allocate
+        #: Does the full bucket keep its memory when it is free?
+        same = dtypes.stored is dtypes.compute
+        self.lasting = shared or spec.placement.resident or (same and spec.comm.size == 1)
+        #: Is the shard a slice of the full bucket, so that gathering copies nothing?
+        self.aliased = self.lasting and same
+        self._cast = False  # does a lasting bucket hold what the shard holds now?
         with torch.inference_mode(False):
-            self.full = spec.comm.allocate(self.layout.numel, dtypes.compute)  # [W * S]
+            self.full = memory(self.layout.numel, dtypes.compute)  # [W * S]
             at_rest = spec.own(self.full) if spec.placement.splits else self.full
-            #: Is the shard a slice of the full bucket, so that gathering copies nothing?
-            self.aliased = dtypes.stored is dtypes.compute and (
-                spec.placement.resident or spec.comm.size == 1
-            )
             self.shard = (  # [S], or [W * S] when nothing is split
                 at_rest if self.aliased else spec.comm.allocate(at_rest.numel(), dtypes.stored)
             )
@@ -80,8 +84,10 @@ class Bucket:
         self._adopt()
         if self.aliased and self.spec.whole_at_rest:
             return
-        self.full.untyped_storage().resize_(self._nbytes)
-        if not self.aliased:
+        if not self.lasting:
+            self.full.untyped_storage().resize_(self._nbytes)
+        if not self.aliased and not self._cast:
+            self._cast = self.lasting
             target = self.spec.own(self._writer) if self.spec.placement.splits else self._writer
             target.copy_(self.shard)
             self.copied += target.numel() * target.element_size()
@@ -132,8 +138,12 @@ class Bucket:
         """Do the parameters show the same, whole memory all the time?"""
         return self.aliased and self.spec.whole_at_rest
 
+    def expire(self) -> None:
+        """The optimizer may run next: what was cast for this step will be old."""
+        self._cast = False
+
     def _release(self) -> None:
-        if not self.aliased and not self.spec.placement.resident:
+        if not self.lasting:
             self.full.untyped_storage().resize_(0)
 
     def _adopt(self) -> None:

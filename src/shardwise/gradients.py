@@ -98,7 +98,7 @@ class Gradients:
             self._views[index].zero_()
         for start, stop in self._gaps:
             full[start:stop].zero_()
-        self.full = full = full.to(spec.dtypes.wire)
+        self.full = full = self._narrow(full)
         if averaging.before != 1:
             full.div_(averaging.before)
         if spec.comm.size == 1:
@@ -108,6 +108,13 @@ class Gradients:
         label = Label("reduce", spec.unit)
         mean = averaging.how == "avg"
         self._pending = spec.comm.reduce_scatter(self._out, full, label, mean)
+
+    def _narrow(self, full: Tensor) -> Tensor:
+        """What was carried wide, in the dtype that travels."""
+        wire = self.spec.dtypes.wire
+        if full.dtype is wire:
+            return full
+        return self.spec.comm.allocate(full.numel(), wire).copy_(full)
 
     def settle(self, averaging: Averaging) -> None:
         """Wait for the reduce, form the mean, and let the gradient bucket go."""

@@ -133,6 +133,7 @@ class Runtime:
         """A forward pass is over: end it, if no backward pass will."""
         if self._cursor.mode == "forward":
             self.cue(Op.END, "", Phase.FORWARD)
+            self.comm.fence(Label("fence", "forward"))
             self._release_all(Phase.FORWARD)
             self._ended()
             self._cursor = cursor
@@ -316,6 +317,8 @@ class Runtime:
     def _release_all(self, phase: Phase) -> None:
         for state in self.units.values():
             state.pinned = state.pinned and state.depth > 0
+            for bucket in state.buckets:
+                bucket.expire()
         self._carry_out(Event(Op.FREE, name, phase, "the step is over") for name in self.units)
 
     def _ended(self) -> None:

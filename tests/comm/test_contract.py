@@ -46,7 +46,7 @@ def both_kinds(rank: int, world: int, folder: str) -> tuple[Kept, Kept]:
         with over(dist.group.WORLD) as tagged:
             assert type(tagged) is PeerComm
             first = keep(tagged, LAWS)
-        with over(dist.group.WORLD, native=True) as native:
+        with over(dist.group.WORLD, transport="native") as native:
             assert type(native) is NativeComm
             return first, keep(native, NATIVE_LAWS)
 

@@ -85,7 +85,7 @@ def go_wrong(rank: int, world: int, folder: str) -> list[tuple[float, str]]:
         for leaves in (True, False):
             # A group each: gathers use the group itself, and it is dead afterwards.
             group = dist.new_group()
-            with over(group, native=True) as comm:
+            with over(group, transport="native") as comm:
                 start = time.monotonic()
                 if rank == 1 and leaves:
                     comm.close()
@@ -119,7 +119,7 @@ def as_impostor(rank: int, world: int, folder: str) -> list[float]:
     dist.Backend.register_backend("hccl", gloo, devices=["cpu"])
     store = FileStore(f"{folder}/store", world)
     dist.init_process_group("hccl", store=store, rank=rank, world_size=world)
-    with over(dist.group.WORLD, device="cpu", native=True) as comm:
+    with over(dist.group.WORLD, device="cpu", transport="native") as comm:
         full = torch.zeros(2)
         full[rank] = rank + 1.0
         comm.all_gather(full, Label("gather")).wait()

@@ -26,11 +26,13 @@ from shardwise.comm.native import NativeComm
 from shardwise.comm.peers import PeerComm
 from shardwise.comm.process_group import Ending, GlooWire
 from shardwise.comm.protocol import Comm
+from shardwise.comm.shared_memory import shared_memory
 from shardwise.errors import ConfigError, RanksDisagree
 
 __all__ = ["Launch", "connect", "launched", "over"]
 
 TIMEOUT = 1800.0  # seconds for which a rank waits for a slow one
+TRANSPORTS = ("auto", "memory", "messages", "native")
 LINGER = 5.0  # seconds for which the rank that serves the store waits for the others to leave
 
 
@@ -71,12 +73,13 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
     return Launch(rank, size, local_rank)
 
 
-def connect(device: str | None = None, timeout: float = TIMEOUT) -> Comm:
+def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str = "auto") -> Comm:
     """This process's end of all ranks: ``with sw.connect() as comm: …``.
 
     Args:
         device: a device type such as ``"cuda"``; by default what this machine has, else the CPU.
         timeout: seconds for which a rank waits for a slow one before that is an error.
+        transport: how bytes travel; see ``over``.
 
     Returns:
         With a process group that exists: a comm over it, which does not destroy it. With a
@@ -87,7 +90,7 @@ def connect(device: str | None = None, timeout: float = TIMEOUT) -> Comm:
         RanksDisagree: not every rank came in time.
     """
     if dist.is_initialized():
-        return over(_world(), device, timeout)
+        return over(_world(), device, timeout, transport)
     accelerator = row(device) if device else detect()
     launch = launched(os.environ)
     here = device_of(accelerator, launch.local_rank if launch else 0)
@@ -97,7 +100,7 @@ def connect(device: str | None = None, timeout: float = TIMEOUT) -> Comm:
     serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     ending = Ending(LINGER if serves else 0.0, dist.destroy_process_group)
     try:
-        return _comm(_world(), here, timeout, ending)
+        return _comm(_world(), here, timeout, ending, transport)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -107,7 +110,7 @@ def over(
     ranks: ProcessGroup | DeviceMesh | None,
     device: str | None = None,
     timeout: float = TIMEOUT,
-    native: bool | None = None,
+    transport: str = "auto",
 ) -> Comm:
     """A comm over ranks that torch already knows; they are not destroyed with it.
 
@@ -115,11 +118,12 @@ def over(
         ranks: a process group, or a device mesh of one axis, such as ``mesh["shard"]``.
         device: a device type; by default the mesh's, or the one that the group's backend serves.
         timeout: seconds for which a rank waits for a slow one before that is an error.
-        native: the backend's own collectives (``True``) or tagged messages (``False``, gloo
-            only); by default messages over gloo, and native ones elsewhere.
+        transport: ``"memory"`` (CPU ranks of one host), ``"messages"`` (tagged, over gloo) or
+            ``"native"`` (the backend's own collectives); ``"auto"``: native off the CPU, memory
+            where all ranks can map it, else messages.
 
     Raises:
-        ConfigError: the mesh has several axes, or there is no process group.
+        ConfigError: the mesh has several axes, there is no process group, or no such transport.
         RanksDisagree: not every rank came in time.
     """
     if isinstance(ranks, DeviceMesh):
@@ -133,7 +137,7 @@ def over(
         group = ranks
     if dist.get_world_size(group) == 1:
         return LocalComm(_here(group, device))
-    return _comm(group, _here(group, device), timeout, Ending(), native)
+    return _comm(group, _here(group, device), timeout, Ending(), transport)
 
 
 def _comm(
@@ -141,12 +145,23 @@ def _comm(
     device: torch.device,
     timeout: float,
     ending: Ending,
-    native: bool | None = None,
+    transport: str,
 ) -> Comm:
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"transport is {transport!r}; choose one of {', '.join(TRANSPORTS)}.")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = _own_store(group, rank)
-    if device.type != "cpu" if native is None else native:
+    if transport == "native" or (transport == "auto" and device.type != "cpu"):
         return NativeComm(group, device, store, row(device).averages, timeout, ending)
+    if transport in ("auto", "memory"):
+        if comm := shared_memory(store, rank, size, timeout, ending):
+            return comm
+        if transport == "memory":
+            raise ConfigError(
+                f"the {size} ranks cannot map each other's memory (they run on several hosts, in "
+                "containers of their own, or not on Linux on x86-64). Leave transport out: "
+                "messages over gloo work everywhere."
+            )
     return PeerComm(rank, size, device, GlooWire(store, rank, size, timeout, ending))
 
 

@@ -26,6 +26,8 @@ __all__ = ["FakeComm"]
 class FakeComm:
     """One rank of a group that does not exist. Final; see ``Comm``."""
 
+    shares = False
+
     def __init__(self, rank: int, size: int, device: torch.device | str = "cpu") -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} of {size}: ranks are numbered from 0 to {size - 1}.")
@@ -37,6 +39,12 @@ class FakeComm:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.allocate(numel, dtype)
+
+    def fence(self, label: Label) -> None:
+        """No memory is shared."""
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         mine = self._mine(full, label)

@@ -30,6 +30,7 @@ class LocalComm:
 
     rank = 0
     size = 1
+    shares = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -38,6 +39,12 @@ class LocalComm:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.allocate(numel, dtype)
+
+    def fence(self, label: Label) -> None:
+        """No memory is shared."""
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         return Done()

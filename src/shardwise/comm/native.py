@@ -51,6 +51,8 @@ class NativeComm:
         ending: what ends with this object.
     """
 
+    shares = False
+
     def __init__(
         self,
         group: ProcessGroup,
@@ -86,6 +88,12 @@ class NativeComm:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # memory outlives the mode it is first asked for in
             return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.allocate(numel, dtype)
+
+    def fence(self, label: Label) -> None:
+        """No memory is shared."""
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         check_splits(full, self.size, label)

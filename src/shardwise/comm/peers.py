@@ -58,6 +58,8 @@ class Wire(Protocol):
 class PeerComm:
     """One rank's end of a group whose messages a wire carries. Final; see ``Comm``."""
 
+    shares = False
+
     def __init__(self, rank: int, size: int, device: torch.device, wire: Wire) -> None:
         self.rank = rank
         self.size = size
@@ -72,6 +74,12 @@ class PeerComm:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # memory outlives the mode it is first asked for in
             return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.allocate(numel, dtype)
+
+    def fence(self, label: Label) -> None:
+        """No memory is shared."""
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         pieces = pieces_of(full, self.size, label)

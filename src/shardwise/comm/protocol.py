@@ -78,9 +78,17 @@ class Comm(Protocol):
     size: int
     device: torch.device
     counters: Counters
+    shares: bool
+    """Is ``allocate_bucket`` the same memory on every rank, so that a gather moves nothing?"""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a shard or a bucket, ``[numel]``, uninitialised, on ``device``."""
+        """This rank's own memory, ``[numel]``, uninitialised, on ``device``."""
+
+    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a full bucket, ``[numel]``; asked for in the same order on every rank."""
+
+    def fence(self, label: Label) -> None:
+        """Where memory is shared: return when every rank is here. Elsewhere: nothing to do."""
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         """Fill ``full`` from every rank, in place.

@@ -86,10 +86,14 @@ class Watch:
 
     # --- what the comm calls ---------------------------------------------------------------
 
-    def issue(self, collective: Collective) -> None:
-        """Take note of a collective, or raise what ended the group."""
+    def raise_if_dead(self) -> None:
+        """Raise what ended the group, if anything did."""
         if self._dead:
             raise RanksDisagree(self._dead)
+
+    def issue(self, collective: Collective) -> None:
+        """Take note of a collective, or raise what ended the group."""
+        self.raise_if_dead()
         self._recent.append(collective)
         self._issued = collective.seq + 1
 

@@ -1,0 +1,310 @@
+"""Ranks of one host that map the same memory: a gather moves no bytes.
+
+    common     | bucket 0: shard 0, shard 1 | bucket 1 …      every rank maps it; each writes its
+               |                            |                 own shards, all read everything
+    own        | gradient bucket | …                          each rank's, read by the others
+
+Over sockets every rank holds a copy of what it gathers. Here a bucket exists once per host, a
+shard is a slice of it, and to gather means to know that every rank has finished its update. A
+reduction is each rank summing its own slice of the W gradient buckets, in rank order, so results
+are the same bits as over gloo. What is left of a collective is one row of four numbers per rank
+that says "I am at collective n, which is …": ranks at unlike collectives never pass each other,
+and the watch finds them.
+
+    row of rank r, collective n (mod ROWS):  n + 1 | tag | where its piece is | n + 1 once read
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import platform
+import select
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shardwise.comm.arena import Arena, Heap
+from shardwise.comm.disagree import Collective
+from shardwise.comm.peers import InFlight, agree, pieces_of, sum_in_rank_order
+from shardwise.comm.process_group import Ending
+from shardwise.comm.protocol import Counters, Label, Pending
+from shardwise.comm.watch import Wait, Watch, how_this_process_ends
+
+__all__ = ["SharedMemoryComm", "shared_memory"]
+
+ROWS = 1024  # collectives in flight at most; a rank is never that far ahead of another
+CONTROL = 1 << 26  # bytes at the start of the common arena that hold the rows
+SPINS = 100  # looks, each giving way to other threads, before a rank goes to sleep
+NAP, LONGEST_NAP = 20e-6, 1e-3  # seconds
+
+
+def shared_memory(
+    store: Store, rank: int, size: int, timeout: float, ending: Ending
+) -> SharedMemoryComm | None:
+    """A comm over memory, or ``None`` (on every rank alike) where the ranks cannot share any."""
+    watch = Watch(PrefixStore("memory/", store), rank, size, lambda: None, timeout)
+    arenas = [Arena.made() for _ in range(1 + (rank == 0))] if _possible() else []
+    mine = json.dumps([_host(), os.getpid(), [arena.fd for arena in arenas]])
+    said = [json.loads(text) for text in watch.share(_first(0), mine)]
+    opened = _open(said, rank, arenas) if len({host for host, _, _ in said}) == 1 else None
+    if set(watch.share(_first(1), str(opened is not None))) != {"True"} or opened is None:
+        watch.leave("the ranks cannot share memory")
+        return None
+    return SharedMemoryComm(rank, size, watch, opened, [pid for _, pid, _ in said], ending)
+
+
+def _first(number: int) -> Collective:
+    return Collective(number - 2, "greeting", "meet", "shared memory", 0)
+
+
+def _possible() -> bool:
+    """Plain loads and stores are enough only where the processor keeps their order."""
+    ordered = platform.machine() in ("x86_64", "AMD64")
+    return ordered and platform.system() == "Linux"
+
+
+def _host() -> str:
+    """The same text for processes that see each other under ``/proc``, else another."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{platform.node()} {os.getpid()}"  # like nobody else's
+
+
+def _open(
+    said: list[tuple[str, int, list[int]]], rank: int, mine: list[Arena]
+) -> list[Arena] | None:
+    """The common arena, then every rank's own; ``None`` if one cannot be opened."""
+    try:
+        common = mine[1] if rank == 0 else Arena.of(said[0][1], said[0][2][1])
+        own = [
+            mine[0] if peer == rank else Arena.of(pid, fds[0])
+            for peer, (_, pid, fds) in enumerate(said)
+        ]
+    except (OSError, IndexError, ValueError):
+        return None
+    return [common, *own]
+
+
+class SharedMemoryComm:
+    """One rank's end of a group on one host. Final; see ``Comm``.
+
+    Args:
+        arenas: the common one, then each rank's own.
+        pids: each rank's process.
+        ending: what ends with this object.
+    """
+
+    shares = True
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        watch: Watch,
+        arenas: list[Arena],
+        pids: list[int],
+        ending: Ending,
+    ) -> None:
+        self.rank, self.size, self.device = rank, size, torch.device("cpu")
+        self.counters = Counters()
+        self._watch, self._ending, self._closed = watch, ending, False
+        self._common, *self._own = arenas
+        self._peers = [peer for peer in range(size) if peer != rank]
+        rows = self._common.bytes(0, size * ROWS * 4 * 8).view(np.int64)
+        self._rows = rows.reshape(size, ROWS, 4)
+        self._common_end = CONTROL
+        self._heap = Heap(self._own[rank], self._is_being_read)
+        self._issued = 0
+        atexit.register(self._at_exit)
+        self._alive = {peer: os.pidfd_open(pids[peer]) for peer in self._peers}
+
+    # ---- memory ----------------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):
+            return self._heap.allocate(numel, dtype)
+
+    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The same memory on every rank, because every rank asks in the same order."""
+        offset = self._common_end
+        self._common_end += -(-numel * dtype.itemsize // 4096) * 4096
+        with torch.inference_mode(False):
+            return self._common.tensor(offset, numel, dtype)
+
+    # ---- collectives -----------------------------------------------------------------------
+
+    def all_gather(self, full: Tensor, label: Label) -> Pending:
+        pieces = pieces_of(full, self.size, label)
+        collective = self._next("all_gather", label, full.nbytes)
+        if self._common.offset_of(full) is not None:  # every rank has it already
+            self._post(collective, 0)
+            self.counters.sent(label.op, 0)
+            return self._in_flight(collective, label, lambda: self._read(collective))
+        mine = self._shown(pieces[self.rank], collective)
+        self.counters.sent(label.op, (self.size - 1) * mine.nbytes)
+
+        def finish() -> None:
+            with torch.no_grad():
+                for peer in self._peers:
+                    pieces[peer].copy_(self._piece(peer, collective, pieces[peer], 0))
+            self._read(collective)
+
+        return self._in_flight(collective, label, finish)
+
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, label: Label, mean: bool = False
+    ) -> Pending:
+        pieces = list(pieces_of(full, self.size, label))
+        collective = self._next("reduce_scatter", label, full.nbytes)
+        mine = self._shown(full.detach(), collective)
+        self.counters.sent(label.op, full.nbytes - pieces[0].nbytes)
+
+        def finish() -> None:
+            here = self.rank * out.numel()
+            pieces[self.rank] = mine[here : here + out.numel()]
+            for peer in self._peers:
+                pieces[peer] = self._piece(peer, collective, pieces[peer], self.rank)
+            sum_in_rank_order(out, pieces, mean)
+            self._read(collective)
+
+        return self._in_flight(collective, label, finish)
+
+    def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
+        data = tensor.detach().view(-1)
+        collective = self._next(f"broadcast from rank {root}", label, data.nbytes)
+        if self.rank == root:
+            self._shown(data, collective)
+            self.counters.sent(label.op, (self.size - 1) * data.nbytes)
+        else:
+            self._post(collective, 0)
+            self.counters.sent(label.op, 0)
+
+        def finish() -> None:
+            if self.rank != root:
+                with torch.no_grad():
+                    data.copy_(self._piece(root, collective, data, 0))
+            self._read(collective)
+
+        return self._in_flight(collective, label, finish)
+
+    def fence(self, label: Label) -> None:
+        """Return when every rank has come here: none reads what another will write next."""
+        collective = self._next("fence", label, 0)
+        self._post(collective, 0)
+        self._in_flight(collective, label, lambda: self._read(collective)).wait()
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        def share(text: str) -> list[str]:
+            return self._watch.share(self._next("agree", Label("agree"), 0), text)
+
+        if difference := agree(facts, share):
+            raise self._watch.fail(difference)
+
+    # ---- rows ------------------------------------------------------------------------------
+
+    def _next(self, kind: str, label: Label, nbytes: int) -> Collective:
+        self._issued += 1
+        return Collective(self._issued - 1, kind, label.op, label.unit, nbytes)
+
+    def _post(self, collective: Collective, offset: int) -> None:
+        self._watch.issue(collective)
+        row = self._rows[self.rank, collective.seq % ROWS]
+        row[1], row[2] = collective.tag, offset
+        row[0] = collective.seq + 1  # last: who sees it sees the others
+
+    def _shown(self, data: Tensor, collective: Collective) -> Tensor:
+        """Let peers read ``data``, from where it lies if that is our arena, else from a copy."""
+        arena = self._own[self.rank]
+        offset = arena.offset_of(data)
+        if offset is None:
+            copied = self._heap.allocate(data.numel(), data.dtype).copy_(data)
+            data, offset = copied, arena.offset_of(copied) or 0
+        self._heap.show(offset, collective.seq)
+        self._post(collective, offset)
+        return data
+
+    def _piece(self, peer: int, collective: Collective, like: Tensor, index: int) -> Tensor:
+        """Piece ``index`` of what ``peer`` showed; pieces are like ``like``."""
+        start = int(self._rows[peer, collective.seq % ROWS, 2]) + index * like.nbytes
+        return self._own[peer].tensor(start, like.numel(), like.dtype)
+
+    def _read(self, collective: Collective) -> None:
+        self._rows[self.rank, collective.seq % ROWS, 3] = collective.seq + 1
+
+    def _is_being_read(self, number: int) -> bool:
+        """May a peer still read what we showed in collective ``number``?"""
+        rows = self._rows[:, number % ROWS, 3]
+        return number >= 0 and any(rows[peer] <= number for peer in self._peers)
+
+    def _arrived(self, collective: Collective) -> int | None:
+        """A peer that has not issued ``collective``, if there is one."""
+        number, tag, row = collective.seq + 1, collective.tag, collective.seq % ROWS
+        for peer in self._peers:
+            there = self._rows[peer, row]
+            if there[0] < number or there[1] != tag:
+                return peer
+        return None
+
+    # ---- waiting ---------------------------------------------------------------------------
+
+    def _in_flight(
+        self, collective: Collective, label: Label, finish: Callable[[], None]
+    ) -> Pending:
+        return InFlight(lambda: self._wait(collective), finish, self.counters, label.op)
+
+    def _wait(self, collective: Collective) -> None:
+        for _ in range(SPINS):
+            if self._arrived(collective) is None:
+                return
+            os.sched_yield()
+        since, nap = monotonic(), NAP
+        while (peer := self._arrived(collective)) is not None:
+            self._watch.waits = Wait(collective, since, peer)
+            self._watch.raise_if_dead()
+            if self._is_gone(peer):
+                raise self._watch.explain(peer, RuntimeError("its process has ended"))
+            sleep(nap)
+            nap = min(LONGEST_NAP, 1.2 * nap)
+        self._watch.waits = None
+
+    def _is_gone(self, peer: int) -> bool:
+        """Has the process ended? (If it said goodbye, ``explain`` will find that.)"""
+        return bool(select.select([self._alive[peer]], [], [], 0)[0])
+
+    # ---- ends ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._close("it closed its end of the group")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close(f"it raised {error!r}" if error else "it closed its end of the group")
+
+    def _close(self, how: str) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._watch.leave(how, self._ending.linger)
+        self._ending.then()
+
+    def _at_exit(self) -> None:
+        self._close(how_this_process_ends())
