@@ -9,7 +9,7 @@ import click
 from benchmarks.step import plot, results, table
 from benchmarks.step.engines import ENGINES
 from benchmarks.step.models import TASKS
-from benchmarks.step.profile import profile
+from benchmarks.step.profile import profile, profile_host
 from benchmarks.step.run import PARTS, SHORT, Wanted, run
 
 
@@ -63,9 +63,11 @@ def step(
 @click.option("--model", default="decoder32", type=_names(list(TASKS)), show_default=True)
 @click.option("--world", default=2, type=click.IntRange(1), show_default=True)
 @click.option("--steps", default=10, type=click.IntRange(1), show_default=True)
-def profile_command(engine: str, model: str, world: int, steps: int) -> None:
+@click.option("--host", type=click.IntRange(1), help="instead: N parameters a unit, fake world 8")
+def profile_command(engine: str, model: str, world: int, steps: int, host: int | None) -> None:
     """Where the time of one engine's step goes, on rank 0."""
-    click.echo("\n".join(profile(engine, model, world, steps)))
+    said = profile_host(engine, host, steps) if host else profile(engine, model, world, steps)
+    click.echo("\n".join(said))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm
 from tests.ranks import run_threads
@@ -39,3 +39,14 @@ def said(kind: type[Exception], do: Callable[[], object]) -> str:
     with pytest.raises(kind) as caught:
         do()
     return str(caught.value)
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """The same names in the same order, with the same bits."""
+    return list(one) == list(other) and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def clones(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items()}

@@ -164,8 +164,10 @@ def test_layouts_show_dtypes_and_how_the_mean_is_formed() -> None:
     titles = [line for line in str(sharded.layout).splitlines() if line.startswith("blocks.0  (")]
     assert titles == [
         "blocks.0  (stored float32, computed in bfloat16, frozen)",
-        "blocks.0  (stored float32, computed in bfloat16, gradients sent in float16, "
-        "summed in float32, mean by sqrt)",
+        (
+            "blocks.0  (stored float32, computed in bfloat16, gradients sent in float16, "
+            "summed in float32, mean by sqrt)"
+        ),
     ]
 
 

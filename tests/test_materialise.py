@@ -1,4 +1,4 @@
-"""How values come to be on every rank: made unit by unit, or sent by rank 0, never left to chance."""
+"""How values come to be on every rank: made unit by unit, or sent by rank 0; never by chance."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.materialise import Init, default_init
 from tests import nets
-from tests.copies import on_ranks, said, seeded
+from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Decoder, Net
 from tests.parity.meta import built_on_meta, made_whole
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, train
-from tests.test_state import clones, equal
-
-ROTARY = Net(lambda: Rotated(), lambda seed, rows: (nets.numbers(seed, (rows, 4)),) * 2)
 
 
 class Rotary(nn.Module):
@@ -68,6 +65,9 @@ class Forgetful(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(x) * self.weight
         return out
+
+
+ROTARY = Net(Rotated, lambda seed, rows: (nets.numbers(seed, (rows, 4)),) * 2)
 
 
 def drawing(generator: torch.Generator) -> Init:
@@ -244,7 +244,7 @@ class Live(TorchDispatchMode):
     """The bytes of all memory that operations of this thread made, at their peak."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seen: dict[int, StorageWeakRef] = {}
         self.peak = 0
 
@@ -264,8 +264,7 @@ class Live(TorchDispatchMode):
 
 def size_of(ref: StorageWeakRef) -> int:
     """As it is now: a bucket's storage is resized."""
-    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)  # type: ignore[attr-defined]
-    return 0 if storage is None else storage.nbytes()
+    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()
 
 
 def test_no_rank_ever_holds_the_whole_model() -> None:

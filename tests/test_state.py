@@ -15,21 +15,10 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.guard import ShardedParameter, sharding_of
 from tests import nets
-from tests.copies import on_ranks, said, seeded
+from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.ranks import in_group, outcomes_of, run_threads
 from tests.steps import STRATEGIES, train
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """The same names in the same order, with the same bits."""
-    return list(one) == list(other) and all(
-        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
-    )
-
-
-def clones(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in state.items()}
 
 
 def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -86,7 +86,7 @@ def _training(setup: Setup, model: nn.Module, counters: Counters | None = None) 
 
     def compute(batch: Batch) -> Tensor:
         loss = setup.task.loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     def update() -> None:

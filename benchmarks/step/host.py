@@ -24,7 +24,17 @@ from benchmarks.crew import Crew, Seat
 from benchmarks.step.engines import optimizer_for
 from shardwise.comm.fake import FakeComm
 
-__all__ = ["HOSTED", "Host", "Update", "host_time", "update_time"]
+__all__ = [
+    "HOSTED",
+    "UNITS",
+    "Chains",
+    "Host",
+    "Update",
+    "host_time",
+    "sharded",
+    "stepper",
+    "update_time",
+]
 
 WORLD = 8
 UNITS = 8

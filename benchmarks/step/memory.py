@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +50,9 @@ def peak_memory(name: str, setup: Setup, world: int, steps: int) -> Memory:
         start = proportional(crew.pids)
         crew.hear()  # two steps are done: nothing is set up any more
         peak, samples = 0, 0
-        while crew.is_silent(PAUSE):
-            peak, samples = max(peak, proportional(crew.pids)), samples + 1
+        with suppress(ProcessLookupError, FileNotFoundError):  # they may end while we look
+            while crew.is_silent(PAUSE):
+                peak, samples = max(peak, proportional(crew.pids)), samples + 1
         return Memory(start, peak, sum(crew.hear()), samples)
 
 

@@ -11,7 +11,7 @@ import cProfile
 import pstats
 import resource
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from benchmarks.crew import Crew, Seat
 from benchmarks.step.engines import Setup, build
+from benchmarks.step.host import UNITS, Chains, sharded, stepper
 from benchmarks.step.rounds import batch_of, prepare
 from benchmarks.step.table import aligned
 
-__all__ = ["Call", "kind_of", "profile"]
+__all__ = ["Call", "kind_of", "profile", "profile_host"]
 
 WARM_UP = 3  # steps
 MOST = 30  # calls in the second table
@@ -55,67 +56,95 @@ class Seen:
 
 
 def profile(engine: str, model: str, world: int, steps: int) -> list[str]:
-    """Lines of text: time by kind of work, then the most expensive calls."""
+    """Lines of text: milliseconds by kind of work, then the most expensive calls."""
     with Crew(world, _observe, engine, Setup(model), steps) as crew:
         seen: Seen = crew.hear()[0]
+    head = (
+        f"{engine} on {model}, {world} ranks, {steps} steps: {seen.plain * 1e3:.1f} ms a step, "
+        f"{seen.profiled * 1e3:.1f} ms under the profiler, {seen.faults:,.0f} page faults a step"
+    )
+    return [head, *_tables(seen.calls, "ms", 1e3 / steps)]
+
+
+def profile_host(engine: str, params: int, steps: int) -> list[str]:
+    """The same of the host alone: microseconds per unit at fake world 8, the model included."""
+    with Crew(1, _observe_host, engine, params, steps) as crew:
+        seen: Seen = crew.hear()[0]
+    head = (
+        f"{engine}, {params} parameters a unit, fake world 8, {steps} steps: "
+        f"{seen.plain * 1e6 / UNITS:.0f} µs per unit and step, "
+        f"{seen.profiled * 1e6 / UNITS:.0f} under the profiler, the model's own included"
+    )
+    return [head, *_tables(seen.calls, "µs", 1e6 / (steps * UNITS))]
+
+
+def _tables(calls: Sequence[Call], unit: str, scale: float) -> list[str]:
+    """By kind of work, then the most expensive calls; counts are per step or unit, as times are."""
     kinds: dict[str, list[Call]] = defaultdict(list)
-    for call in seen.calls:
+    for call in calls:
         kinds[kind_of(call)].append(call)
-    whole = sum(call.seconds for call in seen.calls)
-    ordered = sorted(kinds.items(), key=lambda item: -_seconds(item[1]))
+    seconds = {kind: sum(call.seconds for call in each) for kind, each in kinds.items()}
+    count = {kind: sum(call.count for call in each) for kind, each in kinds.items()}
+    whole, often = sum(seconds.values()), scale / (1e6 if unit == "µs" else 1e3)
     table = [
-        (kind, _ms(_seconds(calls), steps), f"{_seconds(calls) / whole:.1%}", _calls(calls, steps))
-        for kind, calls in ordered
+        (kind, f"{own * scale:.2f}", f"{own / whole:.1%}", f"{count[kind] * often:.1f}")
+        for kind, own in sorted(seconds.items(), key=lambda item: -item[1])
     ]
-    worst = sorted(seen.calls, key=lambda call: -call.seconds)[:MOST]
+    worst = sorted(calls, key=lambda call: -call.seconds)[:MOST]
     listed = [
-        (c.name, _ms(c.seconds, steps), _calls([c], steps), kind_of(c), c.caller) for c in worst
+        (c.name, f"{c.seconds * scale:.2f}", f"{c.count * often:.1f}", kind_of(c), c.caller)
+        for c in worst
     ]
     return [
-        f"{engine} on {model}, {world} ranks, {steps} steps: {seen.plain * 1e3:.1f} ms a step, "
-        f"{seen.profiled * 1e3:.1f} ms under the profiler, {seen.faults:,.0f} page faults a step",
         "",
-        *aligned([("kind of work", "ms", "share", "calls"), *table]),
+        *aligned([("kind of work", unit, "share", "calls"), *table]),
         "",
-        *aligned([("own time of", "ms", "calls", "kind", "called from"), *listed]),
+        *aligned([("own time of", unit, "calls", "kind", "called from"), *listed]),
     ]
-
-
-def _seconds(calls: list[Call]) -> float:
-    return sum(call.seconds for call in calls)
-
-
-def _ms(seconds: float, steps: int) -> str:
-    return f"{1e3 * seconds / steps:.2f}"
-
-
-def _calls(calls: list[Call], steps: int) -> str:
-    return f"{sum(call.count for call in calls) / steps:.0f}"
 
 
 def _observe(seat: Seat, engine: str, setup: Setup, steps: int) -> None:
     with seat.group():
         prepare([engine])
         built = build(engine, setup)
-        batches = [batch_of(setup, seat.rank, step) for step in range(WARM_UP + 2 * steps)]
-        profiler = cProfile.Profile()
-        laps, faults = [], 0
-        for number, batch in enumerate(batches):
-            dist.barrier()
-            if number == WARM_UP:
-                faults = _faults()
-            start = perf_counter()
-            if number >= WARM_UP + steps:
-                profiler.enable()
+        batches = iter([batch_of(setup, seat.rank, n) for n in range(WARM_UP + 2 * steps)])
+        batch = batch_of(setup, seat.rank, 0)
+
+        def step() -> None:
             built.compute(batch)
             built.update()
-            profiler.disable()
-            laps.append(perf_counter() - start)
-        plain, profiled = laps[WARM_UP : WARM_UP + steps], laps[WARM_UP + steps :]
-        each = (_faults() - faults) / (2 * steps)
-        calls = list(_calls_of(pstats.Stats(profiler)))
-        seat.tell(Seen(median(plain), median(profiled), each, calls))
+
+        def ready() -> None:
+            nonlocal batch
+            batch = next(batches)
+            dist.barrier()
+
+        seat.tell(_seen(step, steps, ready))
         dist.barrier()
+
+
+def _observe_host(seat: Seat, engine: str, params: int, steps: int) -> None:
+    seat.tell(_seen(stepper(sharded(engine, Chains(params))), steps, lambda: None))
+
+
+def _seen(step: Callable[[], None], steps: int, ready: Callable[[], None]) -> Seen:
+    """Take steps without the profiler, then as many with it; ``ready`` before each."""
+    profiler = cProfile.Profile()
+    laps: list[float] = []
+    faults = 0
+    for number in range(WARM_UP + 2 * steps):
+        ready()
+        if number == WARM_UP:
+            faults = _faults()
+        start = perf_counter()
+        if number >= WARM_UP + steps:
+            profiler.enable()
+        step()
+        profiler.disable()
+        laps.append(perf_counter() - start)
+    plain, profiled = laps[WARM_UP : WARM_UP + steps], laps[WARM_UP + steps :]
+    each = (_faults() - faults) / (2 * steps)
+    return Seen(median(plain), median(profiled), each, list(_calls_of(pstats.Stats(profiler))))
 
 
 def _faults() -> int:
@@ -149,11 +178,8 @@ def kind_of(call: Call) -> str:
     builtin = call.file == "~"
     if builtin and "run_backward" in call.name:
         return "compute: backward"
-    if builtin and "'wait'" in call.name:
+    if builtin and "wait" in call.name:
         return "waiting for peers"
-    for part, kind in KINDS.items():
-        if part in call.caller and builtin:
-            return kind
     where = call.caller if builtin else call.file
     if where.startswith("shardwise/") and not where.startswith("shardwise/train/"):
         if not builtin:
@@ -167,13 +193,10 @@ def kind_of(call: Call) -> str:
 
 
 ENGINE = "engine: other calls into torch"
-# file that calls → kind
-KINDS = {
-    "shardwise/comm/peers.py": "sums",
-    "shardwise/comm/process_group.py": "posting messages",
-}
 # word in the name of what the engine calls → kind
 WORDS = {
+    "c10d.send": "posting messages",
+    "c10d.recv": "posting messages",
     "copy_": "engine: copies",
     "_to_copy": "engine: copies",
     "'to'": "engine: copies",

@@ -19,11 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.crew import Seat
-from benchmarks.step.engines import PLAIN, SEED, Engine, Setup, build, optimizer_for
+from benchmarks.step.engines import PLAIN, Engine, Setup, build, optimizer_for
 from benchmarks.step.models import Batch
 from benchmarks.step.traffic import CopiedBytes, written_bytes
 
-__all__ = ["CHECKED", "TOLERANCE", "Lap", "Observed", "check_losses", "batch_of", "observe", "prepare", "rotated"]
+__all__ = [
+    "CHECKED",
+    "TOLERANCE",
+    "Lap",
+    "Observed",
+    "batch_of",
+    "check_losses",
+    "observe",
+    "prepare",
+    "rotated",
+]
 
 CHECKED = 3  # steps whose losses are compared
 TOLERANCE = 1e-5  # of a loss, relative where it is above 1
@@ -104,7 +114,7 @@ def _averaged_by_hand(setup: Setup, batches: Sequence[Batch]) -> list[float]:
     losses = []
     for batch in batches:
         loss: Tensor = setup.task.loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for param in trained:
             assert param.grad is not None
             dist.all_reduce(param.grad)
@@ -177,5 +187,3 @@ def _lap(engine: Engine, batch: Batch) -> Lap:
     middle = perf_counter()
     engine.update()
     return Lap(middle - start, perf_counter() - middle)
-
-

@@ -73,9 +73,7 @@ def run(wanted: Wanted, say: Callable[[str], None]) -> Report:
 def _rows(setup: Setup, world: int, wanted: Wanted, say: Callable[[str], None]) -> list[Row]:
     """Every engine on one model, in the order of ``ENGINES``."""
     reasons = {name: absent(name) for name in ENGINES if name in {*wanted.engines, PLAIN}}
-    rows = {
-        name: Row(setup.model, world, name, absent=reason) for name, reason in reasons.items()
-    }
+    rows = {name: Row(setup.model, world, name, absent=reason) for name, reason in reasons.items()}
     there = [name for name, reason in reasons.items() if not reason]
     if "time" in wanted.parts:
         apart = [name for name in there if name.startswith("deepspeed")]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from benchmarks.step.memory import Memory
 from benchmarks.step.models import TASKS
-from benchmarks.step.results import Memory, Report, Row, Times, Traffic
+from benchmarks.step.results import Report, Row, Times, Traffic
 
 __all__ = ["lines"]
 
@@ -15,16 +16,16 @@ HEAD = (
     "engine", "× plain", "quartiles", "min ×", "ms", "min ms", "compute", "update",
     "MB sent", "least", "sent ÷", "MB copied", "MiB peak", "− start",
 )  # fmt: skip
-NOTES = (
-    "× plain: median over rounds of the step ÷ the plain step (no communication) of that round; "
-    "a step lasts until its slowest rank is done.",
-    "ms: medians; compute = forward and backward, update = optimizer.step() and zero_grad().",
-    "MB sent: 10⁶ bytes per rank and step, as the kernel counts them; least: what the strategy "
-    "must send; MB copied: beyond the plain step's own copies.",
-    "MiB peak: proportional set size summed over ranks, each engine in processes of its own; "
-    "− start: without Python, torch and the group.",
-    "*: in processes of its own, beside a plain step of its own.",
-)
+NOTES = """
+× plain    median over rounds of the step ÷ the plain step (no communication) of that round; a step
+           lasts until its slowest rank is done
+ms         medians; compute = forward and backward, update = optimizer.step() and zero_grad()
+MB sent    10⁶ bytes per rank and step, as the kernel counts them; least: what must be sent
+MB copied  beyond the plain step's own copies, without those inside the backend's threads
+MiB peak   proportional set size summed over ranks, each engine in processes of its own;
+           − start: without Python, torch and the group
+*          in processes of its own, beside a plain step of its own
+""".splitlines()
 
 
 def lines(report: Report) -> list[str]:
@@ -34,7 +35,7 @@ def lines(report: Report) -> list[str]:
     for (model, world), rows in groupby(report.rows, key=lambda row: (row.model, row.world)):
         said += ["", f"{model}, {world} ranks: {TASKS[model].says}", *_steps(list(rows))]
     if report.rows:
-        said += ["", *NOTES]
+        said += NOTES
     if report.hosts:
         said += ["", "Host time: µs per unit and step beyond a plain model, fake world 8"]
         said += _hosts(report)

@@ -8,7 +8,7 @@ threads (gloo's all-gather makes one more, its reduce-scatter two).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,42 +25,27 @@ def written_bytes() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("wchar:")))
 
 
-def _what_comes_back(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    return result
+RETURN = frozenset({"clone", "cat", "stack", "_to_copy", "constant_pad_nd"})
+FILL_FIRST = frozenset({"copy_", "_foreach_copy_"})
+FILL_OUT = frozenset({"split_with_sizes_copy", "chunk_cat"})
 
 
-def _first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    return args[0]
-
-
-def _out(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    return kwargs["out"]
-
-
-def _own_slice(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    return result[0]
-
-
-# operation → the tensors that it writes by copying
-COPIES: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
-    "aten::copy_": _first_argument,
-    "aten::_foreach_copy_": _first_argument,
-    "aten::clone": _what_comes_back,
-    "aten::cat": _what_comes_back,
-    "aten::stack": _what_comes_back,
-    "aten::_to_copy": _what_comes_back,
-    "aten::constant_pad_nd": _what_comes_back,
-    "fsdp::all_gather_copy_in": _own_slice,
-    "fsdp::split_with_sizes_copy": _out,
-    "fsdp::chunk_cat": _out,
-}
+def _copies(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """What operation ``name`` wrote by copying, as a tree of tensors."""
+    if name in RETURN:
+        return result
+    if name in FILL_FIRST:
+        return args[0]
+    if name in FILL_OUT:
+        return kwargs.get("out", result)
+    return result[0] if name == "all_gather_copy_in" else None
 
 
 class CopiedBytes(TorchDispatchMode):
     """Sums what is copied while it is active: ``nbytes``."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = 0
 
     def __torch_dispatch__(
@@ -71,10 +56,9 @@ class CopiedBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        written = COPIES.get(func.name().partition(".")[0])
-        if written is not None:
-            tensors = tree_leaves(written(args, kwargs or {}, result))
-            self.nbytes += sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+        name = func.name().partition("::")[2].partition(".")[0]
+        written = tree_leaves(_copies(name, args, kwargs or {}, result))
+        self.nbytes += sum(tensor.nbytes for tensor in written if isinstance(tensor, Tensor))
         return result
 
 

@@ -14,8 +14,10 @@ the parameter computes what was meant. The others raise, and their error ends th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -108,6 +110,22 @@ def _refuse_attribute(access: str, attribute: str, values: tuple[Any, ...]) -> N
         raise _misuse(f".{attribute}", values)
     if attribute == "data" and access == "__set__":
         _refuse_replacement(*values)
+    if attribute == "grad" and access == "__get__" and _is_clipped():
+        raise ShardUseError(
+            "torch.nn.utils.clip_grad_norm_ on a sharded model would clip by the norm of this "
+            "rank's shards, another norm on every rank. Use sharded.clip_grad_norm_(max_norm), "
+            "which forms the norm over all ranks with one collective."
+        )
+
+
+def _is_clipped() -> bool:
+    """Does torch's clipping read the gradient? It shows no function of its own to intercept."""
+    frame: FrameType | None = sys._getframe(4)  # this, two checks, __torch_function__, the reader
+    while frame is not None and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        if frame.f_code.co_name == "clip_grad_norm_":
+            return True
+        frame = frame.f_back  # a comprehension has a frame of its own before Python 3.12
+    return False
 
 
 def _refuse_replacement(shard: Tensor, value: Tensor) -> None:

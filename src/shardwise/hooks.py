@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.blocks import stacks
 from shardwise.buffers import Bucket
@@ -29,6 +28,7 @@ from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.guard import ShardedParameter, handed_out
 from shardwise.runtime import Runtime
 from shardwise.schedule import Op, Phase
+from shardwise.trees import cast, hides, makers, tensors
 from shardwise.unit_state import UnitState
 from shardwise.visits import Visit
 
@@ -172,7 +172,8 @@ class Hooks:
         if not torch.is_grad_enabled():
             return Frame(module, unit, None, frozenset(), cued)
         parent = self._frames[-1].visit if self._frames else None
-        return Frame(module, unit, Visit(unit, parent), frozenset(_makers(called)), cued)
+        visit = Visit(unit, parent, torch._C._autograd._get_sequence_nr())
+        return Frame(module, unit, visit, frozenset(makers(called)), cued)
 
     def _recompute(self, module: nn.Module, unit: str | None, called: Any) -> None:
         """A forward call inside the backward pass: activation checkpointing.
@@ -220,22 +221,24 @@ class Hooks:
         """An output that is a view of a parameter keeps the unit whole until the step ends."""
         state = self.runtime.units[unit]
         homes = {bucket.full.untyped_storage()._cdata for bucket in state.buckets}
-        if any(t.untyped_storage()._cdata in homes for t in _tensors(output)):
+        if any(t.untyped_storage()._cdata in homes for t in tensors(output)):
             state.pinned = True
 
     def _meet(self, frame: Frame, output: Any) -> None:
         """Ask autograd to tell us when it comes back through this call."""
         if frame.visit is None:
             return
-        makers = [node for node in _makers(output, with_bases=True) if node not in frame.inputs]
-        if not makers:
-            if frame.unit is not None and _hides(output):  # it stays whole until the step ends
+        nodes = [node for node in makers(output, with_bases=True) if node not in frame.inputs]
+        if not nodes:
+            if frame.unit is not None and hides(output):  # it stays whole until the step ends
                 self.runtime.units[frame.unit].pinned = True
             return
         visit = frame.visit
+        if visit.parent is not None:
+            visit.parent.encloses = True
         if frame.unit is not None:
             self.runtime.units[frame.unit].visits.add(visit)
-        for node in makers:
+        for node in nodes:
             node.register_prehook(partial(self._enter_backward, visit, node._sequence_nr()))
         visit.bounded = bool(frame.inputs)
         for node in frame.inputs:
@@ -305,6 +308,7 @@ class Hooks:
         for ref in self._ending.pop(node, ()):
             if (ended := ref()) is not None:
                 self.runtime.leave_backward(ended)
+        self.runtime.leave_after(node)
         chain = [visit]
         while (parent := chain[-1].parent) is not None:
             chain.append(parent)
@@ -346,12 +350,12 @@ class Hooks:
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module is not self.model or self.casts[0] is None:
             return None
-        return _cast((args, kwargs), self.casts[0])
+        return cast((args, kwargs), self.casts[0])
 
     def _cast_outputs(self, module: nn.Module, output: Any) -> Any:
         if module is not self.model or self.casts[1] is None:
             return None
-        return _cast(output, self.casts[1])
+        return cast(output, self.casts[1])
 
 
 def _is_handed_out(param: nn.Parameter) -> bool:
@@ -377,52 +381,3 @@ class _Token:
     """Held by autograd's queue of callbacks alone: it dies with the backward pass."""
 
     __slots__ = ("__weakref__",)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Tensors in the containers that torch knows, and in dataclasses."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif _is_dataclass(leaf):
-            yield from _tensors([getattr(leaf, item.name) for item in fields(leaf)])
-
-
-def _is_dataclass(leaf: Any) -> bool:
-    return is_dataclass(leaf) and not isinstance(leaf, type)
-
-
-def _hides(tree: Any) -> bool:
-    """Might there be tensors in it that ``_tensors`` does not see?"""
-    plain = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-    return not all(isinstance(leaf, plain) or _is_dataclass(leaf) for leaf in tree_leaves(tree))
-
-
-def _makers(tree: Any, with_bases: bool = False) -> list[Node]:
-    """The autograd nodes that made the tensors in ``tree``, each once.
-
-    A view that is changed in place later gets a new node, but the node of its base stays in the
-    graph: ``with_bases`` lists those too.
-    """
-    found: dict[Node, None] = {}
-    for tensor in _tensors(tree):
-        if tensor.requires_grad:
-            found[get_gradient_edge(tensor).node] = None
-            base = tensor._base
-            if with_bases and base is not None and base.grad_fn is not None:
-                found[base.grad_fn] = None
-    return list(found)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in ``dtype``, wherever ``_tensors`` finds them."""
-
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(dtype) if leaf.is_floating_point() else leaf
-        if not _is_dataclass(leaf):
-            return leaf
-        values = {f.name: _cast(getattr(leaf, f.name), dtype) for f in fields(leaf) if f.init}
-        return replace(leaf, **values)
-
-    return tree_map(cast, tree)

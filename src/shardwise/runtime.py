@@ -68,6 +68,7 @@ class Runtime:
         self._scripts: dict[Mode, tuple[Step, ...]] = {}
         self._cursor = Cursor("train", ())
         self._settling: list[str] = []
+        self._endless: list[Visit] = []  # of the backward pass that is under way
         self.steps_done = 0
         self._warned: set[Mode] = set()
         self.listeners: list[Callable[[Event], None]] = []
@@ -235,6 +236,7 @@ class Runtime:
         for state in reversed(self.units.values()):  # type: ignore[call-overload]
             for visit in state.visits.open():
                 self.leave_backward(visit)
+        self._endless.clear()
         if self.reduces:
             left = [n for n, state in self.units.items() if state.collected and not state.reducing]
             self._carry_out(Event(Op.REDUCE, name, Phase.BACKWARD, "left over") for name in left)
@@ -253,6 +255,8 @@ class Runtime:
             visit.begin_again()
             self.units[visit.unit].visits.add(visit)
         visit.entered = True
+        if visit.endless:
+            self._endless.append(visit)
         for bucket in self.units[visit.unit].trainable:
             bucket.gradients.fresh.clear()
         self.cue(Op.ENTER, visit.unit, Phase.BACKWARD)
@@ -263,6 +267,17 @@ class Runtime:
             return
         visit.done = True
         self.cue(Op.EXIT, visit.unit, Phase.BACKWARD)
+
+    def leave_after(self, node: int) -> None:
+        """Autograd goes back in time: it is at ``node``, so what began after it has ended.
+
+        An embedding has no inputs that would tell. Where its weight is tied, the gradient of that
+        comes with the last use only, and would keep the unit whole until then.
+        """
+        ended = [visit for visit in self._endless if visit.start > node]
+        self._endless = [visit for visit in self._endless if visit.start <= node]
+        for visit in reversed(ended):
+            self.leave_backward(visit)
 
     def collect(self, state: UnitState, bucket: Bucket, index: int, grad: Tensor) -> None:
         """Autograd has a parameter's gradient: move it into the gradient bucket."""
@@ -280,7 +295,7 @@ class Runtime:
             return
         done_with_values = len(state.trainable) == len(state.buckets)
         for visit in state.visits.open():
-            if visit.ending or (done_with_values and not visit.bounded):
+            if visit.ending or (done_with_values and visit.endless):
                 self.leave_backward(visit)
 
     def end_visit(self, visit: Visit) -> None:
@@ -348,6 +363,7 @@ class Runtime:
         for state in self.units.values():
             state.abandon()
         self._settling.clear()
+        self._endless.clear()
         self._cursor.ended = True
 
     def check_trainable(self) -> None:

@@ -147,7 +147,12 @@ class Sharded:
 
     def rehearse(self, *args: Any, **kwargs: Any) -> Schedule:
         """Learn the order of units by a run on the meta device, before any real step."""
-        rehearsed = order.rehearse(self.model, self._brackets, args, kwargs)
+        self._idle("rehearse() was called")
+        self._hooks.suspended = True  # else they would gather
+        try:
+            rehearsed = order.rehearse(self.model, self._brackets, args, kwargs)
+        finally:
+            self._hooks.suspended = False
         for mode in ("train", "accumulate", "last"):
             self.runtime.set_order(mode, rehearsed)
         self.runtime.set_order("forward", Order(rehearsed.forward))

@@ -19,17 +19,34 @@ class Visit:
 
     Attributes:
         parent: the call around it, which the backward pass enters first.
+        start: autograd's number at its beginning; the nodes of its graph have this or higher ones.
         bounded: its inputs carry gradients, so the end of its backward pass can be seen.
+        encloses: units were called inside it; its backward pass ends after theirs.
         entered, ending, done: how far the backward pass is; ``ending``: the gradients of its inputs
             are there, those of its parameters not all.
     """
 
-    __slots__ = ("__weakref__", "bounded", "done", "ending", "entered", "parent", "unit")
+    __slots__ = (
+        "__weakref__",
+        "bounded",
+        "done",
+        "encloses",
+        "ending",
+        "entered",
+        "parent",
+        "start",
+        "unit",
+    )
 
-    def __init__(self, unit: str | None, parent: Visit | None) -> None:
-        self.unit, self.parent = unit, parent
-        self.bounded = False
+    def __init__(self, unit: str | None, parent: Visit | None, start: int = 0) -> None:
+        self.unit, self.parent, self.start = unit, parent, start
+        self.bounded = self.encloses = False
         self.begin_again()
+
+    @property
+    def endless(self) -> bool:
+        """Can its end be seen neither from its inputs nor from calls inside it?"""
+        return not self.bounded and not self.encloses
 
     def begin_again(self) -> None:
         """No backward pass has come through yet."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
+from torch.torch_version import TorchVersion
 
 from shardwise.comm import native
 from shardwise.comm.connect import over
@@ -134,7 +135,10 @@ def test_a_backend_that_torch_does_not_know_by_name_will_do() -> None:
 
 
 def test_the_old_names_serve_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    new = {"all_gather_single": object(), "reduce_scatter_single": object()}
+    for name, call in new.items():
+        monkeypatch.setattr(dist, name, call, raising=False)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
     assert native._calls() == (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0+cpu"))
-    assert native._calls() == (dist.all_gather_single, dist.reduce_scatter_single)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0+cpu"))
+    assert native._calls() == tuple(new.values())

@@ -30,11 +30,12 @@ SGD: MakeOptimizer = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 ADAM: MakeOptimizer = partial(torch.optim.Adam, lr=0.01, eps=1e-4)
 TOLERANCES = [(SGD, 1e-5), (ADAM, 2e-5)]
 MIXES_ROWS = Net(nets.odd_convnet, nets.odd_convnet_batch)
+AWKWARD = [net for net in NETS if net != MIXES_ROWS and net.build is not nets.decoder]
 WORLDS = (1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("net", [net for net in NETS if net != MIXES_ROWS], ids=str)
+@pytest.mark.parametrize("net", AWKWARD, ids=str)
 def test_ranks_equal_one_large_batch_up_to_rounding(net: Net, world: int) -> None:
     for optimizer, tolerance in TOLERANCES:
         recipe = Recipe.of(net, optimizer)

@@ -12,10 +12,11 @@ import pytest
 from tests import nets
 from tests.nets import NETS, Net
 from tests.parity.meta import built_on_meta, init_of, made_whole
-from tests.parity.plain import OPTIMIZERS, Recipe, one_by_one
+from tests.parity.plain import OPTIMIZERS, SGD, Recipe, one_by_one
 from tests.parity.sharded import STRATEGIES, How, assert_equal, on_threads
 
 WORLDS = (1, 2, 3, 4, 5)
+AWKWARD = [net for net in NETS if net.build is not nets.decoder]  # the tied one does all it does
 FROM_META = (
     Net(nets.tied_decoder, nets.tied_decoder_batch),
     Net(nets.odd_convnet, nets.odd_convnet_batch),
@@ -23,7 +24,7 @@ FROM_META = (
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("net", NETS, ids=str)
+@pytest.mark.parametrize("net", AWKWARD, ids=str)
 def test_ranks_equal_one_process_that_plays_them_in_turn(net: Net, world: int) -> None:
     for optimizer in OPTIMIZERS.values():
         recipe = Recipe.of(net, optimizer)
@@ -36,10 +37,8 @@ def test_ranks_equal_one_process_that_plays_them_in_turn(net: Net, world: int) -
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("net", FROM_META, ids=str)
 def test_a_model_built_on_the_meta_device_equals_one_made_whole(net: Net, world: int) -> None:
-    for optimizer in OPTIMIZERS.values():
-        recipe = Recipe.of(net, optimizer)
-        plain = one_by_one(recipe, world, made_whole(net))
-        on_meta = Recipe(lambda: built_on_meta(net), net.batch, optimizer)
-        for strategy in STRATEGIES:
-            how = How(strategy, each_rank=init_of)
-            assert_equal(on_threads(world, on_meta, how), plain, strategy)
+    plain = one_by_one(Recipe.of(net, SGD), world, made_whole(net))
+    recipe = Recipe(lambda: built_on_meta(net), net.batch, SGD)
+    for strategy in STRATEGIES:
+        ranks = on_threads(world, recipe, How(strategy, each_rank=init_of))
+        assert_equal(ranks, plain, strategy)

@@ -132,8 +132,8 @@ def left(rank: int, how: str, count: int, waiting: Mapping[int, Collective]) -> 
     """``rank`` ended after ``count`` collectives; ``waiting``: rank → what it still waits for."""
     return (
         f"rank {rank} has left ({how} after {max(0, count)} collectives) while "
-        f"{_waiting(waiting)}. Its part will never come. {DEAD} Give every rank equally many steps, and read "
-        f"rank {rank}'s own output for an error."
+        f"{_waiting(waiting)}. Its part will never come. {DEAD} Give every rank equally many "
+        f"steps, and read rank {rank}'s own output for an error."
     )
 
 

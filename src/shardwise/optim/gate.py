@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from shardwise.buffers import Bucket
 from shardwise.errors import OptimizerError
-from shardwise.guard import ShardedParameter, sharding_of
+from shardwise.guard import ShardedParameter, Sharding, sharding_of
 
 __all__ = ["Gate"]
 
@@ -85,10 +85,11 @@ class Gate:
         """
         for handle in self._handles:
             hooks = handle.hooks_dict_ref() or {}
-            for key, hook in tuple(hooks.items()):
+            # Copied at once, as a dict: ranks that are threads come and go meanwhile.
+            for key, hook in dict.copy(hooks).items():
                 gate = getattr(hook, "__self__", None)
                 if isinstance(gate, Gate) and gate._before_step() is None:
-                    hooks.pop(key, None)  # ranks that are threads sweep at the same time
+                    hooks.pop(key, None)
 
     def uncut(self, buckets: Iterable[Bucket]) -> None:
         """Give the optimizers that stepped here their state whole. A collective."""
@@ -123,7 +124,7 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
-    split = [s for p in params if (s := sharding_of(p)) is not None and s.shape != p.shape]
+    split = [s for p in params if (s := _split(p)) is not None]
     kind = type(optimizer)
     if not split or isinstance(optimizer, _ELEMENTWISE) or getattr(kind, "elementwise", False):
         return
@@ -142,6 +143,13 @@ def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None
         f"{example.shape.numel():,} elements): {advice}. Use an elementwise optimizer such as "
         'torch.optim.AdamW, or strategy="no_shard".'
     )
+
+
+def _split(param: nn.Parameter) -> Sharding | None:
+    """The sharding of a parameter that the ranks share, whether or not this one holds all of it."""
+    sharding = sharding_of(param)
+    whole = sharding is None or sharding.shape == param.shape
+    return None if whole and not isinstance(param, ShardedParameter) else sharding
 
 
 def _cut_state(optimizer: Optimizer, param: nn.Parameter) -> None:

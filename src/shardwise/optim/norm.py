@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import ConfigError
 
 __all__ = ["clip_gradients", "total_norm"]
 
@@ -31,7 +32,14 @@ def clip_gradients(
 
     Returns:
         The norm before clipping, 0-dim fp32, the same on every rank.
+
+    Raises:
+        ConfigError: there is no such norm.
     """
+    if not norm_type > 0:
+        raise ConfigError(
+            f"norm_type is {norm_type}; a norm needs a p above 0, such as 2 or float('inf')."
+        )
     norm = total_norm(buckets, comm, norm_type)
     gradients = [p.grad for bucket in buckets for p in bucket.params if p.grad is not None]
     if gradients:

@@ -1,0 +1,67 @@
+"""The tensors in what a module takes and returns, however they are packed.
+
+Models return tensors, tuples, dicts and dataclasses of them. A hook that looks only at bare
+tensors misses the rest, and a unit whose output it missed would be freed too early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["cast", "hides", "makers", "tensors"]
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Tensors in the containers that torch knows, and in dataclasses."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif _is_dataclass(leaf):
+            yield from tensors([getattr(leaf, item.name) for item in fields(leaf)])
+
+
+def _is_dataclass(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def hides(tree: Any) -> bool:
+    """Might there be tensors in it that ``tensors`` does not see?"""
+    plain = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+    return not all(isinstance(leaf, plain) or _is_dataclass(leaf) for leaf in tree_leaves(tree))
+
+
+def makers(tree: Any, with_bases: bool = False) -> list[Node]:
+    """The autograd nodes that made the tensors in ``tree``, each once.
+
+    A view that is changed in place later gets a new node, but the node of its base stays in the
+    graph: ``with_bases`` lists those too.
+    """
+    found: dict[Node, None] = {}
+    for tensor in tensors(tree):
+        if tensor.requires_grad:
+            found[get_gradient_edge(tensor).node] = None
+            base = tensor._base
+            if with_bases and base is not None and base.grad_fn is not None:
+                found[base.grad_fn] = None
+    return list(found)
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in ``dtype``, wherever ``tensors`` finds them."""
+
+    def narrowed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if not _is_dataclass(leaf):
+            return leaf
+        values = {f.name: cast(getattr(leaf, f.name), dtype) for f in fields(leaf) if f.init}
+        return replace(leaf, **values)
+
+    return tree_map(narrowed, tree)

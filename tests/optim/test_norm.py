@@ -1,0 +1,188 @@
+"""The gradient norm over all ranks: torch's number, one collective, the same bits everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, isinf, isnan
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from tests import nets
+from tests.copies import on_ranks, said, seeded
+from tests.nets import NETS, Net
+from tests.parity.plain import put_gradients
+from tests.steps import STRATEGIES, assert_gradients, averaged, train
+
+DECODER = Net(nets.decoder, nets.decoder_batch)
+
+
+def clipped(
+    world: int, net: Net, strategy: str, max_norm: float, norm_type: float
+) -> list[tuple[Tensor, dict[str, Tensor], dict[str, int]]]:
+    """Per rank: the norm, this rank's clipped gradients, and the collectives of the clipping."""
+
+    def rank(comm: Comm, model: nn.Module) -> tuple[Tensor, dict[str, Tensor], dict[str, int]]:
+        sharded = sw.shard(model, strategy, comm=comm)
+        train(model, net.batch(comm.rank, 2))
+        comm.counters.reset()
+        norm = sharded.clip_grad_norm_(max_norm, norm_type)
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return norm, grads, dict(comm.counters.calls)
+
+    return on_ranks(world, net.build, rank)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, inf, 1.0, 3.0])
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_it_clips_as_torch_clips_the_plain_model(net: Net, norm_type: float) -> None:
+    world = 3
+    plain = seeded(net.build)
+    put_gradients(plain, averaged(plain, train, [net.batch(rank, 2) for rank in range(world)]))
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.02, norm_type)
+    assert expected > 0.02
+    whole = {name: param.grad for name, param in plain.named_parameters()}
+
+    def rank(comm: Comm, model: nn.Module) -> Tensor:
+        sharded = sw.shard(model, comm=comm)
+        train(model, net.batch(comm.rank, 2))
+        norm = sharded.clip_grad_norm_(0.02, norm_type)
+        for name, param in model.named_parameters():
+            if param.grad is None:
+                assert whole[name] is None
+            else:
+                value = param.sharding.cut(whole[name], param.shape)  # type: ignore[attr-defined]
+                torch.testing.assert_close(param.grad, value, rtol=1e-5, atol=1e-8)
+        return norm
+
+    for norm in on_ranks(world, net.build, rank):
+        assert norm.shape == ()
+        assert norm.dtype is torch.float32
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, inf])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_norm_and_gradients_are_the_same_bits_in_every_strategy(
+    world: int, norm_type: float
+) -> None:
+    net = Net(nets.tied_decoder, nets.tied_decoder_batch)
+    norms, joined = set(), list[dict[str, Tensor]]()
+    for strategy in STRATEGIES:
+        ranks = clipped(world, net, strategy, 0.01, norm_type)
+        norms |= {norm.item() for norm, _, _ in ranks}
+        parts = ranks[:1] if strategy == "no_shard" else ranks
+        names = ranks[0][1]
+        joined.append({n: torch.cat([grads[n].flatten() for _, grads, _ in parts]) for n in names})
+    assert len(norms) == 1
+    for other in joined[1:]:
+        assert all(torch.equal(other[name], joined[0][name]) for name in joined[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_costs_one_collective_and_none_where_every_rank_has_all(strategy: str) -> None:
+    expected = {} if strategy == "no_shard" else {"norm": 1}
+    for _, _, calls in clipped(3, DECODER, strategy, 1.0, 2.0):
+        assert calls == expected
+    assert clipped(1, DECODER, strategy, 1.0, 2.0)[0][2] == {}
+
+
+def test_gradients_below_the_maximum_are_left_bit_for_bit() -> None:
+    world = 2
+    truth = averaged(seeded(nets.decoder), train, [nets.decoder_batch(r, 2) for r in range(world)])
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        train(model, nets.decoder_batch(comm.rank, 2))
+        assert sharded.clip_grad_norm_(1e6) < 1e6
+        assert sharded.clip_grad_norm_(inf) < 1e6
+        assert_gradients(model, truth)
+
+    on_ranks(world, nets.decoder, rank)
+
+
+def test_every_rank_sees_that_a_gradient_is_not_finite() -> None:
+    """Whichever rank has the element."""
+
+    def rank(comm: Comm, model: nn.Module, value: float, norm_type: float) -> float:
+        sharded = sw.shard(model, comm=comm)
+        train(model, nets.decoder_batch(comm.rank, 2))
+        if comm.rank == 1:
+            model.get_parameter("blocks.1.mlp.up.weight").grad[-1] = value  # type: ignore[index]
+        return sharded.clip_grad_norm_(1.0, norm_type).item()
+
+    def seen(value: float, norm_type: float) -> list[float]:
+        return on_ranks(3, nets.decoder, lambda comm, model: rank(comm, model, value, norm_type))
+
+    assert all(map(isnan, seen(torch.nan, 2.0)))
+    assert all(map(isnan, seen(torch.nan, inf)))
+    assert all(map(isinf, seen(inf, 2.0)))
+    assert all(map(isinf, seen(inf, inf)))
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    def rank(comm: Comm, model: nn.Module) -> float:
+        return sw.shard(model, comm=comm).clip_grad_norm_(1.0).item()
+
+    assert on_ranks(2, nets.decoder, rank) == [0, 0]
+    frozen: Callable[[], nn.Module] = lambda: nets.decoder().requires_grad_(False)  # noqa: E731
+    assert on_ranks(2, frozen, rank) == [0, 0]
+
+
+def test_narrow_gradients_have_a_wide_norm() -> None:
+    def build() -> nn.Module:
+        return nets.decoder().bfloat16()
+
+    def rank(comm: Comm, model: nn.Module) -> Tensor:
+        sharded = sw.shard(model, comm=comm)
+        train(model, nets.decoder_batch(comm.rank, 2))
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
+        norm = sharded.clip_grad_norm_(1e-3)
+        again = sharded.clip_grad_norm_(1e-3)
+        assert again.item() == pytest.approx(1e-3, rel=0.02)
+        return norm
+
+    assert {norm.dtype for norm in on_ranks(2, build, rank)} == {torch.float32}
+
+
+def test_gradients_that_were_not_reduced_are_not_clipped() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        with sharded.accumulate(last=False):
+            train(model, nets.decoder_batch(comm.rank, 2))
+        text = said(sw.ScheduleError, lambda: sharded.clip_grad_norm_(1.0))
+        assert "accumulated and never reduced" in text
+
+    on_ranks(2, nets.decoder, rank)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, float("nan")])
+def test_what_is_no_norm_is_refused(norm_type: float) -> None:
+    sharded = sw.shard(nets.decoder())
+    text = said(sw.ConfigError, lambda: sharded.clip_grad_norm_(1.0, norm_type))
+    assert text == (
+        f"norm_type is {norm_type}; a norm needs a p above 0, such as 2 or float('inf')."
+    )
+
+
+def test_torchs_own_clipping_is_refused_where_it_would_clip_by_a_part() -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, comm=comm)
+        train(model, nets.decoder_batch(comm.rank, 2))
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e6)  # elementwise, and so right
+        text = said(
+            sw.ShardUseError, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        )
+        assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))  # type: ignore[arg-type]
+        return text
+
+    for text in on_ranks(2, nets.decoder, rank):
+        assert text == (
+            "torch.nn.utils.clip_grad_norm_ on a sharded model would clip by the norm of this "
+            "rank's shards, another norm on every rank. Use sharded.clip_grad_norm_(max_norm), "
+            "which forms the norm over all ranks with one collective."
+        )
