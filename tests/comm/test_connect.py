@@ -20,6 +20,7 @@ from shardwise.comm.local import LocalComm
 from shardwise.comm.native import NativeComm
 from shardwise.comm.peers import PeerComm
 from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.shared_memory import SharedMemoryComm
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.ranks import gloo_group, outcomes_of
 
@@ -142,8 +143,8 @@ def free_port() -> int:
 def test_a_launched_group_ends_with_its_comm_also_after_an_error() -> None:
     first, second = outcomes_of(2, launch, free_port())
     assert (first.error, second.error) == ("", "")
-    assert first.value[:5] == ["PeerComm", 0, 2, 1.0, False]
-    assert second.value[:5] == ["PeerComm", 1, 2, 1.0, False]
+    assert first.value[:5] == ["SharedMemoryComm", 0, 2, 1.0, False]
+    assert second.value[:5] == ["SharedMemoryComm", 1, 2, 1.0, False]
     raised, initialised, _ = first.value[5:]
     told, still_initialised, seconds = second.value[5:]
     assert (raised, initialised, still_initialised) == ("'no such file'", False, False)
@@ -159,7 +160,7 @@ def use_what_exists(rank: int, world: int, folder: str) -> list[object]:
     seen: list[object] = []
     with gloo_group(rank, world, folder):
         with connect() as comm:
-            seen += [type(comm) is PeerComm, sum_of_ranks(comm)]
+            seen += [type(comm) is SharedMemoryComm, sum_of_ranks(comm)]
         mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("replicate", "shard"))
         with over(mesh["shard"]) as comm, over(mesh["shard"]) as beside:
             seen += [comm.size, sum_of_ranks(comm), sum_of_ranks(beside)]
@@ -173,9 +174,10 @@ def use_what_exists(rank: int, world: int, folder: str) -> list[object]:
             with pytest.raises(ConfigError, match="not a member"):
                 over(None)
         else:
-            for native in (False, True):
-                with over(pair, native=native) as comm:
-                    assert isinstance(comm, NativeComm if native else PeerComm)
+            kinds = {"messages": PeerComm, "memory": SharedMemoryComm, "native": NativeComm}
+            for transport, kind in kinds.items():
+                with over(pair, transport=transport) as comm:
+                    assert type(comm) is kind
                     seen += [comm.size, comm.rank, sum_of_ranks(comm)]
         dist.barrier()  # the world's group still works
     return seen
@@ -189,7 +191,7 @@ def test_an_existing_group_a_mesh_axis_and_a_part_of_the_world_will_do() -> None
         assert outcome.value[:6] == [True, 3.0, 3, 3.0, 3.0, True]
         assert "this mesh has 2 axes (replicate=1, shard=3)" in outcome.value[6]
         assert "mesh['shard']" in outcome.value[6]
-    assert [o.value[7:] for o in outcomes] == [[2, 0, 1.0] * 2, [], [2, 1, 1.0] * 2]
+    assert [o.value[7:] for o in outcomes] == [[2, 0, 1.0] * 3, [], [2, 1, 1.0] * 3]
 
 
 # --- who carries the collectives -------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The same laws (laws.py) over every Comm: one rank alone, threads, gloo messages, native calls."""
+"""The same laws (laws.py) over every Comm: one rank, threads, messages, memory, native calls."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from shardwise.comm.local import LocalComm
 from shardwise.comm.native import NativeComm
 from shardwise.comm.peers import PeerComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.shared_memory import SharedMemoryComm
 from tests.comm import laws
 from tests.comm.laws import LAWS, NATIVE_LAWS, Law
 from tests.ranks import gloo_group, outcomes_of, run_threads
 
 WORLDS_OF_PROCESSES = [2, 3]
+KINDS: dict[str, type] = {
+    "messages": PeerComm,
+    "memory": SharedMemoryComm,
+    "native": NativeComm,
+}
 
 # law → (what came out, the error's text or "")
 Kept = dict[str, tuple[list[bytes], str]]
@@ -40,24 +46,26 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def both_kinds(rank: int, world: int, folder: str) -> tuple[Kept, Kept]:
+def all_kinds(rank: int, world: int, folder: str) -> dict[str, Kept]:
     torch.set_num_threads(1)
+    kept = {}
     with gloo_group(rank, world, folder):
-        with over(dist.group.WORLD) as tagged:
-            assert type(tagged) is PeerComm
-            first = keep(tagged, LAWS)
-        with over(dist.group.WORLD, transport="native") as native:
-            assert type(native) is NativeComm
-            return first, keep(native, NATIVE_LAWS)
+        for transport, kind in KINDS.items():
+            with over(dist.group.WORLD, transport=transport) as comm:
+                assert type(comm) is kind
+                kept[transport] = keep(comm, NATIVE_LAWS if transport == "native" else LAWS)
+        with over(dist.group.WORLD) as comm:
+            assert type(comm) is SharedMemoryComm  # what "auto" finds on one host
+    return kept
 
 
 started = cache(outcomes_of)  # once, also if it went wrong
 
 
-def processes(world: int) -> list[tuple[Kept, Kept]]:
-    outcomes = started(world, both_kinds)
+def processes(world: int, transport: str) -> list[Kept]:
+    outcomes = started(world, all_kinds)
     assert [(o.error, o.exitcode) for o in outcomes] == [("", 0)] * world
-    return [outcome.value for outcome in outcomes]
+    return [outcome.value[transport] for outcome in outcomes]
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -73,25 +81,27 @@ def test_threads_keep_the_law(law: Law, world: int) -> None:
 
 @pytest.mark.spawn
 @pytest.mark.parametrize("world", WORLDS_OF_PROCESSES)
+@pytest.mark.parametrize("transport", ["messages", "memory"])
 @pytest.mark.parametrize("law", LAWS)
-def test_gloo_messages_keep_the_law(law: Law, world: int) -> None:
-    assert [tagged[law.__name__][1] for tagged, _ in processes(world)] == [""] * world
+def test_processes_keep_the_law(law: Law, transport: str, world: int) -> None:
+    assert [kept[law.__name__][1] for kept in processes(world, transport)] == [""] * world
 
 
 @pytest.mark.spawn
 @pytest.mark.parametrize("world", WORLDS_OF_PROCESSES)
 @pytest.mark.parametrize("law", NATIVE_LAWS)
 def test_native_calls_keep_the_law(law: Law, world: int) -> None:
-    assert [native[law.__name__][1] for _, native in processes(world)] == [""] * world
+    assert [kept[law.__name__][1] for kept in processes(world, "native")] == [""] * world
 
 
 @pytest.mark.spawn
 @pytest.mark.parametrize("world", WORLDS_OF_PROCESSES)
-def test_threads_and_gloo_messages_give_the_same_bits(world: int) -> None:
+@pytest.mark.parametrize("transport", ["messages", "memory"])
+def test_threads_and_processes_give_the_same_bits(transport: str, world: int) -> None:
     by_threads = run_threads(world, keep, LAWS)
-    for threads, (messages, _) in zip(by_threads, processes(world), strict=True):
+    for threads, there in zip(by_threads, processes(world, transport), strict=True):
         for law, (came_out, _) in threads.items():
-            assert came_out == messages[law][0], law
+            assert came_out == there[law][0], law
 
 
 def test_the_order_of_summation_shows_in_these_values() -> None:

@@ -1,4 +1,7 @@
-"""How a gloo group ends when its ranks do not do the same: soon, on every rank, with the reason."""
+"""How a group ends when its ranks do not do the same: soon, on every rank, with the reason.
+
+The same over gloo messages and over shared memory.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from shardwise.errors import RanksDisagree
 from tests.ranks import Outcome, gloo_group, outcomes_of
 
 SOON = 5.0  # seconds
+TRANSPORTS = ["messages", "memory"]
 
 pytestmark = pytest.mark.spawn
 
@@ -129,12 +133,14 @@ DIFFERENCES: dict[Callable[[Comm], None], str] = {
 }
 
 
-def try_differences(rank: int, world: int, folder: str) -> dict[str, tuple[float, str, float, str]]:
+def try_differences(
+    rank: int, world: int, folder: str, transport: str
+) -> dict[str, tuple[float, str, float, str]]:
     """For each: seconds until the error, its text, and the same for the next call."""
     with gloo_group(rank, world, folder):
         results = {}
         for difference in DIFFERENCES:
-            with over(dist.group.WORLD) as comm:
+            with over(dist.group.WORLD, transport=transport) as comm:
                 first = error_of(lambda: difference(comm))  # noqa: B023 - called at once
                 again = error_of(lambda: gather(comm, "blocks.9"))
                 results[difference.__name__] = (*first, *again)
@@ -149,13 +155,16 @@ def error_of(act: Callable[[], None]) -> tuple[float, str]:
 
 
 @cache
-def differences() -> list[Outcome]:
-    return outcomes_of(2, try_differences)
+def differences(transport: str) -> list[Outcome]:
+    return outcomes_of(2, try_differences, transport)
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_ranks_that_differ_soon_raise_the_same_error(difference: Callable[[Comm], None]) -> None:
-    outcomes = differences()
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_differ_soon_raise_the_same_error(
+    difference: Callable[[Comm], None], transport: str
+) -> None:
+    outcomes = differences(transport)
     assert [(o.error, o.exitcode) for o in outcomes] == [("", 0)] * 2
     (seconds, text, again, again_text), theirs = (o.value[difference.__name__] for o in outcomes)
     assert DIFFERENCES[difference] in text
@@ -170,13 +179,13 @@ def test_ranks_that_differ_soon_raise_the_same_error(difference: Callable[[Comm]
 # --- ranks that are slow, and ranks that are gone --------------------------------------------
 
 
-def be_slow(rank: int, world: int, folder: str) -> list[str]:
-    with gloo_group(rank, world, folder), over(dist.group.WORLD) as patient:
+def be_slow(rank: int, world: int, folder: str, transport: str) -> list[str]:
+    with gloo_group(rank, world, folder), over(dist.group.WORLD, transport=transport) as patient:
         gather(patient, "blocks.0")
         if rank == 1:
             time.sleep(1.8)
         gather(patient, "blocks.1")
-        with over(dist.group.WORLD, timeout=1.0) as impatient:
+        with over(dist.group.WORLD, timeout=1.0, transport=transport) as impatient:
             if rank == 1:
                 time.sleep(2.2)
             late = error_of(lambda: gather(impatient, "blocks.2"))[1]
@@ -184,8 +193,9 @@ def be_slow(rank: int, world: int, folder: str) -> list[str]:
         return [late]
 
 
-def test_a_slow_rank_is_waited_for_until_the_time_limit() -> None:
-    (mine, theirs) = outcomes_of(2, be_slow)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_slow_rank_is_waited_for_until_the_time_limit(transport: str) -> None:
+    (mine, theirs) = outcomes_of(2, be_slow, transport)
     assert (mine.error, theirs.error) == ("", "")
     assert mine.value == theirs.value
     assert "rank 1 has not come within" in mine.value[0]
@@ -193,11 +203,11 @@ def test_a_slow_rank_is_waited_for_until_the_time_limit() -> None:
     assert "connect(timeout=…)" in mine.value[0]
 
 
-def come_alone(rank: int, world: int, folder: str) -> tuple[str, int]:
+def come_alone(rank: int, world: int, folder: str, transport: str) -> tuple[str, int]:
     with gloo_group(rank, world, folder):
         if rank == 0:
             with pytest.raises(RanksDisagree) as error:
-                over(dist.group.WORLD, timeout=1.0)
+                over(dist.group.WORLD, timeout=1.0, transport=transport)
             text = str(error.value)
         else:
             text = ""
@@ -205,16 +215,19 @@ def come_alone(rank: int, world: int, folder: str) -> tuple[str, int]:
         return text, threading.active_count()
 
 
-def test_a_rank_that_never_makes_its_end_is_named_and_nothing_is_left_running() -> None:
-    alone, _ = outcomes_of(2, come_alone)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_never_makes_its_end_is_named_and_nothing_is_left_running(
+    transport: str,
+) -> None:
+    alone, _ = outcomes_of(2, come_alone, transport)
     text, threads = alone.value
     assert text.startswith("rank 1 has not come within")
     assert "while rank 0 waits at start. This group" in text
     assert threads == 1
 
 
-def be_killed(rank: int, world: int, folder: str) -> tuple[float, str]:
-    with gloo_group(rank, world, folder), over(dist.group.WORLD) as comm:
+def be_killed(rank: int, world: int, folder: str, transport: str) -> tuple[float, str]:
+    with gloo_group(rank, world, folder), over(dist.group.WORLD, transport=transport) as comm:
         gather(comm, "blocks.2")
         if rank == 1:
             time.sleep(0.5)
@@ -222,8 +235,9 @@ def be_killed(rank: int, world: int, folder: str) -> tuple[float, str]:
         return error_of(lambda: gather(comm, "blocks.3"))
 
 
-def test_a_killed_rank_is_named_within_seconds() -> None:
-    outcomes = outcomes_of(3, be_killed)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_rank_is_named_within_seconds(transport: str) -> None:
+    outcomes = outcomes_of(3, be_killed, transport)
     assert [o.exitcode for o in outcomes] == [0, -signal.SIGKILL, 0]
     (seconds, text), (their_seconds, their_text) = outcomes[0].value, outcomes[2].value
     assert text == their_text
@@ -232,9 +246,9 @@ def test_a_killed_rank_is_named_within_seconds() -> None:
     assert max(seconds, their_seconds) < SOON
 
 
-def end_early(rank: int, world: int, folder: str) -> tuple[float, str] | None:
+def end_early(rank: int, world: int, folder: str, transport: str) -> tuple[float, str] | None:
     with gloo_group(rank, world, folder):
-        comm = over(dist.group.WORLD)
+        comm = over(dist.group.WORLD, transport=transport)
         gather(comm, "blocks.2")
         flying = comm.all_gather(torch.zeros(2 << 20), Label("gather", "blocks.3"))
         if rank == 1:
@@ -243,8 +257,9 @@ def end_early(rank: int, world: int, folder: str) -> tuple[float, str] | None:
         return error_of(lambda: gather(comm, "blocks.4"))
 
 
-def test_the_end_of_a_process_is_told_to_those_who_wait() -> None:
-    waits, ends = outcomes_of(2, end_early)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_end_of_a_process_is_told_to_those_who_wait(transport: str) -> None:
+    waits, ends = outcomes_of(2, end_early, transport)
     assert (ends.error, ends.exitcode, waits.error, waits.exitcode) == ("", 0, "", 0)
     seconds, text = waits.value
     assert "rank 1 has left (its process ended normally after 2 collectives)" in text

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ from shardwise.comm.watch import Wait, Watch, how_this_process_ends
 
 __all__ = ["SharedMemoryComm", "shared_memory"]
 
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
 ROWS = 1024  # collectives in flight at most; a rank is never that far ahead of another
 CONTROL = 1 << 26  # bytes at the start of the common arena that hold the rows
 SPINS = 100  # looks, each giving way to other threads, before a rank goes to sleep
@@ -51,19 +53,38 @@ def shared_memory(
     store: Store, rank: int, size: int, timeout: float, ending: Ending
 ) -> SharedMemoryComm | None:
     """A comm over memory, or ``None`` (on every rank alike) where the ranks cannot share any."""
-    watch = Watch(PrefixStore("memory/", store), rank, size, lambda: None, timeout)
+    dead: list[Numbers] = []  # nothing to interrupt until the ranks have met
+
+    def interrupt() -> None:
+        for word in dead:
+            word[0] = 1
+
+    watch = Watch(PrefixStore("memory/", store), rank, size, interrupt, timeout)
+    try:
+        opened, pids = _meet(watch, rank)
+    except BaseException as error:
+        watch.leave(f"it raised {error!r}")
+        raise
+    if opened is None:
+        watch.leave("the ranks cannot share memory")
+        return None
+    comm = SharedMemoryComm(rank, size, watch, opened, pids, ending)
+    dead.append(comm.dead)
+    return comm
+
+
+def _meet(watch: Watch, rank: int) -> tuple[list[Arena] | None, list[int]]:
+    """The arenas of all ranks, if every rank could open them all; and the ranks' processes."""
     arenas = [Arena.made() for _ in range(1 + (rank == 0))] if _possible() else []
     mine = json.dumps([_host(), os.getpid(), [arena.fd for arena in arenas]])
     said = [json.loads(text) for text in watch.share(_first(0), mine)]
     opened = _open(said, rank, arenas) if len({host for host, _, _ in said}) == 1 else None
-    if set(watch.share(_first(1), str(opened is not None))) != {"True"} or opened is None:
-        watch.leave("the ranks cannot share memory")
-        return None
-    return SharedMemoryComm(rank, size, watch, opened, [pid for _, pid, _ in said], ending)
+    everywhere = set(watch.share(_first(1), str(opened is not None))) == {"True"}
+    return opened if everywhere else None, [pid for _, pid, _ in said]
 
 
 def _first(number: int) -> Collective:
-    return Collective(number - 2, "greeting", "meet", "shared memory", 0)
+    return Collective(number - 2, "greeting", "start", "", 0)
 
 
 def _possible() -> bool:
@@ -123,6 +144,7 @@ class SharedMemoryComm:
         self._peers = [peer for peer in range(size) if peer != rank]
         rows = self._common.bytes(0, size * ROWS * 4 * 8).view(np.int64)
         self._rows = rows.reshape(size, ROWS, 4)
+        self.dead: Numbers = self._common.bytes(CONTROL - 8, 8).view(np.int64)  # [1]
         self._common_end = CONTROL
         self._heap = Heap(self._own[rank], self._is_being_read)
         self._issued = 0
@@ -225,6 +247,9 @@ class SharedMemoryComm:
 
     def _shown(self, data: Tensor, collective: Collective) -> Tensor:
         """Let peers read ``data``, from where it lies if that is our arena, else from a copy."""
+        if data.numel() == 0:
+            self._post(collective, 0)
+            return data
         arena = self._own[self.rank]
         offset = arena.offset_of(data)
         if offset is None:
@@ -265,14 +290,18 @@ class SharedMemoryComm:
 
     def _wait(self, collective: Collective) -> None:
         for _ in range(SPINS):
+            if self.dead[0]:
+                break
             if self._arrived(collective) is None:
                 return
             os.sched_yield()
         since, nap = monotonic(), NAP
-        while (peer := self._arrived(collective)) is not None:
-            self._watch.waits = Wait(collective, since, peer)
+        while (peer := self._arrived(collective)) is not None or self.dead[0]:
+            self._watch.waits = Wait(collective, since, -1 if peer is None else peer)
             self._watch.raise_if_dead()
-            if self._is_gone(peer):
+            if self.dead[0]:
+                raise self._watch.explain(-1, RuntimeError("another rank ended the group"))
+            if peer is not None and self._is_gone(peer):
                 raise self._watch.explain(peer, RuntimeError("its process has ended"))
             sleep(nap)
             nap = min(LONGEST_NAP, 1.2 * nap)
