@@ -284,7 +284,7 @@ def import_name(requirement: str) -> str:
 
 
 def third_party(source: Source) -> set[str]:
-    known = {*sys.stdlib_module_names, "shardwise", "tests"}
+    known = {*sys.stdlib_module_names, "shardwise", "tests", "benchmarks"}
     return {name.split(".")[0] for name in source.imports} - known
 
 

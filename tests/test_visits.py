@@ -73,13 +73,10 @@ def test_open_visits_are_listed_in_the_order_of_their_calls() -> None:
 
 
 def test_only_a_call_without_bounds_and_without_calls_inside_it_is_endless() -> None:
-    visit = Visit("a", None)
-    assert visit.endless
-    visit.bounded = True
-    assert not visit.endless
-    around = Visit("b", None)
+    free, bounded, around = (Visit("a", None) for _ in range(3))
+    bounded.bounded = True
     around.encloses = True
-    assert not around.endless
+    assert [visit.endless for visit in (free, bounded, around)] == [True, False, False]
 
 
 def test_a_cleared_list_forgets_visits_whose_graphs_still_exist() -> None:

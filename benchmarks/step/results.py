@@ -6,12 +6,13 @@ file's schema is this file.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic import TypeAdapter
 
 from benchmarks.machine import Machine
 from benchmarks.step.engines import PLAIN
@@ -97,7 +98,6 @@ class Row:
     memory: Memory | None = None
 
 
-@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class Report:
     """One run.
@@ -131,9 +131,13 @@ def read(path: Path) -> Report:
     """From JSON.
 
     Raises:
-        pydantic.ValidationError: a field is missing, unknown, or of another type.
+        ValueError: a field is missing, unknown, or of another type.
     """
-    return ADAPTER.validate_json(path.read_bytes())
+    text = path.read_bytes()
+    report = ADAPTER.validate_json(text, strict=True)
+    if ADAPTER.dump_python(report, mode="json") != json.loads(text):
+        raise ValueError(f"{path} has fields that a report of schema {SCHEMA} has not")
+    return report
 
 
 # ---- from what ranks saw -------------------------------------------------------------------

@@ -21,6 +21,7 @@ NOTES = """
            lasts until its slowest rank is done
 ms         medians; compute = forward and backward, update = optimizer.step() and zero_grad()
 MB sent    10⁶ bytes per rank and step, as the kernel counts them; least: what must be sent
+sent ÷     below 1 where a unit that stays gathered between its two uses is not sent twice
 MB copied  beyond the plain step's own copies, without those inside the backend's threads
 MiB peak   proportional set size summed over ranks, each engine in processes of its own;
            − start: without Python, torch and the group

@@ -45,6 +45,8 @@ class Options:
     mesh: Any = None
 
     def __post_init__(self) -> None:
+        _is_a("precision", self.precision, Precision, "sw.Precision(compute=torch.bfloat16)")
+        _is_a("prefetch", self.prefetch, Prefetch, "sw.Prefetch(backward=0)")
         _one_of("bucketing", self.bucketing, ("block", "layer", "none"))
         _one_of("uneven", self.uneven, ("pad", "error"))
         _one_of("divergence", self.divergence, ("error", "participate"))
@@ -58,9 +60,16 @@ class Options:
     def of(cls, given: Mapping[str, Any]) -> Options:
         """From keyword arguments; an unknown one is an error that names the nearest."""
         known = {item.name for item in fields(cls)}
-        for name in set(given) - known:
+        for name in sorted(set(given) - known):
+            if name == "use_orig_params":
+                raise ConfigError(
+                    "shard() has no use_orig_params: parameters always keep their names and "
+                    "objects, as with FSDP1's use_orig_params=True, so parameter groups and mixed "
+                    "requires_grad work, and there is no flat parameter. Leave it out."
+                )
+            like = nearest(name, known | {"strategy", "wrap", "comm"})[0]
             raise ConfigError(
-                f"shard() has no option {name!r}; nearest is {nearest(name, known)[0]!r}. "
+                f"shard() has no option {name!r}; nearest is {like!r}. "
                 f"Options are {', '.join(sorted(known))}."
             )
         return cls(**given)
@@ -69,3 +78,10 @@ class Options:
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(repr, known))}.")
+
+
+def _is_a(name: str, value: object, kind: type, example: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} is {value!r}, and not a {kind.__name__}. Pass one, for example {example}."
+        )

@@ -18,30 +18,30 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.errors import ConfigError
 from shardwise.units import Unit
 
-__all__ = ["checkpoint_units"]
+__all__ = ["check_own_checkpointing", "checkpoint_units"]
 
 
-def checkpoint_units(model: nn.Module, units: Sequence[Unit]) -> list[nn.Module]:
-    """Recompute the activations of repeated units in the backward pass.
-
-    Args:
-        model: the model; asked whether it checkpoints by itself already.
-        units: its units; those of a class that occurs more than once are checkpointed.
-
-    Returns:
-        The modules whose ``forward`` was replaced; ``del module.forward`` undoes it.
-
-    Raises:
-        ConfigError: the model's own gradient checkpointing is on too.
-    """
+def check_own_checkpointing(model: nn.Module) -> None:
+    """Raises ``ConfigError`` where the model's own gradient checkpointing is on."""
     twice = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if twice:
         raise ConfigError(
             f"activation_checkpointing=True, and {type(twice[0]).__name__} has its own gradient "
             "checkpointing on: everything would be recomputed twice, and gathered once more. "
-            "Turn one off: model.gradient_checkpointing_disable(), or leave "
-            "activation_checkpointing out."
+            "Turn one off: model.activation_checkpointing_disable() (before transformers 6 also "
+            "gradient_checkpointing_disable()), or leave activation_checkpointing out."
         )
+
+
+def checkpoint_units(units: Sequence[Unit]) -> list[nn.Module]:
+    """Recompute the activations of repeated units in the backward pass.
+
+    Args:
+        units: the model's; those of a class that occurs more than once are checkpointed.
+
+    Returns:
+        The modules whose ``forward`` was replaced; ``del module.forward`` undoes it.
+    """
     names = [unit.class_name for unit in units]
     chosen = [
         unit.modules[0]

@@ -121,7 +121,7 @@ class Runtime:
         return self._cursor
 
     def _goes_on(self, first: str | None) -> bool:
-        """Does the schedule list another forward pass here? (A root may have no unit to know by.)"""
+        """Does the schedule list another forward pass here? A root may have no unit to tell by."""
         if first is not None:
             return self._cursor.expects(Cue(Op.ENTER, first, Phase.FORWARD))
         return self.awaits_backward() and self._cursor.expects_forward()

@@ -26,7 +26,7 @@ from shardwise.listing import Layouts, Schedule
 from shardwise.optim.gate import Gate
 from shardwise.optim.norm import clip_gradients
 from shardwise.options import Options
-from shardwise.recompute import checkpoint_units
+from shardwise.recompute import check_own_checkpointing, checkpoint_units
 from shardwise.runtime import Mode, Runtime
 from shardwise.schedule import Order, Placement, Policy
 from shardwise.state import StateHooks, full_params, local_state, whole_copy
@@ -62,11 +62,13 @@ def shard(
         ConfigError: an argument that cannot work, or a model that is sharded already.
         RanksDisagree: the ranks were given different models or arguments.
     """
-    chosen = Options.of(options)
+    chosen, placement = Options.of(options), Placement.named(strategy)
     check_unsharded(model)
+    if chosen.activation_checkpointing:
+        check_own_checkpointing(model)
     if comm is None:
         comm = connect() if chosen.mesh is None else over(chosen.mesh)
-    return Sharded(model, Placement.named(strategy), wrap, comm, chosen)
+    return Sharded(model, placement, wrap, comm, chosen)
 
 
 @dataclass(eq=False, repr=False)
@@ -180,6 +182,7 @@ class Sharded:
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """This rank's shards by parameter name; no communication, no copies."""
+        self._idle("shards were asked for")
         return local_state(self.buckets)
 
     def unshard(self) -> nn.Module:
@@ -194,9 +197,7 @@ class Sharded:
     def _dress(self) -> None:
         """Everything of ours that is attached to the model's modules."""
         self._checkpointed = (
-            checkpoint_units(self.model, self.units)
-            if self.options.activation_checkpointing
-            else []
+            checkpoint_units(self.units) if self.options.activation_checkpointing else []
         )
         self._hooks.install()
         self._state.install()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.train.batches import accumulation
 from shardwise.train.config import Recipe
 from shardwise.train.recipe import keys, read_recipe, resolved
 
@@ -141,6 +142,13 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
         written(tmp_path, "sharding: {precision: bf16, wrap: [Block]}\nsample: {prompt: 'no'}\n")
     )
     assert read_recipe(written(tmp_path, resolved(recipe), "again.yaml")) == recipe
+
+
+def test_the_demo_runs_again_and_on_its_two_processes() -> None:
+    demo = read_recipe(Path(__file__).parents[2] / "recipes" / "demo.yaml")
+    assert demo.run.overwrite
+    assert demo.run.device == "cpu"
+    assert accumulation(demo.batch, ranks=2) == 1
 
 
 def test_keys_are_every_leaf_once() -> None:
