@@ -63,10 +63,9 @@ def test_what_really_happened_is_the_next_order() -> None:
 
 def test_a_cursor_without_a_script_has_ended_and_may_only_improvise() -> None:
     cursor = Cursor("train", ())
-    assert cursor.ended
-    assert cursor.improvised
+    assert (cursor.ended, cursor.improvised) == (True, True)
     cursor.improvise()
-    assert not cursor.ended
+    assert (cursor.ended, cursor.improvised) == (False, True)
     assert cursor.match(enter("a"), None) is None
     assert cursor.recorded().forward == (enter("a"),)
 

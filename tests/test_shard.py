@@ -138,7 +138,7 @@ def test_without_buckets_each_parameter_is_cut_along_its_first_dimension(world: 
         sw.shard(model, comm=comm, bucketing="none")
         assert isinstance(model, nn.Sequential)
         assert model[0].weight.shape == (DIM / world, DIM)
-        assert torch.equal(model[0].weight.detach(), whole.chunk(world)[comm.rank])
+        assert torch.equal(model.get_parameter("0.weight").detach(), whole.chunk(world)[comm.rank])
         assert repr(model) == repr(toy())
 
     on_ranks(world, toy, rank)

@@ -29,13 +29,14 @@ def test_a_unit_with_frozen_parameters_has_a_bucket_that_is_never_reduced() -> N
 
 def test_all_buckets_are_gathered_and_freed_together() -> None:
     _, state = block(FakeComm(0, 2))
-    assert not state.gathered
+    gathered = [state.gathered]
     state.gather()
-    assert state.gathered
     assert all(bucket.gathered for bucket in state.buckets)
+    gathered.append(state.gathered)
     state.ready()
     state.free()
     assert not any(bucket.gathered for bucket in state.buckets)
+    assert [*gathered, state.gathered] == [False, True, False]
 
 
 def test_its_weight_is_that_of_all_buckets_and_of_trainable_gradients_padding_included() -> None:
@@ -49,14 +50,14 @@ def test_its_weight_is_that_of_all_buckets_and_of_trainable_gradients_padding_in
 def test_it_is_complete_when_every_gradient_of_its_last_visit_has_come() -> None:
     sharded, state = block(LocalComm())
     [bucket] = state.trainable
-    assert not state.complete
+    complete = []
     for index, param in enumerate(bucket.params):
-        assert not state.complete
+        complete.append(state.complete)
         bucket.gradients.collect(index, torch.ones_like(param), carried=False)
-    assert state.complete
-    assert state.collected
+    assert [*complete, state.complete] == [*[False] * len(bucket.params), True]
+    collected = [state.collected]
     sharded.drop_gradients()
-    assert not state.collected
+    assert [*collected, state.collected] == [True, False]
 
 
 def test_an_abandoned_unit_is_at_rest_and_waits_for_nothing() -> None:
