@@ -360,6 +360,21 @@ def test_a_tied_unit_is_gathered_for_its_first_and_its_last_use_and_reduced_afte
     """)
 
 
+def test_a_unit_that_is_entered_again_before_it_is_left_is_reduced_once_at_the_outer_exit() -> None:
+    """Two forward passes, one backward: the first embedding waits for both gradients."""
+    forward = tuple(Cue(op, "a", Phase.FORWARD) for op in (Op.ENTER, Op.EXIT) * 2)
+    nested = (Op.ENTER, Op.ENTER, Op.EXIT, Op.EXIT)
+    backward = tuple(Cue(op, "a", Phase.BACKWARD) for op in nested)
+    found = listed(Order(forward, backward), policy(0, 0, kept=None))
+    assert [event.op for event in found if event.phase is Phase.BACKWARD] == [
+        *nested,
+        Op.FREE,
+        Op.REDUCE,
+        Op.END,
+        Op.SETTLE,
+    ]
+
+
 def test_a_forward_pass_alone_ends_with_everything_free() -> None:
     order = Order(layers(2).forward)
     for placement in (FULL, ZERO2, ZERO1):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -98,6 +99,7 @@ def prepare(names: Sequence[str]) -> None:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)  # it calls torch by names of yesterday
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
 
 

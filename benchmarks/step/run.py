@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from benchmarks.crew import Crew
 from benchmarks.machine import this_machine
@@ -31,6 +32,7 @@ class Wanted:
         optimizer: ``"adamw"`` or ``"sgd"``.
         parts: of ``PARTS``.
         memory_steps: steps during which memory is watched.
+        watched: engines whose memory is watched; all of ``engines`` if empty.
         host_steps: steps of the host and optimizer measurements.
         host_params: parameters in a unit.
     """
@@ -42,21 +44,28 @@ class Wanted:
     optimizer: str = "adamw"
     parts: tuple[str, ...] = PARTS
     memory_steps: int = 4
+    watched: tuple[str, ...] = ()
     host_steps: int = 30
     host_params: tuple[int, ...] = (1, 10, 40)
 
 
 #: What ``make bench`` runs, in less than three minutes.
-SHORT = Wanted(models=("decoder32",), rounds=6, memory_steps=2, host_steps=10)
+SHORT = Wanted(
+    models=("decoder32",),
+    rounds=6,
+    memory_steps=2,
+    watched=(PLAIN, "full_shard", "ddp", "fsdp2"),
+    host_steps=10,
+)
 
 
 def run(wanted: Wanted, say: Callable[[str], None]) -> Report:
     """Measure. ``say`` hears what is done now."""
     report = Report(this_machine(), wanted.optimizer)
-    for world in wanted.worlds:
-        for model in wanted.models:
-            setup = Setup(model, wanted.optimizer)
-            report = replace(report, rows=(*report.rows, *_rows(setup, world, wanted, say)))
+    whole_steps = {"time", "memory"} & set(wanted.parts)
+    for world, model in product(wanted.worlds, wanted.models) if whole_steps else ():
+        setup = Setup(model, wanted.optimizer)
+        report = replace(report, rows=(*report.rows, *_rows(setup, world, wanted, say)))
     if "host" in wanted.parts:
         say("host time")
         named = [name for name in HOSTED if name in wanted.engines]
@@ -82,7 +91,7 @@ def _rows(setup: Setup, world: int, wanted: Wanted, say: Callable[[str], None]) 
             say(f"{setup.model}, {world} ranks, {wanted.rounds} rounds: {', '.join(names)}")
             rows |= _timed(setup, world, names, wanted.rounds, rows)
     if "memory" in wanted.parts:
-        for name in there:
+        for name in [name for name in there if not wanted.watched or name in wanted.watched]:
             say(f"{setup.model}, {world} ranks, memory: {name}")
             memory = peak_memory(name, setup, world, wanted.memory_steps)
             rows[name] = replace(rows[name], memory=memory)

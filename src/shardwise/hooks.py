@@ -264,34 +264,38 @@ class Hooks:
             return
         if self._backward is not None:
             self.runtime.abandon("a backward pass stopped before its end")
-        self._refuse_what_is_freed()
-        self._refuse_what_is_not_averaged()
+        if (reason := self._freed() or self._handed_out()) is not None:
+            self.runtime.abandon("a backward pass was refused")
+            raise reason
         token = _Token()
         self._backward = weakref.ref(token)
         self.runtime.begin_backward()
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(self._end_backward, token))
 
-    def _refuse_what_is_freed(self) -> None:
+    def _freed(self) -> ScheduleError | None:
         """With create_graph=True, autograd records the backward pass, in grad mode."""
         buckets = [bucket for state in self.runtime.units.values() for bucket in state.buckets]
-        if torch.is_grad_enabled() and not all(bucket.stays_whole for bucket in buckets):
-            raise ScheduleError(
-                "create_graph=True on a sharded model: the backward pass through this graph would "
-                "read parameters that are freed by then. For a gradient penalty use "
-                'strategy="no_shard", which keeps parameters whole; or compute inside '
-                "`with sharded.full_params():`, where gradients are not averaged over the ranks."
-            )
+        if not torch.is_grad_enabled() or all(bucket.stays_whole for bucket in buckets):
+            return None
+        return ScheduleError(
+            "create_graph=True on a sharded model: the backward pass through this graph would "
+            "read parameters that are freed by then. For a gradient penalty use "
+            'strategy="no_shard", which keeps parameters whole; or compute inside '
+            "`with sharded.full_params():`, where gradients are not averaged over the ranks."
+        )
 
-    def _refuse_what_is_not_averaged(self) -> None:
+    def _handed_out(self) -> ShardUseError | None:
         """torch.autograd.grad hands a parameter's gradient out instead of accumulating it."""
         if self.runtime.comm.size == 1 or torch._C._will_engine_execute_node(self._anywhere):
-            return  # backward() without inputs=: every node is executed, also those of others
-        for state in self.runtime.units.values():
-            for bucket in state.trainable:
-                for member in bucket.members:
-                    if _is_handed_out(member.param):
-                        raise handed_out(member.name)
+            return None  # backward() without inputs= executes every node, also those of others
+        names = (
+            bucket.members[index].name
+            for _, bucket, index in self._places
+            if _is_handed_out(bucket.params[index])
+        )
+        name = next(names, None)
+        return None if name is None else handed_out(name)
 
     def _end_backward(self, token: _Token) -> None:
         self._backward = None

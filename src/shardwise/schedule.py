@@ -121,7 +121,7 @@ class Placement:
         Raises:
             ConfigError: no such strategy; the message lists those there are.
         """
-        key = name.strip().lower().replace("-", "_").lstrip("_")
+        key = str(name).strip().lower().replace("-", "_").lstrip("_")
         key = _ALSO_CALLED.get(key, key)
         if key not in _PRESETS:
             known = ", ".join(_PRESETS)

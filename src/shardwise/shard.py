@@ -63,6 +63,10 @@ def shard(
         RanksDisagree: the ranks were given different models or arguments.
     """
     chosen, placement = Options.of(options), Placement.named(strategy)
+    if wrap is not None and not isinstance(wrap, Wrap):
+        raise ConfigError(
+            f"wrap is {wrap!r}, and not a rule. Pass one, for example sw.wrap.by_class('Block')."
+        )
     check_unsharded(model)
     if chosen.activation_checkpointing:
         check_own_checkpointing(model)

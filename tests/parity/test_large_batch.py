@@ -38,7 +38,7 @@ WORLDS = (1, 2, 3, 4, 5)
 @pytest.mark.parametrize("net", AWKWARD, ids=str)
 def test_ranks_equal_one_large_batch_up_to_rounding(net: Net, world: int) -> None:
     for optimizer, tolerance in TOLERANCES:
-        recipe = Recipe.of(net, optimizer)
+        recipe = Recipe.of(net, optimizer, steps=3)
         ranks, large = on_threads(world, recipe, How()), large_batch(recipe, world)
         assert_losses_close(ranks, large, 1e-6)
         assert_close(ranks, large, tolerance)
@@ -48,7 +48,7 @@ def test_ranks_equal_one_large_batch_up_to_rounding(net: Net, world: int) -> Non
 def test_a_model_built_on_the_meta_device_equals_one_large_batch(world: int) -> None:
     net = Net(nets.tied_decoder, nets.tied_decoder_batch)
     for optimizer, tolerance in TOLERANCES:
-        recipe = Recipe(lambda: built_on_meta(net), net.batch, optimizer)
+        recipe = Recipe(lambda: built_on_meta(net), net.batch, optimizer, steps=3)
         large = large_batch(recipe, world, made_whole(net))
         ranks = on_threads(world, recipe, How(each_rank=init_of))
         assert_losses_close(ranks, large, 1e-6)

@@ -1,0 +1,98 @@
+"""A place in a schedule: what is expected, what is a surprise, and what is remembered."""
+
+from __future__ import annotations
+
+from shardwise.cursor import Cursor, Step, steps
+from shardwise.order import mirror
+from shardwise.schedule import Cue, Event, Op, Order, Phase, Placement, Policy, Weight, events
+
+FORWARD = tuple(
+    Cue(op, unit, Phase.FORWARD) for unit in ("a", "b", "c") for op in (Op.ENTER, Op.EXIT)
+)
+ORDER = Order(FORWARD, mirror(FORWARD))
+END = Cue(Op.END, "", Phase.BACKWARD)
+
+
+def script(order: Order = ORDER) -> tuple[Step, ...]:
+    weights = {cue.unit: Weight(100, 100) for cue in order.forward}
+    return steps(events(order, Policy(Placement.named("full_shard")), weights))
+
+
+def enter(unit: str, phase: Phase = Phase.FORWARD) -> Cue:
+    return Cue(Op.ENTER, unit, phase)
+
+
+def leave(unit: str, phase: Phase = Phase.FORWARD) -> Cue:
+    return Cue(Op.EXIT, unit, phase)
+
+
+def test_a_schedule_is_cut_into_one_step_per_cue() -> None:
+    assert [step.cue for step in script()] == [*ORDER.forward, *ORDER.backward, END]
+
+
+def test_a_step_that_follows_gets_each_cues_events_in_order() -> None:
+    cursor, taken = Cursor("train", script()), []
+    for cue in (*ORDER.forward, *ORDER.backward, END):
+        assert cursor.expects(cue)
+        step = cursor.match(cue, None)
+        assert step is not None
+        taken += [*step.before, Event(*cue), *step.after]
+    weights = {unit: Weight(100, 100) for unit in "abc"}
+    assert tuple(taken) == events(ORDER, Policy(Placement.named("full_shard")), weights)
+    assert not cursor.improvised
+
+
+def test_from_the_first_surprise_on_there_is_no_answer() -> None:
+    cursor = Cursor("train", script())
+    assert cursor.match(enter("a"), None) is not None
+    assert cursor.match(leave("a"), None) is not None
+    assert cursor.match(enter("c"), None) is None
+    assert cursor.improvised
+    assert cursor.match(leave("b"), None) is None
+    assert not cursor.expects(enter("b"))
+
+
+def test_what_really_happened_is_the_next_order() -> None:
+    cursor = Cursor("train", script())
+    seen = [enter("a"), leave("a"), enter("c"), leave("c")]
+    back = [enter("c", Phase.BACKWARD), leave("c", Phase.BACKWARD)]
+    for cue in (*seen, *back, END):
+        cursor.match(cue, None)
+    assert cursor.recorded() == Order(tuple(seen), tuple(back))
+
+
+def test_a_cursor_without_a_script_has_ended_and_may_only_improvise() -> None:
+    cursor = Cursor("train", ())
+    assert (cursor.ended, cursor.improvised) == (True, True)
+    cursor.improvise()
+    assert (cursor.ended, cursor.improvised) == (False, True)
+    assert cursor.match(enter("a"), None) is None
+    assert cursor.recorded().forward == (enter("a"),)
+
+
+def test_another_forward_pass_is_expected_only_where_the_schedule_lists_one() -> None:
+    once = Cursor("train", script())
+    assert once.expects_forward()
+    for cue in FORWARD:
+        once.match(cue, None)
+    assert not once.expects_forward()  # the backward pass comes next
+    twice = Cursor("train", script(Order(FORWARD * 2, mirror(FORWARD * 2))))
+    for cue in FORWARD:
+        twice.match(cue, None)
+    assert twice.expects_forward()
+    twice.match(enter("b"), None)
+    assert not twice.expects_forward()
+
+
+def test_who_participates_carries_out_what_lies_before_a_later_cue() -> None:
+    cursor, skipped = Cursor("train", script()), list[Step]()
+    assert cursor.match(enter("c"), skipped.append) is not None
+    assert [step.cue for step in skipped] == list(FORWARD[:4])
+    assert not cursor.improvised
+
+
+def test_who_participates_improvises_what_comes_nowhere_later() -> None:
+    cursor, skipped = Cursor("train", script()), list[Step]()
+    assert cursor.match(enter("z"), skipped.append) is None
+    assert skipped == []
+    assert cursor.improvised

@@ -1,0 +1,454 @@
+"""What FSDP2 answers to misuse, row by row, and what the answer is here.
+
+Each test first says what PyTorch 2.13's ``fully_shard`` answers, in our words. Some of its rows
+are no misuse here at all: then the test shows that training is that of a plain model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from tests import nets
+from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.nets import Batch, Net
+from tests.parity.plain import SGD, Recipe, one_by_one
+from tests.parity.sharded import How, assert_equal, on_threads
+from tests.steps import STRATEGIES, assert_gradients, averaged, train
+
+
+def pairs(width: int) -> Callable[[int, int], Batch]:
+    return lambda seed, rows: (
+        nets.numbers(seed, (rows, width)),
+        nets.numbers(seed + 1, (rows, width)),
+    )
+
+
+def assert_trains_as_plain(net: Net, world: int = 3, **options: Any) -> None:
+    """In every strategy, bit for bit."""
+    recipe = Recipe.of(net, SGD)
+    plain = one_by_one(recipe, world)
+    for strategy in STRATEGIES:
+        how = How(strategy, options=options)
+        assert_equal(on_threads(world, recipe, how), plain, strategy)
+
+
+# --- an optimizer made before the model was sharded ------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_made_before_shard_trains(strategy: str) -> None:
+    """FSDP2: says nothing, and training silently changes nothing: it replaced the parameters.
+
+    Here the parameters are the objects that the optimizer holds.
+    """
+    recipe = Recipe(nets.decoder, nets.decoder_batch, SGD)
+    plain = one_by_one(recipe, 2)
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        optimizer = SGD(model.parameters())
+        sw.shard(model, strategy, comm=comm)
+        for step in range(recipe.steps):
+            for batch in recipe.batches(step, comm.rank):
+                train(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    for state in on_ranks(2, nets.decoder, rank):
+        assert equal(state, plain.states[0])
+        assert not equal(state, clones(seeded(nets.decoder).state_dict()))
+
+
+# --- past the module's call ------------------------------------------------------------------
+
+
+class Rooted(nn.Module):
+    """A root with a parameter of its own, around two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.gain
+
+
+def test_forward_called_past_the_model_is_an_error_that_says_how_to_call_it() -> None:
+    """FSDP2: an error of the dispatcher, that an operator got plain and distributed tensors mixed.
+
+    Here the error names the parameter, what is there of it, and the two ways to read it whole.
+    """
+
+    def rank(comm: Comm, model: nn.Module) -> tuple[str, str]:
+        sharded = sw.shard(model, comm=comm)
+        x = torch.ones(2, 6)
+        texts = [said(sw.ShardUseError, lambda: model.forward(x))]
+        with torch.no_grad():
+            texts.append(said(sw.ShardUseError, lambda: model.forward(x)))
+        assert model(x).shape == (2, 6)  # nothing is broken by it
+        with sharded.full_params():
+            assert model.forward(x).shape == (2, 6)
+        return texts[0], texts[1]
+
+    for number, texts in enumerate(on_ranks(2, Rooted, rank)):
+        start, stop = ((0, 6), (6, 6))[number]
+        for text in texts:
+            assert text == (
+                f"parameter 'gain' is at rest: this rank holds elements {start} to {stop} of 6 "
+                f"(shard ({stop - start},) of (6,), unit '(root)'), and 'mul' needs the whole of "
+                "it. It is whole only while its unit computes: call the model or the module "
+                "through model(...), not .forward(...), and let the unit's own modules read it; or "
+                "read it inside `with sharded.full_params():`; or take this rank's shard on "
+                "purpose with .detach()."
+            )
+
+
+def test_forward_called_past_a_model_that_owns_nothing_is_no_misuse() -> None:
+    """FSDP2: as above where the root's parameters are concerned; else nothing.
+
+    Here units gather for their own modules' calls, so their parameters are whole.
+    """
+    batch = nets.decoder_batch(0, 2)
+    truth = averaged(seeded(nets.decoder), train, [batch, batch])
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        out = model.forward(batch[0])
+        F.cross_entropy(out.flatten(0, 1), batch[1].flatten()).backward()
+        assert_gradients(model, truth)
+
+    on_ranks(2, nets.decoder, rank)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_layers_weight_outside_its_forward_is_an_error_that_names_it(grad: bool) -> None:
+    """FSDP2: an error of the dispatcher, that an operator got plain and distributed tensors mixed.
+
+    Here it is an error that names the parameter and ``full_params()``, on every rank: on those
+    that hold a part, those that hold nothing and those that happen to hold all.
+    """
+
+    def rank(comm: Comm, model: nn.Module) -> tuple[int, ...]:
+        sw.shard(model, comm=comm)
+        layer = model.get_submodule("blocks.1.mlp.up")
+        weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
+        with torch.set_grad_enabled(grad):
+            for use in (
+                lambda: F.linear(torch.ones(2, 16), weight, bias),
+                lambda: torch.ones(2, 16) @ weight.T,
+                lambda: weight.norm(),
+                lambda: layer(torch.ones(2, 16)),
+            ):
+                text = said(sw.ShardUseError, use)
+                assert text.startswith("parameter 'blocks.1.mlp.up.weight' is at rest")
+                assert "`with sharded.full_params():`" in text
+            assert "'blocks.1.mlp.up.bias'" in said(
+                sw.ShardUseError, lambda: bias + torch.ones(2, 35)
+            )
+        return tuple(weight.shape)
+
+    rows = [shape[0] for shape in on_ranks(3, nets.decoder, rank)]
+    assert 0 in rows
+
+
+# --- a submodule before the root -------------------------------------------------------------
+
+
+def test_a_submodule_may_be_called_before_the_root() -> None:
+    """FSDP2: its state has been lazily initialised for that module, which then was not the root.
+
+    Here nothing is initialised lazily: a unit gathers for whoever calls it.
+    """
+    x = nets.numbers(0, (2, 3, 16))
+    batch = nets.decoder_batch(0, 2)
+
+    def step(model: nn.Module, _: Batch) -> None:
+        model.get_submodule("blocks.1")(x).square().mean().backward()
+        train(model, batch)
+
+    truth = averaged(seeded(nets.decoder), step, [batch, batch])
+
+    def rank(comm: Comm, model: nn.Module, strategy: str) -> None:
+        sw.shard(model, strategy, comm=comm)
+        with torch.no_grad():
+            assert model.get_submodule("blocks.0")(x).shape == x.shape
+        for _ in range(2):
+            step(model, batch)
+            assert_gradients(model, truth)
+            model.zero_grad()
+
+    for strategy in STRATEGIES:
+        on_ranks(2, nets.decoder, lambda comm, model: rank(comm, model, strategy))  # noqa: B023
+
+
+# --- dtypes ----------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """One layer in each dtype, as where a state space model keeps some parameters wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(6, 6), nn.Linear(6, 6).bfloat16()
+        self.widest = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.narrow(self.wide(x).bfloat16()).float()
+        return (x * self.widest).float()
+
+
+def test_trainable_parameters_of_several_dtypes_may_share_a_unit() -> None:
+    """FSDP2: that it expects a uniform original parameter dtype, without saying whose is not.
+
+    Here a unit has a bucket for each dtype, and each parameter is trained in its own.
+    """
+    assert_trains_as_plain(Net(Mixed, pairs(6)))
+    sharded = sw.shard(Mixed())
+    assert [bucket.dtypes.stored for bucket in sharded.buckets] == [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+    ]
+
+
+# --- shapes and strides ----------------------------------------------------------------------
+
+
+class Shapes(nn.Module):
+    """A scalar, a transpose, a slice, and dims that no world size divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.transposed = nn.Parameter(torch.randn(5, 7).T)
+        self.sliced = nn.Parameter(torch.randn(5, 14)[:, ::2])
+        self.single = nn.Parameter(torch.randn(1, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.scale * (x @ self.transposed @ self.sliced) + self.single
+        return out
+
+
+@pytest.mark.parametrize("bucketing", ["block", "layer", "none"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_scalars_strides_and_uneven_dims_are_trained(world: int, bucketing: str) -> None:
+    """FSDP2: refuses scalars and uneven dims but the first (ValueError) and strides
+    (NotImplementedError), each clearly.
+
+    Here all of them are slots like any other.
+    """
+    recipe = Recipe(Shapes, pairs(7), SGD)
+    in_order = recipe.model()  # as gathered: strides are not kept, and matrix products notice
+    for param in in_order.parameters():
+        param.data = param.data.contiguous()
+    plain = one_by_one(recipe, world, in_order)
+    for strategy in STRATEGIES:
+        how = How(strategy, options={"bucketing": bucketing})
+        assert_equal(on_threads(world, recipe, how), plain, strategy)
+
+
+# --- a weight that two units share -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", [nets.tied_decoder, nets.encoder_decoder, nets.oddities])
+def test_a_weight_may_be_tied_across_units(net: Callable[[], nn.Module]) -> None:
+    """FSDP2: a clear ValueError, new in 2.13: shared parameters must be in one group.
+
+    Here the layers that share a weight become one unit, or the weight has a unit of its own, also
+    where the rule of units would have parted them.
+    """
+    model = seeded(net)
+    batch = getattr(nets, f"{net.__name__}_batch")
+    assert_trains_as_plain(Net(net, batch))
+    units = sw.shard(model).units
+    members = [member for unit in units for member in unit.members]
+    assert len(members) == len(list(model.parameters()))
+    assert any(len(member.aliases) > 1 for member in members)
+
+
+def test_a_rule_that_parts_tied_layers_is_no_misuse() -> None:
+    recipe = Recipe(nets.tied_decoder, nets.tied_decoder_batch, SGD)
+    plain = one_by_one(recipe, 2)
+    for wrap in (sw.wrap.by_hand("embed", "lm_head"), sw.wrap.by_size(100)):
+        assert_equal(on_threads(2, recipe, How(wrap=wrap)), plain, "full_shard")
+
+
+# --- derivatives of derivatives --------------------------------------------------------------
+
+SPLITS = tuple(strategy for strategy in STRATEGIES if strategy != "no_shard")
+
+
+def penalised(model: nn.Module, batch: Batch) -> None:
+    """A gradient penalty, as critics are trained with."""
+    x = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("strategy", SPLITS)
+@pytest.mark.parametrize("way", ["backward", "grad of inputs"])
+def test_double_backward_is_refused_before_it_reads_what_is_freed(way: str, strategy: str) -> None:
+    """FSDP2: that a storage of size 0 is too small for a tensor, from deep inside autograd.
+
+    Here the first backward pass already is refused, for it is the second that would fail.
+    """
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, strategy, comm=comm)
+        batch = nets.scalar_and_13_rows_batch(comm.rank, 2)
+
+        def do() -> None:
+            if way == "backward":
+                nets.loss(model, batch).backward(create_graph=True)
+            else:
+                penalised(model, batch)
+
+        text = said(sw.ScheduleError, do)
+        train(model, batch)  # what was under way is forgotten
+        assert all(param.grad is not None for param in model.parameters())
+        return text
+
+    for text in on_ranks(2, nets.scalar_and_13_rows, rank):
+        assert text == (
+            "create_graph=True on a sharded model: the backward pass through this graph would read "
+            "parameters that are freed by then. For a gradient penalty use "
+            'strategy="no_shard", which keeps parameters whole; or compute inside '
+            "`with sharded.full_params():`, where gradients are not averaged over the ranks."
+        )
+
+
+def test_a_gradient_penalty_is_trained_where_parameters_stay_whole() -> None:
+    """And averaged over the ranks like any other gradient."""
+    build, batch = nets.scalar_and_13_rows, nets.scalar_and_13_rows_batch
+    batches = [batch(rank, 2) for rank in range(2)]
+    truth = averaged(seeded(build), penalised, batches)
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, "no_shard", comm=comm)
+        for _ in range(2):
+            penalised(model, batches[comm.rank])
+            for name, param in model.named_parameters():
+                expected = truth[name]
+                if expected is None:  # the penalty does not see a bias
+                    assert param.grad is None or not param.grad.any()
+                else:
+                    torch.testing.assert_close(param.grad, expected)
+            model.zero_grad()
+
+    on_ranks(2, build, rank)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_that_carry_a_graph_are_refused_where_parameters_stay_whole(world: int) -> None:
+    """FSDP2: keeps the graph of the whole gradient, and loses it when it reduces.
+
+    Here the reduced gradient would have no graph either, so the error says so.
+    """
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, "no_shard", comm=comm)
+        value = nets.loss(model, nets.decoder_batch(comm.rank, 2))
+        return said(sw.ScheduleError, lambda: value.backward(create_graph=True))
+
+    for text in on_ranks(world, nets.decoder, rank):
+        assert "carries a graph (create_graph=True)" in text
+        assert "inside `with sharded.full_params():`" in text
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("wrap", [sw.wrap.automatic(), sw.wrap.whole()], ids=str)
+def test_autograd_grad_of_parameters_has_a_sentence_of_its_own(
+    wrap: sw.wrap.Wrap, strategy: str
+) -> None:
+    """FSDP2: hands out each rank's own gradient, whole and never reduced, without a word.
+
+    Here it is an error, the same in every strategy, whether or not the unit is whole just then.
+    """
+
+    def rank(comm: Comm, model: nn.Module) -> list[str]:
+        sw.shard(model, strategy, wrap, comm)
+        batch = nets.decoder_batch(comm.rank, 2)
+        texts = []
+        for params in ([*model.parameters()], [model.get_parameter("embed.weight")]):
+            value = nets.loss(model, batch)
+            texts.append(said(sw.ShardUseError, lambda: torch.autograd.grad(value, params)))  # noqa: B023
+        train(model, batch)
+        return texts
+
+    for texts in on_ranks(2, nets.decoder, rank):
+        for text in texts:
+            assert text == (
+                "torch.autograd.grad was asked for the gradient of parameter 'embed.weight', which "
+                "the ranks share: what it hands out would be this rank's alone, never averaged "
+                "with the others'. Call loss.backward() and read .grad (this rank's shard of the "
+                "mean); or compute inside `with sharded.full_params():`, where parameters are "
+                "whole, and average it yourself."
+            )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_autograd_grad_of_inputs_is_no_misuse(strategy: str) -> None:
+    """Saliency, adversarial examples: the inputs are this rank's own."""
+    build, batch = nets.scalar_and_13_rows, nets.scalar_and_13_rows_batch
+
+    def slope(model: nn.Module, number: int) -> Tensor:
+        x = batch(number, 2)[0].requires_grad_()
+        (found,) = torch.autograd.grad(model(x).square().sum(), x)
+        return found
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, strategy, comm=comm)
+        for _ in range(2):
+            assert torch.equal(slope(model, comm.rank), slope(seeded_plain, comm.rank))
+            train(model, batch(comm.rank, 2))
+            assert_gradients(model, truth)
+            model.zero_grad()
+
+    seeded_plain = seeded(build)
+    truth = averaged(seeded(build), train, [batch(rank, 2) for rank in range(2)])
+    on_ranks(2, build, rank)
+
+
+def test_one_rank_alone_may_ask_for_any_gradient() -> None:
+    plain, model = seeded(nets.decoder), seeded(nets.decoder)
+    sw.shard(model)
+    batch = nets.decoder_batch(0, 2)
+    mine = torch.autograd.grad(nets.loss(model, batch), list(model.parameters()))
+    expected = torch.autograd.grad(nets.loss(plain, batch), list(plain.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+
+
+# --- copies ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_deep_copy_is_a_plain_whole_model(strategy: str) -> None:
+    """FSDP2: an AssertionError without a message.
+
+    Here it is a collective, like ``state_dict()``, and gives a model that knows of no ranks.
+    """
+    plain = seeded(nets.tied_decoder)
+    batch = nets.tied_decoder_batch(0, 2)
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, strategy, comm=comm)
+        copied = copy.deepcopy(model)
+        assert equal(copied.state_dict(), clones(plain.state_dict()))
+        assert torch.equal(nets.loss(copied, batch), nets.loss(plain, batch))
+        assert torch.equal(nets.loss(model, batch), nets.loss(plain, batch))
+
+    on_ranks(2, nets.tied_decoder, rank)
