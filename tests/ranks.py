@@ -97,7 +97,10 @@ def outcomes_of(
 
 def in_group(rank: int, world: int, folder: str, fn: Callable[..., T], *args: Any) -> T:
     """``fn(comm, *args)`` inside a gloo group of ``world`` processes."""
-    with gloo_group(rank, world, folder), connect.over(dist.group.WORLD, transport="messages") as comm:
+    with (
+        gloo_group(rank, world, folder),
+        connect.over(dist.group.WORLD, transport="messages") as comm,
+    ):
         return fn(comm, *args)
 
 

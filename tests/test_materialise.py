@@ -299,6 +299,7 @@ def test_a_model_that_was_whole_on_every_rank_lets_it_go() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         before = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
         sharded = sw.shard(model, comm=comm)
+        comm.agree({})  # until then a slow rank may still hold what it was sent
         assert all(ref.expired() for ref in before)
         whole = sum(bucket.layout.used for bucket in sharded.buckets)
         held = {

@@ -1,0 +1,85 @@
+"""Memory that processes share: what a block is, and when it is given out again."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from shardwise.comm.arena import PAGE, Arena, Heap
+
+
+def test_two_mappings_of_one_file_show_the_same_bytes() -> None:
+    mine = Arena.made()
+    theirs = Arena.of(os.getpid(), mine.fd)
+    mine.tensor(4096, 3, torch.float32).copy_(torch.tensor([1.0, 2.0, 3.0]))
+    assert theirs.tensor(4096, 3, torch.float32).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_file_takes_memory_only_where_it_is_touched() -> None:
+    arena = Arena.made()
+    arena.tensor(1 << 38, 1, torch.uint8).fill_(1)
+    assert os.stat(arena.fd).st_blocks * 512 <= 4 * PAGE
+
+
+def test_a_file_has_no_name_that_could_be_left_behind() -> None:
+    assert "(deleted)" in os.readlink(f"/proc/self/fd/{Arena.made().fd}")
+
+
+def test_a_file_of_nobody_cannot_be_opened() -> None:
+    with pytest.raises(OSError, match="No such"):
+        Arena.of(os.getpid(), 1_000_000)
+
+
+def test_a_tensor_is_known_by_its_offset_and_others_have_none() -> None:
+    arena = Arena.made()
+    assert arena.offset_of(arena.tensor(8192, 4, torch.int64)[1:]) == 8200
+    assert arena.offset_of(torch.zeros(4)) is None
+
+
+def test_each_tensor_has_a_storage_of_its_own() -> None:
+    # Otherwise saving one would save the whole file.
+    arena = Arena.made()
+    assert arena.tensor(0, 5, torch.bfloat16).untyped_storage().nbytes() == 10
+
+
+def heap(being_read: set[int]) -> Heap:
+    return Heap(Arena.made(), being_read.__contains__)
+
+
+def test_a_block_is_given_out_again_once_its_tensor_and_all_views_are_gone() -> None:
+    own = heap(set())
+    first = own.allocate(100, torch.float32)
+    view, place = first[10:], first.data_ptr()
+    del first
+    second = own.allocate(100, torch.float32)
+    assert second.data_ptr() != place
+    del view
+    assert own.allocate(100, torch.float32).data_ptr() == place
+
+
+def test_a_block_that_peers_still_read_is_not_given_out() -> None:
+    being_read = {7}
+    own = heap(being_read)
+    shown = own.allocate(100, torch.float32)
+    place = shown.data_ptr()
+    own.show(own.arena.offset_of(shown[3:]) or 0, 7)  # from its middle
+    del shown
+    other = own.allocate(100, torch.float32)
+    assert other.data_ptr() != place
+    being_read.clear()
+    assert own.allocate(100, torch.float32).data_ptr() == place
+
+
+def test_blocks_do_not_overlap_and_begin_on_pages() -> None:
+    own = heap(set())
+    blocks = [own.allocate(numel, torch.uint8) for numel in (1, PAGE, PAGE + 1, 3)]
+    places = [own.arena.offset_of(block) for block in blocks]
+    assert places == [0, PAGE, 2 * PAGE, 4 * PAGE]
+
+
+def test_nothing_takes_no_block() -> None:
+    own = heap(set())
+    assert own.allocate(0, torch.float32).numel() == 0
+    assert own.arena.offset_of(own.allocate(1, torch.uint8)) == 0

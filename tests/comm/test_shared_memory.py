@@ -1,0 +1,152 @@
+"""Ranks of one host over shared memory: parameters exist once, gathers move nothing, same bits."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm import shared_memory as module
+from shardwise.comm.connect import over
+from shardwise.comm.peers import PeerComm
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
+from tests.nets import loss, tied_decoder, tied_decoder_batch
+from tests.ranks import gloo_group, outcomes_of
+
+pytestmark = pytest.mark.spawn
+
+STRATEGIES = ["no_shard", "zero1", "shard_grad_op", "full_shard"]
+
+
+def train(comm: Comm, strategy: str, compute: torch.dtype | None) -> tuple[list[float], Any]:
+    """Losses and final states of four steps with evaluation in between, and bytes sent."""
+    torch.manual_seed(0)
+    model = tied_decoder()
+    precision = sw.Precision(compute=compute)
+    sharded = sw.shard(model, strategy, comm=comm, precision=precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(4):
+        with torch.no_grad():
+            losses.append(loss(model, tied_decoder_batch(99, 2)).item())
+        for micro in range(2):
+            with sharded.accumulate(last=micro == 1):
+                value = loss(model, tied_decoder_batch(10 * step + 2 * comm.rank + micro, 2))
+                (value / 2).backward()
+        sharded.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses, {k: v.tolist() for k, v in model.state_dict().items()}
+
+
+def train_over_both(rank: int, world: int, folder: str) -> list[Any]:
+    with gloo_group(rank, world, folder):
+        results = []
+        for transport in ("messages", "memory"):
+            for compute in (None, torch.bfloat16):
+                for strategy in STRATEGIES:
+                    with over(dist.group.WORLD, transport=transport) as comm:
+                        results.append(train(comm, strategy, compute))
+        return results
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_training_gives_the_same_bits_as_over_messages_in_every_strategy(world: int) -> None:
+    for outcome in outcomes_of(world, train_over_both):
+        assert outcome.error == ""
+        results = outcome.value
+        half = len(STRATEGIES)
+        fp32 = results[:half] + results[2 * half : 3 * half]
+        bf16 = results[half : 2 * half] + results[3 * half :]
+        for same in (fp32, bf16):
+            assert all(result == same[0] for result in same)
+        assert fp32[0] != bf16[0]
+
+
+def one_step(rank: int, world: int, folder: str) -> dict[str, Any]:
+    with gloo_group(rank, world, folder), over(dist.group.WORLD) as comm:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
+        sharded = sw.shard(model, comm=comm)
+        comm.counters.reset()
+        model(torch.ones(1, 1024)).sum().backward()
+        copied = sum(bucket.copied for bucket in sharded.buckets)
+        comm.fence(sw.comm.protocol.Label("fence", "measured"))
+        memory = proportional_bytes()
+        comm.fence(sw.comm.protocol.Label("fence", "read"))
+        return {"sent": dict(comm.counters.bytes_sent), "copied": copied, "memory": memory}
+
+
+def proportional_bytes() -> int:
+    """This process's part of the memory that is mapped from files without a name."""
+    maps = Path("/proc/self/smaps").read_text().split("\n")
+    found, ours = 0, False
+    for line in maps:
+        if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = "memfd:shardwise" in line
+        elif ours and line.startswith("Pss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def test_a_gather_moves_nothing_and_parameters_exist_once_per_host() -> None:
+    outcomes = outcomes_of(2, one_step)
+    assert [o.error for o in outcomes] == ["", ""]
+    model = 16 * 1024 * 1024 * 4
+    for outcome in outcomes:
+        assert outcome.value["sent"]["gather"] == 0
+        assert outcome.value["copied"] == 0
+        assert outcome.value["sent"]["reduce"] == model // 2
+    # Parameters and gradient shards once per host, and per rank a few gradient buckets of 4 MiB.
+    total = sum(outcome.value["memory"] for outcome in outcomes)
+    assert 2 * model <= total <= 2 * model + 2 * 5 * model // 16
+
+
+def cast(rank: int, world: int, folder: str) -> list[int]:
+    with gloo_group(rank, world, folder), over(dist.group.WORLD) as comm:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+        precision = sw.Precision(compute=torch.bfloat16)
+        sharded = sw.shard(model, comm=comm, precision=precision)
+        copied = []
+        for _ in range(2):
+            model(torch.ones(1, 64)).sum().backward()
+            copied.append(sum(bucket.copied for bucket in sharded.buckets))
+        return copied
+
+
+def test_each_rank_casts_its_slice_once_a_step() -> None:
+    outcomes = outcomes_of(2, cast)
+    slices = 4 * 64 * 64 // 2 * 2  # bytes: half of each layer, in bf16
+    assert [o.value for o in outcomes] == [[slices, 2 * slices]] * 2
+
+
+def cannot_share(rank: int, world: int, folder: str) -> tuple[bool, str]:
+    module._host = partial(str, rank)  # type: ignore[assignment]
+    with gloo_group(rank, world, folder):
+        with over(dist.group.WORLD) as comm:
+            fell_back = type(comm) is PeerComm
+        with pytest.raises(ConfigError) as error:
+            over(dist.group.WORLD, transport="memory")
+        return fell_back, str(error.value)
+
+
+def test_ranks_on_several_hosts_fall_back_to_messages() -> None:
+    for outcome in outcomes_of(2, cannot_share):
+        fell_back, text = outcome.value
+        assert fell_back
+        assert text.startswith("the 2 ranks cannot map each other's memory")
+
+
+def test_nothing_of_it_has_a_name_in_dev_shm() -> None:
+    assert not [name for name in os.listdir("/dev/shm") if "shardwise" in name]
