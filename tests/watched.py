@@ -31,6 +31,8 @@ class Watched:
     allocated: list[Tensor] = field(default_factory=list)
     dirty: bool = False
 
+    shares: bool = False
+
     def __post_init__(self) -> None:
         self.rank, self.size = self.inner.rank, self.inner.size
         self.device, self.counters = self.inner.device, self.inner.counters
@@ -41,6 +43,12 @@ class Watched:
             memory.fill_(float("nan"))
         self.allocated.append(memory)
         return memory
+
+    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.allocate(numel, dtype)
+
+    def fence(self, label: Label) -> None:
+        self.inner.fence(label)
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         self.log.append(str(label))

@@ -97,7 +97,7 @@ def _host() -> str:
     """The same text for processes that see each other under ``/proc``, else another."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return f"{platform.node()} {os.getpid()}"  # like nobody else's
 
@@ -308,7 +308,7 @@ class SharedMemoryComm:
         self._watch.waits = None
 
     def _is_gone(self, peer: int) -> bool:
-        """Has the process ended? (If it said goodbye, ``explain`` will find that.)"""
+        """Has the process ended? If it said goodbye, ``explain`` will find that."""
         return bool(select.select([self._alive[peer]], [], [], 0)[0])
 
     # ---- ends ------------------------------------------------------------------------------
