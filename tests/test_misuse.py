@@ -148,7 +148,7 @@ def test_a_layers_weight_outside_its_forward_is_an_error_that_names_it(grad: boo
             for use in (
                 lambda: F.linear(torch.ones(2, 16), weight, bias),
                 lambda: torch.ones(2, 16) @ weight.T,
-                lambda: weight.norm(),
+                weight.norm,
                 lambda: layer(torch.ones(2, 16)),
             ):
                 text = said(sw.ShardUseError, use)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import shardwise as sw
 from shardwise.comm.local import LocalComm
@@ -241,6 +241,9 @@ class Checkpointed(nn.Module):
             x = self.again(self.all, x)
         elif self.where == "one in another":
             x = self.again(self.nested, x)
+        elif self.where == "twice around one unit":
+            for _ in range(2):
+                x = self.again(self.layers[1], x)
         else:
             for layer in self.layers:
                 x = self.again(layer, x) if self.where == "around units" else layer(x)
@@ -269,6 +272,7 @@ WHERE = (
     "over several units",
     "over all units",
     "one in another",
+    "twice around one unit",
 )
 
 
@@ -294,6 +298,19 @@ def test_and_without_prefetch(where: str, reentrant: bool) -> None:
     batches = [(numbers(rank, (3, 6)), numbers(rank + 9, (3, 2))) for rank in range(2)]
     model = Checkpointed(where, reentrant=reentrant)
     play(model, [train] * 3, batches, prefetch=sw.Prefetch(forward=0, backward=0))
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_and_when_recomputation_goes_on_to_the_end(where: str) -> None:
+    """Else torch stops it as soon as it has what it needs, and a unit never returns."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        with set_checkpoint_early_stop(False):
+            value = loss(model, batch)
+        value.backward()
+
+    batches = [(numbers(rank, (3, 6)), numbers(rank + 9, (3, 2))) for rank in range(2)]
+    play(Checkpointed(where, reentrant=False), [step] * 3, batches)
 
 
 def test_tied_and_encoder_decoder_models_may_be_checkpointed() -> None:

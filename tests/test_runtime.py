@@ -322,6 +322,48 @@ def test_evaluation_follows_a_schedule_of_its_own_and_leaves_the_training_one_al
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["evaluation between forward and backward", "a second backward"])
+def test_the_first_backward_pass_goes_on_as_listed(name: str, strategy: str) -> None:
+    """But for what an evaluation has freed, which is gathered again."""
+    taken = play(Chain(), [train, SERVED[name]], BATCHES, strategy=strategy)[1]
+    done = [e for e in taken.done if e.phase is Phase.BACKWARD and e.reason != "on demand"]
+    said = [e for e in taken.said if e.phase is Phase.BACKWARD]
+    assert done[: len(said)] == said
+
+
+class Forces(Chain):
+    """Differentiates inside its forward pass, as models of molecules do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x).detach().requires_grad_()
+        for layer in self.layers:
+            [slope] = torch.autograd.grad(layer(x).sum(), x)
+            x = layer(x - slope)
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_pass_inside_a_forward_pass_is_served(strategy: str) -> None:
+    play(Forces(), [train] * 3, BATCHES, strategy=strategy)
+
+
+class Sloped(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        inner = x.detach().requires_grad_()
+        [slope] = torch.autograd.grad(torch.tanh(self.fc(inner)).sum(), inner)
+        return torch.tanh(self.fc(x + slope))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_so_is_one_inside_a_unit(strategy: str) -> None:
+    model = Chain()
+    model.layers = nn.ModuleList(Sloped() for _ in range(3))
+    taken = play(model, [train] * 3, BATCHES, strategy=strategy)
+    assert taken[2].follows
+
+
 def test_two_losses_that_share_a_layer_average_both() -> None:
     """Each backward pass is averaged by itself, so the sum may round differently."""
 

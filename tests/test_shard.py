@@ -350,8 +350,8 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "lazy": (
         lambda: sw.shard(nn.LazyLinear(3)),
         (
-            "parameter 'weight' has no shape yet (a lazy module), so it cannot be laid out. Run one "
-            "batch through the model before shard()."
+            "parameter 'weight' has no shape yet (a lazy module), so it cannot be laid out. Run "
+            "one batch through the model before shard()."
         ),
     ),
 }

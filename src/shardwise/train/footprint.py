@@ -2,7 +2,8 @@
 
 A table computed from the model's size would repeat what the strategy promises. This one adds
 up the storages that exist when a step has ended, each once, so padding is in it, and
-memory that two tensors share is not in it twice.
+memory that two tensors share is not in it twice; what ranks of one host share is divided among
+them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
 from shardwise.shard import Sharded
 from shardwise.train.exchange import gathered
@@ -35,7 +37,7 @@ def footprint(sharded: Sharded, optimizer: Optimizer, comm: Comm) -> Placed:
     """
     model = sharded.model
     here = (
-        storage_bytes(sharded.local_state_dict().values()),
+        sum(map(_at_rest, sharded.buckets)),
         storage_bytes(p.grad for p in model.parameters() if p.grad is not None),
         storage_bytes(_state(optimizer)),
         storage_bytes(model.buffers()),
@@ -48,6 +50,13 @@ def footprint(sharded: Sharded, optimizer: Optimizer, comm: Comm) -> Placed:
             for kind, ranks, total in zip(KINDS, everywhere, whole, strict=True)
         )
     )
+
+
+def _at_rest(bucket: Bucket) -> int:
+    """Memory of a bucket's shard; of a bucket that all ranks map, this rank's part."""
+    nbytes = storage_bytes([bucket.shard])
+    shared = bucket.aliased and bucket.spec.comm.shares and bucket.spec.placement.splits
+    return nbytes // bucket.spec.comm.size if shared else nbytes
 
 
 def _state(optimizer: Optimizer) -> Iterable[Tensor]:
