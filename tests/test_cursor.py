@@ -96,3 +96,13 @@ def test_who_participates_improvises_what_comes_nowhere_later() -> None:
     assert cursor.match(enter("z"), skipped.append) is None
     assert skipped == []
     assert cursor.improvised
+
+
+def test_a_unit_is_owed_as_many_backward_passes_as_it_was_entered() -> None:
+    cursor, owed = Cursor("train", ()), []
+    back = [enter("a", Phase.BACKWARD), leave("a", Phase.BACKWARD)]
+    for cue in (enter("a"), leave("a"), enter("a"), leave("a"), *back, *back):
+        cursor.match(cue, None)
+        owed.append(cursor.owes("a"))
+    assert owed == [True] * 7 + [False]
+    assert not cursor.owes("b")

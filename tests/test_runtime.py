@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
 from shardwise.runtime import Mode
 from shardwise.schedule import Event, Op, Phase
@@ -391,6 +392,25 @@ def test_two_losses_that_share_a_layer_average_both() -> None:
             sharded.model.zero_grad()
 
     run_threads(2, rank)
+
+
+def test_a_gradient_that_comes_while_its_bucket_travels_waits_for_it_and_is_added() -> None:
+    sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
+    runtime, state = sharded.runtime, sharded.runtime.units["head"]
+    [bucket] = state.buckets
+    recorder = Recorder(sharded)
+    runtime.begin_backward()
+    runtime.serve("head", Phase.BACKWARD, "by hand")
+    for value in (1.0, 2.0):
+        for index, slot in enumerate(bucket.layout.slots):
+            runtime.collect(state, bucket, index, torch.full(slot.shape, value))
+        runtime._carry_out([Event(Op.REDUCE, "head", Phase.BACKWARD)])
+    runtime.end_backward()
+    ops = [event.op for event in recorder.events if event.unit == "head"]
+    assert ops == [Op.GATHER, Op.REDUCE, Op.SETTLE, Op.REDUCE, Op.SETTLE, Op.FREE]
+    grad = sharded.model.get_parameter("head.weight").grad
+    assert grad is not None
+    assert torch.equal(grad, torch.full_like(grad, 3.0))
 
 
 # ---- the order changes -------------------------------------------------------------------------

@@ -89,6 +89,11 @@ class Cursor:
             self._at += 1
             skip(step)
 
+    def owes(self, unit: str) -> bool:
+        """Was ``unit`` entered more often than the backward pass has left it?"""
+        entered = self._seen.count(Cue(Op.ENTER, unit, Phase.FORWARD))
+        return entered > self._seen.count(Cue(Op.EXIT, unit, Phase.BACKWARD))
+
     def recorded(self) -> Order:
         cues = [cue for cue in self._seen if cue.op is not Op.END]
         forward = tuple(cue for cue in cues if cue.phase is Phase.FORWARD)

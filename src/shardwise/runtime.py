@@ -68,6 +68,12 @@ class Runtime:
         self._scripts: dict[Mode, tuple[Step, ...]] = {}
         self._cursor = Cursor("train", ())
         self._settling: list[str] = []
+        self._acts = {
+            Op.GATHER: self._gather,
+            Op.FREE: self._free,
+            Op.REDUCE: self._reduce,
+            Op.SETTLE: self._settle,
+        }
         self._endless: list[Visit] = []  # of the backward pass that is under way
         self.steps_done = 0
         self._warned: set[Mode] = set()
@@ -161,7 +167,9 @@ class Runtime:
         if cue.op is not Op.EXIT:
             return Step(cue, (), ())
         state = self.units[cue.unit]
-        done = cue.phase is Phase.BACKWARD and not state.visits.live()
+        # Reentrant checkpoints show a visit only when it is recomputed, so calls count, too.
+        live = state.visits.live() or self._cursor.owes(cue.unit)
+        done = cue.phase is Phase.BACKWARD and not live
         if placement.frees or (done and self.reduces and not placement.resident):
             after.append(Event(Op.FREE, cue.unit, cue.phase, "on demand"))
         if done and self.reduces and state.trainable:
@@ -176,14 +184,8 @@ class Runtime:
 
     def _carry_out(self, listed: Iterable[Event]) -> None:
         """Listeners hear of what was done, not of what was done already or must wait."""
-        acts = {
-            Op.GATHER: self._gather,
-            Op.FREE: self._free,
-            Op.REDUCE: self._reduce,
-            Op.SETTLE: self._settle,
-        }
         for event in listed:
-            if acts[event.op](self.units[event.unit]):
+            if self._acts[event.op](self.units[event.unit]):
                 self._tell(event)
 
     def _tell(self, event: Event) -> None:
@@ -288,8 +290,8 @@ class Runtime:
                 "tensor that the unit did not return, so it computed with shards. Return every "
                 "tensor that a loss needs from forward(), instead of keeping it in an attribute."
             )
-        # A late gradient must not be written into a bucket that travels.
-        self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
+        if state.reducing:  # a late gradient must not be written into a bucket that travels
+            self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
         bucket.gradients.collect(index, grad, carried=not self.reduces)
         if not state.complete or state.visits.pending():
             return
