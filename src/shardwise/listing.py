@@ -30,6 +30,7 @@ class Schedule:
         weights: bytes of each unit.
         strategy, mode: what it is the schedule of.
         world: ranks that take part.
+        shares: they map the same memory, so a gather moves nothing.
     """
 
     events: tuple[Event, ...]
@@ -37,11 +38,14 @@ class Schedule:
     strategy: str
     mode: str
     world: int
+    shares: bool = False
 
     def sent(self, event: Event) -> int:
         """Bytes that one rank sends for ``event``."""
         weight = self.weights.get(event.unit, Weight(0, 0))
         if event.op is Op.GATHER and self.strategy != "no_shard":
+            if self.shares:
+                return 0
             return weight.gathered * (self.world - 1) // self.world
         if event.op is Op.REDUCE:
             spread = weight.mean if self.strategy == "no_shard" else 0
@@ -76,7 +80,8 @@ class Schedule:
         text = f"{'  ' * max(depth, 0)}{event.op:<6}  {name:<{width}}"
         if event.op is Op.GATHER and self.strategy != "no_shard":
             full = size(self.weights[event.unit].gathered)
-            text += f"  # all-gather, {full}, sends {size(self.sent(event))}: {event.reason}"
+            sends = "memory is shared" if self.shares else f"sends {size(self.sent(event))}"
+            text += f"  # all-gather, {full}, {sends}: {event.reason}"
         elif event.op is Op.REDUCE:
             full = size(self.weights[event.unit].gradients)
             text += f"  # {self._reduction}, {full}, sends {size(self.sent(event))}: {event.reason}"

@@ -262,7 +262,8 @@ class Sharded:
         """The schedule of ``"train"``, ``"accumulate"``, ``"last"`` or ``"forward"``."""
         runtime = self.runtime
         listed = runtime.events(mode)
-        return Schedule(listed, runtime.weights(), self.placement.name, mode, self.comm.size)
+        name, comm = self.placement.name, self.comm
+        return Schedule(listed, runtime.weights(), name, mode, comm.size, comm.shares)
 
     def __repr__(self) -> str:
         params = sum(bucket.layout.used for bucket in self.buckets)

@@ -83,7 +83,14 @@ def one_step(rank: int, world: int, folder: str) -> dict[str, Any]:
         comm.fence(sw.comm.protocol.Label("fence", "measured"))
         memory = proportional_bytes()
         comm.fence(sw.comm.protocol.Label("fence", "read"))
-        return {"sent": dict(comm.counters.bytes_sent), "copied": copied, "memory": memory}
+        schedule = sharded.schedule
+        listed = sum(schedule.sent(event) for event in schedule.events)
+        return {
+            "sent": dict(comm.counters.bytes_sent),
+            "listed": listed,
+            "copied": copied,
+            "memory": memory,
+        }
 
 
 def proportional_bytes() -> int:
@@ -105,7 +112,7 @@ def test_a_gather_moves_nothing_and_parameters_exist_once_per_host() -> None:
     for outcome in outcomes:
         assert outcome.value["sent"]["gather"] == 0
         assert outcome.value["copied"] == 0
-        assert outcome.value["sent"]["reduce"] == model // 2
+        assert outcome.value["sent"]["reduce"] == outcome.value["listed"] == model // 2
     # Parameters and gradient shards once per host, and per rank a few gradient buckets of 4 MiB.
     total = sum(outcome.value["memory"] for outcome in outcomes)
     assert 2 * model <= total <= 2 * model + 2 * 5 * model // 16
