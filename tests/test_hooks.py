@@ -6,6 +6,7 @@ Gradients are held against plain processes bit for bit (``tests.steps.play``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,16 @@ from shardwise.comm.protocol import Comm
 from shardwise.schedule import Op, Phase
 from tests.nets import Batch, decoder, decoder_batch, loss, numbers
 from tests.ranks import run_threads
-from tests.steps import STRATEGIES, Taken, assert_at_rest, play, train, units_of
+from tests.steps import (
+    STRATEGIES,
+    Taken,
+    assert_at_rest,
+    assert_gradients,
+    averaged,
+    play,
+    train,
+    units_of,
+)
 
 BATCHES = [(numbers(rank, (3, 6)), numbers(rank + 50, (3, 2))) for rank in range(2)]
 
@@ -229,6 +239,39 @@ def test_autocast_works_inside_and_around_the_model() -> None:
         value.backward()
 
     assert all(taken.follows for taken in play(Chain(), [step] * 3, BATCHES))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_graph_may_go_through_two_sharded_models(strategy: str) -> None:
+    """A generator and its critic, each sharded by itself."""
+    pairs = [generator_and_critic(), generator_and_critic()]
+    plain = nn.ModuleList(deepcopy(pairs[0]))
+    truth = averaged(plain, critical_step, BATCHES)
+    pairs[1][0].load_state_dict(pairs[0][0].state_dict())
+    pairs[1][1].load_state_dict(pairs[0][1].state_dict())
+
+    def rank(comm: Comm) -> None:
+        both = nn.ModuleList(pairs[comm.rank])
+        sharded = [sw.shard(model, strategy, comm=comm) for model in pairs[comm.rank]]
+        for _ in range(3):
+            critical_step(both, BATCHES[comm.rank])
+            assert_gradients(both, truth)
+            for each in sharded:
+                assert_at_rest(each)
+            both.zero_grad()
+
+    run_threads(2, rank)
+
+
+def generator_and_critic() -> tuple[Chain, Chain]:
+    generator, critic = Chain(), Chain()
+    generator.head = nn.Linear(6, 6)
+    return generator, critic
+
+
+def critical_step(both: nn.Module, batch: Batch) -> None:
+    critic, made = both.get_submodule("1"), both.get_submodule("0")(batch[0])
+    (critic(made).sum() - critic(batch[0]).square().sum()).backward()
 
 
 # ---- what cannot work, and says so ---------------------------------------------------------------

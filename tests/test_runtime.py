@@ -281,6 +281,36 @@ def both_forwards_then_both_backwards_reversed(model: nn.Module, batch: Batch) -
     first.backward()
 
 
+def an_evaluation_that_raises_between(model: nn.Module, batch: Batch) -> None:
+    value = loss(model, batch)
+    handle = chain(model).layers[1].get_submodule("fc").register_forward_pre_hook(stop)
+    with torch.no_grad(), pytest.raises(Stop):
+        loss(model, batch)
+    handle.remove()
+    value.backward()
+
+
+def backward_again_after_it_stopped(model: nn.Module, batch: Batch) -> None:
+    x = chain(model).layers[0](batch[0])
+    value = chain(model).head(chain(model).layers[1](x)).sum()
+    handle = x.register_hook(stop)
+    with pytest.raises(Stop):
+        value.backward(retain_graph=True)
+    handle.remove()
+    model.zero_grad()
+    value.backward()
+
+
+def an_evaluation_inside_backward(model: nn.Module, batch: Batch) -> None:
+    def evaluate(gradient: Tensor) -> None:
+        with torch.no_grad():
+            loss(model, batch)
+
+    x = chain(model).layers[0](batch[0])
+    x.register_hook(evaluate)
+    (chain(model).head(x).sum() + loss(model, batch)).backward()
+
+
 SERVED: dict[str, Step] = {
     "evaluation before": evaluation_before,
     "inference mode before": inference_before,
@@ -292,6 +322,9 @@ SERVED: dict[str, Step] = {
     "forward, forward, backward, backward": both_forwards_then_both_backwards,
     "the same, last in first out": both_forwards_then_both_backwards_reversed,
     "part by part": part_by_part,
+    "an evaluation that raises between": an_evaluation_that_raises_between,
+    "backward again after it stopped": backward_again_after_it_stopped,
+    "an evaluation inside backward": an_evaluation_inside_backward,
 }
 
 

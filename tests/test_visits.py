@@ -82,5 +82,7 @@ def test_only_a_call_without_bounds_and_without_calls_inside_it_is_endless() -> 
 def test_a_cleared_list_forgets_visits_whose_graphs_still_exist() -> None:
     visits, visit = Visits(), Visit("a", None)
     visits.add(visit)
+    visit.entered = True
     visits.clear()
     assert not visits.live()
+    assert visit.done  # so a backward pass that comes after all enters it again

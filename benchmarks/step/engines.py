@@ -170,6 +170,7 @@ def _deepspeed(stage: int, setup: Setup) -> Engine:
         config={
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,  # its default is a norm of 1, and nobody else clips
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,

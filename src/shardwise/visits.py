@@ -64,6 +64,9 @@ class Visits:
         self._known.append(weakref.ref(visit))
 
     def clear(self) -> None:
+        """Forget them. One whose graph is used after all begins again, whole."""
+        for visit in self._alive():
+            visit.done = True
         self._known.clear()
 
     def _alive(self) -> Iterator[Visit]:
