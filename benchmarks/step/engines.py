@@ -104,9 +104,9 @@ def _plain(setup: Setup) -> Engine:
     return _training(setup, setup.new_model())
 
 
-def _ours(strategy: str, setup: Setup) -> Engine:
+def _ours(strategy: str, setup: Setup, transport: str = "messages") -> Engine:
     model = setup.new_model()
-    comm = over(dist.group.WORLD)
+    comm = over(dist.group.WORLD, transport=transport)
     sw.shard(model, strategy=strategy, comm=comm)
     return _training(setup, model, comm.counters)
 
@@ -191,6 +191,8 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
     "zero1": partial(_ours, "zero1"),
     "shard_grad_op": partial(_ours, "shard_grad_op"),
     "full_shard": partial(_ours, "full_shard"),
+    "shard_grad_op_memory": partial(_ours, "shard_grad_op", transport="memory"),
+    "full_shard_memory": partial(_ours, "full_shard", transport="memory"),
     "ddp": _ddp,
     "fsdp1": _fsdp1,
     "fsdp2": partial(_fsdp2, True),

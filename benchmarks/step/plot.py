@@ -21,6 +21,7 @@ OURS, PLAIN, RIVAL = "#4477aa", "#222222", "#bbbbbb"
 COLOURS = {
     "plain": PLAIN,
     **dict.fromkeys(("no_shard", "zero1", "shard_grad_op", "full_shard"), OURS),
+    **dict.fromkeys(("shard_grad_op_memory", "full_shard_memory"), OURS),
 }
 
 

@@ -83,6 +83,8 @@ PARTS: dict[str, tuple[int, int, int]] = {
     "zero1": (0, 1, 1),
     "shard_grad_op": (1, 0, 1),
     "full_shard": (2, 0, 1),
+    "shard_grad_op_memory": (0, 0, 1),
+    "full_shard_memory": (0, 0, 1),
     "ddp": (0, 1, 1),
     "fsdp1": (2, 0, 1),
     "fsdp2": (2, 0, 1),

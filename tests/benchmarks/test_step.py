@@ -61,7 +61,8 @@ def test_the_kernel_and_our_counters_agree_on_what_was_sent(report: Report) -> N
         if row.traffic is None or row.traffic.counted is None:
             continue
         heads = 4_096  # of messages
-        assert row.traffic.counted <= row.traffic.sent <= row.traffic.counted + heads
+        carried = 0 if row.engine.endswith("_memory") else row.traffic.counted
+        assert carried <= row.traffic.sent <= carried + heads
         assert row.traffic.counted <= 1.01 * row.traffic.least
 
 
