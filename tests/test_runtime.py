@@ -807,3 +807,31 @@ def test_a_rank_that_participates_contributes_zeros_to_the_units_it_skips(
         train(sharded.model, BATCHES[comm.rank])  # and nobody is out of step afterwards
 
     run_threads(2, rank, timeout=20.0)
+
+
+# --- what differs between ranks without being anybody's fault ----------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "full_shard"])
+def test_a_loss_that_one_rank_keeps_changes_nothing_on_any(strategy: str) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(decoder())
+
+    def work(comm: Comm) -> list[Tensor]:
+        model = models[comm.rank]
+        sw.shard(model, strategy, comm=comm)
+        optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(4):
+            logged = loss(model, decoder_batch(100 + step, 2))  # with gradients, by mistake
+            if comm.rank == 0:
+                kept.append(logged)
+            del logged
+            loss(model, decoder_batch(2 * step + comm.rank, 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.state_dict().values())
+
+    mine, theirs = run_threads(2, work)
+    assert all(map(torch.equal, mine, theirs))

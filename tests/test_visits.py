@@ -11,7 +11,6 @@ def test_a_new_visit_waits_for_its_backward_pass() -> None:
     visits, visit = Visits(), Visit("a", None)
     visits.add(visit)
     assert visits.live()
-    assert visits.pending()
     assert visits.open() == []
 
 
@@ -19,9 +18,9 @@ def test_an_entered_visit_is_open_until_it_is_done() -> None:
     visits, visit = Visits(), Visit("a", None)
     visits.add(visit)
     visit.entered = True
-    assert (visits.live(), visits.pending(), visits.open()) == (True, False, [visit])
+    assert (visits.live(), visits.open()) == (True, [visit])
     visit.done = True
-    assert (visits.live(), visits.pending(), visits.open()) == (False, False, [])
+    assert (visits.live(), visits.open()) == (False, [])
 
 
 def test_a_unit_that_was_called_twice_is_live_until_both_are_done() -> None:
@@ -30,9 +29,7 @@ def test_a_unit_that_was_called_twice_is_live_until_both_are_done() -> None:
     visits.add(second)
     second.entered = second.done = True
     assert visits.live()
-    assert visits.pending()
     first.entered = True
-    assert not visits.pending()
     assert visits.open() == [first]
 
 
@@ -59,7 +56,7 @@ def test_a_second_backward_pass_begins_like_the_first() -> None:
     visit.entered = visit.ending = visit.done = True
     visit.begin_again()
     visits.add(visit)
-    assert visits.pending()
+    assert visits.live()
     assert not visit.ending
     assert visit.bounded  # a fact of its graph, which stays
 

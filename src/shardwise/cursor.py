@@ -94,6 +94,11 @@ class Cursor:
         entered = self._seen.count(Cue(Op.ENTER, unit, Phase.FORWARD))
         return entered > self._seen.count(Cue(Op.EXIT, unit, Phase.BACKWARD))
 
+    def awaits(self, unit: str) -> bool:
+        """Was ``unit`` entered more often than the backward pass has entered it?"""
+        entered = self._seen.count(Cue(Op.ENTER, unit, Phase.FORWARD))
+        return entered > self._seen.count(Cue(Op.ENTER, unit, Phase.BACKWARD))
+
     def recorded(self) -> Order:
         cues = [cue for cue in self._seen if cue.op is not Op.END]
         forward = tuple(cue for cue in cues if cue.phase is Phase.FORWARD)

@@ -120,9 +120,9 @@ class Runtime:
             return before
         if before.mode == mode and not before.ended and self._goes_on(first):
             return before
-        if before.ended or not self.awaits_backward():
+        if before.ended:
             self._cursor = Cursor(mode, self._script(mode))
-        else:
+        else:  # not "unless its graph is gone": how long a graph lives may differ by rank
             before.improvise()
         return self._cursor
 
@@ -130,7 +130,7 @@ class Runtime:
         """Does the schedule list another forward pass here? A root may have no unit to tell by."""
         if first is not None:
             return self._cursor.expects(Cue(Op.ENTER, first, Phase.FORWARD))
-        return self.awaits_backward() and self._cursor.expects_forward()
+        return self._cursor.expects_forward()
 
     def awaits_backward(self) -> bool:
         """Does any graph exist whose backward pass would come through a unit?"""
@@ -167,9 +167,8 @@ class Runtime:
         if cue.op is not Op.EXIT:
             return Step(cue, (), ())
         state = self.units[cue.unit]
-        # Reentrant checkpoints show a visit only when it is recomputed, so calls count, too.
-        live = state.visits.live() or self._cursor.owes(cue.unit)
-        done = cue.phase is Phase.BACKWARD and not live
+        # Calls are counted, not graphs: those are the same on every rank.
+        done = cue.phase is Phase.BACKWARD and not self._cursor.owes(cue.unit)
         if placement.frees or (done and self.reduces and not placement.resident):
             after.append(Event(Op.FREE, cue.unit, cue.phase, "on demand"))
         if done and self.reduces and state.trainable:
@@ -293,7 +292,7 @@ class Runtime:
         if state.reducing:  # a late gradient must not be written into a bucket that travels
             self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
         bucket.gradients.collect(index, grad, carried=not self.reduces)
-        if not state.complete or state.visits.pending():
+        if not state.complete or self._cursor.awaits(state.name):
             return
         done_with_values = len(state.trainable) == len(state.buckets)
         for visit in state.visits.open():

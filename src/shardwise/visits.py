@@ -76,10 +76,6 @@ class Visits:
         """Is a backward pass still to come, or under way?"""
         return next(self._alive(), None) is not None
 
-    def pending(self) -> bool:
-        """Is a backward pass still to come?"""
-        return any(not visit.entered for visit in self._alive())
-
     def open(self) -> list[Visit]:
         """Visits whose backward pass is under way."""
         return [visit for visit in self._alive() if visit.entered]
