@@ -50,10 +50,13 @@ def step(
     wanted = Wanted(**{**vars(start), **given})
     if unknown := set(wanted.engines) - set(ENGINES):
         raise click.UsageError(f"no engine {sorted(unknown)}; there are {', '.join(ENGINES)}")
-    report = run(wanted, lambda text: click.echo(f"… {text}", err=True))
+
+    def keep(report: results.Report) -> None:
+        if json_file is not None:
+            results.write(report, json_file)
+
+    report = run(wanted, lambda text: click.echo(f"… {text}", err=True), keep)
     click.echo("\n".join(table.lines(report)))
-    if json_file is not None:
-        results.write(report, json_file)
     if picture is not None:
         plot.draw(report, picture)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -59,28 +59,43 @@ SHORT = Wanted(
 )
 
 
-def run(wanted: Wanted, say: Callable[[str], None]) -> Report:
-    """Measure. ``say`` hears what is done now."""
+Say = Callable[[str], None]
+Keep = Callable[[Report], None]
+
+
+def run(wanted: Wanted, say: Say, keep: Keep = lambda report: None) -> Report:
+    """Measure.
+
+    Args:
+        wanted: what.
+        say: hears what is done now.
+        keep: is handed the report whenever there is more of it, so that a run which is ended
+            half-way has not been for nothing.
+    """
     report = Report(this_machine(), wanted.optimizer)
     whole_steps = {"time", "memory"} & set(wanted.parts)
     for world, model in product(wanted.worlds, wanted.models) if whole_steps else ():
-        setup = Setup(model, wanted.optimizer)
-        report = replace(report, rows=(*report.rows, *_rows(setup, world, wanted, say)))
+        before = report.rows
+        for rows in _rows(Setup(model, wanted.optimizer), world, wanted, say):
+            report = replace(report, rows=(*before, *rows))
+            keep(report)
     if "host" in wanted.parts:
-        say("host time")
-        named = [name for name in HOSTED if name in wanted.engines]
-        hosts = [host_time(name, wanted.host_params, wanted.host_steps) for name in named]
-        report = replace(report, hosts=tuple(host for each in hosts for host in each))
+        for name in [name for name in HOSTED if name in wanted.engines]:
+            say(f"host time: {name}")
+            hosts = host_time(name, wanted.host_params, wanted.host_steps)
+            report = replace(report, hosts=(*report.hosts, *hosts))
+            keep(report)
     if "update" in wanted.parts:
-        say("optimizers")
-        named = [name for name in (PLAIN, "full_shard", "fsdp2") if name in wanted.engines]
-        updates = [update_time(name, wanted.host_steps) for name in named]
-        report = replace(report, updates=tuple(update for each in updates for update in each))
+        for name in [name for name in (PLAIN, "full_shard", "fsdp2") if name in wanted.engines]:
+            say(f"optimizers: {name}")
+            updates = update_time(name, wanted.host_steps)
+            report = replace(report, updates=(*report.updates, *updates))
+            keep(report)
     return report
 
 
-def _rows(setup: Setup, world: int, wanted: Wanted, say: Callable[[str], None]) -> list[Row]:
-    """Every engine on one model, in the order of ``ENGINES``."""
+def _rows(setup: Setup, world: int, wanted: Wanted, say: Say) -> Iterator[list[Row]]:
+    """Every engine on one model, in the order of ``ENGINES``; with more numbers each time."""
     reasons = {name: absent(name) for name in ENGINES if name in {*wanted.engines, PLAIN}}
     rows = {name: Row(setup.model, world, name, absent=reason) for name, reason in reasons.items()}
     there = [name for name, reason in reasons.items() if not reason]
@@ -90,12 +105,13 @@ def _rows(setup: Setup, world: int, wanted: Wanted, say: Callable[[str], None]) 
         for names in crews + [[PLAIN, *apart]] * bool(apart):
             say(f"{setup.model}, {world} ranks, {wanted.rounds} rounds: {', '.join(names)}")
             rows |= _timed(setup, world, names, wanted.rounds, rows)
+            yield list(rows.values())
     if "memory" in wanted.parts:
         for name in [name for name in there if not wanted.watched or name in wanted.watched]:
             say(f"{setup.model}, {world} ranks, memory: {name}")
             memory = peak_memory(name, setup, world, wanted.memory_steps)
             rows[name] = replace(rows[name], memory=memory)
-    return list(rows.values())
+            yield list(rows.values())
 
 
 def _timed(

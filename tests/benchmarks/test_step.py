@@ -28,9 +28,10 @@ SENDS_THE_LEAST = {"no_shard", "zero1", "shard_grad_op", "full_shard", "ddp"}
 @pytest.fixture(scope="module")
 def report() -> Report:
     """Every engine, two rounds, two ranks; the losses are compared on the way."""
-    said: list[str] = []
+    said, kept = list[str](), list[Report]()
     wanted = Wanted(models=("tiny",), rounds=2, parts=("time",))
-    found = run(wanted, said.append)
+    found = run(wanted, said.append, kept.append)
+    assert kept[-1] == found
     assert said[0].startswith("tiny, 2 ranks, 2 rounds: plain, no_shard")
     return found
 
