@@ -63,7 +63,7 @@ Say = Callable[[str], None]
 Keep = Callable[[Report], None]
 
 
-def run(wanted: Wanted, say: Say, keep: Keep = lambda report: None) -> Report:
+def run(wanted: Wanted, say: Say, keep: Keep) -> Report:
     """Measure.
 
     Args:
