@@ -60,10 +60,10 @@ class Watched:
         return Landing(pending, self)
 
     def reduce_scatter(
-        self, out: Tensor, full: Tensor, label: Label, mean: bool = False
+        self, out: Tensor, full: Tensor, label: Label, divisor: float = 1.0, mean: bool = False
     ) -> Pending:
         self.log.append(str(label))
-        return self.inner.reduce_scatter(out, full, label, mean)
+        return self.inner.reduce_scatter(out, full, label, divisor, mean)
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
         self.log.append(str(label))

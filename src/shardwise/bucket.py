@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise import accelerators, layout
 from shardwise.comm.protocol import Comm
+from shardwise.cuts import Cuts, Place
 from shardwise.guard import Sharding
 from shardwise.layout import Layout, Slot
 from shardwise.options import Options
@@ -72,17 +73,30 @@ class BucketSpec:
 
     def full_views(self, full: Tensor) -> list[Tensor]:
         """``[W * S] →`` each parameter, whole."""
-        return [full[slot.start : slot.stop].view(slot.shape) for slot in self.slots]
+        return self._whole_cuts.views(full)
 
     def rest_views(self, flat: Tensor) -> list[Tensor]:
         """``[S]`` (``[W * S]`` when nothing is split) ``→`` what this rank holds of each."""
-        if not self.placement.splits:
-            return self.full_views(flat)
-        rank, views = self.comm.rank, []
-        for slot in self.slots:
-            start, stop = self.layout.local_range(slot, rank)
-            views.append(flat[start:stop].view(self.layout.shard_shape(slot, rank)))
-        return views
+        return (self._rest_cuts if self.placement.splits else self._whole_cuts).views(flat)
+
+    @cached_property
+    def _whole_cuts(self) -> Cuts:
+        places = [Place(slot.start, slot.stop, slot.shape) for slot in self.slots]
+        return Cuts(places, self.layout.numel)
+
+    @cached_property
+    def _rest_cuts(self) -> Cuts:
+        rank, layout = self.comm.rank, self.layout
+        places = [
+            Place(*layout.local_range(slot, rank), layout.shard_shape(slot, rank))
+            for slot in self.slots
+        ]
+        return Cuts(places, layout.shard_numel)
+
+    @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The ranges of a full bucket that belong to no parameter."""
+        return self._whole_cuts.gaps
 
     def sharding(self, index: int) -> Sharding:
         """Where parameter ``index``'s elements are."""

@@ -40,7 +40,14 @@ class Bucket:
         self.gathered = False
         self.copied = 0  # bytes that gathers copied or cast on this rank
         self._pending: Pending | None = None
+        self._label = Label("gather", spec.unit)
+        self._whole_at_rest = spec.whole_at_rest
+        ours = [p for p in self.params if type(p) in (nn.Parameter, ShardedParameter)]
+        #: Whose class changes at rest. Classes that users gave their parameters are left alone.
+        self._guarded = [] if self._whole_at_rest else ours
         self._allocate()
+        #: Do the parameters show the same, whole memory all the time?
+        self.stays_whole = self.aliased and self._whole_at_rest
 
     # ---- memory at rest ------------------------------------------------------------------
 
@@ -66,7 +73,10 @@ class Bucket:
             self._writer = torch.empty(0, dtype=dtypes.compute, device=self.full.device)
             size = (self.layout.numel,)
             self._writer.set_(self.full.untyped_storage(), 0, size, (1,))
-        self._nbytes = self.full.untyped_storage().nbytes()
+            self._own = spec.own(self._writer) if spec.placement.splits else self._writer
+        self._storage = self.full.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._places = [(view.data_ptr(), view.shape) for view in self._rest_views]
         self._release()
 
     def take(self, index: int, whole: Tensor) -> None:
@@ -82,17 +92,16 @@ class Bucket:
             return
         self.gathered = True
         self._adopt()
-        if self.aliased and self.spec.whole_at_rest:
+        if self.stays_whole:
             return
         if not self.lasting:
-            self.full.untyped_storage().resize_(self._nbytes)
+            self._storage.resize_(self._nbytes)
         if not self.aliased and not self._cast:
             self._cast = self.lasting
-            target = self.spec.own(self._writer) if self.spec.placement.splits else self._writer
-            target.copy_(self.shard)
-            self.copied += target.numel() * target.element_size()
-        if not self.spec.whole_at_rest:
-            self._pending = self.spec.comm.all_gather(self._writer, Label("gather", self.unit))
+            self._own.copy_(self.shard)
+            self.copied += self._own.nbytes
+        if not self._whole_at_rest:
+            self._pending = self.spec.comm.all_gather(self._writer, self._label)
 
     def ready(self) -> None:
         """Wait for the gather and let the parameters be views of the full bucket."""
@@ -125,18 +134,19 @@ class Bucket:
 
     def rest(self) -> None:
         """Let the parameters be what this rank holds at rest."""
-        for index in range(len(self.params)):
-            self.rest_one(index)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self.params, self._rest_views, strict=True):
+                param.data = view
+        for param in self._guarded:
+            param.__class__ = ShardedParameter
 
     def rest_one(self, index: int) -> None:
         """The same for one parameter; memory that it had of its own may go."""
-        kind = nn.Parameter if self.spec.whole_at_rest else ShardedParameter
-        _bind(self.params[index], self._rest_views[index], kind)
-
-    @property
-    def stays_whole(self) -> bool:
-        """Do the parameters show the same, whole memory all the time?"""
-        return self.aliased and self.spec.whole_at_rest
+        param = self.params[index]
+        with torch._C.DisableTorchFunctionSubclass():
+            param.data = self._rest_views[index]
+        if any(param is guarded for guarded in self._guarded):
+            param.__class__ = ShardedParameter
 
     def expire(self) -> None:
         """The optimizer may run next: what was cast for this step will be old."""
@@ -144,15 +154,18 @@ class Bucket:
 
     def _release(self) -> None:
         if not self.lasting:
-            self.full.untyped_storage().resize_(0)
+            self._storage.resize_(0)
 
     def _adopt(self) -> None:
         """Take over values that the user put in place of a shard by ``param.data = ...``."""
-        for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):
-            if param.shape != view.shape or param.dtype != view.dtype:
-                raise replaced(self.members[index].name, view, param)
-            if param.data_ptr() != view.data_ptr():
-                view.copy_(param.detach())
+        with torch._C.DisableTorchFunctionSubclass():
+            if [(param.data_ptr(), param.shape) for param in self.params] == self._places:
+                return
+            for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):
+                if param.shape != view.shape or param.dtype != view.dtype:
+                    raise replaced(self.members[index].name, view, param)
+                if param.data_ptr() != view.data_ptr():
+                    view.copy_(param.detach())
 
     # ---- whole values, outside the step --------------------------------------------------
 
@@ -174,20 +187,12 @@ class Bucket:
 
     def bind_whole(self, wholes: list[Tensor]) -> None:
         """Let the parameters be ``wholes`` until ``rest``."""
+        for param in self._guarded:
+            param.__class__ = nn.Parameter
         for param, whole in zip(self.params, wholes, strict=True):
-            _bind(param, whole, nn.Parameter)
+            param.data = whole
 
     def holds(self, index: int, whole: Tensor) -> bool:
         """Is this rank's part of parameter ``index`` what ``whole`` says?"""
         view = self._rest_views[index]
         return torch.equal(view, self.spec.sharding(index).cut(whole.detach(), view.shape))
-
-
-def _bind(param: nn.Parameter, value: Tensor, kind: type[nn.Parameter]) -> None:
-    """Let ``param`` be ``value``. Classes that users gave their parameters are left alone."""
-    ours = type(param) in (nn.Parameter, ShardedParameter)
-    if ours and type(param) is not nn.Parameter:
-        param.__class__ = nn.Parameter  # so that .data below is not intercepted
-    param.data = value
-    if ours and kind is not nn.Parameter:
-        param.__class__ = kind

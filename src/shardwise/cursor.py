@@ -7,6 +7,7 @@ order is made.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -56,6 +57,7 @@ class Cursor:
         self.mode, self._script, self._at = mode, script, 0
         self.improvised, self.ended = not script, not script
         self._seen: list[Cue] = []
+        self._counts: Counter[tuple[Op, str, Phase]] = Counter()
 
     @property
     def _next(self) -> Cue | None:
@@ -75,13 +77,15 @@ class Cursor:
     def match(self, cue: Cue, skip: Callable[[Step], None] | None) -> Step | None:
         """The step of ``cue``, or ``None`` from the first surprise on."""
         self._seen.append(cue)
+        self._counts[cue] += 1
         if skip is not None and not self.expects(cue):
             self._skip_to(cue, skip)
-        if not self.expects(cue):
+        at = self._at
+        if self.improvised or at == len(self._script) or self._script[at].cue != cue:
             self.improvised = True
             return None
-        self._at += 1
-        return self._script[self._at - 1]
+        self._at = at + 1
+        return self._script[at]
 
     def _skip_to(self, cue: Cue, skip: Callable[[Step], None]) -> None:
         later = [i for i in range(self._at, len(self._script)) if self._script[i].cue == cue]
@@ -91,13 +95,13 @@ class Cursor:
 
     def owes(self, unit: str) -> bool:
         """Was ``unit`` entered more often than the backward pass has left it?"""
-        entered = self._seen.count(Cue(Op.ENTER, unit, Phase.FORWARD))
-        return entered > self._seen.count(Cue(Op.EXIT, unit, Phase.BACKWARD))
+        entered = self._counts[Op.ENTER, unit, Phase.FORWARD]
+        return entered > self._counts[Op.EXIT, unit, Phase.BACKWARD]
 
     def awaits(self, unit: str) -> bool:
         """Was ``unit`` entered more often than the backward pass has entered it?"""
-        entered = self._seen.count(Cue(Op.ENTER, unit, Phase.FORWARD))
-        return entered > self._seen.count(Cue(Op.ENTER, unit, Phase.BACKWARD))
+        entered = self._counts[Op.ENTER, unit, Phase.FORWARD]
+        return entered > self._counts[Op.ENTER, unit, Phase.BACKWARD]
 
     def recorded(self) -> Order:
         cues = [cue for cue in self._seen if cue.op is not Op.END]

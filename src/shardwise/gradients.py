@@ -5,7 +5,9 @@
                each        reduce's input      [S]                what was there
 
 The ordinary way lets autograd keep one tensor per parameter and copies them all together
-afterwards. Here each gradient is written where it will be sent from, once.
+afterwards. Here each gradient is written where it will be sent from, once: a large one at once,
+while the processor still has it at hand; small ones wait for each other, because a call costs
+more than their bytes.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from torch import Tensor
 from shardwise.bucket import BucketSpec
 from shardwise.comm.protocol import Label, Pending
 from shardwise.errors import RanksDisagree
-from shardwise.layout import Layout
+from shardwise.guard import get_grad, set_grad
 from shardwise.precision import Averaging
 
 __all__ = ["Gradients"]
+
+SMALL = 1 << 14  # elements: below this a copy costs less than the call that asks for it
 
 
 class Gradients:
@@ -32,82 +36,119 @@ class Gradients:
         self.spec = spec
         self.copied = 0  # bytes
         self.full: Tensor | None = None  # [W * S] while gradients are collected or travel
-        self.arrived: set[int] = set()  # those that lie in ``full``
+        self.arrived: set[int] = set()  # those that lie in ``full``, or wait to be written there
         self.fresh: set[int] = set()  # those that arrived since the unit's backward began
         self.touched: set[int] = set()  # those that arrived since the last ``deliver``
-        self.aside: list[Tensor | None] = [None] * len(spec.params)
+        self.aside: dict[int, Tensor] = {}
+        self._small = [slot.numel < SMALL for slot in spec.slots]
+        self._waiting: dict[int, Tensor] = {}
         self._views: list[Tensor] = []
         self._out: Tensor | None = None
         self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
         self._pending: Pending | None = None
-        self._gaps = _gaps(spec.layout)
+        self._label = Label("reduce", spec.unit)
+
+    @property
+    def complete(self) -> bool:
+        """Has every parameter's gradient arrived since the unit's backward began?"""
+        return len(self.fresh) == len(self._small)
+
+    def touched_flags(self) -> list[bool]:
+        """Per parameter: did a gradient arrive since the last ``deliver``?"""
+        count = len(self._small)
+        if len(self.touched) in (0, count):
+            return [bool(self.touched)] * count
+        return [index in self.touched for index in range(count)]
 
     def set_aside(self) -> None:
         """Move the shards' ``.grad`` out of autograd's way; ``deliver`` adds to them."""
-        for index, param in enumerate(self.spec.params):
-            if param.grad is not None:
-                self.aside[index], param.grad = param.grad, None
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, param in enumerate(self.spec.params):
+                if (grad := get_grad(param)) is not None:
+                    self.aside[index] = grad
+                    set_grad(param, None)
 
     def drop(self) -> None:
         """Forget what was collected and what is on its way; give the shards' ``.grad`` back."""
         if self._pending is not None:
             with contextlib.suppress(RanksDisagree):  # the memory must outlive what is in flight
                 self._pending.wait()
-        for index, param in enumerate(self.spec.params):
-            if self.aside[index] is not None:
-                param.grad, self.aside[index] = self.aside[index], None
+        for index, grad in self.aside.items():
+            self.spec.params[index].grad = grad
         self.full = self._pending = self._out = self._result = None
-        self.arrived.clear()
-        self.touched.clear()
+        self._views = []
+        for kept in (self.aside, self._waiting, self.arrived, self.touched):
+            kept.clear()
 
-    def collect(self, index: int, grad: Tensor, carried: bool) -> None:
+    def collect(self, index: int, grad: Tensor, carried: bool) -> bool:
         """Write one parameter's gradient into its slot; a second one is added.
 
         Args:
             index: which parameter.
-            grad: its whole gradient.
+            grad: its whole gradient. It is kept until ``write`` if it is small.
             carried: the bucket outlives this backward pass (accumulation), so it is kept in the
                 wide dtype of sums instead of the narrow one that travels.
+
+        Returns:
+            Whether every parameter's gradient has arrived since the unit's backward began.
         """
         if self.full is None:
             dtypes = self.spec.dtypes
             self._open(dtypes.sum if carried else dtypes.wire)
-        grad = grad.to_dense() if grad.is_sparse else grad
-        view = self._views[index]
-        if index in self.arrived:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
+        again = index in self.arrived
         self.arrived.add(index)
         self.fresh.add(index)
         self.touched.add(index)
-        self.copied += view.numel() * view.element_size()
+        if self._small[index] and not again and not grad.is_sparse:
+            self._waiting[index] = grad
+            return self.complete
+        self.write()
+        view, grad = self._views[index], grad.to_dense() if grad.is_sparse else grad
+        if again:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        self.copied += view.nbytes
+        return self.complete
+
+    def write(self) -> None:
+        """Write the small gradients that wait, all at once."""
+        if not self._waiting:
+            return
+        views = [self._views[index] for index in self._waiting]
+        torch._foreach_copy_(views, list(self._waiting.values()))
+        self.copied += sum([view.nbytes for view in views])
+        self._waiting.clear()
 
     def _open(self, dtype: torch.dtype) -> Tensor:
         spec = self.spec
-        with torch.inference_mode(False):
-            self.full = full = spec.comm.allocate(spec.layout.numel, dtype)
-            self._views = spec.full_views(full)
+        self.full = full = spec.comm.allocate(spec.layout.numel, dtype)
+        self._views = spec.full_views(full)
         return full
 
     def reduce(self, averaging: Averaging) -> None:
         """Issue the reduce-scatter of what was collected; absent gradients count as zero."""
         spec = self.spec
         full = self.full if self.full is not None else self._open(spec.dtypes.wire)
-        for index in set(range(len(self._views))) - self.arrived:
-            self._views[index].zero_()
-        for start, stop in self._gaps:
+        self.write()
+        if len(self.arrived) < len(self._views):
+            for index in set(range(len(self._views))) - self.arrived:
+                self._views[index].zero_()
+        for start, stop in spec.gaps:
             full[start:stop].zero_()
         self.full = full = self._narrow(full)
         if averaging.before != 1:
             full.div_(averaging.before)
         if spec.comm.size == 1:
             self._out = full.to(spec.dtypes.sum)
+            if averaging.after != 1:
+                self._out.div_(averaging.after)
             return
         self._out = spec.comm.allocate(spec.layout.shard_numel, spec.dtypes.sum)
-        label = Label("reduce", spec.unit)
-        mean = averaging.how == "avg"
-        self._pending = spec.comm.reduce_scatter(self._out, full, label, mean)
+        label = self._label
+        self._pending = spec.comm.reduce_scatter(
+            self._out, full, label, averaging.after, mean=averaging.how == "avg"
+        )
 
     def _narrow(self, full: Tensor) -> Tensor:
         """What was carried wide, in the dtype that travels."""
@@ -116,14 +157,13 @@ class Gradients:
             return full
         return self.spec.comm.allocate(full.numel(), wire).copy_(full)
 
-    def settle(self, averaging: Averaging) -> None:
-        """Wait for the reduce, form the mean, and let the gradient bucket go."""
+    def settle(self) -> None:
+        """Wait for the reduce and let the gradient bucket go."""
         if self._pending is not None:
             self._pending.wait()
         if self._out is not None:
-            if averaging.after != 1:
-                self._out.div_(averaging.after)
-            result = self._spread(self._out.to(self.spec.dtypes.stored))
+            stored, out = self.spec.dtypes.stored, self._out
+            result = self._spread(out if out.dtype is stored else out.to(stored))
             self._result = result if self._result is None else self._result.add_(result)
         self.full = self._pending = self._out = None
         self._views = []
@@ -146,21 +186,18 @@ class Gradients:
             used: per parameter, did any rank have a gradient for it? Otherwise it keeps what it
                 had, ``None`` included, as in a plain training step.
         """
-        result = self._result
-        views = [None] * len(used) if result is None else self.spec.rest_views(result)
-        for index, (param, mine) in enumerate(zip(self.spec.params, views, strict=True)):
-            before, self.aside[index] = self.aside[index], None
-            if mine is not None and used[index]:
-                before = mine if before is None else before.add_(mine)
-            param.grad = before
-        if self._result is not None:
-            self._result = None
-            self.touched.clear()
-
-
-def _gaps(layout: Layout) -> list[tuple[int, int]]:
-    """The ranges of a bucket that belong to no parameter."""
-    edges = [(slot.start, slot.stop) for slot in sorted(layout.slots, key=lambda s: s.start)]
-    stops = [0, *(stop for _, stop in edges)]
-    starts = [*(start for start, _ in edges), layout.numel]
-    return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._result is None:
+                for index, before in self.aside.items():
+                    self.spec.params[index].grad = before
+                self.aside.clear()
+                return
+            views = self.spec.rest_views(self._result)
+            for param, view, here in zip(self.spec.params, views, used, strict=True):
+                if here:
+                    set_grad(param, view)
+            for index, before in self.aside.items():
+                self.spec.params[index].grad = before.add_(views[index]) if used[index] else before
+        self._result = None
+        self.aside.clear()
+        self.touched.clear()

@@ -25,7 +25,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from shardwise.blocks import stacks
 from shardwise.buffers import Bucket
 from shardwise.errors import ScheduleError, ShardUseError
-from shardwise.guard import ShardedParameter, handed_out
+from shardwise.guard import ShardedParameter, get_grad, handed_out, set_grad
 from shardwise.runtime import Runtime
 from shardwise.schedule import Op, Phase
 from shardwise.trees import cast, hides, makers, tensors
@@ -35,7 +35,7 @@ from shardwise.visits import Visit
 __all__ = ["Hooks"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Frame:
     """A forward call that has begun and not ended."""
 
@@ -220,8 +220,7 @@ class Hooks:
     def _pin(self, unit: str, output: Any) -> None:
         """An output that is a view of a parameter keeps the unit whole until the step ends."""
         state = self.runtime.units[unit]
-        homes = {bucket.full.untyped_storage()._cdata for bucket in state.buckets}
-        if any(t.untyped_storage()._cdata in homes for t in tensors(output)):
+        if any(t.untyped_storage()._cdata in state.homes for t in tensors(output)):
             state.pinned = True
 
     def _meet(self, frame: Frame, output: Any) -> None:
@@ -335,9 +334,10 @@ class Hooks:
                 "backward() inside full_params() would leave whole gradients on every rank. Train "
                 "outside the block; full_params() is for reading, writing and generating."
             )
-        if param.grad is None:  # a function whose backward gave None for its parameter
+        gradient = get_grad(param)
+        if gradient is None:  # a function whose backward gave None for its parameter
             return
-        if param.grad.requires_grad:
+        if gradient.requires_grad:
             raise ScheduleError(
                 f"the gradient of {bucket.members[index].name!r} carries a graph "
                 "(create_graph=True): a second backward through it would need parameters and "
@@ -345,8 +345,9 @@ class Hooks:
                 "torch.autograd.grad, inside `with sharded.full_params():`."
             )
         # Taken first: what the shards have when a backward pass begins is set aside.
-        gradient, param.grad = param.grad, None
-        self._begin_backward()
+        set_grad(param, None)
+        if self._backward is None or self._backward() is None:
+            self._begin_backward()
         self.runtime.collect(state, bucket, index, gradient)
 
     # ---- casts at the model's border -------------------------------------------------------

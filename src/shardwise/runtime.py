@@ -11,7 +11,7 @@ order of the next step. The same holds on every rank, so an improvised step cann
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
 from shardwise.cursor import Cursor, Step, steps
 from shardwise.errors import ScheduleError
-from shardwise.precision import Averaging, Precision
+from shardwise.precision import Precision
 from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, Weight, events
 from shardwise.unit_state import UnitState
 from shardwise.visits import Visit
@@ -68,6 +68,7 @@ class Runtime:
         self._scripts: dict[Mode, tuple[Step, ...]] = {}
         self._cursor = Cursor("train", ())
         self._settling: list[str] = []
+        self._trainable = [b for state in units.values() for b in state.trainable]
         self._acts = {
             Op.GATHER: self._gather,
             Op.FREE: self._free,
@@ -147,20 +148,24 @@ class Runtime:
 
     def cue(self, op: Op, unit: str, phase: Phase) -> None:
         """What the user's code did. Carries out what the schedule says, or improvises."""
-        cue = Cue(op, unit, phase)
-        step = self._cursor.match(cue, self._skipped if self.participates else None)
-        if step is None:
-            step = self._improvised(cue)
+        step = self._reached(Cue(op, unit, phase))
         self._carry_out(step.before)
         if op is Op.ENTER:
             self.serve(unit, phase, "on demand")
-        self._tell(Event(op, unit, phase))
+        if self.listeners:
+            self._tell(Event(op, unit, phase))
         self._carry_out(step.after)
+
+    def _reached(self, cue: Cue) -> Step:
+        step = self._cursor.match(cue, self._skipped if self.participates else None)
+        return self._improvised(cue) if step is None else step
 
     def serve(self, unit: str, phase: Phase, reason: str) -> None:
         """Let a unit be whole now, whatever the schedule says."""
-        self._carry_out([Event(Op.GATHER, unit, phase, reason)])
-        self.units[unit].ready()
+        state = self.units[unit]
+        if not state.gathered:
+            self._carry_out([Event(Op.GATHER, unit, phase, reason)])
+        state.ready()
 
     def _improvised(self, cue: Cue) -> Step:
         placement, after = self.policy.placement, list[Event]()
@@ -184,7 +189,7 @@ class Runtime:
     def _carry_out(self, listed: Iterable[Event]) -> None:
         """Listeners hear of what was done, not of what was done already or must wait."""
         for event in listed:
-            if self._acts[event.op](self.units[event.unit]):
+            if self._acts[event.op](self.units[event.unit]) and self.listeners:
                 self._tell(event)
 
     def _tell(self, event: Event) -> None:
@@ -192,9 +197,10 @@ class Runtime:
             listener(event)
 
     def _gather(self, state: UnitState) -> bool:
-        done = self.policy.gathers and not state.gathered
+        if state.gathered:
+            return False
         state.gather()
-        return done
+        return self.policy.gathers
 
     def _free(self, state: UnitState) -> bool:
         if not state.gathered or state.depth > 0 or state.pinned or state.visits.open():
@@ -204,7 +210,8 @@ class Runtime:
 
     def _reduce(self, state: UnitState) -> bool:
         for bucket in state.trainable:
-            bucket.gradients.reduce(self._averaging(bucket))
+            averaging = self.precision.averaging(bucket.dtypes.wire, self.comm.size)
+            bucket.gradients.reduce(averaging)
         state.reducing = True
         self._settling.append(state.name)
         return True
@@ -213,13 +220,10 @@ class Runtime:
         if not state.reducing:
             return False
         for bucket in state.trainable:
-            bucket.gradients.settle(self._averaging(bucket))
+            bucket.gradients.settle()
         state.reducing = False
         self._settling.remove(state.name)
         return True
-
-    def _averaging(self, bucket: Bucket) -> Averaging:
-        return self.precision.averaging(bucket.dtypes.wire, self.comm.size)
 
     # ---- the backward pass -----------------------------------------------------------------
 
@@ -228,9 +232,8 @@ class Runtime:
         if self._cursor.mode == "forward" or self._cursor.ended:
             self._cursor = Cursor(self._mode(), ())
             self._cursor.improvise()
-        for state in self.units.values():
-            for bucket in state.trainable:
-                bucket.gradients.set_aside()
+        for bucket in self._trainable:
+            bucket.gradients.set_aside()
 
     def end_backward(self) -> None:
         """After the last gradient: what is still open is closed, and every shard has its grad."""
@@ -241,11 +244,17 @@ class Runtime:
         if self.reduces:
             left = [n for n, state in self.units.items() if state.collected and not state.reducing]
             self._carry_out(Event(Op.REDUCE, name, Phase.BACKWARD, "left over") for name in left)
-        self.cue(Op.END, "", Phase.BACKWARD)
+        end = self._reached(Cue(Op.END, "", Phase.BACKWARD))
+        used = self._ask_used()
+        self._carry_out(end.before)
+        self._tell(Event(*end.cue))
+        self._carry_out(end.after)
         self._carry_out([Event(Op.SETTLE, n, Phase.BACKWARD, "left over") for n in self._settling])
         if self.reduces or self.policy.placement.frees:
             self._release_all(Phase.BACKWARD)
-            self._deliver()
+            if not self.policy.placement.splits:  # peers still read this rank's mean
+                self.comm.fence(Label("fence", "gradients"))
+            self._deliver(used())
         self._ended()
 
     def enter_backward(self, visit: Visit) -> None:
@@ -291,8 +300,8 @@ class Runtime:
             )
         if state.reducing:  # a late gradient must not be written into a bucket that travels
             self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
-        bucket.gradients.collect(index, grad, carried=not self.reduces)
-        if not state.complete or self._cursor.awaits(state.name):
+        complete = bucket.gradients.collect(index, grad, not self.reduces) and state.complete
+        if not complete or self._cursor.awaits(state.name):
             return
         done_with_values = len(state.trainable) == len(state.buckets)
         for visit in state.visits.open():
@@ -306,23 +315,32 @@ class Runtime:
         else:
             visit.ending = True
 
-    def _deliver(self) -> None:
-        buckets = [b for state in self.units.values() for b in state.trainable]
-        touched = [i in b.gradients.touched for b in buckets for i in range(len(b.params))]
-        used = iter(self._used_anywhere(touched) if self.reduces else touched)
-        for bucket in buckets:
-            bucket.gradients.deliver([next(used) for _ in bucket.params])
+    def _deliver(self, used: list[bool]) -> None:
+        start = 0
+        for bucket in self._trainable:
+            stop = start + len(bucket.params)
+            bucket.gradients.deliver(used[start:stop])
+            start = stop
 
-    def _used_anywhere(self, touched: Sequence[bool]) -> list[bool]:
-        """Which parameters had a gradient on any rank: an optimizer must skip the others."""
-        if self.comm.size == 1 or not touched:
-            return list(touched)
+    def _ask_used(self) -> Callable[[], list[bool]]:
+        """Which parameters had a gradient on any rank: an optimizer must skip the others.
+
+        Asked before the last reductions are waited for, answered after them.
+        """
+        touched = [flag for bucket in self._trainable for flag in bucket.gradients.touched_flags()]
+        if self.comm.size == 1 or not touched or not self.reduces:
+            return lambda: touched
         flags = torch.zeros(
             self.comm.size, len(touched), dtype=torch.uint8, device=self.comm.device
         )
         flags[self.comm.rank] = torch.tensor(touched, dtype=torch.uint8)
-        self.comm.all_gather(flags.view(-1), Label("agree", "used parameters")).wait()
-        return [bool(flag) for flag in flags.any(dim=0).tolist()]
+        pending = self.comm.all_gather(flags.view(-1), Label("agree", "used parameters"))
+
+        def answer() -> list[bool]:
+            pending.wait()
+            return [flag != 0 for flag in flags.any(dim=0).tolist()]
+
+        return answer
 
     # ---- ends ------------------------------------------------------------------------------
 
@@ -369,13 +387,12 @@ class Runtime:
 
     def check_trainable(self) -> None:
         """Raises ``ScheduleError`` where ``requires_grad`` changed since ``shard()``."""
-        for state in self.units.values():
-            for bucket in state.buckets:
-                for member in bucket.members:
-                    if member.param.requires_grad is not bucket.trainable:
-                        now = "trainable" if member.param.requires_grad else "frozen"
-                        raise ScheduleError(
-                            f"parameter {member.name!r} is {now} now, and was not when the model "
-                            "was sharded: its bucket has the wrong gradients. Call "
-                            "sharded.relayout() after changing requires_grad."
-                        )
+        with torch._C.DisableTorchFunctionSubclass():
+            found = next((c for state in self.units.values() for c in state.changed()), None)
+        if found is None:
+            return
+        name, now = found[0], "trainable" if found[1] else "frozen"
+        raise ScheduleError(
+            f"parameter {name!r} is {now} now, and was not when the model was sharded: its bucket "
+            "has the wrong gradients. Call sharded.relayout() after changing requires_grad."
+        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from shardwise.buffers import Bucket
 from shardwise.errors import RanksDisagree
@@ -24,6 +26,7 @@ class UnitState:
         visits: forward calls whose backward pass is to come.
         pinned: something outside the unit still reads its memory.
         reducing: its gradients are on their way.
+        gathered: its parameters are whole, or on their way.
     """
 
     name: str
@@ -32,14 +35,16 @@ class UnitState:
     visits: Visits = field(default_factory=Visits)
     pinned: bool = False
     reducing: bool = False
+    gathered: bool = False
 
-    @property
+    @cached_property
     def trainable(self) -> list[Bucket]:
         return [bucket for bucket in self.buckets if bucket.trainable]
 
-    @property
-    def gathered(self) -> bool:
-        return any(bucket.gathered for bucket in self.buckets)
+    @cached_property
+    def homes(self) -> frozenset[int]:
+        """The identities of the storages that hold its parameters while they are whole."""
+        return frozenset(bucket.full.untyped_storage()._cdata for bucket in self.buckets)
 
     @property
     def collected(self) -> bool:
@@ -48,23 +53,33 @@ class UnitState:
     @property
     def complete(self) -> bool:
         """Has every trainable parameter's gradient arrived since the last visit began?"""
-        return all(len(b.gradients.fresh) == len(b.params) for b in self.trainable)
+        return all(b.gradients.complete for b in self.trainable)
+
+    def changed(self) -> Iterator[tuple[str, bool]]:
+        """Parameters whose ``requires_grad`` is not what it was, and what it is now."""
+        for bucket in self.buckets:
+            for index, param in enumerate(bucket.params):
+                if param.requires_grad is not bucket.trainable:
+                    yield bucket.members[index].name, param.requires_grad
 
     def gather(self) -> None:
+        self.gathered = True
         for bucket in self.buckets:
             bucket.gather()
 
     def ready(self) -> None:
+        self.gathered = True
         for bucket in self.buckets:
             bucket.ready()
 
     def free(self) -> None:
+        self.gathered = False
         for bucket in self.buckets:
             bucket.free()
 
     def abandon(self) -> None:
         """Forget a step that stopped half-way, even if the group is dead by now."""
-        self.depth, self.pinned, self.reducing = 0, False, False
+        self.depth, self.pinned, self.reducing, self.gathered = 0, False, False, False
         self.visits.clear()
         for bucket in self.buckets:
             with contextlib.suppress(RanksDisagree):

@@ -7,6 +7,7 @@ summation and a wrong rounding each change bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -77,13 +78,14 @@ def gathers_concatenate_the_pieces(comm: Comm) -> list[Tensor]:
 def reductions_sum_in_rank_order(comm: Comm) -> list[Tensor]:
     results = []
     for wire, wide in SUMS:
-        for mean in (False, True):
-            out, expected = reduce(comm, wire, wide, mean)
-            assert same_bits(out, expected), (wire, wide, mean)
+        for by in DIVISORS:
+            out, expected = reduce(comm, wire, wide, by)
+            assert same_bits(out, expected), (wire, wide, by)
             results.append(out)
     return results
 
 
+DIVISORS: tuple[float | Literal["mean"], ...] = (1.0, 3.0, "mean")
 SUMS = [
     (torch.float32, torch.float32),
     (torch.float64, torch.float64),
@@ -93,28 +95,31 @@ SUMS = [
 ]
 
 
-def reduce(comm: Comm, wire: torch.dtype, wide: torch.dtype, mean: bool) -> tuple[Tensor, Tensor]:
-    """What came out, and what should have."""
+def reduce(
+    comm: Comm, wire: torch.dtype, wide: torch.dtype, by: float | Literal["mean"]
+) -> tuple[Tensor, Tensor]:
+    """What came out, and what should have, of a sum that is divided ``by`` a number or the size."""
+    divided = {"mean": True} if by == "mean" else {"divisor": by}
     full = values(comm.rank, comm.size * N, wire)
     before = full.clone()
     out = torch.empty(N, dtype=wide)
-    comm.reduce_scatter(out, full, Label("reduce", f"{wire}→{wide}"), mean).wait()
+    comm.reduce_scatter(out, full, Label("reduce", f"{wire}→{wide}"), **divided).wait()
     assert same_bits(full, before)
     mine = own_piece(comm, N)
     parts = [values(rank, comm.size * N, wire)[mine] for rank in range(comm.size)]
     expected = summed(parts, wide)
-    return out, expected / comm.size if mean else expected
+    return out, expected / (comm.size if by == "mean" else by)
 
 
 def reductions_are_close(comm: Comm) -> list[Tensor]:
     """The promise of a backend that sums in an order of its own."""
     for wire, wide in SUMS:
-        for mean in (False, True):
-            out, expected = reduce(comm, wire, wide, mean)
+        for by in DIVISORS:
+            out, expected = reduce(comm, wire, wide, by)
             if wire == wide:
                 torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-1)
             else:
-                assert same_bits(out, expected), (wire, wide, mean)
+                assert same_bits(out, expected), (wire, wide, by)
     return []
 
 

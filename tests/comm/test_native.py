@@ -1,12 +1,17 @@
 """The path of NCCL, XCCL and HCCL, as far as gloo can stand in for them.
 
-That it keeps every law is tested in test_contract.py; no GPU has seen this.
+That it keeps every law is tested in test_contract.py; no GPU has seen this. What one GPU can show,
+a group of one rank over NCCL, is here too, and the same over gloo.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from datetime import timedelta
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import native
 from shardwise.comm.connect import over
@@ -22,7 +28,8 @@ from shardwise.comm.native import NativeComm
 from shardwise.comm.process_group import Ending
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
-from tests.ranks import gloo_group, outcomes_of
+from tests.devices import DEVICES
+from tests.ranks import Outcome, gloo_group, outcomes_of
 
 pytestmark = pytest.mark.spawn
 
@@ -129,6 +136,57 @@ def as_impostor(rank: int, world: int, folder: str) -> list[float]:
     return result
 
 
+class Named(TorchDispatchMode):
+    """The operations that compute or copy while it is active, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def sum_wide(rank: int, world: int, folder: str) -> tuple[Any, ...]:
+    """What it takes to sum a narrow wire in fp32 and to divide, and the result."""
+    made: list[timedelta] = []
+    new_group = dist.new_group
+
+    def spy(**options: Any) -> Any:
+        made.append(options["timeout"])
+        return new_group(**options)
+
+    with gloo_group(rank, world, folder), patch.object(dist, "new_group", spy):
+        with over(dist.group.WORLD, transport="native", timeout=90) as comm:
+            out = torch.empty(2)
+            full = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16) * (rank + 1)
+            pending = comm.reduce_scatter(out, full, Label("reduce"), divisor=2)
+            with Named() as mode:
+                pending.wait()
+        return mode.names, out.tolist(), [patience.total_seconds() for patience in made]
+
+
+@cache
+def summed_wide() -> list[Outcome]:
+    return outcomes_of(2, sum_wide)
+
+
+def test_a_wide_sum_is_one_operation_however_many_ranks_there_are() -> None:
+    outcomes = summed_wide()
+    assert [o.error for o in outcomes] == [""] * 2
+    assert [o.value[1] for o in outcomes] == [[1.5, 3.0], [4.5, 6.0]]
+    assert [o.value[0] for o in outcomes] == [["aten::sum.IntList_out", "aten::div_.Tensor"]] * 2
+
+
+def test_the_reductions_own_group_is_more_patient_than_the_watch() -> None:
+    outcomes = summed_wide()
+    assert [o.value[2] for o in outcomes] == [[150.0]] * 2
+
+
 def test_a_backend_that_torch_does_not_know_by_name_will_do() -> None:
     outcomes = outcomes_of(2, as_impostor)
     assert [(o.error, o.value) for o in outcomes] == [("", [1.0, 2.0, 1.5])] * 2
@@ -142,3 +200,33 @@ def test_the_old_names_serve_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> No
     assert native._calls() == (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0+cpu"))
     assert native._calls() == tuple(new.values())
+
+
+def alone(rank: int, world: int, folder: str, device: str) -> list[Any]:
+    """Each call that the engine makes, on a group of one rank: what came out."""
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    here = torch.device(device, 0) if device != "cpu" else CPU
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store: Store = FileStore(f"{folder}/store", world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    group = dist.group.WORLD
+    assert group is not None
+    own: Store = FileStore(f"{folder}/own", world)
+    ending = Ending(then=dist.destroy_process_group)
+    with NativeComm(group, here, own, averages=True, timeout=60, ending=ending) as comm:
+        full = torch.arange(6, dtype=torch.bfloat16, device=here)
+        outs = [torch.empty(6, dtype=dtype, device=here) for dtype in (full.dtype, torch.float32)]
+        pendings = [comm.all_gather(full, Label("gather")), comm.broadcast(full, 0, Label("send"))]
+        pendings += [comm.reduce_scatter(out, full, Label("reduce"), divisor=2) for out in outs]
+        for pending in reversed(pendings):
+            pending.wait()
+        comm.agree({"layout": "a1b2"})
+        return [full.tolist(), *(out.tolist() for out in outs)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_backend_takes_every_call_of_the_engine(device: str) -> None:
+    (outcome,) = outcomes_of(1, alone, device)
+    assert outcome.error == ""
+    half = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    assert outcome.value == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], half, half]

@@ -102,18 +102,18 @@ def test_sums_go_from_rank_to_rank_and_are_wide() -> None:
     pieces = [torch.tensor([1.0]), torch.tensor([tiny]), torch.tensor([-1.0])]
     narrow = [piece.bfloat16() for piece in pieces]
     wide, rounded = torch.empty(1), torch.empty(1, dtype=torch.bfloat16)
-    sum_in_rank_order(wide, narrow, mean=False)
-    sum_in_rank_order(rounded, narrow, mean=False)
+    sum_in_rank_order(wide, narrow)
+    sum_in_rank_order(rounded, narrow)
     assert wide.item() == tiny  # each addend was widened first
     assert rounded.item() == 0.0  # 1 + 2^-10 is 1 in bfloat16
-    sum_in_rank_order(wide, narrow, mean=True)
+    sum_in_rank_order(wide, narrow, float(len(narrow)))
     assert wide.item() == pytest.approx(tiny / 3)
 
 
 def test_a_sum_leaves_its_pieces_alone_and_needs_no_graph() -> None:
     pieces = [torch.ones(3, requires_grad=True), torch.ones(3)]
     out = torch.empty(3)
-    sum_in_rank_order(out, pieces, mean=False)
+    sum_in_rank_order(out, pieces)
     assert not out.requires_grad
     assert torch.equal(pieces[1], torch.ones(3))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.local import Done
+from shardwise.comm.memory import fresh
 from shardwise.comm.peers import check_splits
 from shardwise.comm.protocol import Counters, Label, Pending
 from shardwise.errors import ConfigError
@@ -37,8 +38,7 @@ class FakeComm:
         self.counters = Counters()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.empty(numel, dtype=dtype, device=self.device)
+        return fresh(numel, dtype, self.device)
 
     def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.allocate(numel, dtype)
@@ -50,20 +50,18 @@ class FakeComm:
         mine = self._mine(full, label)
         self.counters.sent(label.op, (self.size - 1) * mine.nbytes)
         with torch.no_grad():
-            pieces = full.view(self.size, mine.numel())
-            pieces[: self.rank] = mine
-            pieces[self.rank + 1 :] = mine
+            full.view(self.size, mine.numel()).copy_(mine.clone())
         return Done()
 
     def reduce_scatter(
-        self, out: Tensor, full: Tensor, label: Label, mean: bool = False
+        self, out: Tensor, full: Tensor, label: Label, divisor: float = 1.0, mean: bool = False
     ) -> Pending:
         mine = self._mine(full, label)
         self.counters.sent(label.op, (self.size - 1) * mine.nbytes)
         with torch.no_grad():
             out.copy_(mine)
             if not mean:
-                out.mul_(self.size)
+                out.mul_(self.size / divisor)
         return Done()
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:

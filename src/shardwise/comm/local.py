@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from shardwise.comm.memory import fresh
 from shardwise.comm.protocol import Counters, Label, Pending
 
 __all__ = ["Done", "LocalComm"]
@@ -37,8 +38,7 @@ class LocalComm:
         self.counters = Counters()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.empty(numel, dtype=dtype, device=self.device)
+        return fresh(numel, dtype, self.device)
 
     def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.allocate(numel, dtype)
@@ -50,12 +50,15 @@ class LocalComm:
         return Done()
 
     def reduce_scatter(
-        self, out: Tensor, full: Tensor, label: Label, mean: bool = False
+        self, out: Tensor, full: Tensor, label: Label, divisor: float = 1.0, mean: bool = False
     ) -> Pending:
         """``out`` is ``full``, which costs one copy unless they already share their memory."""
         if out.data_ptr() != full.data_ptr() or out.dtype != full.dtype:
             with torch.no_grad():
                 out.copy_(full)
+        if divisor != 1 and not mean:
+            with torch.no_grad():
+                out.div_(divisor)
         return Done()
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:

@@ -2,7 +2,7 @@
 
 Reductions have a communicator of their own: on a shared one, a gather that the forward pass
 waits for would queue behind the reductions of the backward pass. A narrow wire is summed wide by
-an all-to-all and a local sum, where the ordinary way widens first and sends twice the bytes.
+an all-to-all and one local kernel, where the ordinary way widens first and sends twice the bytes.
 
 These backends have no tags. Unlike collectives are found by the watch, from the ranks' cursors.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from time import monotonic
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -23,11 +24,11 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm.disagree import Collective
 from shardwise.comm.local import Done
+from shardwise.comm.memory import fresh
 from shardwise.comm.peers import (
     InFlight,
     agree,
     check_splits,
-    sum_in_rank_order,
 )
 from shardwise.comm.process_group import Ending, close_connections
 from shardwise.comm.protocol import Counters, Label, Pending
@@ -78,7 +79,11 @@ class NativeComm:
             # All processes must take part in making a group, so only one of all of them is safe
             # to make here. A mesh axis keeps to one communicator.
             if self.size == dist.get_world_size():
-                self._groups = _Groups(group, dist.new_group(group_desc="shardwise reductions"))
+                # Torch's default is ten minutes for NCCL, and then the process is killed. Longer
+                # than ours: the watch knows what to say.
+                patience = timedelta(seconds=timeout + 60)
+                reduce = dist.new_group(timeout=patience, group_desc="shardwise reductions")
+                self._groups = _Groups(group, reduce)
             self._averages = averages and self._average_is_right()
         except BaseException as error:
             self._watch.leave(f"it raised {error!r}")
@@ -86,8 +91,7 @@ class NativeComm:
         atexit.register(self._at_exit)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):  # memory outlives the mode it is first asked for in
-            return torch.empty(numel, dtype=dtype, device=self.device)
+        return fresh(numel, dtype, self.device)
 
     def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.allocate(numel, dtype)
@@ -107,12 +111,12 @@ class NativeComm:
         return self._start("all_gather", label, full.nbytes, (self.size - 1) * mine.nbytes, call)
 
     def reduce_scatter(
-        self, out: Tensor, full: Tensor, label: Label, mean: bool = False
+        self, out: Tensor, full: Tensor, label: Label, divisor: float = 1.0, mean: bool = False
     ) -> Pending:
         check_splits(full, self.size, label)
         sent = (self.size - 1) * (full.nbytes // self.size)
         reduce = self._sum_wide if out.dtype != full.dtype else self._sum_native
-        call, finish = reduce(out, full, mean)
+        call, finish = reduce(out, full, float(self.size) if mean else divisor, mean)
         return self._start("reduce_scatter", label, full.nbytes, sent, call, finish)
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
@@ -146,19 +150,20 @@ class NativeComm:
     ) -> None:
         self._close(f"it raised {error!r}" if error else "it closed its end of the group")
 
-    def _sum_native(self, out: Tensor, full: Tensor, mean: bool) -> _Reduction:
-        op = dist.ReduceOp.AVG if mean and self._averages else dist.ReduceOp.SUM
+    def _sum_native(self, out: Tensor, full: Tensor, divisor: float, mean: bool) -> _Reduction:
+        averages = mean and self._averages
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
 
         def call() -> Work:
             return self._calls.scatter(out, full, op=op, group=self._groups.reduce, async_op=True)
 
         def divide() -> None:
             with torch.no_grad():
-                out.div_(self.size)
+                out.div_(divisor)
 
-        return call, divide if mean and not self._averages else None
+        return call, None if averages or divisor == 1 else divide
 
-    def _sum_wide(self, out: Tensor, full: Tensor, mean: bool) -> _Reduction:
+    def _sum_wide(self, out: Tensor, full: Tensor, divisor: float, mean: bool) -> _Reduction:
         received = torch.empty_like(full)
 
         def call() -> Work:
@@ -166,7 +171,11 @@ class NativeComm:
             return _work(dist.all_to_all_single(received, full, group=group, async_op=True))
 
         def finish() -> None:
-            sum_in_rank_order(out, received.view(self.size, -1).unbind(), mean)
+            # One kernel: piece after piece would be as many as ranks, each asked for by the host.
+            with torch.no_grad():
+                torch.sum(received.view(self.size, -1), dim=0, dtype=out.dtype, out=out)
+                if divisor != 1:
+                    out.div_(divisor)
 
         return call, finish
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.disagree import Collective, facts_differ
+from shardwise.comm.memory import fresh
 from shardwise.comm.protocol import Counters, Label, Pending
 from shardwise.errors import ConfigError, RanksDisagree
 
@@ -31,6 +32,9 @@ __all__ = [
     "pieces_of",
     "sum_in_rank_order",
 ]
+
+
+PART = 1 << 16  # elements that are summed at a time: some of each rank's fit in the second cache
 
 
 class Wire(Protocol):
@@ -72,8 +76,7 @@ class PeerComm:
         self._scratch = _Scratch(device)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):  # memory outlives the mode it is first asked for in
-            return torch.empty(numel, dtype=dtype, device=self.device)
+        return fresh(numel, dtype, self.device)
 
     def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.allocate(numel, dtype)
@@ -89,7 +92,7 @@ class PeerComm:
         return self._post("all_gather", label, full.nbytes, sends, receives)
 
     def reduce_scatter(
-        self, out: Tensor, full: Tensor, label: Label, mean: bool = False
+        self, out: Tensor, full: Tensor, label: Label, divisor: float = 1.0, mean: bool = False
     ) -> Pending:
         pieces = list(pieces_of(full, self.size, label))
         need = full.nbytes - pieces[0].nbytes
@@ -101,7 +104,7 @@ class PeerComm:
             pieces[peer] = received
 
         def finish() -> None:
-            sum_in_rank_order(out, pieces, mean=mean)
+            sum_in_rank_order(out, pieces, float(self.size) if mean else divisor)
             self._scratch.give_back(memory)
 
         return self._post("reduce_scatter", label, full.nbytes, sends, receives, finish)
@@ -197,22 +200,30 @@ def pieces_of(full: Tensor, size: int, label: Label) -> tuple[Tensor, ...]:
     return full.detach().view(size, full.numel() // size).unbind()
 
 
-def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor], mean: bool) -> None:
-    """``out``, ``[n]`` = pieces[0] + pieces[1] + …, each sum rounded to ``out.dtype``.
+def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor], divisor: float = 1.0) -> None:
+    """``out``, ``[n]`` = (pieces[0] + pieces[1] + …) / divisor, each sum rounded to ``out.dtype``.
 
-    The pieces may be narrower than ``out``: they are widened before they are added.
+    The pieces may be narrower than ``out``: they are widened before they are added. On CPU it is
+    done part by part, so that what is added to and divided is still in the processor's cache.
     """
+    size = PART if out.device.type == "cpu" else max(1, out.numel())
+    parts = zip(out.split(size), *(piece.split(size) for piece in pieces), strict=True)
     with torch.no_grad():
-        if len(pieces) > 1 and pieces[0].dtype == out.dtype:
-            torch.add(pieces[0], pieces[1], out=out)
-            rest = pieces[2:]
-        else:
-            out.copy_(pieces[0])
-            rest = pieces[1:]
-        for piece in rest:
-            out.add_(piece)
-        if mean:
-            out.div_(len(pieces))
+        for part, *addends in parts:
+            _sum(part, addends)
+            if divisor != 1:
+                part.div_(divisor)
+
+
+def _sum(out: Tensor, addends: Sequence[Tensor]) -> None:
+    if len(addends) > 1 and addends[0].dtype == out.dtype:
+        torch.add(addends[0], addends[1], out=out)
+        rest = addends[2:]
+    else:
+        out.copy_(addends[0])
+        rest = addends[1:]
+    for addend in rest:
+        out.add_(addend)
 
 
 def agree(facts: Mapping[str, str], share: Callable[[str], list[str]]) -> str:
@@ -244,8 +255,7 @@ class _Scratch:
                 return self._free.pop(i)
         if self._free:
             self._free.pop()  # what replaces it is larger
-        with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return fresh(nbytes, torch.uint8, self._device)
 
     def give_back(self, memory: Tensor) -> None:
         self._free.append(memory)

@@ -99,15 +99,16 @@ class Comm(Protocol):
         """
 
     def reduce_scatter(
-        self, out: Tensor, full: Tensor, label: Label, mean: bool = False
+        self, out: Tensor, full: Tensor, label: Label, divisor: float = 1.0, mean: bool = False
     ) -> Pending:
-        """Sum the ranks' ``full`` and keep this rank's piece.
+        """Sum the ranks' ``full``, keep this rank's piece, and divide it.
 
         Args:
             out: ``[n]``, in the dtype the sum is formed in (wide).
             full: ``[size * n]``, in the dtype that travels (narrow or equal). Unchanged, and not
                 to be written or freed before ``wait``.
-            mean: let the backend divide by ``size``.
+            divisor: what the sum is divided by, before it is written where it is formed here.
+            mean: divide by ``size`` instead, or let the backend average.
         """
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:

@@ -185,7 +185,7 @@ class SharedMemoryComm:
         return self._in_flight(collective, label, finish)
 
     def reduce_scatter(
-        self, out: Tensor, full: Tensor, label: Label, mean: bool = False
+        self, out: Tensor, full: Tensor, label: Label, divisor: float = 1.0, mean: bool = False
     ) -> Pending:
         pieces = list(pieces_of(full, self.size, label))
         collective = self._next("reduce_scatter", label, full.nbytes)
@@ -197,7 +197,7 @@ class SharedMemoryComm:
             pieces[self.rank] = mine[here : here + out.numel()]
             for peer in self._peers:
                 pieces[peer] = self._piece(peer, collective, pieces[peer], self.rank)
-            sum_in_rank_order(out, pieces, mean)
+            sum_in_rank_order(out, pieces, float(self.size) if mean else divisor)
             self._read(collective)
 
         return self._in_flight(collective, label, finish)
