@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
 import torch
 
 from shardwise.comm.memory import fresh
@@ -19,3 +23,34 @@ def test_memory_has_the_size_and_dtype_that_were_asked_for() -> None:
     memory = fresh(5, torch.bfloat16, torch.device("cpu"))
     assert (memory.shape, memory.dtype) == ((5,), torch.bfloat16)
     assert memory.untyped_storage().nbytes() == 10
+
+
+def test_freed_memory_stays_mapped() -> None:
+    """Writing again to what was freed faults in no page."""
+    assert int(in_a_new_process(AGAIN.format("keep_mapped()"))) < 100
+    assert int(in_a_new_process(AGAIN.format("pass"))) > 1000
+
+
+def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert in_a_new_process("from shardwise.comm.memory import *; print(keep_mapped())") == "False"
+
+
+AGAIN = """
+import resource, torch
+from shardwise.comm.memory import keep_mapped
+{}
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    many = [torch.empty(3 << 20).fill_(1.0) for _ in range(8)]  # 96 MiB
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    del many
+print(after - before)
+"""
+
+
+def in_a_new_process(text: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout.strip()

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.accelerators import Accelerator, Backend, detect, device_of, row
 from shardwise.comm.local import LocalComm
+from shardwise.comm.memory import keep_mapped
 from shardwise.comm.native import NativeComm
 from shardwise.comm.peers import PeerComm
 from shardwise.comm.process_group import Ending, GlooWire
@@ -150,6 +151,8 @@ def _comm(
     if transport not in TRANSPORTS:
         raise ConfigError(f"transport is {transport!r}; choose one of {', '.join(TRANSPORTS)}.")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if device.type == "cpu":
+        keep_mapped()
     store = _own_store(group, rank)
     if transport == "native" or (transport == "auto" and device.type != "cpu"):
         return NativeComm(group, device, store, row(device).averages, timeout, ending)
