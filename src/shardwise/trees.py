@@ -65,7 +65,7 @@ def makers(tree: Any, with_bases: bool = False) -> list[Node]:
     found: dict[Node, None] = {}
     for tensor in tensors(tree):
         if tensor.requires_grad:
-            found[get_gradient_edge(tensor).node] = None
+            found[tensor.grad_fn or get_gradient_edge(tensor).node] = None
             base = tensor._base
             if with_bases and base is not None and base.grad_fn is not None:
                 found[base.grad_fn] = None

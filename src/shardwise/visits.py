@@ -78,4 +78,6 @@ class Visits:
 
     def open(self) -> list[Visit]:
         """Visits whose backward pass is under way."""
+        if not self._known:
+            return []
         return [visit for visit in self._alive() if visit.entered]
