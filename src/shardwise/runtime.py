@@ -24,6 +24,7 @@ from shardwise.errors import ScheduleError
 from shardwise.precision import Precision
 from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, Weight, events
 from shardwise.unit_state import UnitState
+from shardwise.used import ask_used
 from shardwise.visits import Visit
 
 __all__ = ["Mode", "Runtime"]
@@ -315,32 +316,16 @@ class Runtime:
         else:
             visit.ending = True
 
+    def _ask_used(self) -> Callable[[], list[bool]]:
+        touched = [flag for bucket in self._trainable for flag in bucket.gradients.touched_flags()]
+        return ask_used(touched, self.comm) if self.reduces else lambda: touched
+
     def _deliver(self, used: list[bool]) -> None:
         start = 0
         for bucket in self._trainable:
             stop = start + len(bucket.params)
             bucket.gradients.deliver(used[start:stop])
             start = stop
-
-    def _ask_used(self) -> Callable[[], list[bool]]:
-        """Which parameters had a gradient on any rank: an optimizer must skip the others.
-
-        Asked before the last reductions are waited for, answered after them.
-        """
-        touched = [flag for bucket in self._trainable for flag in bucket.gradients.touched_flags()]
-        if self.comm.size == 1 or not touched or not self.reduces:
-            return lambda: touched
-        flags = torch.zeros(
-            self.comm.size, len(touched), dtype=torch.uint8, device=self.comm.device
-        )
-        flags[self.comm.rank] = torch.tensor(touched, dtype=torch.uint8)
-        pending = self.comm.all_gather(flags.view(-1), Label("agree", "used parameters"))
-
-        def answer() -> list[bool]:
-            pending.wait()
-            return [flag != 0 for flag in flags.any(dim=0).tolist()]
-
-        return answer
 
     # ---- ends ------------------------------------------------------------------------------
 

@@ -200,16 +200,18 @@ def _here(group: ProcessGroup, device: str | None) -> torch.device:
 
 
 def _initialise(backend: Backend, device: torch.device, timeout: float) -> None:
+    # A vendor's own watchdog would end the process before our watch has said why.
+    patience = timeout if device.type == "cpu" else timeout + 60
     try:
         dist.init_process_group(
             backend.name,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=patience),
             device_id=None if device.type == "cpu" else device,
         )
     except dist.DistError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RanksDisagree(
-            f"the ranks did not all meet at {place} within {timeout:,.0f} s ({error}). Nobody has "
+            f"the ranks did not all meet at {place} within {patience:,.0f} s ({error}). Nobody has "
             "begun. Look whether every rank was started, with equal MASTER_ADDR, MASTER_PORT and "
             "WORLD_SIZE, and whether a firewall or a wrong network interface lies between them."
         ) from error

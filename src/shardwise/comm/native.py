@@ -169,7 +169,7 @@ class NativeComm:
         def finish() -> None:
             # One kernel: piece after piece would be as many as ranks, each asked for by the host.
             # On CPU part by part, since there the sum makes a wide copy of what it adds.
-            size = PART if out.device.type == "cpu" else max(1, out.numel())
+            size = max(1, PART // self.size if out.device.type == "cpu" else out.numel())
             addends = received.view(self.size, -1).split(size, dim=1)
             with torch.no_grad():
                 for part, pieces in zip(out.split(size), addends, strict=True):
