@@ -1,4 +1,4 @@
-"""``python -m benchmarks step …``; without a command, the short step benchmark."""
+"""``python -m benchmarks step …`` or ``gpu …``; without a command, the short step benchmark."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
+from benchmarks.gpu.command import gpu
 from benchmarks.step import plot, results, table
-from benchmarks.step.engines import ENGINES
+from benchmarks.step.engines import ENGINES, OPTIMIZERS
 from benchmarks.step.models import TASKS
 from benchmarks.step.profile import profile, profile_host
 from benchmarks.step.run import PARTS, SHORT, Wanted, run
@@ -21,6 +22,9 @@ def main(context: click.Context) -> None:
         context.invoke(step, short=True)
 
 
+main.add_command(gpu)
+
+
 def _names(known: list[str]) -> click.Choice[str]:
     return click.Choice(known)
 
@@ -30,7 +34,7 @@ def _names(known: list[str]) -> click.Choice[str]:
 @click.option("--model", "models", type=_names(list(TASKS)), multiple=True, help="what is trained")
 @click.option("--engines", help="comma-separated; all if not given: " + ", ".join(ENGINES))
 @click.option("--rounds", type=click.IntRange(2), help="interleaved rounds [20]")
-@click.option("--optimizer", type=_names(["adamw", "sgd"]), help="of every engine [adamw]")
+@click.option("--optimizer", type=_names(list(OPTIMIZERS)), help="of every engine [adamw]")
 @click.option("--part", "parts", type=_names(list(PARTS)), multiple=True, help="what is measured")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="write the report")
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="draw it (PNG)")

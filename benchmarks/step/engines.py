@@ -29,10 +29,25 @@ from shardwise.comm.connect import over
 from shardwise.comm.protocol import Counters
 from shardwise.units import choose_units
 
-__all__ = ["ENGINES", "PLAIN", "Engine", "Setup", "absent", "build", "optimizer_for"]
+__all__ = [
+    "ENGINES",
+    "OPTIMIZERS",
+    "PLAIN",
+    "Engine",
+    "Setup",
+    "absent",
+    "build",
+    "flat_optimizer_for",
+    "optimizer_for",
+]
 
 PLAIN = "plain"
 SEED = 0
+OPTIMIZERS = ("adamw", "sgd", "adamw_fused", "sgd_fused")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 3e-4, "eps": 1e-6},  # that eps keeps rounding from being amplified
+    "sgd": {"lr": 1e-2, "momentum": 0.9},
+}
 
 
 @dataclass(frozen=True)
@@ -56,8 +71,10 @@ class Setup:
 
     Attributes:
         model: a name in ``TASKS``.
-        optimizer: ``"adamw"`` or ``"sgd"``, torch's, with its defaults on CPU: the loop, neither
-            foreach nor fused.
+        optimizer: of ``OPTIMIZERS``. ``"adamw"`` and ``"sgd"`` are torch's, with its defaults on
+            CPU: the loop, neither foreach nor fused. ``"adamw_fused"`` and ``"sgd_fused"`` are
+            torch's fused kernels: ``sw.optim`` for us, ``fused=True`` for everybody else (but
+            ``foreach=True`` for FSDP2's SGD, which has no other fast one).
     """
 
     model: str
@@ -74,16 +91,31 @@ class Setup:
 
 
 def optimizer_for(params: Iterable[nn.Parameter], name: str, **options: Any) -> Optimizer:
-    """Torch's; ``options`` such as ``fused=True``. The eps keeps rounding from being amplified."""
-    if name == "sgd":
-        return torch.optim.SGD(params, lr=1e-2, momentum=0.9, **options)
-    return torch.optim.AdamW(params, lr=3e-4, eps=1e-6, **options)
+    """Torch's; more ``options``, such as ``foreach=True``."""
+    kind, fused = _kind(name)
+    options = {**OPTIONS[kind], **({"fused": True} if fused else {}), **options}
+    return (
+        torch.optim.SGD(params, **options)
+        if kind == "sgd"
+        else torch.optim.AdamW(params, **options)
+    )
 
 
-def _training(setup: Setup, model: nn.Module, counters: Counters | None = None) -> Engine:
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = optimizer_for(trained, setup.optimizer)
+def flat_optimizer_for(sharded: sw.Sharded, name: str) -> Optimizer:
+    """Ours, with the same options."""
+    kind, _ = _kind(name)
+    return (sw.optim.SGD if kind == "sgd" else sw.optim.AdamW)(sharded, **OPTIONS[kind])
 
+
+def _kind(name: str) -> tuple[str, bool]:
+    """``"adamw_fused"`` → ``"adamw"``, and whether it is fused."""
+    kind, _, fused = name.partition("_")
+    return kind, bool(fused)
+
+
+def _training(
+    setup: Setup, model: nn.Module, optimizer: Optimizer, counters: Counters | None = None
+) -> Engine:
     def compute(batch: Batch) -> Tensor:
         loss = setup.task.loss(model, batch)
         loss.backward()
@@ -96,19 +128,31 @@ def _training(setup: Setup, model: nn.Module, counters: Counters | None = None) 
     return Engine(compute, update, counters)
 
 
+def _by_torch(setup: Setup, model: nn.Module) -> Engine:
+    return _training(setup, model, optimizer_for(_trained(model), setup.optimizer))
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
 # ---- the engines ---------------------------------------------------------------------------
 
 
 def _plain(setup: Setup) -> Engine:
     """No communication: each rank trains alone."""
-    return _training(setup, setup.new_model())
+    return _by_torch(setup, setup.new_model())
 
 
 def _ours(strategy: str, setup: Setup, transport: str = "messages") -> Engine:
     model = setup.new_model()
     comm = over(dist.group.WORLD, transport=transport)
-    sw.shard(model, strategy=strategy, comm=comm)
-    return _training(setup, model, comm.counters)
+    sharded = sw.shard(model, strategy=strategy, comm=comm)
+    if _kind(setup.optimizer)[1]:
+        optimizer = flat_optimizer_for(sharded, setup.optimizer)
+    else:
+        optimizer = optimizer_for(_trained(model), setup.optimizer)
+    return _training(setup, model, optimizer, comm.counters)
 
 
 def _groups(model: nn.Module) -> list[tuple[nn.Module, ...]]:
@@ -127,7 +171,9 @@ def _fsdp2(reshard: bool, setup: Setup) -> Engine:
         frees = reshard and group is not groups[-1]
         fully_shard(list(group), mesh=mesh, reshard_after_forward=frees)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    return _training(setup, model)
+    if setup.optimizer == "sgd_fused":  # its DTensor has no rule for that kernel
+        return _training(setup, model, optimizer_for(_trained(model), "sgd", foreach=True))
+    return _by_torch(setup, model)
 
 
 def _fsdp1(setup: Setup) -> Engine:
@@ -144,7 +190,7 @@ def _fsdp1(setup: Setup) -> Engine:
         use_orig_params=True,
         device_id=torch.device("cpu"),
     )
-    return _training(setup, wrapped)
+    return _by_torch(setup, wrapped)
 
 
 def _numel(module: nn.Module) -> int:
@@ -155,17 +201,16 @@ def _ddp(setup: Setup) -> Engine:
     from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(setup.new_model(), gradient_as_bucket_view=True)
-    return _training(setup, model)
+    return _by_torch(setup, model)
 
 
 def _deepspeed(stage: int, setup: Setup) -> Engine:
     import deepspeed
 
     model = setup.new_model()
-    trained = [param for param in model.parameters() if param.requires_grad]
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=optimizer_for(trained, setup.optimizer),
+        optimizer=optimizer_for(_trained(model), setup.optimizer),
         dist_init_required=False,
         config={
             "train_micro_batch_size_per_gpu": 1,

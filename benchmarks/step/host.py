@@ -11,18 +11,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from time import thread_time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import shardwise as sw
 from benchmarks.crew import Crew, Seat
-from benchmarks.step.engines import optimizer_for
+from benchmarks.step.engines import flat_optimizer_for, optimizer_for
 from shardwise.comm.fake import FakeComm
+from shardwise.comm.local import Done
+from shardwise.comm.protocol import Label, Pending
 
 __all__ = [
     "HOSTED",
@@ -68,7 +70,8 @@ class Update:
 
     Attributes:
         engine: whose parameters.
-        variant: ``"default"`` (the loop on CPU), ``"foreach"`` or ``"fused"``.
+        variant: torch's ``"default"`` (the loop on CPU), ``"foreach"`` or ``"fused"``; ``"flat"``
+            is ``sw.optim.AdamW``, for our engines.
         median: of the steps.
         least: the fastest.
     """
@@ -91,6 +94,30 @@ def update_time(engine: str, steps: int) -> list[Update]:
     with Crew(1, _update, engine, steps) as crew:
         found: list[Update] = crew.hear()[0]
         return found
+
+
+class SilentComm(FakeComm):
+    """Nothing is moved: what is in the memory of peers is left as it is.
+
+    As in torch's fake process group, which the rival has: what is measured is the engine.
+    """
+
+    def all_gather(self, full: Tensor, label: Label) -> Pending:
+        """Nothing is gathered."""
+        self.counters.sent(label.op, full.nbytes * (self.size - 1) // self.size)
+        return Done()
+
+    def reduce_scatter(
+        self,
+        out: Tensor,  # noqa: ARG002 - a double implements the whole protocol
+        full: Tensor,
+        label: Label,
+        divisor: float = 1.0,  # noqa: ARG002
+        mean: bool = False,  # noqa: ARG002
+    ) -> Pending:
+        """Nothing is summed."""
+        self.counters.sent(label.op, full.nbytes * (self.size - 1) // self.size)
+        return Done()
 
 
 # ---- the model -----------------------------------------------------------------------------
@@ -129,7 +156,7 @@ def sharded(engine: str, model: Chains) -> Chains:
     if engine == "plain":
         return model
     if not engine.startswith("fsdp2"):
-        sw.shard(model, engine, wrap=sw.wrap.by_class(Chain), comm=FakeComm(0, WORLD))
+        _ours(engine, model)
         return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -140,6 +167,10 @@ def sharded(engine: str, model: Chains) -> Chains:
         fully_shard(block, mesh=mesh, reshard_after_forward=engine == "fsdp2")
     fully_shard(model, mesh=mesh, reshard_after_forward=engine == "fsdp2")
     return model
+
+
+def _ours(strategy: str, model: Chains) -> sw.Sharded:
+    return sw.shard(model, strategy, wrap=sw.wrap.by_class(Chain), comm=SilentComm(0, WORLD))
 
 
 def _pretend_group() -> None:
@@ -219,12 +250,15 @@ def _update(seat: Seat, engine: str, steps: int) -> None:
         "foreach": {"foreach": True},
         "fused": {"fused": True},
     }
+    # Models are held: an engine looks after its parameters only as long as there is one.
     updates = {name: _updater(engine, options) for name, options in variants.items()}
-    times: dict[str, list[float]] = {name: [] for name in variants}
+    if engine != "plain" and not engine.startswith("fsdp2"):
+        updates["flat"] = _flat_updater(engine)
+    times: dict[str, list[float]] = {name: [] for name in updates}
     for number in range(steps):
         _collect_garbage(number)
-        for name, update in updates.items():
-            times[name].append(_timed(update))
+        for name, (_, optimizer) in updates.items():
+            times[name].append(_timed(optimizer.step))
     seat.tell(
         [
             Update(engine, name, median(seconds) * 1e3, min(seconds) * 1e3)
@@ -233,10 +267,19 @@ def _update(seat: Seat, engine: str, steps: int) -> None:
     )
 
 
-def _updater(engine: str, options: dict[str, Any]) -> Callable[[], Any]:
-    """``optimizer.step`` with gradients in place, after a step that made its state."""
+def _updater(engine: str, options: dict[str, Any]) -> tuple[Chains, Optimizer]:
+    """A model with gradients in place, after a step that made its optimizer's state."""
     model = sharded(engine, Chains(SMALL))
+    return _stepped(model, optimizer_for(model.parameters(), "adamw", **options))
+
+
+def _flat_updater(strategy: str) -> tuple[Chains, Optimizer]:
+    """The same with our own optimizer."""
+    model = Chains(SMALL)
+    return _stepped(model, flat_optimizer_for(_ours(strategy, model), "adamw"))
+
+
+def _stepped(model: Chains, optimizer: Optimizer) -> tuple[Chains, Optimizer]:
     model(torch.randn(SIDE, SIDE)).sum().backward()
-    step = partial(optimizer_for(model.parameters(), "adamw", **options).step)
-    step()
-    return step
+    optimizer.step()
+    return model, optimizer

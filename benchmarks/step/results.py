@@ -104,7 +104,7 @@ class Report:
 
     Attributes:
         machine: where.
-        optimizer: ``"adamw"`` or ``"sgd"``, the same for all.
+        optimizer: a name in ``OPTIMIZERS``, the same for all.
         rows: engine by engine.
         hosts: microseconds per unit.
         updates: milliseconds of the optimizer on many small parameters.

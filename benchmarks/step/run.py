@@ -29,7 +29,7 @@ class Wanted:
         worlds: numbers of ranks.
         engines: names in ``ENGINES``; the plain step is always there.
         rounds: interleaved rounds of steps.
-        optimizer: ``"adamw"`` or ``"sgd"``.
+        optimizer: a name in ``OPTIMIZERS``.
         parts: of ``PARTS``.
         memory_steps: steps during which memory is watched.
         watched: engines whose memory is watched; all of ``engines`` if empty.

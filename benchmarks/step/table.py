@@ -32,7 +32,7 @@ MiB peak   proportional set size summed over ranks, each engine in processes of 
 def lines(report: Report) -> list[str]:
     """The whole report."""
     said = [str(report.machine)]
-    said += [f"optimizer: torch.optim {report.optimizer}, its loop on CPU, for every engine"]
+    said += [f"optimizer: {_optimizer(report.optimizer)}"]
     for (model, world), rows in groupby(report.rows, key=lambda row: (row.model, row.world)):
         said += ["", f"{model}, {world} ranks: {TASKS[model].says}", *_steps(list(rows))]
     if report.rows:
@@ -44,6 +44,14 @@ def lines(report: Report) -> list[str]:
         said += ["", "AdamW on 320 parameters of 16 × 16, fake world 8: ms per step()"]
         said += _updates(report)
     return said
+
+
+def _optimizer(name: str) -> str:
+    kind, _, fused = name.partition("_")
+    if fused:
+        but = "; foreach for FSDP2, which has no fused one" if kind == "sgd" else ""
+        return f"{kind}, torch's fused kernel, for every engine; by sw.optim for ours{but}"
+    return f"torch.optim {kind}, its loop on CPU, for every engine"
 
 
 def _steps(rows: Sequence[Row]) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise as sw
 from benchmarks.machine import this_machine
 from benchmarks.step import engines, plot, results, table
 from benchmarks.step.engines import ENGINES, PLAIN, Setup, absent
@@ -54,6 +55,19 @@ def test_every_engine_trains_the_same(report: Report) -> None:
     assert [each[0] for each in losses.values()] == pytest.approx([losses["ddp"][0]] * len(losses))
     assert losses["full_shard"] == pytest.approx(losses["fsdp2"], abs=1e-5)
     assert losses[PLAIN][1] != losses["ddp"][1]  # it trains alone
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "sgd_fused"])
+def test_with_fused_optimizers_every_engine_trains_the_same_too(optimizer: str) -> None:
+    """Their kernels round otherwise; the run would stop if losses differed by more than that."""
+    names = ("full_shard", "no_shard", "ddp", "fsdp1", "fsdp2")
+    wanted = Wanted(models=("tiny",), rounds=2, engines=names, parts=("time",), optimizer=optimizer)
+    found = run(wanted, lambda _: None, lambda _: None)
+    assert {row.engine for row in found.rows if row.losses} == {PLAIN, *names}
+    assert f"optimizer: {optimizer.removesuffix('_fused')}, torch's fused kernel" in "\n".join(
+        table.lines(found)
+    )
 
 
 @pytest.mark.spawn
@@ -103,13 +117,26 @@ def test_host_time_is_measured_for_each_number_of_parameters(engine: str) -> Non
 
 
 @pytest.mark.spawn
-def test_the_optimizer_is_timed_in_its_three_variants() -> None:
-    found = update_time("full_shard", steps=2)
-    assert [update.variant for update in found] == ["default", "foreach", "fused"]
+@pytest.mark.parametrize(("engine", "more"), [("plain", []), ("full_shard", ["flat"])])
+def test_the_optimizer_is_timed_in_its_variants(engine: str, more: list[str]) -> None:
+    found = update_time(engine, steps=2)
+    assert [update.variant for update in found] == ["default", "foreach", "fused", *more]
     assert all(0 < update.least <= update.median for update in found)
 
 
 # ---- the pieces ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_fused_optimizers_have_the_options_of_the_others(kind: str) -> None:
+    model = nn.Linear(2, 2)
+    loop, fast = (
+        engines.optimizer_for(model.parameters(), name) for name in (kind, f"{kind}_fused")
+    )
+    flat = engines.flat_optimizer_for(sw.shard(nn.Linear(2, 2)), f"{kind}_fused")
+    assert isinstance(flat, sw.optim.AdamW if kind == "adamw" else sw.optim.SGD)
+    assert fast.defaults == {**loop.defaults, "fused": True}
+    assert flat.defaults == {name: loop.defaults[name] for name in flat.defaults}
 
 
 def test_a_rival_that_is_not_installed_is_reported_as_absent(

@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.guard import sharding_of
+from shardwise.guard import ShardedParameter, sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import Net
@@ -369,6 +369,30 @@ def test_an_optimizers_own_state_dict_is_that_of_its_shards() -> None:
         assert equal(clones(model.state_dict()), ended)
 
     on_ranks(3, nets.decoder, rank)
+
+
+def test_parameters_that_an_optimizer_gets_later_are_seen() -> None:
+    """Inside the step they show the plain class, which torch's fused kernels want."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        first, second, third, *_ = model.parameters()
+        optimizer = torch.optim.SGD([first], lr=0.1)
+        inside = list[list[type]]()
+        optimizer.register_step_pre_hook(
+            lambda *_: inside.append([type(p) for p in (first, second, third)])
+        )
+        train(model, nets.decoder_batch(comm.rank, 2))
+        optimizer.step()
+        optimizer.add_param_group({"params": [second]})
+        optimizer.step()
+        optimizer.param_groups[0]["params"].append(third)
+        optimizer.step()
+        plain, guarded = nn.Parameter, ShardedParameter
+        assert inside == [[plain, guarded, guarded], [plain, plain, guarded], [plain] * 3]
+        assert [type(p) for p in (first, second, third)] == [guarded] * 3
+
+    on_ranks(2, nets.decoder, rank)
 
 
 def step_hooks() -> int:

@@ -27,6 +27,7 @@ class How:
         syncs_always: reduce after every micro-batch instead of after a step's last one.
         clip: the largest gradient norm.
         dress: changes a rank's model before it is sharded.
+        optimizer: from the handle, instead of the recipe's.
     """
 
     strategy: str = "full_shard"
@@ -36,6 +37,7 @@ class How:
     syncs_always: bool = False
     clip: float | None = None
     dress: Callable[[nn.Module], object] = lambda model: None
+    optimizer: Callable[[sw.Sharded], torch.optim.Optimizer] | None = None
 
     def by(self, strategy: str) -> How:
         """The same with another strategy."""
@@ -58,7 +60,10 @@ def train(comm: Comm, model: nn.Module, recipe: Recipe, how: How) -> Sharded:
     how.dress(model)
     options = {**how.options, **how.each_rank(comm)}
     sharded = sw.shard(model, how.strategy, how.wrap, comm, **options)
-    optimizer = recipe.optimizer(model.parameters())
+    if how.optimizer is None:
+        optimizer = recipe.optimizer(model.parameters())
+    else:
+        optimizer = how.optimizer(sharded)
     losses, gradients, norms = list[float](), list[Gradients](), list[float]()
     for step in range(recipe.steps):
         batches = recipe.batches(step, comm.rank)

@@ -10,7 +10,9 @@ before sharding is cut to the shard, and parameters show their plain class to fu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -26,7 +28,7 @@ from shardwise.buffers import Bucket
 from shardwise.errors import OptimizerError
 from shardwise.guard import ShardedParameter, Sharding, sharding_of
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "shown_plain"]
 
 _ELEMENTWISE = (
     torch.optim.SGD,
@@ -51,6 +53,19 @@ _BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
 """0-dim state that is no element's: how far the optimizer is."""
 
 
+@dataclass(frozen=True)
+class _Params:
+    """The parameters of one model in an optimizer.
+
+    Attributes:
+        facts: which lists they were sought in, and how long those were.
+        mine: the parameters.
+    """
+
+    facts: list[tuple[int, int]]
+    mine: list[nn.Parameter]
+
+
 class Gate:
     """Watches the optimizers that step on one sharded model.
 
@@ -66,6 +81,7 @@ class Gate:
         self._mine = {id(param) for param in params}
         self._before_step = weakref.WeakMethod(before_step)
         self._known: list[weakref.ref[Optimizer]] = []  # in order of their first step
+        self._params: weakref.WeakKeyDictionary[Optimizer, _Params] = weakref.WeakKeyDictionary()
         self._unguarded: list[nn.Parameter] = []
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
@@ -98,9 +114,8 @@ class Gate:
             _uncut_state(optimizer, bucket)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        params = [p for p in _params(optimizer) if id(p) in self._mine]
         before_step = self._before_step()
-        if not params or before_step is None:
+        if before_step is None or not (params := self._params_of(optimizer)):
             return
         before_step()
         if all(ref() is not optimizer for ref in self._known):
@@ -108,19 +123,44 @@ class Gate:
             for param in params:
                 _cut_state(optimizer, param)
             self._known.append(weakref.ref(optimizer))
-        for param in params:
-            if type(param) is ShardedParameter:
-                param.__class__ = nn.Parameter  # type: ignore[assignment]
-                self._unguarded.append(param)
+        self._unguarded += _show_plain(params)
+
+    def _params_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The model's parameters in an optimizer: sought again when its lists are others."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        facts = [(id(params), len(params)) for params in lists]
+        known = self._params.get(optimizer)
+        if known is None or known.facts != facts:
+            mine = [param for params in lists for param in params if id(param) in self._mine]
+            known = self._params[optimizer] = _Params(facts, mine)
+        return known.mine
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for param in self._unguarded:
-            param.__class__ = ShardedParameter
+        _guard(self._unguarded)
         self._unguarded.clear()
 
 
-def _params(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+@contextmanager
+def shown_plain(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters at rest are of the plain class, whose attributes torch reads fast."""
+    unguarded = _show_plain(params)
+    try:
+        yield
+    finally:
+        _guard(unguarded)
+
+
+def _show_plain(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Which of them were guarded, and are not any more."""
+    guarded: list[nn.Parameter] = [param for param in params if type(param) is ShardedParameter]
+    for param in guarded:
+        param.__class__ = nn.Parameter
+    return guarded
+
+
+def _guard(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        param.__class__ = ShardedParameter
 
 
 def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None:

@@ -1,0 +1,161 @@
+"""What a step copies, and for whom: seen by a dispatch mode, and named for the profiler.
+
+A copy is put down to the innermost function on the stack that belongs to an engine, so that the
+model's own copies (a transpose made contiguous, a cast) are not in an engine's account. One of
+parameters is an *own slice* if it writes no more than one rank's part of the largest unit: what
+must be cast before it is sent. Anything larger moves what was gathered once more.
+
+The mode slows the host down several times. So copies have steps of their own, and no other number
+is taken from those.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["MARK", "SIDES", "Copied", "Copies", "side_of"]
+
+MARK = "copy: "  # begins the name under which the profiler shows a copy
+
+PARAMETERS, GRADIENTS, ENGINE, MODEL = "parameters", "gradients", "engine", "model"
+PEERS, UPDATE = "peers", "update"
+PARTS = ("own slice", "whole")
+SIDES = (*(f"{PARAMETERS}, {part}" for part in PARTS), GRADIENTS, ENGINE, UPDATE, MODEL, PEERS)
+"""Whose copies there are. ``engine``: of an engine, but neither side; ``peers``: what stands for
+a collective, and is no copy of an engine."""
+
+# end of a file's name → side
+FILES = {
+    "shardwise/buffers.py": PARAMETERS,
+    "shardwise/gradients.py": GRADIENTS,
+    "shardwise/comm/native.py": GRADIENTS,  # the sum of what arrived
+    "shardwise/comm/peers.py": GRADIENTS,
+    "_fully_shard/_fsdp_param.py": PARAMETERS,
+    "benchmarks/gpu/peers.py": PEERS,
+}
+# part of a file's name → side, for the rest of an engine
+FOLDERS = {
+    "torch/optim/": UPDATE,
+    "shardwise/optim/": UPDATE,
+    "shardwise/train/": MODEL,
+    "shardwise/": ENGINE,
+    "distributed/fsdp/": ENGINE,
+}
+COLLECTIVES = "_fully_shard/_fsdp_collectives.py"  # both sides of fsdp2 are in this file
+FUNCTIONS = {
+    "foreach_all_gather": PARAMETERS,
+    "foreach_all_gather_copy_out": PARAMETERS,
+    "_get_param_all_gather_inputs": PARAMETERS,
+    "foreach_reduce": GRADIENTS,
+    "foreach_reduce_scatter_copy_in": GRADIENTS,
+}
+
+Frame = tuple[str, str]
+"""A file's name with ``/``, and a function's name."""
+
+
+def side_of(frames: Iterable[Frame]) -> str:
+    """Whose work the innermost ``frames``, innermost first, are."""
+    for file, function in frames:
+        if file.endswith(COLLECTIVES) and function in FUNCTIONS:
+            return FUNCTIONS[function]
+        for end, side in FILES.items():
+            if file.endswith(end):
+                return side
+        if file.endswith(COLLECTIVES):
+            continue  # a small function of the file: who calls it knows
+        for part, side in FOLDERS.items():
+            if part in file:
+                return side
+    return MODEL
+
+
+@dataclass(frozen=True)
+class Copied:
+    """One copy.
+
+    Attributes:
+        side: one of ``SIDES``.
+        op: torch's name of the operation.
+        nbytes: written.
+    """
+
+    side: str
+    op: str
+    nbytes: int
+
+
+class Copies(TorchDispatchMode):
+    """Notes each copy while it is active, and names it for the profiler.
+
+    Args:
+        slice_numel: elements of one rank's part of the largest unit.
+    """
+
+    def __init__(self, slice_numel: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[Copied] = []
+        self._slice = slice_numel * 1.02 + 1_024  # layouts pad
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name not in COPYING:
+            return func(*args, **kwargs)
+        side = self._side(_numel(name, args, kwargs))
+        with record_function(MARK + side):
+            result = func(*args, **kwargs)
+        written = tree_leaves(_written(name, args, kwargs, result))
+        nbytes = sum(tensor.nbytes for tensor in written if isinstance(tensor, Tensor))
+        self.seen.append(Copied(side, name, nbytes))
+        return result
+
+    def _side(self, numel: int) -> str:
+        side = side_of(_frames())
+        return f"{side}, {PARTS[numel > self._slice]}" if side == PARAMETERS else side
+
+
+def _frames() -> Iterator[Frame]:
+    """Of this thread, innermost first."""
+    frame = sys._getframe()  # noqa: SLF001 - `traceback` reads source files
+    while frame is not None:
+        yield frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+RETURN = frozenset({"clone", "cat", "stack", "_to_copy", "constant_pad_nd"})
+FILL_FIRST = frozenset({"copy_", "_foreach_copy_"})
+FILL_OUT = frozenset({"split_with_sizes_copy", "chunk_cat", "_chunk_cat"})
+COPY_IN = "all_gather_copy_in"  # (inputs, output, sizes, numel, rank) → (own slice, output)
+COPYING = RETURN | FILL_FIRST | FILL_OUT | {COPY_IN}
+
+
+def _numel(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Elements that operation ``name`` will write, from its arguments alone."""
+    if name == COPY_IN:
+        return int(args[3])
+    tensors = tree_leaves(kwargs["out"] if name in FILL_OUT else args[0])
+    return sum(tensor.numel() for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """What operation ``name`` has written, as a tree of tensors."""
+    if name == COPY_IN:
+        return result[0]
+    if name in RETURN:
+        return result
+    return kwargs["out"] if name in FILL_OUT else args[0]

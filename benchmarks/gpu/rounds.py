@@ -1,0 +1,269 @@
+"""What one process measures: bursts of steps in turn, or everything that one engine holds alone.
+
+A lap is several steps without a pause between them, so that the host may run ahead as in training;
+it begins and ends with an idle device. Engines that share a process take their laps in turn.
+Memory, copies and the timeline are looked at in a process that holds no other engine; a step that
+the profiler slows down is never timed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import isfinite
+from time import perf_counter
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from benchmarks.crew import Seat
+from benchmarks.gpu.copies import SIDES, Copies
+from benchmarks.gpu.engines import ENGINES, Engine, Setup, start
+from benchmarks.gpu.models import Batch, batch_of
+from benchmarks.gpu.peers import Peers
+from benchmarks.gpu.timeline import Kind, Overlap, Span, overlap_of
+from benchmarks.gpu.trace import UNNAMED, allocated_of, profiled, spans_of
+from benchmarks.step.rounds import rotated
+
+__all__ = ["BURST", "Alone", "CopyCount", "Lap", "Memory", "copies_of", "look", "race"]
+
+BURST = 3  # steps in a lap
+WARM = 3  # steps before anything is looked at
+WATCHED = 2  # steps during which memory, copies and the timeline are looked at
+BATCHES = 4  # different ones
+BEGIN = "memory is watched from here on"
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Seconds per step.
+
+    Attributes:
+        whole: from an idle device to an idle device.
+        device: the same by the device's own clock; ``None`` on the CPU.
+        host: until the host has asked for everything.
+    """
+
+    whole: float
+    device: float | None
+    host: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device, as torch's allocator counts them.
+
+    Attributes:
+        rest: between steps: shards, optimizer state, and whatever else is kept.
+        peak: the most in use during a step.
+        reserved: the most taken from the device; ``None`` on the CPU.
+    """
+
+    rest: int
+    peak: int
+    reserved: int | None
+
+
+@dataclass(frozen=True)
+class CopyCount:
+    """Copies of one side, per step.
+
+    Attributes:
+        side: one of ``copies.SIDES``; or ``"not named"``: kernels that look like copies, and that
+            no operation we know of launched.
+        kernels: on the device.
+        milliseconds: that they took.
+        calls: operations.
+        nbytes: written.
+    """
+
+    side: str
+    kernels: float
+    milliseconds: float
+    calls: float
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What a process saw that held one engine.
+
+    Attributes:
+        memory: bytes.
+        copies: by side, of the sides that there are.
+        overlap: milliseconds.
+        losses: of the first steps; finite, or nothing here means anything.
+        collectives: per step.
+        received: bytes per step, that the link carried.
+    """
+
+    memory: Memory
+    copies: tuple[CopyCount, ...]
+    overlap: Overlap
+    losses: tuple[float, ...]
+    collectives: float
+    received: float
+
+
+def race(seat: Seat, setup: Setup, names: Sequence[str], rounds: int) -> None:
+    """Time engines in turn. Tells a dictionary: engine → its laps."""
+    with _Stage(setup) as stage:
+        engines = {name: ENGINES[name](setup) for name in names}
+        for engine in engines.values():
+            stage.steps(engine, WARM)
+        laps: dict[str, list[Lap]] = {name: [] for name in names}
+        gc.disable()  # and collected between laps: a pause belongs to nobody
+        for number in range(rounds):
+            for name in rotated(list(names), number):
+                gc.collect()
+                laps[name].append(stage.lap(engines[name]))
+        seat.tell(laps)
+
+
+def look(seat: Seat, setup: Setup, name: str) -> None:
+    """Look at one engine alone. Tells an ``Alone``."""
+    with _Stage(setup) as stage:
+        if setup.device == "cpu":
+            engine, memory, losses = _watched_on_cpu(stage, name)
+        else:
+            engine = ENGINES[name](setup)
+            losses = stage.steps(engine, WARM)
+            memory = _watched(stage, engine)
+        before = stage.peers.calls, stage.peers.nbytes
+        overlap = _overlap(stage, engine)
+        calls, nbytes = stage.peers.calls - before[0], stage.peers.nbytes - before[1]
+        copies = _copies(stage, engine)
+        steps = 1 + WATCHED
+        seat.tell(Alone(memory, copies, overlap, tuple(losses), calls / steps, nbytes / steps))
+
+
+class _Stage:
+    """A process in which engines run: its group, its peers, and its batches."""
+
+    def __init__(self, setup: Setup) -> None:
+        start(setup)
+        self.setup = setup
+        self.peers = Peers(setup.world, setup.place, setup.link)
+        self._batches = [batch_of(setup.shape, setup.place, seed) for seed in range(BATCHES)]
+        self._taken = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self.peers.answering())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _batch(self) -> Batch:
+        self._taken += 1
+        return self._batches[self._taken % BATCHES]
+
+    def take(self, engine: Engine, count: int) -> list[Tensor]:
+        """Take ``count`` steps without waiting for the device; their losses, 0-dim."""
+        losses = []
+        for _ in range(count):
+            losses.append(engine.compute(self._batch()))
+            engine.update()
+        return losses
+
+    def steps(self, engine: Engine, count: int) -> list[float]:
+        """The same, waiting for the device at the end."""
+        losses = [loss.item() for loss in self.take(engine, count)]
+        if not all(map(isfinite, losses)):
+            raise RuntimeError(f"losses {losses}: what is measured would be other work")
+        return losses
+
+    def lap(self, engine: Engine) -> Lap:
+        events = self._clock()
+        self.settle()
+        begin = perf_counter()
+        if events is not None:
+            events[0].record()
+        self.take(engine, BURST)
+        asked = perf_counter()
+        if events is not None:
+            events[1].record()
+        self.settle()
+        whole = perf_counter() - begin
+        device = None if events is None else 1e-3 * events[0].elapsed_time(events[1]) / BURST
+        return Lap(whole / BURST, device, (asked - begin) / BURST)
+
+    def _clock(self) -> list[torch.cuda.Event] | None:
+        if self.setup.device == "cpu":
+            return None
+        return [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def settle(self) -> None:
+        """Wait until the device is idle."""
+        if self.setup.device != "cpu":
+            torch.cuda.synchronize(self.setup.place)
+
+
+def _watched(stage: _Stage, engine: Engine) -> Memory:
+    stage.settle()
+    gc.collect()
+    torch.cuda.empty_cache()  # what building left behind is nobody's reserve
+    torch.cuda.reset_peak_memory_stats()
+    rest = torch.cuda.memory_allocated()
+    stage.steps(engine, WATCHED)
+    stage.settle()
+    return Memory(rest, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+
+
+def _watched_on_cpu(stage: _Stage, name: str) -> tuple[Engine, Memory, list[float]]:
+    """The profiler counts what was allocated while it was on: so it is on from the beginning."""
+    found: list[Engine] = []
+    losses: list[float] = []
+
+    def work() -> None:
+        found.append(ENGINES[name](stage.setup))
+        losses.extend(stage.steps(found[0], WARM))
+        gc.collect()
+        with record_function(BEGIN):
+            stage.steps(found[0], WATCHED)
+
+    events = profiled(work, "cpu", memory=True)
+    rest, peak = allocated_of(events, BEGIN)
+    return found[0], Memory(rest, peak, None), losses
+
+
+def _overlap(stage: _Stage, engine: Engine) -> Overlap:
+    """The first profiled step sets the profiler up, and is not counted."""
+    profiled(lambda: stage.take(engine, 1), stage.setup.device)
+    events = profiled(lambda: stage.take(engine, WATCHED), stage.setup.device)
+    return overlap_of(spans_of(events), WATCHED)
+
+
+def _copies(stage: _Stage, engine: Engine) -> tuple[CopyCount, ...]:
+    mode = Copies(engine.slice_numel)
+
+    def work() -> None:
+        with mode:
+            stage.take(engine, WATCHED)
+
+    return copies_of(spans_of(profiled(work, stage.setup.device)), mode, WATCHED)
+
+
+def copies_of(spans: Sequence[Span], mode: Copies, steps: int) -> tuple[CopyCount, ...]:
+    """Per step and side: kernels and times from the profiler, calls and bytes from the mode."""
+    found = []
+    for side in (*SIDES, UNNAMED):
+        mine = [span for span in spans if span.kind is Kind.COPY and span.side == side]
+        noted = [copied for copied in mode.seen if copied.side == side]
+        if side == "peers" or not (mine or noted):
+            continue
+        found.append(
+            CopyCount(
+                side,
+                kernels=len(mine) / steps,
+                milliseconds=1e-3 * sum(span.stop - span.start for span in mine) / steps,
+                calls=len(noted) / steps,
+                nbytes=sum(copied.nbytes for copied in noted) / steps,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,233 @@
+"""What the flat fused optimizers have in common: a step over runs instead of over parameters.
+
+torch's fused kernels update a list of tensors in one call, and the price of a step is the Python
+that makes the lists, parameter by parameter. A shard is flat, and so are the gradients of its
+parameters, so here the lists hold runs (see ``runs``), as few as one for each bucket, and all of
+them are worked out before the step (see ``update``). What is left for each parameter is one look
+at its gradient's address.
+
+To its user it is a ``torch.optim.Optimizer``: groups, schedulers, hooks, ``state`` by parameter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError, OptimizerError
+from shardwise.guard import Sharding, sharding_of
+from shardwise.optim.flat_gradient import flat_gradient
+from shardwise.optim.gate import shown_plain
+from shardwise.optim.groups import Policy, check_loaded, defaults, resolved
+from shardwise.optim.held import Held
+from shardwise.optim.norm import norm_of
+from shardwise.optim.update import Call, Key, Update, decide
+
+if TYPE_CHECKING:
+    from shardwise.shard import Sharded
+
+__all__ = ["FlatOptimizer"]
+
+
+class FlatOptimizer(Optimizer, ABC):
+    """An optimizer of a sharded model that updates runs by a fused kernel.
+
+    Attributes:
+        max_norm: the largest global norm of the gradients that it updates with; ``None`` = any.
+        norm: what that norm was before clipping in the last step: 0-dim, fp32, the same on every
+            rank; ``None`` while there is no ``max_norm``.
+    """
+
+    elementwise = True
+
+    def __init__(self, sharded: Sharded, groups: Iterable[Any] | None, policy: Policy) -> None:
+        self._sharded, self._policy = _checked(sharded, type(self).__name__), policy
+        self.max_norm = policy.max_norm
+        self.norm: Tensor | None = None
+        self._mark: tuple[object, Sharding | None] = ((), None)
+        self._check_sharded()
+        self._held: list[Held] = []
+        self._facts: tuple[object, ...] = ()  # none: memory is taken when it is needed
+        self._decided: tuple[Update, list[list[bool]], list[tuple[str, ...]]] | None = None
+        if groups is None:
+            groups = [param for param in sharded.model.parameters() if param.requires_grad]
+        super().__init__(groups, defaults(policy))
+
+    # ---- the rule ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The names of the state that the parameters of a group have."""
+
+    @abstractmethod
+    def _carry_out(self, call: Call, gradients: list[Tensor], scale: Tensor | None) -> None:
+        """Call the kernel; ``scale``, 0-dim, is what gradients are divided by."""
+
+    # ---- what torch asks of an optimizer -----------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; ``"params"`` may hold regular expressions that match whole names."""
+        taken = {id(param) for group in self.param_groups for param in group["params"]}
+        super().add_param_group(resolved(param_group, self._sharded.buckets, taken, self._policy))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        with shown_plain([param for group in self.param_groups for param in group["params"]]):
+            super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From ``state_dict()`` of this optimizer, or of torch's of the same name.
+
+        State may have the shapes of this rank's shards, or of whole parameters, of which each
+        rank keeps its part.
+
+        Raises:
+            ConfigError: it is another optimizer's, or of other shapes.
+        """
+        self._check_sharded()
+        for group in state_dict["param_groups"]:
+            check_loaded(group, self._policy)
+        super().load_state_dict(state_dict)
+        self._hold()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; clip before, if there is a ``max_norm``.
+
+        Clipping is one collective and is done by the kernel that updates: what it had to clip is
+        clipped in ``.grad`` afterwards. Without it there is no collective.
+
+        Args:
+            closure: computes the loss anew, and is called first.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            OptimizerError: the model was unsharded since.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._step()
+        return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OptimizerError(
+            f"a sw.optim.{type(self).__name__} works on the memory of one rank's shards, so it can "
+            "be neither copied nor pickled. Save its state_dict(), and load that into a new one."
+        )
+
+    # ---- the step ----------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self._check_sharded()
+        if self._facts != self._facts_now():
+            self._hold()
+        given = [[param.grad for param in held.params] for held in self._held]
+        update = self._update([[gradient is not None for gradient in mine] for mine in given])
+        flats, gradients = [], list[Tensor]()
+        for held, mine, cuts in zip(self._held, given, update.cuts, strict=True):
+            held.adopt()
+            if cuts is not None:
+                flats.append(flat_gradient(held, mine))
+                gradients += cuts.views(flats[-1].flat)
+        scale = self._scale(update.ranks, gradients)
+        for held, more in zip(self._held, update.counted, strict=True):
+            if more is not None:
+                held.count(more)
+        for call in update.calls:
+            self._carry_out(call, [gradients[at] for at in call.gradients], scale)
+        for flat in flats if scale is not None else ():
+            flat.give_back()
+        # The kernels wrote past the parameters; a graph that saved one of them shall know.
+        torch.autograd.graph.increment_version(update.params)
+
+    def _scale(self, ranks: Sequence[int], gradients: Sequence[Tensor]) -> Tensor | None:
+        """What gradients must be divided by; ``None`` where that is known to be 1."""
+        if self.max_norm is None:
+            return None
+        comm, splits = self._sharded.comm, self._sharded.placement.splits
+        here = (comm.rank,) if splits else range(comm.size)
+        pieces: dict[int, list[Tensor]] = {rank: [] for rank in here}
+        for rank, gradient in zip(ranks, gradients, strict=True):
+            pieces[rank].append(gradient)
+        self.norm = norm_of(pieces, comm)
+        scale = ((self.norm + 1e-6) / self.max_norm).clamp(min=1.0)
+        on_host = scale.device.type == "cpu"  # asking another device would wait for it
+        return None if on_host and scale.item() == 1 else scale
+
+    # ---- decided and held beforehand -----------------------------------------------------------
+
+    def _update(self, there: list[list[bool]]) -> Update:
+        """The step; the last one again, as long as nothing that it depends on changed."""
+        names = [self._names(group) for group in self.param_groups]
+        if (
+            self._decided is None
+            or self._decided[1:] != (there, names)
+            or not self._decided[0].lasts
+            or any(held.recounted for held in self._held)
+        ):
+            keys = [self._keys(*pair, names) for pair in zip(self._held, there, strict=True)]
+            self._decided = decide(self._held, keys, names), there, names
+            self._facts = self._facts_now()  # there is more state than before
+        return self._decided[0]
+
+    def _keys(
+        self, held: Held, there: Sequence[bool], names: Sequence[Sequence[str]]
+    ) -> list[Key | None]:
+        """Of each slot, ``None`` where no gradient is; the others have all their state then."""
+        ages, keys = held.steps.tolist(), list[Key | None]()
+        for at, (share, here) in enumerate(zip(held.shares, there, strict=True)):
+            fresh = here and held.make(self.state, at, names[share.group])
+            keys.append(Key(share.group, fresh, ages[at]) if here else None)
+        return keys
+
+    def _facts_now(self) -> tuple[object, ...]:
+        """What must not change, or flat memory is not that of the parameters and their state."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        return self._sharded.buckets, sizes, id(self.state), len(self.state)
+
+    def _hold(self) -> None:
+        """Take memory for the state there is, and let it be views of that."""
+        groups = {
+            id(param): number
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+        }
+        every = [Held(bucket, groups) for bucket in self._sharded.buckets]
+        held = [one for one in every if one.shares]
+        for one in held:
+            one.take(self.state)
+        self._held, self._decided, self._facts = held, None, self._facts_now()
+
+    def _check_sharded(self) -> None:
+        """Raises ``OptimizerError`` where the handle's buckets are not the parameters' memory."""
+        buckets, kind = self._sharded.buckets, type(self).__name__
+        sharding = sharding_of(buckets[0].params[0]) if buckets else None
+        if self._mark[0] is not buckets:  # new ones: the optimizer is, or relayout() was called
+            self._mark = buckets, sharding
+        if buckets and (sharding is None or sharding is not self._mark[1]):
+            raise OptimizerError(
+                f"this {kind} updates the {len(buckets)} buckets of a sharded model, and that was "
+                "unsharded since, so they are no longer its parameters' memory. The state is whole "
+                f"now: go on with torch.optim.{kind} or a new sw.optim.{kind}, and load this one's "
+                "state_dict() into it."
+            )
+
+
+def _checked(sharded: object, kind: str) -> Sharded:
+    from shardwise.shard import Sharded
+
+    if isinstance(sharded, Sharded):
+        return sharded
+    raise ConfigError(
+        f"sw.optim.{kind} was given a {type(sharded).__name__}, and it needs the flat shards of a "
+        f"sharded model. Pass the handle that sw.shard() returned: sw.optim.{kind}(sharded)."
+    )

@@ -1,0 +1,182 @@
+"""AdamW and SGD by torch's fused kernels, on the runs of flat shards.
+
+The kernels are torch's own (``torch._fused_adamw_``, ``torch._fused_sgd_``), so that an update is
+bit for bit that of ``torch.optim.AdamW(fused=True)`` and ``SGD(fused=True)`` on tensors that hold
+the same runs. On CPU this was run; on CUDA it was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+from shardwise.optim.flat import FlatOptimizer
+from shardwise.optim.groups import chosen
+from shardwise.optim.held import STEP
+from shardwise.optim.update import Call
+
+if TYPE_CHECKING:
+    from shardwise.shard import Sharded
+
+__all__ = ["SGD", "AdamW", "AdamWPolicy", "SGDPolicy"]
+
+
+@dataclass(frozen=True)
+class AdamWPolicy:
+    """The options of AdamW, those of ``torch.optim.AdamW`` and ``max_norm``.
+
+    Attributes:
+        lr: the learning rate; a 0-dim tensor, too.
+        betas: how slowly the two moments forget, each in ``[0, 1)``.
+        eps: added to the root of the second moment.
+        weight_decay: the part of a parameter, times ``lr``, that is taken away in a step.
+        amsgrad: divide by the largest second moment so far.
+        max_norm: the largest global norm of gradients; ``None`` = any.
+    """
+
+    lr: float | Tensor = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    amsgrad: bool = False
+    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            _not_negative(name, getattr(self, name))
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                f"betas are {self.betas}; each must be in [0, 1), as in (0.9, 0.999)."
+            )
+        _a_norm(self.max_norm)
+
+
+@dataclass(frozen=True)
+class SGDPolicy:
+    """The options of SGD, those of ``torch.optim.SGD`` and ``max_norm``.
+
+    Attributes:
+        lr: the learning rate; a 0-dim tensor, too.
+        momentum: how slowly the sum of past gradients forgets; 0 = there is none.
+        dampening: the part of a gradient that does not go into that sum.
+        nesterov: look ahead along the sum.
+        weight_decay: the part of a parameter that is added to its gradient.
+        max_norm: the largest global norm of gradients; ``None`` = any.
+    """
+
+    lr: float | Tensor = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "momentum", "weight_decay"):
+            _not_negative(name, getattr(self, name))
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ConfigError(
+                f"nesterov needs a momentum and no dampening; they are {self.momentum} and "
+                f"{self.dampening}. Set momentum=0.9, dampening=0, or leave nesterov out."
+            )
+        _a_norm(self.max_norm)
+
+
+def _not_negative(name: str, value: float | Tensor) -> None:
+    if not value >= 0:
+        raise ConfigError(f"{name} is {value}; it must not be negative.")
+
+
+def _a_norm(value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise ConfigError(
+            f"max_norm is {value}; gradients would vanish. Set a norm above 0, or None to clip "
+            "nothing."
+        )
+
+
+class AdamW(FlatOptimizer):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019), flat and fused.
+
+    Args:
+        sharded: what ``sw.shard(model)`` returned.
+        groups: as for torch: parameters, or dicts with ``"params"`` and options of their own,
+            where ``"params"`` may also be regular expressions that match whole names; ``None`` =
+            every trainable parameter.
+        options: the fields of ``AdamWPolicy``.
+
+    Raises:
+        ConfigError: an option that does not exist or cannot work, a pattern that finds nothing.
+        OptimizerError: a parameter that is not of this model.
+    """
+
+    def __init__(
+        self, sharded: Sharded, groups: Iterable[Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(sharded, groups, chosen(AdamWPolicy, options))
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        names = (STEP, "exp_avg", "exp_avg_sq")
+        return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
+
+    def _carry_out(self, call: Call, gradients: list[Tensor], scale: Tensor | None) -> None:
+        group, state = self.param_groups[call.group], call.state
+        torch._fused_adamw_(
+            call.params,
+            gradients,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["max_exp_avg_sq"] if group["amsgrad"] else [],
+            state[STEP],
+            lr=group["lr"],
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=False,
+            grad_scale=scale,
+        )
+
+
+class SGD(FlatOptimizer):
+    """Stochastic gradient descent with momentum (Sutskever et al. 2013), flat and fused.
+
+    Args:
+        sharded: what ``sw.shard(model)`` returned.
+        groups: as for ``AdamW``.
+        options: the fields of ``SGDPolicy``.
+
+    Raises:
+        ConfigError: an option that does not exist or cannot work, a pattern that finds nothing.
+        OptimizerError: a parameter that is not of this model.
+    """
+
+    def __init__(
+        self, sharded: Sharded, groups: Iterable[Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(sharded, groups, chosen(SGDPolicy, options))
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def _carry_out(self, call: Call, gradients: list[Tensor], scale: Tensor | None) -> None:
+        group = self.param_groups[call.group]
+        torch._fused_sgd_(
+            call.params,
+            gradients,
+            call.state.get("momentum_buffer", []),
+            lr=group["lr"],
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            weight_decay=group["weight_decay"],
+            maximize=False,
+            is_first_step=call.fresh,
+            grad_scale=scale,
+        )

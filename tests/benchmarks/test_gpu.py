@@ -1,0 +1,582 @@
+"""The GPU benchmark: its pieces on made-up timelines, and all of it on the CPU with a toy.
+
+Where there is a CUDA device, the cases that need one run on it, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import record_function
+
+from benchmarks.__main__ import main
+from benchmarks.crew import Crew, Seat
+from benchmarks.gpu import copies, peers, plot, results, run, table
+from benchmarks.gpu.copies import Copies, side_of
+from benchmarks.gpu.engines import ENGINES, Setup
+from benchmarks.gpu.models import SHAPES, batch_of, build, loss_of, says
+from benchmarks.gpu.peers import Echo, Link, Peers, link_of
+from benchmarks.gpu.results import Case, Report, Row, Times, Verdict, times_of, verdicts
+from benchmarks.gpu.rounds import Alone, CopyCount, Lap, Memory, copies_of
+from benchmarks.gpu.run import Wanted, fits, unavailable
+from benchmarks.gpu.timeline import Kind, Overlap, Span, common, length, overlap_of, union, without
+from benchmarks.gpu.trace import Event, allocated_of, profiled, spans_of
+from benchmarks.machine import this_machine
+from tests.devices import DEVICES
+
+CPU = torch.device("cpu")
+
+# ---- intervals -----------------------------------------------------------------------------
+
+Intervals = list[tuple[float, float]]
+ANY = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 6)).map(lambda p: (p[0], p[0] + p[1])), max_size=6
+)
+
+
+def covered(intervals: Sequence[tuple[float, float]]) -> set[int]:
+    return {t for start, stop in intervals for t in range(int(start), int(stop))}
+
+
+@given(ANY, ANY)
+def test_intervals_behave_like_sets_of_moments(left: Intervals, right: Intervals) -> None:
+    a, b = union(left), union(right)
+    assert covered(a) == covered(left)
+    assert all(first[1] < second[0] for first, second in pairwise(a))
+    assert covered(common(a, b)) == covered(left) & covered(right)
+    assert covered(without(a, b)) == covered(left) - covered(right)
+    assert length(a) == len(covered(left))
+
+
+def span(kind: Kind, start: float, stop: float, side: str = "") -> Span:
+    return Span(f"{kind} {start}", kind, side, 7, start, stop)
+
+
+def test_of_a_collective_what_lies_beside_computation_is_hidden() -> None:
+    spans = [
+        span(Kind.PEERS, 1_000, 5_000),
+        span(Kind.COMPUTE, 0, 3_000),
+        span(Kind.COPY, 3_000, 4_000),
+        span(Kind.COMPUTE, 7_000, 10_000),
+        span(Kind.COMPUTE, 8_000, 9_000),  # beside another one
+    ]
+    found = overlap_of(spans, steps=2)
+    assert found == Overlap(whole=5.0, collectives=2.0, hidden=1.0, exposed=0.5, idle=1.0)
+    assert found.share == 0.5
+    assert overlap_of([span(Kind.COMPUTE, 0, 1)], 1).share == 1.0
+
+
+def test_a_timeline_without_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="saw no work on the device"):
+        overlap_of([], 1)
+
+
+# ---- the profiler's trace ------------------------------------------------------------------
+
+
+def mark(name: str, start: float, stop: float, thread: int = 1) -> Event:
+    span = {"ts": start, "dur": stop - start, "tid": thread}
+    return {"ph": "X", "cat": "user_annotation", "name": name, **span}
+
+
+def launched(
+    number: int, asked: float, name: str, start: float, **where: Any
+) -> tuple[Event, Event]:
+    """A call on thread 1 (or ``thread=``), and the kernel that it launches, of 10 µs."""
+    cat = where.get("cat", "kernel")
+    ids = {"correlation": number, "External id": where.get("op", 0)}
+    call = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": asked, "dur": 1}
+    kernel = {"cat": cat, "name": name, "ts": start, "dur": 10, "tid": 7, "pid": 0}
+    return (
+        {"ph": "X", "tid": where.get("thread", 1), "args": ids, **call},
+        {"ph": "X", "args": {**ids, "stream": where.get("stream", 7)}, **kernel},
+    )
+
+
+def test_a_kernel_is_for_what_its_launch_was_for() -> None:
+    direct_copy = "void at::native::elementwise_kernel<direct_copy_kernel_cuda>"
+    events = [
+        mark(peers.MARK + "all_gather", 100, 200),
+        mark(copies.MARK + "parameters, whole", 300, 400),
+        mark(copies.MARK + "peers", 150, 160),  # inside the first
+        mark("a user's own", 500, 600),
+        mark(copies.MARK + "gradients", 500, 600, thread=2),
+        *launched(1, 50, "gemm", 1_000),
+        *launched(2, 120, "copy_kernel", 1_100, stream=20),
+        *launched(3, 155, direct_copy, 1_200, stream=20),
+        *launched(4, 250, "at::cuda::spin_kernel(long)", 1_300, stream=20),
+        *launched(5, 350, "Memcpy DtoD (Device -> Device)", 1_400, cat="gpu_memcpy"),
+        *launched(6, 450, direct_copy, 1_500),
+        *launched(7, 550, "gemm", 1_600),
+        *launched(8, 550, direct_copy, 1_700, thread=2),
+        # Its call is on a thread that the trace does not name, but its operation is not.
+        *launched(9, 350, direct_copy, 1_800, thread=99, op=31),
+        {"cat": "cpu_op", "name": "aten::copy_", "ts": 340, "dur": 9, "tid": 1}
+        | {"args": {"External id": 31}},
+    ]
+    spans = spans_of(events)
+    assert [(span.kind, span.side) for span in spans] == [
+        (Kind.COMPUTE, ""),
+        (Kind.PEERS, ""),
+        (Kind.PEERS, ""),
+        (Kind.PEERS, ""),
+        (Kind.COPY, "parameters, whole"),
+        (Kind.COPY, "not named"),
+        (Kind.COMPUTE, ""),
+        (Kind.COPY, "gradients"),
+        (Kind.COPY, "parameters, whole"),
+    ]
+    assert [span.stream for span in spans] == [7, 20, 20, 20, 7, 7, 7, 7, 7]
+    assert (spans[0].start, spans[0].stop) == (1_000, 1_010)
+
+
+def test_without_a_device_the_innermost_operations_stand_for_kernels() -> None:
+    source = torch.arange(4.0)
+
+    def work() -> None:
+        source.mul_(source)
+        with record_function(peers.MARK + "all_gather"):
+            source.clone()
+        with Copies(slice_numel=0):
+            source.clone()
+
+    spans = spans_of(profiled(work, "cpu"))
+    kinds = {(span.name, span.kind, span.side) for span in spans}
+    assert ("aten::mul_", Kind.COMPUTE, "") in kinds
+    assert ("aten::copy_", Kind.PEERS, "") in kinds
+    assert ("aten::copy_", Kind.COPY, "model") in kinds
+    assert not any(span.name == "aten::clone" for span in spans)
+
+
+def test_memory_on_the_cpu_is_counted_from_the_mark_on() -> None:
+    def work() -> None:
+        kept = [torch.empty(1_000)]
+        del kept[:]
+        kept.append(torch.empty(100))
+        with record_function("begin"):
+            torch.empty(300)
+
+    assert allocated_of(profiled(work, "cpu", memory=True), "begin") == (400, 1_600)
+
+
+# ---- copies --------------------------------------------------------------------------------
+
+SITE = "/env/site-packages/torch"
+FSDP = f"{SITE}/distributed/fsdp/_fully_shard"
+
+
+@pytest.mark.parametrize(
+    ("side", "frames"),
+    [
+        ("parameters", [("/src/shardwise/buffers.py", "gather"), ("/src/shardwise/hooks.py", "f")]),
+        ("gradients", [(f"{SITE}/_ops.py", "__call__"), ("/src/shardwise/gradients.py", "write")]),
+        ("gradients", [("/src/shardwise/comm/native.py", "finish")]),
+        ("engine", [("/src/shardwise/runtime.py", "_deliver")]),
+        ("engine", [(f"{FSDP}/_fsdp_state.py", "_root_pre_forward")]),
+        ("update", [(f"{SITE}/optim/adamw.py", "step")]),
+        ("update", [("/src/shardwise/optim/flat.py", "step")]),
+        (
+            "model",
+            [("/src/shardwise/train/decoder.py", "forward"), ("/src/shardwise/hooks.py", "")],
+        ),
+        ("model", [(f"{SITE}/nn/modules/linear.py", "forward")]),
+        (
+            "peers",
+            [("/bench/benchmarks/gpu/peers.py", "arrive"), ("/src/shardwise/buffers.py", "")],
+        ),
+        ("parameters", [(f"{FSDP}/_fsdp_collectives.py", "foreach_all_gather_copy_out")]),
+        ("parameters", [(f"{FSDP}/_fsdp_param.py", "init_unsharded_param")]),
+        (
+            "gradients",
+            [
+                (f"{FSDP}/_fsdp_collectives.py", "chunk_cat"),
+                (f"{FSDP}/_fsdp_collectives.py", "foreach_reduce_scatter_copy_in"),
+                (f"{FSDP}/_fsdp_param_group.py", "post_backward"),
+            ],
+        ),
+    ],
+)
+def test_a_copy_is_put_down_to_the_innermost_code_of_an_engine(
+    side: str, frames: list[tuple[str, str]]
+) -> None:
+    assert side_of(frames) == side
+
+
+def test_a_copy_is_noted_with_what_it_writes() -> None:
+    wide = torch.ones(3, 4)
+    with Copies(slice_numel=0) as mode:
+        wide.clone()
+        torch.empty(2, 4, dtype=torch.bfloat16).copy_(wide[:2])
+        torch._foreach_copy_([torch.empty(2), torch.empty(3)], [wide[0, :2], wide[0, :3]])
+        torch.cat([wide, wide])
+        wide + wide
+        wide.to(torch.float32)  # is that already
+        wide.to(torch.float64)
+    assert [(copied.op, copied.nbytes) for copied in mode.seen] == [
+        ("clone", 48),
+        ("copy_", 16),
+        ("_foreach_copy_", 20),
+        ("cat", 96),
+        ("_to_copy", 96),
+    ]
+    assert {copied.side for copied in mode.seen} == {"model"}
+
+
+def test_kernels_come_from_the_profiler_and_bytes_from_the_mode() -> None:
+    mode = Copies(slice_numel=8)
+    with mode:
+        torch.ones(8).clone()
+    spans = [
+        span(Kind.COPY, 0, 500, "model"),
+        span(Kind.COPY, 0, 100, "not named"),
+        span(Kind.COMPUTE, 0, 900),
+    ]
+    assert copies_of(spans, mode, steps=2) == (
+        CopyCount("model", kernels=0.5, milliseconds=0.25, calls=0.5, nbytes=16.0),
+        CopyCount("not named", kernels=0.5, milliseconds=0.05, calls=0.0, nbytes=0.0),
+    )
+
+
+# ---- peers ---------------------------------------------------------------------------------
+
+
+def test_peers_hold_what_this_rank_holds() -> None:
+    others = Peers(4, CPU, Link(0))
+    full = torch.tensor([1.0, 2.0, 0, 0, 0, 0, 0, 0])
+    others.all_gather(full, full[:2])
+    assert full.tolist() == [1.0, 2.0] * 4
+    elsewhere = torch.zeros(8)
+    others.all_gather(elsewhere, torch.tensor([3.0, 4.0]))
+    assert elsewhere.tolist() == [3.0, 4.0] * 4
+    out, addends = torch.empty(2), torch.arange(8.0) + 1
+    others.reduce_scatter(out, addends)
+    assert out.tolist() == [4.0, 8.0]
+    others.reduce_scatter(out, addends, op=dist.ReduceOp.AVG)
+    assert out.tolist() == [1.0, 2.0]
+    others.all_to_all(elsewhere, addends)
+    assert elsewhere.tolist() == [1.0, 2.0] * 4
+    assert others.calls == 5
+    assert others.nbytes == 5 * 3 * 8
+
+
+def test_a_collective_that_is_asked_for_asynchronously_can_be_waited_for() -> None:
+    others = Peers(2, CPU, Link(0))
+    full = torch.tensor([1.0, 0.0])
+    work = others.all_gather(full, full[:1], async_op=True, group=None)
+    assert isinstance(work, dist.Work)
+    assert work.wait()
+    assert work.is_completed()
+    assert others.all_gather(full, full[:1]) is None
+
+
+def test_every_collective_of_both_engines_is_answered_and_given_back() -> None:
+    before = dict(vars(dist))
+    others = Peers(2, CPU, Link(0))
+    with others.answering():
+        changed = {name for name in before if vars(dist)[name] is not before[name]}
+        dist.all_gather_into_tensor(torch.zeros(2), torch.zeros(1))
+    assert {"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"} <= changed
+    assert others.calls == 1
+    assert dict(vars(dist)) == before
+
+
+def test_a_link_takes_its_latency_and_then_time_for_each_byte() -> None:
+    assert Link(1e9, 1e-3).seconds(2_000_000) == pytest.approx(3e-3)
+    assert Link(0, 0).seconds(10**12) == 0
+    assert link_of(8).bandwidth > link_of(64).bandwidth
+    assert link_of(64, 1e9) == Link(1e9, link_of(64).latency)
+    assert link_of(8, 0) == Link(0, 0)
+
+
+def test_a_store_echoes_what_ranks_share_and_nothing_else() -> None:
+    store = Echo()
+    keys = [f"share/3/{rank}" for rank in range(4)]
+    assert not store.check(keys)
+    store.set("share/3/0", "mine")
+    store.set("cursor/0", "{}")
+    assert store.check(keys)
+    assert store.multi_get(keys) == [b"mine"] * 4
+    assert not store.check(["cursor/1"])
+    assert not store.check(["share/4/0"])
+    assert store.compare_set("verdict", "", "first") == b"first"
+    assert store.compare_set("verdict", "", "second") == b"first"
+
+
+def trained(seat: Seat, device: str, engine: str, bandwidth: float) -> None:
+    """Losses of four steps."""
+    from benchmarks.gpu.engines import start
+
+    setup = Setup("tinyblocks", SHAPES["tinyblocks"], 4, device, link_of(4, bandwidth))
+    start(setup)
+    with Peers(4, setup.place, setup.link).answering():
+        made = ENGINES[engine](setup)
+        losses = []
+        for step in range(4):
+            losses.append(made.compute(batch_of(setup.shape, setup.place, step)))
+            made.update()
+    seat.tell([loss.item() for loss in losses])
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("device", DEVICES)
+def test_slow_peers_change_no_number(device: str) -> None:
+    """On a GPU each takes milliseconds: a read or a reuse that did not wait would show."""
+    found = []
+    for bandwidth in (0.0, 1e6):
+        with Crew(1, trained, device, "full_shard", bandwidth) as crew:
+            found.append(crew.hear()[0])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][-1]
+
+
+# ---- models --------------------------------------------------------------------------------
+
+
+def test_the_models_have_the_size_that_their_names_say() -> None:
+    def numel(name: str) -> int:
+        with torch.device("meta"):
+            return sum(param.numel() for param in build(SHAPES[name]).parameters())
+
+    assert numel("blocks8b") == SHAPES["blocks8b"].layers * 218_112_000
+    assert numel("small125m") == pytest.approx(125e6, rel=0.02)
+    assert says(SHAPES["blocks8b"]).endswith("1,744.9 M parameters, 1 × 2,048 tokens")
+
+
+@pytest.mark.parametrize("name", ["tiny", "tinyblocks"])
+def test_a_model_computes_in_bf16_and_its_loss_can_be_trained(name: str) -> None:
+    shape = SHAPES[name]
+    model = build(shape).bfloat16()
+    loss: Tensor = loss_of(shape)(model, batch_of(shape, CPU, seed=1))
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.bfloat16}
+
+
+# ---- numbers and verdicts ------------------------------------------------------------------
+
+
+def test_laps_are_compared_within_their_round() -> None:
+    mine = [Lap(2.0, 1.9, 0.5), Lap(6.0, 5.9, 0.7), Lap(4.0, 3.9, 0.6)]
+    rival = [Lap(1.0, None, 0.5), Lap(4.0, None, 0.5), Lap(2.0, None, 0.5)]
+    assert times_of(mine, rival, apart=False) == Times(
+        ratio=2.0,
+        low=1.75,
+        high=2.0,
+        median=4_000.0,
+        least=2_000.0,
+        device=3_900.0,
+        host=600.0,
+        rounds=3,
+        apart=False,
+    )
+    lonely = times_of(rival, None, apart=True)
+    assert (lonely.ratio, lonely.device, lonely.median, lonely.apart) == (None, None, 2_000.0, True)
+
+
+def alone(peak: int, rest: int = 10, *counts: CopyCount) -> Alone:
+    overlap = Overlap(5.0, 2.0, 1.0, 0.5, 1.0)
+    return Alone(Memory(rest, peak, 2 * peak), counts, overlap, (1.0,), 9.0, 1e6)
+
+
+def times(ratio: float | None) -> Times:
+    return Times(ratio, ratio, ratio, 4.0, 3.0, 3.9, 1.0, 20, apart=False)
+
+
+WHOLE = CopyCount("parameters, whole", 4, 0.5, 4, 1e6)
+CASE = Case(
+    "tiny",
+    SHAPES["tiny"],
+    8,
+    Link(350e9, 20e-6),
+    (
+        Row("full_shard", alone(80), times(0.9)),
+        Row("fsdp2", alone(100, 10, WHOLE), times(None)),
+        Row("shard_grad_op", alone(81, 10, WHOLE), times(0.901)),
+        Row("fsdp2_keep", alone(100), times(None)),
+        Row("plain", error="CUDA out of memory"),
+    ),
+)
+
+
+def test_each_of_ours_is_held_against_the_rival_that_holds_the_same() -> None:
+    good, bad = verdicts(CASE)
+    assert good == Verdict("full_shard", "fsdp2", 0.9, 0.8, 0)
+    assert good.missed == []
+    assert bad.missed == [
+        "step 0.901 × fsdp2_keep's, at most 0.9 wanted",
+        "peak memory 0.810 × fsdp2_keep's, at most 0.8 wanted",
+        "4 parameter copies beyond the own slice, 0 wanted",
+    ]
+
+
+def test_a_number_that_is_missing_reaches_no_target() -> None:
+    (verdict,) = verdicts(replace(CASE, rows=(Row("full_shard", error="it failed"),)))
+    assert len(verdict.missed) == 3
+    assert "unknown" in verdict.missed[0]
+
+
+def test_the_table_names_every_engine_and_what_was_missed() -> None:
+    said = table.lines(Report(this_machine(), "H200, 140 GiB", "", "own", "torch", (CASE,)))
+    text = "\n".join(said)
+    for row in CASE.rows:
+        assert f"\n{row.engine}" in text
+    assert "plain: failed, CUDA out of memory" in said
+    assert "full_shard: all targets reached" in said
+    assert "350 GB/s and 20 µs assumed" in text
+    assert "parameters, whole" in text
+    free = replace(CASE, link=Link(0), rows=())
+    assert "no time" in "\n".join(table.lines(Report(this_machine(), "", "", "", "", (free,))))
+
+
+def test_a_report_survives_its_file_and_a_foreign_field_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report = Report(this_machine(), "H200, 140 GiB", "", "own", "torch", (CASE,))
+    results.write(report, path)
+    assert results.read(path) == report
+    good = json.loads(path.read_text("utf-8"))
+    for bad in (good | {"colour": "red"}, good | {"wire": 3}, good | {"cases": [{}]}):
+        path.write_text(json.dumps(bad), "utf-8")
+        with pytest.raises(ValueError, match=r"fields that|validation error"):
+            results.read(path)
+
+
+def test_the_picture_is_drawn_of_what_was_held_against_a_rival(tmp_path: Path) -> None:
+    report = Report(this_machine(), "H200, 140 GiB", "", "own", "torch", (CASE,))
+    plot.draw(report, tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    plot.draw(replace(report, cases=(replace(CASE, rows=()),)), tmp_path / "empty.png")
+    assert not (tmp_path / "empty.png").exists()
+
+
+# ---- which processes run -------------------------------------------------------------------
+
+
+def test_engines_share_a_process_only_where_all_fit() -> None:
+    seen = [alone(30, rest=10), alone(50, rest=10), None]
+    assert fits(seen, 75)  # 10 + 10 at rest, 40 more for the largest: 60 of 75
+    assert not fits(seen, 74)
+    assert fits([], 1)
+
+
+def test_without_a_device_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert unavailable("cpu") == ""
+    result = asked()
+    assert result.exit_code == 1
+    assert "there is no CUDA device here" in result.output
+    assert "--device cpu --model tiny" in result.output
+
+
+def asked(*arguments: str) -> Result:
+    """The command, as a shell would run it."""
+    with pytest.MonkeyPatch.context() as patch:  # the children import what they run
+        paths = [str(Path(run.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        return CliRunner().invoke(main, ["gpu", *arguments])
+
+
+def test_an_engine_that_does_not_exist_is_refused() -> None:
+    result = asked("--engines", "full_shard,fsdp3", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "no engine ['fsdp3']; there are full_shard, fsdp2," in result.output
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def whole_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The whole command on a toy, at rank 0 of 4."""
+    folder = tmp_path_factory.mktemp("gpu")
+    result = asked(
+        *("--device", request.param, "--model", "tinyblocks", "--world", "4", "--rounds", "2"),
+        *("--engines", "full_shard,fsdp2"),
+        *("--json", str(folder / "report.json"), "--plot", str(folder / "report.png")),
+    )
+    assert result.exit_code == 0, result.output
+    assert (folder / "report.png").exists()
+    assert "tinyblocks, rank 0 of 4" in result.output
+    return results.read(folder / "report.json")
+
+
+@pytest.mark.spawn
+def test_the_whole_command_has_all_numbers_of_both_engines(whole_run: Report) -> None:
+    (case,) = whole_run.cases
+    assert [row.engine for row in case.rows] == ["full_shard", "fsdp2"]
+    for row in case.rows:
+        assert row.error == ""
+        assert row.times is not None
+        assert row.times.rounds == 2
+        assert row.alone is not None
+        assert row.alone.memory.peak > row.alone.memory.rest > 0
+        assert row.alone.overlap.collectives > 0
+
+
+@pytest.mark.spawn
+def test_ours_copies_no_parameter_beyond_its_own_slice_and_the_rival_does(
+    whole_run: Report,
+) -> None:
+    ours, rival = (row.alone for row in whole_run.cases[0].rows)
+    assert ours is not None
+    assert rival is not None
+    mine = {count.side: count for count in ours.copies}
+    theirs = {count.side: count for count in rival.copies}
+    assert "parameters, whole" not in mine
+    # Three units, two uses each; the last one stays gathered in between. Slices are cast to bf16.
+    layer = sum(param.numel() for param in build(SHAPES["tinyblocks"]).parameters()) / 3
+    assert mine["parameters, own slice"].calls == 5
+    assert mine["parameters, own slice"].nbytes == pytest.approx(5 * 2 * layer / 4, rel=0.02)
+    assert theirs["parameters, whole"].calls == 5
+    assert theirs["parameters, whole"].nbytes == pytest.approx(5 * 2 * layer, rel=0.05)
+
+
+@pytest.mark.spawn
+def test_the_link_carries_fewer_bytes_for_ours(whole_run: Report) -> None:
+    """The same gathers, and gradients in bf16 where the rival sends fp32."""
+    ours, rival = (row.alone for row in whole_run.cases[0].rows)
+    assert ours is not None
+    assert rival is not None
+    assert ours.received / rival.received == pytest.approx(
+        (5 * 2 + 3 * 2) / (5 * 2 + 3 * 4), rel=0.05
+    )
+
+
+@pytest.mark.spawn
+def test_engines_that_do_not_fit_together_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "FULL", -1.0)
+    monkeypatch.setattr(run, "VISITS", 1)
+    wanted = Wanted(
+        *(("tinyblocks",), (2,), ("full_shard",)),
+        rounds=2,
+        optimizer="flat",
+        device="cpu",
+        parts=("time",),
+    )
+    said, kept = list[str](), list[Report]()
+    report = run.run(wanted, said.append, kept.append)
+    assert said == ["tinyblocks, world 2: 2 rounds, apart"]
+    assert kept == [report]
+    times = report.cases[0].rows[0].times
+    assert times is not None
+    assert times.apart
+    assert times.rounds == 2
+
+
+@pytest.mark.spawn
+def test_an_engine_that_fails_has_a_row_that_says_why_and_the_others_go_on() -> None:
+    said = list[str]()
+    setup = Setup("tinyblocks", SHAPES["tinyblocks"], 2, "cpu", link_of(2), wire="by pigeon")
+    row = run._looked(setup, Row("fsdp2"), said.append)
+    assert row.alone is None
+    assert row.error == "KeyError: 'by pigeon'"
+    assert "Traceback" in said[0]

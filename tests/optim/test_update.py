@@ -1,0 +1,121 @@
+"""A step decided beforehand: how few calls it is, of which runs, and when it is another one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm.fake import FakeComm
+from shardwise.optim.held import STEP, Held
+from shardwise.optim.update import Key, Update, decide
+from tests import nets
+
+NAMES = [(STEP, "moment"), ()]
+OLD, NEW, OTHER, OLDER = Key(0, False, 3), Key(0, True, 0), Key(1, False, 3), Key(0, False, 4)
+
+
+def held_at(world: int, strategy: str = "full_shard", rank: int = 0) -> list[Held]:
+    torch.manual_seed(0)
+    sharded = sw.shard(nets.decoder(), strategy, comm=FakeComm(rank, world))
+    every = {id(param): 0 for param in sharded.model.parameters()}
+    return [Held(bucket, every) for bucket in sharded.buckets]
+
+
+def keyed(held: list[Held], *keys: Key | None) -> Update:
+    """Every slot has the first key, but the first of ``held[1]`` have the others."""
+    every = [[keys[0]] * len(one.shares) for one in held]
+    for number, key in enumerate(keys[1:]):
+        every[1][held[1].solid[number]] = key
+    return decide(held, every, NAMES)
+
+
+def elements(update: Update) -> int:
+    return sum(param.numel() for call in update.calls for param in call.params)
+
+
+def test_a_step_in_which_all_is_alike_is_one_call() -> None:
+    held = held_at(1)
+    update = keyed(held, OLD)
+    (call,) = update.calls
+    used = sum(one.bucket.layout.used for one in held)
+    assert elements(update) == used
+    per_run = (call.state[STEP], call.state["moment"], call.gradients)
+    assert {len(one) for one in per_run} == {len(call.params)}
+    assert [p.shape for p in call.params] == [m.shape for m in call.state["moment"]]
+    assert len(call.params) < sum(len(one.shares) for one in held)
+    assert call.gradients == list(range(len(call.params)))
+    assert update.lasts
+    assert [counted.item() for counted in update.counted if counted is not None] == [1] * len(held)
+
+
+def test_every_strategy_has_the_same_runs() -> None:
+    """What is cut between ranks elsewhere is cut in the same places where one rank has all."""
+    world = 3
+    whole = keyed(held_at(world, "no_shard"), OLD)
+    sizes = {rank: list[int]() for rank in range(world)}
+    lengths = [param.numel() for param in whole.calls[0].params]
+    for rank, numel in zip(whole.ranks, lengths, strict=True):
+        sizes[rank].append(numel)
+    for rank in range(world):
+        mine = keyed(held_at(world, rank=rank), OLD)
+        assert set(mine.ranks) == {rank}
+        assert sizes[rank] == [param.numel() for param in mine.calls[0].params]
+
+
+def test_groups_and_fresh_state_have_calls_of_their_own_and_ages_runs() -> None:
+    held = held_at(1)
+    runs = len(keyed(held, OLD).ranks)
+    update = keyed(held, OLD, OTHER)
+    assert [(call.group, call.fresh) for call in update.calls] == [(0, False), (1, False)]
+    assert update.calls[1].state == {}
+    assert not keyed(held, OLD, NEW).lasts
+    assert len(keyed(held, OLD, NEW).calls) == 2
+    older = keyed(held, OLD, OLDER)
+    assert len(older.calls) == 1
+    assert len(older.ranks) >= runs
+    assert elements(older) == elements(update) == elements(keyed(held, OLD))
+
+
+def test_a_slot_without_a_gradient_is_neither_updated_nor_counted() -> None:
+    held = held_at(1)
+    update = keyed(held, OLD, None)
+    share = held[1].shares[held[1].solid[0]]
+    assert elements(keyed(held, OLD)) - elements(update) == share.stop - share.start
+    assert all(param is not share.param for param in update.params)
+    counted = update.counted[1]
+    assert counted is not None
+    assert counted.sum() == len(held[1].shares) - 1
+
+
+def test_a_group_that_does_not_count_is_not_counted() -> None:
+    held = held_at(1)
+    assert keyed(held, OTHER).counted == [None] * len(held)
+    mixed = keyed(held, OTHER, OLD).counted[1]
+    assert mixed is not None
+    assert mixed.sum() == 1
+
+
+def test_dtypes_have_calls_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
+    sharded = sw.shard(model)
+    held = [Held(b, {id(p): 0 for p in model.parameters()}) for b in sharded.buckets]
+    update = decide(held, [[OLD] * len(one.shares) for one in held], NAMES)
+    assert [{p.dtype for p in call.params} for call in update.calls] == [
+        {torch.float32},
+        {torch.bfloat16},
+    ]
+
+
+def test_the_cuts_are_the_runs_in_the_order_of_their_numbers() -> None:
+    held = held_at(3)
+    update = keyed(held, OLD, OTHER)
+    slices = [
+        piece
+        for one, cuts in zip(held, update.cuts, strict=True)
+        if cuts is not None
+        for piece in cuts.views(one.shard)
+    ]
+    for call in update.calls:
+        for param, at in zip(call.params, call.gradients, strict=True):
+            assert (param.data_ptr(), param.shape) == (slices[at].data_ptr(), slices[at].shape)

@@ -1,0 +1,154 @@
+"""Parity, form (b), with the flat fused optimizers: W ranks equal one plain process.
+
+The plain process steps by torch's loop, whose sums round otherwise than a fused kernel does, so
+the comparison is the one with a large batch: up to rounding. That every strategy gives the same
+bits, also when it clips by itself, is in ``tests/optim/test_flat``; here once more on processes
+that share memory, where the optimizer writes straight into what its peers read next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.connect import over
+from tests import nets
+from tests.nets import NETS, Net
+from tests.parity.plain import MakeOptimizer, Recipe, large_batch, one_by_one
+from tests.parity.sharded import (
+    STRATEGIES,
+    How,
+    Sharded,
+    assert_close,
+    differing,
+    on_threads,
+    train,
+)
+from tests.ranks import gloo_group, outcomes_of
+
+SGD: dict[str, Any] = {"lr": 0.02, "momentum": 0.9}
+ADAMW: dict[str, Any] = {"lr": 0.01, "eps": 1e-4}
+KINDS: dict[str, tuple[MakeOptimizer, How, float]] = {
+    "SGD": (
+        partial(torch.optim.SGD, **SGD),
+        How(optimizer=partial(sw.optim.SGD, **SGD)),
+        1e-5,
+    ),
+    "AdamW": (
+        partial(torch.optim.AdamW, **ADAMW),
+        How(optimizer=partial(sw.optim.AdamW, **ADAMW)),
+        2e-5,
+    ),
+}
+AWKWARD = [n for n in NETS if n.build not in (nets.decoder, nets.odd_convnet)]
+TIED = Net(nets.tied_decoder, nets.tied_decoder_batch)
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@kinds
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("net", AWKWARD, ids=str)
+def test_ranks_equal_one_large_batch_up_to_rounding(net: Net, world: int, kind: str) -> None:
+    """Frozen, tied, unused and scalar parameters."""
+    optimizer, how, tolerance = KINDS[kind]
+    recipe = Recipe.of(net, optimizer, steps=3)
+    assert_close(on_threads(world, recipe, how), large_batch(recipe, world), tolerance)
+
+
+@kinds
+def test_batch_norm_that_does_not_see_its_batch_equals_one_large_batch(kind: str) -> None:
+    optimizer, how, tolerance = KINDS[kind]
+    recipe = Recipe.of(Net(nets.odd_convnet, nets.odd_convnet_batch), optimizer)
+    ranks = on_threads(3, recipe, replace(how, dress=nn.Module.eval))
+    assert_close(ranks, large_batch(recipe, 3, recipe.model().eval()), tolerance)
+
+
+@kinds
+def test_micro_batches_equal_one_large_batch_up_to_rounding(kind: str) -> None:
+    optimizer, how, tolerance = KINDS[kind]
+    recipe = Recipe.of(TIED, optimizer, micro=3)
+    for strategy in STRATEGIES:
+        ranks = on_threads(2, recipe, how.by(strategy))
+        assert_close(ranks, large_batch(recipe, 2), tolerance)
+
+
+@kinds
+def test_the_losses_are_those_of_the_plain_process_that_plays_the_ranks_in_turn(kind: str) -> None:
+    optimizer, how, tolerance = KINDS[kind]
+    recipe = Recipe.of(TIED, optimizer)
+    ranks, plain = on_threads(3, recipe, how), one_by_one(recipe, 3)
+    for rank, losses, state in zip(ranks, plain.losses, plain.states, strict=True):
+        assert rank.losses == pytest.approx(losses, rel=1e-6, abs=0)
+        torch.testing.assert_close(rank.state, state, rtol=tolerance, atol=tolerance)
+
+
+def test_bf16_compute_keeps_fp32_masters() -> None:
+    _, how, _ = KINDS["AdamW"]
+    recipe = Recipe.of(TIED, KINDS["AdamW"][0])
+    narrow = replace(how, options={"precision": sw.Precision(compute=torch.bfloat16)})
+    runs = {strategy: on_threads(3, recipe, narrow.by(strategy)) for strategy in STRATEGIES}
+    for ranks in runs.values():
+        assert all(rank.dtypes == {torch.float32} for rank in ranks)
+        assert_same(ranks, runs["no_shard"])
+    wide = on_threads(3, recipe, how)
+    assert runs["full_shard"][0].losses != wide[0].losses
+    assert runs["full_shard"][0].losses == pytest.approx(wide[0].losses, rel=0.02)
+
+
+def assert_same(ranks: list[Sharded], others: list[Sharded]) -> None:
+    for rank, other in zip(ranks, others, strict=True):
+        assert rank.losses == other.losses
+        assert differing(rank.state, other.state) == []
+
+
+# ---- over shared memory --------------------------------------------------------------------
+
+
+def over_shared_memory(rank: int, world: int, folder: str) -> list[Sharded]:
+    found = []
+    with gloo_group(rank, world, folder):
+        for kind, compute in (("SGD", None), ("AdamW", None), ("AdamW", torch.bfloat16)):
+            optimizer, how, _ = KINDS[kind]
+            recipe = Recipe.of(TIED, optimizer, micro=2)
+            how = replace(how, options={"precision": sw.Precision(compute=compute)})
+            with over(dist.group.WORLD, transport="memory") as comm:
+                found.append(train(comm, recipe.model(), recipe, how))
+    return found
+
+
+@pytest.mark.spawn
+def test_over_shared_memory_it_gives_the_bits_that_threads_give() -> None:
+    outcomes = outcomes_of(2, over_shared_memory)
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    runs = [list(ranks) for ranks in zip(*(outcome.value for outcome in outcomes), strict=True)]
+    for ranks, (kind, compute) in zip(
+        runs, (("SGD", None), ("AdamW", None), ("AdamW", torch.bfloat16)), strict=True
+    ):
+        optimizer, how, tolerance = KINDS[kind]
+        recipe = Recipe.of(TIED, optimizer, micro=2)
+        how = replace(how, options={"precision": sw.Precision(compute=compute)})
+        assert_same(ranks, on_threads(2, recipe, how))
+        if compute is None:
+            assert_close(ranks, large_batch(recipe, 2), tolerance)
+
+
+# ---- the comparison can fail -----------------------------------------------------------------
+
+
+def test_a_step_that_is_taken_twice_is_far_away() -> None:
+    class Twice(sw.optim.SGD):
+        def _carry_out(self, call: object, gradients: list[Tensor], scale: Tensor | None) -> None:
+            super()._carry_out(call, gradients, scale)  # type: ignore[arg-type]
+            super()._carry_out(call, gradients, scale)  # type: ignore[arg-type]
+
+    recipe = Recipe.of(TIED, KINDS["SGD"][0])
+    ranks = on_threads(2, recipe, How(optimizer=partial(Twice, **SGD)))
+    with pytest.raises(AssertionError):
+        assert_close(ranks, large_batch(recipe, 2), 1e-2)
