@@ -7,11 +7,14 @@ from pathlib import Path
 import click
 
 from benchmarks.gpu.command import gpu
+from benchmarks.recorded import told, with_tables
 from benchmarks.step import plot, results, table
 from benchmarks.step.engines import ENGINES, OPTIMIZERS
 from benchmarks.step.models import TASKS
 from benchmarks.step.profile import profile, profile_host
 from benchmarks.step.run import PARTS, SHORT, Wanted, run
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -63,6 +66,20 @@ def step(
     click.echo("\n".join(table.lines(report)))
     if picture is not None:
         plot.draw(report, picture)
+
+
+@main.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+def show(files: tuple[Path, ...]) -> None:
+    """Print recorded reports as tables."""
+    click.echo("\n\n".join(map(told, files)))
+
+
+@main.command()
+def record() -> None:
+    """Make the tables in RESULTS.md anew from benchmarks/results/."""
+    text = RESULTS.read_text()
+    RESULTS.write_text(with_tables(text, RESULTS.parent))
 
 
 @main.command("profile")
