@@ -357,3 +357,31 @@ def test_an_optimizer_may_not_step_over_gradients_that_were_never_reduced() -> N
         train(model, decoder_batch(0, 2))
     with pytest.raises(sw.ShardwiseError, match=r"never reduced.*accumulate\(last=True\)"):
         optimizer.step()
+
+
+def test_a_gradient_of_one_micro_batch_is_not_the_users_memory_in_the_next() -> None:
+    """What ``backward(gradient)`` was given may be written again as soon as it has returned."""
+
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 3))
+
+        def forward(self) -> Tensor:
+            return self.weight.view(-1)
+
+    def rank(comm: Comm) -> list[float]:
+        sharded = sw.shard(View(), "zero1", comm=comm)
+        given = torch.ones(6)
+        with sharded.accumulate(last=False):
+            sharded.model().backward(given)
+        given.fill_(10.0)
+        with sharded.accumulate(last=True):
+            sharded.model().backward(given)
+        weight = sharded.model.get_parameter("weight")
+        assert weight.grad is not None
+        return list(weight.grad.flatten().tolist())
+
+    for world in (1, 2):
+        found = [value for mine in run_threads(world, rank) for value in mine]
+        assert found == [11.0] * 6

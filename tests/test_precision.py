@@ -356,3 +356,36 @@ def test_a_dtype_without_fractions_is_refused_with_the_reason() -> None:
 def test_an_unknown_way_to_average_is_refused_with_those_there_are() -> None:
     with pytest.raises(sw.ConfigError, match=r"'mean'; choose one of postdivide, predivide, sqrt"):
         Precision(average="mean")
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "full_shard"])
+@pytest.mark.parametrize("change", ["step", "load", "write"])
+def test_a_forward_pass_without_a_backward_pass_keeps_no_old_cast(
+    strategy: str, change: str
+) -> None:
+    """For logging, between backward and step: the next step computes with what came after."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    batch = torch.randn(4, 8)
+
+    def rank(comm: Comm, logs: bool) -> float:
+        mine = deepcopy(model)
+        sharded = sw.shard(mine, strategy, comm=comm, precision=sw.Precision(compute=BF16))
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.5)
+        mine(batch).float().square().mean().backward()
+        if logs:
+            mine(batch)
+        if change == "step":
+            optimizer.step()
+        elif change == "load":
+            mine.load_state_dict({k: 3 * v for k, v in mine.state_dict().items()})
+        else:
+            with sharded.full_params(writeback=True), torch.no_grad():
+                for param in mine.parameters():
+                    param.mul_(3)
+        value: float = mine(batch).float().square().mean().item()
+        return value
+
+    for world in (1, 2):
+        plain, logged = run_threads(world, rank, False), run_threads(world, rank, True)
+        assert plain == logged

@@ -84,3 +84,10 @@ def test_casts_reach_every_tensor_and_leave_the_packing(name: str) -> None:
 def test_only_floating_point_is_cast() -> None:
     ids, mask = torch.arange(3), torch.ones(3, dtype=torch.bool)
     assert cast((ids, mask), torch.float16) == (ids, mask)
+
+
+def test_entries_that_are_no_fields_are_found() -> None:
+    """An output of transformers is a dataclass and a dictionary, and models add entries to it."""
+    output = BaseModelOutput(last_hidden_state=A)
+    output["aux"] = B
+    assert [id(tensor) for tensor in tensors(output)] == [id(A), id(B)]

@@ -123,6 +123,18 @@ class Bucket:
         """Let the parameters be shards again, and the full bucket's memory go."""
         if not self.gathered:
             return
+        try:
+            self._lay_down()
+        finally:
+            self._release()
+
+    def shelve(self) -> None:
+        """The same, but something still reads the full bucket; and what was cast will be old."""
+        self.expire()
+        if self.gathered:
+            self._lay_down()
+
+    def _lay_down(self) -> None:
         self.gathered = False
         pending, self._pending = self._pending, None
         try:
@@ -130,7 +142,6 @@ class Bucket:
                 pending.wait()
         finally:
             self.rest()
-            self._release()
 
     def rest(self) -> None:
         """Let the parameters be what this rank holds at rest."""

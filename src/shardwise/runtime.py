@@ -76,6 +76,7 @@ class Runtime:
             Op.REDUCE: self._reduce,
             Op.SETTLE: self._settle,
         }
+        self._read = False  # may a rank still read parameters that another is to write next?
         self._endless: list[Visit] = []  # of the backward pass that is under way
         self.steps_done = 0
         self._warned: set[Mode] = set()
@@ -120,6 +121,7 @@ class Runtime:
         if mode == "forward":
             self._cursor = Cursor(mode, self._script(mode))
             return before
+        self._read = True
         if before.mode == mode and not before.ended and self._goes_on(first):
             return before
         if before.ended:
@@ -143,6 +145,7 @@ class Runtime:
         if self._cursor.mode == "forward":
             self.cue(Op.END, "", Phase.FORWARD)
             self.comm.fence(Label("fence", "forward"))
+            self._read = False
             self._release_all(Phase.FORWARD)
             self._ended()
             self._cursor = cursor
@@ -256,6 +259,9 @@ class Runtime:
             if not self.policy.placement.splits:  # peers still read this rank's mean
                 self.comm.fence(Label("fence", "gradients"))
             self._deliver(used())
+            self._read = self._read and not self.reduces  # every rank has answered
+        for bucket in self._trainable if not self.reduces else ():
+            bucket.gradients.write()  # what waits is autograd's, and may change after this
         self._ended()
 
     def enter_backward(self, visit: Visit) -> None:
@@ -330,8 +336,19 @@ class Runtime:
     # ---- ends ------------------------------------------------------------------------------
 
     def let_go(self) -> None:
-        """Free what a forward pass left whole for a backward pass that may never come."""
+        """Free what a forward pass left whole for a backward pass that may never come.
+
+        Values may change now, so nothing that was gathered or cast counts as new.
+        """
         self._carry_out(Event(Op.FREE, n, Phase.FORWARD, "between steps") for n in self.units)
+        for state in self.units.values():
+            state.shelve()
+
+    def await_readers(self) -> None:
+        """Shared parameters are written next: wait for a forward pass that had no other end."""
+        if self._read:
+            self.comm.fence(Label("fence", "forward"))
+            self._read = False
 
     def _release_all(self, phase: Phase) -> None:
         for state in self.units.values():

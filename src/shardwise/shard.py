@@ -177,6 +177,7 @@ class Sharded:
             ShardUseError: parameters were written without ``writeback``.
         """
         self._idle("full_params() was called")
+        self.runtime.await_readers()
         self._hooks.suspended = True
         try:
             with full_params(self.buckets, writeback):
@@ -280,10 +281,12 @@ class Sharded:
     def _state_asked(self) -> bool:
         if not self._hooks.suspended:  # inside full_params() a state dict is a plain one
             self._idle("a state dict was asked for")
+            self.runtime.await_readers()
         return not self._hooks.suspended
 
     def _before_step(self) -> None:
         self._idle("an optimizer stepped")
+        self.runtime.await_readers()
         for state in self.runtime.units.values():
             if state.collected:
                 raise ScheduleError(

@@ -37,13 +37,19 @@ def _find(tree: Any, found: list[Tensor]) -> None:
     elif kind is dict:
         for item in tree.values():
             _find(item, found)
+    elif kind not in _LEAVES:
+        _find_in_node(tree, found)
+
+
+def _find_in_node(tree: Any, found: list[Tensor]) -> None:
+    """In what torch can take apart; and else, in a dataclass. Some are both, with more entries."""
+    leaves = tree_leaves(tree)
+    if len(leaves) != 1 or leaves[0] is not tree:
+        for leaf in leaves:
+            _find(leaf, found)
     elif _is_dataclass(tree):
         for item in fields(tree):
             _find(getattr(tree, item.name), found)
-    elif kind not in _LEAVES:
-        leaves = tree_leaves(tree)
-        for leaf in leaves if leaves != [tree] else ():
-            _find(leaf, found)
 
 
 def _is_dataclass(leaf: Any) -> bool:

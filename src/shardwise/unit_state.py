@@ -77,6 +77,12 @@ class UnitState:
         for bucket in self.buckets:
             bucket.free()
 
+    def shelve(self) -> None:
+        """Between steps: what was gathered or cast is old as soon as an optimizer steps."""
+        self.gathered = False
+        for bucket in self.buckets:
+            bucket.shelve()
+
     def abandon(self) -> None:
         """Forget a step that stopped half-way, even if the group is dead by now."""
         self.depth, self.pinned, self.reducing, self.gathered = 0, False, False, False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -156,3 +157,38 @@ def test_ranks_on_several_hosts_fall_back_to_messages() -> None:
 
 def test_nothing_of_it_has_a_name_in_dev_shm() -> None:
     assert not list(Path("/dev/shm").glob("*shardwise*"))
+
+
+class Slow(nn.Module):
+    """Computes late on rank 1, once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.delay = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sleep(self.delay)
+        result: torch.Tensor = self.linear(x)
+        return result
+
+
+def step_while_a_peer_computes(rank: int, world: int, folder: str) -> list[float]:
+    with gloo_group(rank, world, folder), over(dist.group.WORLD, transport="memory") as comm:
+        slow = Slow()
+        model = nn.Sequential(slow, nn.Linear(4, 4))
+        for param in model.parameters():
+            nn.init.ones_(param)
+        sw.shard(model, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(torch.ones(2, 4)).sum().backward()
+        slow.delay = 0.5 * rank
+        logged = model(torch.ones(2, 4))  # with gradients, and without a backward pass
+        optimizer.step()
+        return list(logged[0].tolist())
+
+
+def test_no_rank_updates_what_another_still_computes_with() -> None:
+    for outcome in outcomes_of(2, step_while_a_peer_computes):
+        assert outcome.error == ""
+        assert outcome.value == [21.0] * 4

@@ -482,8 +482,26 @@ def put_anew(optimizer: Optimizer) -> None:
     optimizer.state = defaultdict(dict)
 
 
+def each_cleared(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        state.clear()
+
+
+def each_put_anew(optimizer: Optimizer) -> None:
+    for param in list(optimizer.state):
+        optimizer.state[param] = {}
+
+
+def each_with_other_tensors(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        for name in list(state):
+            state[name] = torch.zeros_like(state[name])
+
+
 @kinds
-@pytest.mark.parametrize("reset", [cleared, put_anew])
+@pytest.mark.parametrize(
+    "reset", [cleared, put_anew, each_cleared, each_put_anew, each_with_other_tensors]
+)
 def test_state_that_is_thrown_away_begins_anew(
     kind: str, reset: Callable[[Optimizer], None]
 ) -> None:

@@ -18,6 +18,7 @@ __all__ = ["fresh", "keep_mapped"]
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 KEPT = 1 << 30  # bytes: freed memory up to this stays mapped in the process
+OLDER = 1 << 25  # what an older glibc allows at most
 CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
@@ -38,4 +39,6 @@ def keep_mapped() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ for name in CHOSEN):
         return False
-    return bool(mallopt(TRIM_THRESHOLD, KEPT) and mallopt(MMAP_THRESHOLD, KEPT))
+    # In this order: once either is set, glibc adapts neither, so one without the other would harm.
+    taken = mallopt(MMAP_THRESHOLD, KEPT) or mallopt(MMAP_THRESHOLD, OLDER)
+    return bool(taken and mallopt(TRIM_THRESHOLD, KEPT))

@@ -128,7 +128,8 @@ class FlatOptimizer(Optimizer, ABC):
 
     def _step(self) -> None:
         self._check_sharded()
-        if self._facts != self._facts_now():
+        shown = all(held.shows(self.state) for held in self._held)
+        if not shown or self._facts != self._facts_now():
             self._hold()
         given = [[param.grad for param in held.params] for held in self._held]
         update = self._update([[gradient is not None for gradient in mine] for mine in given])

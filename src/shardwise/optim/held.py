@@ -105,6 +105,8 @@ class Held:
         self._version = self.steps._version
         self._numel = sum(sizes)
         self._flat: dict[str, Tensor] = {}
+        self._shown: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        self._views: list[tuple[dict[str, Any], str, Tensor]] = []  # what was shown, by name
         self._solid_params = [self.params[position] for position in self.solid]
         self._places = [self.shares[position].view.data_ptr() for position in self.solid]
 
@@ -119,6 +121,7 @@ class Held:
                     mine[name] = self.state(name, position).fill_(float(value))
                 elif isinstance(value, Tensor):
                     mine[name] = self.state(name, position).copy_(share.part_of(value, name))
+            self._show(share.param, mine)
         self._version = self.steps._version
 
     def make(self, state: State, position: int, names: Iterable[str]) -> bool:
@@ -126,7 +129,20 @@ class Held:
         mine = state[self.shares[position].param]
         missing = [name for name in names if mine.get(name) is None]
         mine.update((name, self.state(name, position)) for name in missing)
+        if missing:
+            self._show(self.shares[position].param, mine)
         return bool(missing)
+
+    def _show(self, param: nn.Parameter, mine: dict[str, Any]) -> None:
+        if mine:
+            self._shown.append((param, mine))
+            self._views += [(mine, name, mine[name]) for name in mine]
+
+    def shows(self, state: State) -> bool:
+        """Is the state there is still what was shown? Its user may have put other in its place."""
+        return all(mine.get(name) is view for mine, name, view in self._views) and all(
+            state.get(param) is mine for param, mine in self._shown
+        )
 
     def state(self, name: str, position: int) -> Tensor:
         """A share's state of this name: a view of the flat one, in the shape of the shard."""
