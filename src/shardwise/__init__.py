@@ -11,7 +11,8 @@ One training step is a list of events. Read the package in this order:
     runtime    a cursor along the events
     shard      the front door
 
-and then ``comm`` (how ranks talk), ``optim`` (what happens on shards) and ``train``.
+and then ``comm`` (how ranks talk), ``optim`` (what happens on shards), ``checkpoint`` (to disk and
+back) and ``train``.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from shardwise import optim, wrap
+from shardwise.checkpoint import Loaded, Saved, Saving, Training
 from shardwise.comm.connect import connect
 from shardwise.errors import (
+    CheckpointError,
     ConfigError,
+    DamagedCheckpoint,
     OptimizerError,
     RanksDisagree,
     ScheduleError,
@@ -35,15 +39,21 @@ from shardwise.shard import Sharded, shard
 __version__ = version("shardwise")
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
+    "DamagedCheckpoint",
+    "Loaded",
     "OptimizerError",
     "Precision",
     "Prefetch",
     "RanksDisagree",
+    "Saved",
+    "Saving",
     "ScheduleError",
     "ShardUseError",
     "Sharded",
     "ShardwiseError",
+    "Training",
     "connect",
     "optim",
     "shard",

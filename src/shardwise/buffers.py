@@ -91,7 +91,7 @@ class Bucket:
         if self.gathered:
             return
         self.gathered = True
-        self._adopt()
+        self.adopt()
         if self.stays_whole:
             return
         if not self.lasting:
@@ -167,7 +167,7 @@ class Bucket:
         if not self.lasting:
             self._storage.resize_(0)
 
-    def _adopt(self) -> None:
+    def adopt(self) -> None:
         """Take over values that the user put in place of a shard by ``param.data = ...``."""
         with torch._C.DisableTorchFunctionSubclass():
             if [(param.data_ptr(), param.shape) for param in self.params] == self._places:
@@ -183,7 +183,7 @@ class Bucket:
     def whole(self) -> list[Tensor]:
         """Every parameter whole, in its stored dtype, in new memory. A collective."""
         if not self.gathered:
-            self._adopt()
+            self.adopt()
         return self.whole_of(self.shard)
 
     def whole_of(self, flat: Tensor) -> list[Tensor]:

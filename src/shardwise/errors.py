@@ -7,6 +7,8 @@ A message says the fact with its numbers, what follows from it, and what to do.
     ├── ShardUseError       a shard was used as if it were the whole parameter
     ├── OptimizerError      this optimizer would be wrong on shards
     ├── ScheduleError       a step did something that no schedule can serve
+    ├── CheckpointError     a checkpoint that cannot be written, read, or made to fit
+    │   └── DamagedCheckpoint   its bytes are missing, or not those that were written
     └── RanksDisagree       the ranks do not do the same thing; their group is dead afterwards
 """
 
@@ -16,7 +18,9 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
+    "DamagedCheckpoint",
     "OptimizerError",
     "RanksDisagree",
     "ScheduleError",
@@ -44,6 +48,14 @@ class OptimizerError(ShardwiseError, TypeError):
 
 class ScheduleError(ShardwiseError, RuntimeError):
     """A step did something that no schedule can serve."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint that cannot be written, read, or made to fit."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint whose bytes are missing, or not those that were written."""
 
 
 class RanksDisagree(ShardwiseError, RuntimeError):

@@ -49,7 +49,7 @@ _REASONS = {
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it needs sparse gradients, and gradients arrive here as dense shards",
 }
-_BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
+BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
 """0-dim state that is no element's: how far the optimizer is."""
 
 
@@ -118,11 +118,7 @@ class Gate:
         if before_step is None or not (params := self._params_of(optimizer)):
             return
         before_step()
-        if all(ref() is not optimizer for ref in self._known):
-            _check_elementwise(optimizer, params)
-            for param in params:
-                _cut_state(optimizer, param)
-            self._known.append(weakref.ref(optimizer))
+        self.admit(optimizer)
         self._unguarded += _show_plain(params)
 
     def _params_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -134,6 +130,16 @@ class Gate:
             mine = [param for params in lists for param in params if id(param) in self._mine]
             known = self._params[optimizer] = _Params(facts, mine)
         return known.mine
+
+    def admit(self, optimizer: Optimizer) -> None:
+        """Make sure, once, that it may step on shards, and cut state from before ``shard()``."""
+        params = self._params_of(optimizer)
+        if not params or any(ref() is optimizer for ref in self._known):
+            return
+        _check_elementwise(optimizer, params)
+        for param in params:
+            _cut_state(optimizer, param)
+        self._known.append(weakref.ref(optimizer))
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _guard(self._unguarded)
@@ -224,5 +230,5 @@ def _elements(state: Mapping[str, Any], shape: torch.Size) -> dict[str, Tensor]:
         for name, value in state.items()
         if isinstance(value, Tensor)
         and value.shape == shape
-        and (value.ndim > 0 or name not in _BOOKKEEPING)
+        and (value.ndim > 0 or name not in BOOKKEEPING)
     }

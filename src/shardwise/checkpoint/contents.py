@@ -1,0 +1,168 @@
+"""What goes into one checkpoint: files on paper, and this rank's bytes of them in memory.
+
+model.safetensors        parameters and persistent buffers, as Hugging Face names them
+optimizer.safetensors    exp_avg/NAME, exp_avg_sq/NAME, step/NAME …
+ranks.safetensors        what every rank has of its own: generators, buffers where they differ
+training.json            step, scheduler, data position, groups of the optimizer …
+config.json, …           what else a reader of the folder needs
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import checksum, manifest, rng, state
+from shardwise.checkpoint.holdings import Holding, homes, own_rows, persistent_buffers, weights
+from shardwise.checkpoint.meeting import share
+from shardwise.checkpoint.names import is_plain
+from shardwise.checkpoint.optimizers import Named, contents
+from shardwise.checkpoint.plan import FilePlan, index_of, plan_files
+from shardwise.checkpoint.segments import Segments
+from shardwise.checkpoint.state import Training
+from shardwise.checkpoint.writer import Chunk
+from shardwise.comm.protocol import Comm
+from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardwise.shard import Sharded
+
+__all__ = ["BUFFER", "MODEL", "OPTIMIZER", "RANKS", "RNG", "Contents", "collect"]
+
+MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
+RNG, BUFFER = "rng/", "buffer/"  # what the tensors of RANKS begin with
+
+
+@dataclass(frozen=True)
+class Contents:
+    """One checkpoint, as one rank sees it before anything is written.
+
+    Attributes:
+        files: the safetensors files, the same on every rank.
+        small: all other files but the manifest, whole; rank 0's are written.
+        aliases: further names of tied tensors → the stored one.
+        metric: how good it is, where that was said.
+    """
+
+    files: tuple[FilePlan, ...]
+    segments: tuple[Segments, ...] = field(repr=False)
+    small: Mapping[str, bytes] = field(repr=False)
+    aliases: Mapping[str, str] = field(repr=False)
+    metric: float | None
+
+    def chunks(self, rank: int) -> Iterator[Chunk]:
+        """What ``rank`` writes, in order, and where it is in memory now."""
+        for file, segments in zip(self.files, self.segments, strict=True):
+            for start, stop in file.chunks(rank):
+                yield Chunk(file.name, start, stop, tuple(segments.between(start, stop)))
+
+    def total(self, rank: int) -> int:
+        """Bytes that ``rank`` writes."""
+        return sum(
+            span.stop - span.start for f in self.files for span in f.spans if span.rank == rank
+        )
+
+    def facts(self) -> dict[str, str]:
+        """What every rank must have alike, as short texts to compare."""
+        return {f"file {file.name}": _fact(file) for file in self.files}
+
+
+def _fact(file: FilePlan) -> str:
+    text = hashlib.sha256(file.header)
+    text.update(repr(file.spans).encode())
+    return f"{len(file.tensors):,} tensors, {file.size:,} bytes, {text.hexdigest()[:12]}"
+
+
+def collect(
+    sharded: Sharded,
+    optimizers: Sequence[Optimizer],
+    training: Training | None,
+    files: Mapping[str, bytes],
+    limit: int,
+) -> Contents:
+    """All of it. A collective.
+
+    Args:
+        training: ``None`` for weights alone.
+        files: further small files, by name.
+        limit: bytes of tensors in a file at most.
+
+    Raises:
+        CheckpointError: something of it cannot be stored.
+    """
+    comm, model = sharded.comm, sharded.model
+    found, aliases = weights(sharded.buckets, model)
+    groups = {MODEL: found}
+    small = {**_model_config(model), **_checked(files)}
+    if training is not None:
+        groups[OPTIMIZER], records = contents(optimizers, Named(homes(sharded.buckets)))
+        own = {RNG + name: value for name, value in rng.capture(comm.device).items()}
+        own |= {BUFFER + name: value for name, value in _differing_buffers(comm, model).items()}
+        groups[RANKS] = own_rows(own, comm.rank, comm.size)
+        local = share(comm, state.local_text(training), "values of each rank")
+        small[state.NAME] = state.encode(training, records, local)
+    plans = {stem: _planned(stem, group, limit) for stem, group in groups.items()}
+    by_stem = {stem: {h.entry.name: h for h in group} for stem, group in groups.items()}
+    segments = [Segments(plan, by_stem[stem]) for stem, some in plans.items() for plan in some]
+    small |= {
+        f"{stem}.safetensors.index.json": json.dumps(index_of(some), indent=2).encode() + b"\n"
+        for stem, some in plans.items()
+        if len(some) > 1
+    }
+    every = tuple(plan for some in plans.values() for plan in some)
+    metric = training.metric if training else None
+    return Contents(every, tuple(segments), small, aliases, metric)
+
+
+def _planned(stem: str, group: Iterable[Holding], limit: int) -> tuple[FilePlan, ...]:
+    return plan_files(stem, [holding.entry for holding in group], limit, {"format": "pt"})
+
+
+def _differing_buffers(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+    """Persistent buffers that not all ranks have alike, such as statistics of batch norm."""
+    buffers = {names[0]: buffer for names, buffer in persistent_buffers(model) if buffer.numel()}
+    if not buffers or comm.size == 1:
+        return {}
+    sums = {name: checksum.running(_bytes(buffer)) for name, buffer in buffers.items()}
+    said = [json.loads(text) for text in share(comm, json.dumps(sums), "checksums of buffers")]
+    return {
+        name: buffer
+        for name, buffer in buffers.items()
+        if any(other.get(name) != said[0].get(name) for other in said)
+    }
+
+
+def _bytes(value: Tensor) -> Any:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _model_config(model: nn.Module) -> dict[str, bytes]:
+    """The ``config.json`` of a ``transformers`` model, so that its folder loads there."""
+    config = getattr(model, "config", None)
+    to_text = getattr(config, "to_json_string", None)
+    if not callable(to_text):
+        return {}
+    fields = json.loads(to_text())
+    if not fields.get("architectures"):
+        fields["architectures"] = [type(model).__name__]
+    if not fields.get("dtype") and (param := next(model.parameters(), None)) is not None:
+        fields["dtype"] = str(param.dtype).removeprefix("torch.")
+    return {"config.json": json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"}
+
+
+def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    for name in files:
+        ours = name in (state.NAME, manifest.NAME) or ".safetensors" in name
+        if not is_plain(name) or ours or name.startswith("."):
+            raise CheckpointError(
+                f"a file called {name!r:.80} cannot be put beside the checkpoint: the name is "
+                "hidden, no plain file name, or one of the checkpoint's own. Choose another."
+            )
+    return dict(files)

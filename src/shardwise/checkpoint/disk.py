@@ -1,0 +1,69 @@
+"""What a disk does and says: bytes that are there to stay, and errors a person can act on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwise.errors import CheckpointError
+
+__all__ = ["explained", "free_bytes", "sync_folder", "write_file"]
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free space there, or save elsewhere",
+    errno.EDQUOT: "the quota is used up: free space there, or save elsewhere",
+    errno.EFBIG: "a file may not become as large: raise the limit (ulimit -f), lower "
+    "max_file_size, or choose another file system",
+    errno.EROFS: "it is mounted read-only: mount it for writing, or save elsewhere",
+    errno.EACCES: "this user may not write there: change its permissions, or save elsewhere",
+    errno.EPERM: "this user may not write there: change its permissions, or save elsewhere",
+    errno.ENOENT: "it is not there, or no longer: look whether it was moved or unmounted",
+    errno.EIO: "the disk fails: look at the system's log, and save elsewhere",
+}
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn an ``OSError`` inside into a ``CheckpointError`` that says ``what`` could not be."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "look at that file system")
+        place = f" ({error.filename})" if error.filename else ""
+        raise CheckpointError(
+            f"{what} failed: {error.strerror or error}{place}; {advice}. Complete checkpoints "
+            "that were there before are as they were."
+        ) from error
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user may still write to the file system of ``folder``."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` last. Some file systems know no such thing, and need none."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(opened)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file, and its bytes are on the disk when this returns."""
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(opened, view) :]
+        os.fsync(opened)
+    finally:
+        os.close(opened)

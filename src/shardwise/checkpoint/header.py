@@ -1,0 +1,174 @@
+"""The header of a safetensors file: which tensor lies where. Written, and read with suspicion.
+
+    8 bytes: length n | n bytes of JSON: {"name": {"dtype", "shape", "data_offsets"}, …} | data
+
+A header comes from wherever the file does, so every number in it is checked against the file's
+size before anything is read or allocated: a length of 2^60, tensors that overlap, leave holes or
+reach past the end, sizes that overflow are errors here and nowhere else. Ours are padded with
+spaces, as the format allows, so that data starts at a page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from shardwise.checkpoint.dtypes import DTYPES, itemsize
+from shardwise.errors import CheckpointError
+
+__all__ = ["CAP", "PAGE", "Header", "Stored", "decode", "encode", "length_of"]
+
+CAP = 100_000_000
+"""Bytes of a header at most; the safetensors library has the same limit."""
+PAGE = 4096
+"""Bytes that no two ranks write parts of: file systems keep and lock whole pages."""
+_PREFIX = 8
+
+
+class Stored(NamedTuple):
+    """A tensor in a file: bytes ``[start, stop)`` of it, counted from the file's first."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's tensors, in the order of their bytes, and its free text."""
+
+    tensors: Mapping[str, Stored]
+    metadata: Mapping[str, str]
+
+
+def encode(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """The header of a file that holds these ``(name, dtype, shape)``, in this order, gapless.
+
+    Raises:
+        CheckpointError: it is longer than any reader accepts.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, dtype, shape in tensors:
+        end = at + prod(shape) * itemsize(dtype)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(_PREFIX + len(text)) % PAGE)
+    if len(text) > CAP:
+        raise CheckpointError(
+            f"the header of a file of {len(tensors):,} tensors has {len(text):,} bytes, and "
+            f"readers accept {CAP:,}. Lower max_file_size, so that files hold fewer tensors."
+        )
+    return len(text).to_bytes(_PREFIX, "little") + text
+
+
+def length_of(prefix: bytes, size: int, file: str) -> int:
+    """Bytes of JSON that the file's first 8 bytes announce.
+
+    Args:
+        prefix: those 8 bytes, or fewer if the file has no more.
+        size: the file's.
+        file: its name, for errors.
+
+    Raises:
+        CheckpointError: there cannot be as many.
+    """
+    if len(prefix) < _PREFIX or size < _PREFIX:
+        raise _bad(file, f"it has {size} bytes, fewer than the 8 that announce the header")
+    length = int.from_bytes(prefix[:_PREFIX], "little")
+    if length == 0:
+        raise _bad(file, "it announces no header, as a file does whose writer did not finish")
+    if length > min(CAP, size - _PREFIX):
+        raise _bad(
+            file,
+            f"it announces a header of {length:,} bytes; there are {size - _PREFIX:,} after the "
+            f"first 8, and {CAP:,} at most are accepted",
+        )
+    return length
+
+
+def decode(text: bytes, size: int, file: str) -> Header:
+    """Read the JSON of a header, and check it against the size of its file.
+
+    Raises:
+        CheckpointError: it is malformed, or says what cannot be.
+    """
+    try:
+        found = json.loads(
+            text.decode(), object_pairs_hook=_without_repeats, parse_constant=_no_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise _bad(file, f"its header is not JSON ({str(error)[:200]})") from None
+    if not isinstance(found, dict):
+        raise _bad(file, f"its header is a JSON {type(found).__name__}, not an object")
+    metadata = found.pop("__metadata__", {})
+    if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise _bad(file, "its __metadata__ is not an object of texts")
+    first = _PREFIX + len(text)
+    tensors = {name: _stored(name, entry, first, file) for name, entry in found.items()}
+    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
+    _check_gapless(ordered, first, size, file)
+    return Header(ordered, metadata)
+
+
+def _stored(name: str, entry: Any, first: int, file: str) -> Stored:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _bad(file, f"tensor {name!r} has no plain dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _bad(file, f"tensor {name!r} has the dtype {dtype!r:.40}, which is not known here")
+    if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
+        raise _bad(file, f"tensor {name!r} has a shape or offsets that are no counts")
+    start, stop = offsets
+    if stop - start != prod(shape) * itemsize(dtype):
+        raise _bad(
+            file,
+            f"tensor {name!r} has bytes {start:,} to {stop:,}, which is not what {dtype} of shape "
+            f"{tuple(shape)} takes",
+        )
+    return Stored(dtype, tuple(shape), first + start, first + stop)
+
+
+def _are_counts(values: Any) -> bool:
+    """A short list of whole numbers that a file could have as sizes."""
+    return (
+        isinstance(values, list)
+        and len(values) <= 64
+        and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+    )
+
+
+def _check_gapless(tensors: Mapping[str, Stored], first: int, size: int, file: str) -> None:
+    at = first
+    for name, stored in tensors.items():
+        if stored.start != at:
+            what = "overlaps the one before it" if stored.start < at else "leaves a hole before it"
+            raise _bad(file, f"tensor {name!r} begins at byte {stored.start:,} and {what}")
+        at = stored.stop
+    if at != size:
+        raise _bad(file, f"its tensors end at byte {at:,}, and the file at {size:,}")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no number")
+
+
+def _bad(file: str, fact: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is not a whole safetensors file: {fact}. Nothing of it was used. Fetch or write "
+        "it again, or load another checkpoint."
+    )

@@ -1,0 +1,153 @@
+"""What there is to store, and the part of it that this rank holds, where it lies in memory.
+
+Parameters, optimizer state, and what each rank has of its own are all the same thing here: a
+name, a whole shape, and for every rank a range of elements. So one writer and one reader serve
+all of them, and a strategy, a number of ranks or a choice of units is nothing but other ranges.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.bucket import BucketSpec
+from shardwise.buffers import Bucket
+from shardwise.checkpoint.dtypes import code_of
+from shardwise.checkpoint.plan import Entry, Held
+from shardwise.layout import Slot
+from shardwise.units import Member
+
+__all__ = ["Holding", "Home", "homes", "own_rows", "persistent_buffers", "weights"]
+
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """A tensor to store.
+
+    Attributes:
+        entry: what it is as a whole.
+        value: the elements that this rank holds; any shape, any device.
+        start: which element of the flattened tensor the first of them is.
+    """
+
+    entry: Entry
+    value: Tensor
+    start: int
+
+    @property
+    def data(self) -> Tensor:
+        """The bytes of ``value``, ``[bytes]`` uint8, where they lie."""
+        return self.value.detach().reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Where a parameter's elements are.
+
+    Attributes:
+        member: the parameter and its names.
+        held: who holds which elements.
+        value: this rank's part of it, as at rest.
+        start: which element of the flattened parameter the first of them is.
+    """
+
+    member: Member
+    held: tuple[Held, ...]
+    value: Tensor
+    start: int
+
+    def holding(self, name: str, value: Tensor) -> Holding:
+        """A tensor that has one element for each of the parameter's, stored as ``name``."""
+        shape = tuple(self.member.shape)
+        return Holding(Entry(name, code_of(value.dtype, name), shape, self.held), value, self.start)
+
+
+def homes(buckets: Iterable[Bucket]) -> list[Home]:
+    """Every parameter, in the order of slots: what a rank holds of a bucket is one range."""
+    return [home for bucket in buckets for home in _homes(bucket)]
+
+
+def _homes(bucket: Bucket) -> Iterator[Home]:
+    spec = bucket.spec
+    bucket.adopt()
+    views = spec.rest_views(bucket.shard)
+    ordered = sorted(
+        zip(spec.slots, spec.members, views, strict=True),
+        key=lambda found: (found[0].start, found[0].stop),
+    )
+    for slot, member, view in ordered:
+        start = spec.layout.owned(slot, spec.comm.rank)[0] if spec.placement.splits else 0
+        yield Home(member, _held(spec, slot), view, start)
+
+
+def _held(spec: BucketSpec, slot: Slot) -> tuple[Held, ...]:
+    if slot.numel == 0:
+        return ()
+    if not spec.placement.splits:
+        return (Held(0, slot.numel, tuple(range(spec.comm.size))),)
+    owners = spec.layout.owners(slot)
+    return tuple(Held(*spec.layout.owned(slot, rank), (rank,)) for rank in owners)
+
+
+def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[Holding], dict[str, str]]:
+    """Parameters and persistent buffers, each once; and further names → the name it is stored by.
+
+    Buffers are whole on every rank; rank 0's are stored.
+    """
+    found: list[Holding] = []
+    aliases: dict[str, str] = {}
+    for home in homes(buckets):
+        found.append(home.holding(home.member.name, home.value))
+        aliases |= dict.fromkeys(home.member.aliases[1:], home.member.name)
+    for names, buffer in persistent_buffers(model):
+        aliases |= dict.fromkeys(names[1:], names[0])
+        found.append(whole_of_rank_0(names[0], buffer))
+    _warn_of_extra_state(model)
+    return found, aliases
+
+
+def whole_of_rank_0(name: str, value: Tensor) -> Holding:
+    """A tensor that is stored as rank 0 has it."""
+    shape, numel = tuple(value.shape), value.numel()
+    held = (Held(0, numel, (0,)),) if numel else ()
+    return Holding(Entry(name, code_of(value.dtype, name), shape, held), value, 0)
+
+
+def own_rows(values: Mapping[str, Tensor], rank: int, world: int) -> list[Holding]:
+    """Tensors that every rank has one of, alike in shape and dtype, stored as ``[world, …]``."""
+    found = []
+    for name, value in values.items():
+        size = value.numel()
+        held = tuple(Held(r * size, (r + 1) * size, (r,)) for r in range(world) if size)
+        entry = Entry(name, code_of(value.dtype, name), (world, *value.shape), held)
+        found.append(Holding(entry, value, rank * size))
+    return found
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
+    """Each persistent buffer once, with all its names, in order of registration."""
+    names: dict[int, list[str]] = {}
+    buffers: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(id(buffer), []).append(f"{prefix}.{name}".lstrip("."))
+                buffers[id(buffer)] = buffer
+    return [(tuple(found), buffers[key]) for key, found in names.items()]
+
+
+def _warn_of_extra_state(model: nn.Module) -> None:
+    plain = nn.Module.get_extra_state
+    if odd := [name for name, m in model.named_modules() if type(m).get_extra_state is not plain]:
+        log.warning(
+            "%d modules keep extra state (get_extra_state), the first is %r; it may be any object, "
+            "which only pickle could write, so it is not in this checkpoint",
+            len(odd),
+            odd[0],
+        )

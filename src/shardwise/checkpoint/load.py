@@ -1,0 +1,100 @@
+"""To load: each rank reads what it holds, at any number of ranks, with any strategy.
+
+    1. open       the manifest, the headers, what fits and what does not: before anything changes
+    2. read       each rank its own ranges, checked block by block
+    3. restore    optimizers, scheduler, generators
+
+Every rank does each phase, and they go on only if all could: so either all ranks have loaded, or
+all raise the same error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.checkpoint.complete import newest
+from shardwise.checkpoint.fit import Fitted, Found, Loaded, Wish, open_found
+from shardwise.checkpoint.meeting import from_rank_0, together
+from shardwise.checkpoint.reader import fill
+from shardwise.comm.protocol import Label
+from shardwise.errors import CheckpointError, DamagedCheckpoint
+
+if TYPE_CHECKING:
+    from shardwise.shard import Sharded
+
+__all__ = ["load", "resume"]
+
+log = logging.getLogger("shardwise")
+
+
+def load(sharded: Sharded, path: str | Path, wish: Wish) -> Loaded:
+    """Load a checkpoint into the model. A collective, between steps.
+
+    Raises:
+        CheckpointError: on every rank alike. If it says so, some tensors were already replaced.
+        DamagedCheckpoint: the same, where bytes are missing or not those that were written.
+    """
+    comm = sharded.comm
+    comm.fence(Label("fence", "load"))  # nobody still reads the memory that is filled next
+    with ExitStack() as stack:
+        found = together(comm, "opening", lambda: open_found(path, wish, stack), DamagedCheckpoint)
+        comm.agree({"checkpoint": found.identity})
+        fitted = together(comm, "comparing", lambda: Fitted(sharded, found, wish))
+        together(comm, "reading", lambda: _read(found, fitted), DamagedCheckpoint)
+        together(comm, "restoring", lambda: fitted.apply(wish.training))
+    for bucket in sharded.buckets:
+        bucket.expire()
+    if found.source.manifest is None and comm.rank == 0:
+        log.warning(
+            "%s has no manifest, so nothing could tell whether its bytes are those that were "
+            "written; headers and sizes fit",
+            found.source.folder,
+        )
+    return fitted.report()
+
+
+def resume(sharded: Sharded, run: str | Path, wish: Wish) -> Loaded | None:
+    """Load the newest checkpoint of a run's folder that is whole. A collective.
+
+    Returns:
+        The report, or ``None`` where the folder holds no complete checkpoint.
+
+    Raises:
+        CheckpointError: the newest whole one does not fit the model.
+    """
+    comm, folder = sharded.comm, Path(run).expanduser().absolute()
+    broken: list[str] = []
+    while True:
+        name = from_rank_0(comm, _candidate(folder, broken, comm.rank), "checkpoint to resume")
+        if not name:
+            return None
+        try:
+            return load(sharded, folder / name, wish)
+        except DamagedCheckpoint as error:
+            broken.append(name)
+            if comm.rank == 0:
+                log.warning("SKIPPED %s, which is broken: %s", folder / name, error)
+
+
+def _candidate(folder: Path, broken: Sequence[str], rank: int) -> str:
+    if rank:
+        return ""
+    found = newest(folder, broken)
+    for path, reason in found.skipped:
+        if path.name not in broken:
+            log.warning("SKIPPED %s, which is not complete: %s", path, reason)
+    return found.path.name if found.path else ""
+
+
+def _read(found: Found, fitted: Fitted) -> None:
+    try:
+        fill(found.source, fitted.wants)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} Some tensors of the model were already replaced: load another checkpoint "
+            "before you use it."
+        ) from error

@@ -1,0 +1,126 @@
+"""What a complete checkpoint consists of: every file's size and checksums, and who wrote it.
+
+The manifest is the last file to come into a checkpoint's folder, so where there is one, all that
+it lists was on the disk before. It carries a digest of itself: a flipped bit in the list must
+not be blamed on the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwise.checkpoint import checksum
+from shardwise.checkpoint.names import is_plain
+from shardwise.errors import CheckpointError
+
+__all__ = ["NAME", "VERSION", "FileRecord", "Manifest", "record_of"]
+
+NAME = "manifest.json"
+VERSION = 1
+CAP = 1 << 30
+"""Bytes of a manifest at most: a quarter of a million blocks take two million."""
+
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class FileRecord(_Frozen):
+    """One file as it was written."""
+
+    size: Count
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$", description="of size and block checksums")
+    blocks: str = Field(pattern=r"^([0-9a-f]{8})*$", description="8 hex digits for each block")
+
+    def checksums(self) -> list[int]:
+        """Of each block of the file, in order."""
+        return [int(self.blocks[k : k + 8], 16) for k in range(0, len(self.blocks), 8)]
+
+
+class Manifest(_Frozen):
+    """A checkpoint's table of contents."""
+
+    format: Literal["shardwise"] = "shardwise"
+    version: Literal[1] = 1
+    token: str = Field(min_length=8, description="of this save alone")
+    created: str = Field(description="UTC, ISO 8601")
+    step: Count | None = Field(description="optimizer steps taken")
+    world: int = Field(ge=1, description="ranks that wrote it")
+    strategy: str
+    versions: dict[str, str]
+    checksum: Literal["crc32"] = "crc32"
+    block: Literal[4194304] = 4_194_304
+    metric: float | None = Field(default=None, description="how good it is, where that was said")
+    aliases: dict[str, str] = Field(description="further names of tied parameters → stored name")
+    files: dict[str, FileRecord]
+
+    def encode(self) -> bytes:
+        """The file, with a digest of all the rest."""
+        fields = self.model_dump()
+        return json.dumps({**fields, "digest": _digest(fields)}, indent=1).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Manifest:
+        """Read it, and believe it only if it is whole.
+
+        Raises:
+            CheckpointError: it is not, or a later version of shardwise wrote it.
+        """
+        try:
+            fields = json.loads(data)
+            if not isinstance(fields, dict):
+                raise ValueError("it is no JSON object")
+            _check_version(fields, where)
+            digest = fields.pop("digest", None)
+            if digest != _digest(fields):
+                raise ValueError("its digest does not fit what it says")
+            manifest = cls.model_validate(fields)
+        except (ValueError, RecursionError, ValidationError) as error:
+            fact = str(error).splitlines()[0][:200]
+            raise CheckpointError(
+                f"{where} is damaged: {fact}. Without it nothing vouches for the files beside it, "
+                "so the checkpoint counts as incomplete. Load another one."
+            ) from None
+        manifest._check_files(where)
+        return manifest
+
+    def _check_files(self, where: str) -> None:
+        for name, record in self.files.items():
+            blocks = record.checksums()
+            whole = len(blocks) == -(-record.size // self.block)
+            if not (is_plain(name) and whole and digest_fits(record, blocks)):
+                raise CheckpointError(
+                    f"{where} lists {name!r:.80} with checksums that do not fit its size, or by a "
+                    "name that is no plain file name. Load another checkpoint."
+                )
+
+
+def digest_fits(record: FileRecord, blocks: Sequence[int]) -> bool:
+    """Is the record's digest that of its size and blocks?"""
+    return record.digest == checksum.digest_of(blocks, record.size)
+
+
+def record_of(blocks: Sequence[int], size: int) -> FileRecord:
+    """A file's record from the checksums of its blocks."""
+    digest = checksum.digest_of(blocks, size)
+    return FileRecord(size=size, digest=digest, blocks="".join(f"{block:08x}" for block in blocks))
+
+
+def _check_version(fields: dict[str, Any], where: str) -> None:
+    if fields.get("format") == "shardwise" and fields.get("version") not in (None, VERSION):
+        raise CheckpointError(
+            f"{where} is of version {fields['version']!r:.20}, and this shardwise reads version "
+            f"{VERSION}. Install a later shardwise."
+        )
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

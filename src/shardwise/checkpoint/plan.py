@@ -1,0 +1,269 @@
+"""Which byte of which file is whose: what is stored, who writes it, who reads it. Pure numbers.
+
+safetensors keeps a tensor as contiguous row-major bytes, and a rank's shard is a contiguous
+range of a bucket. Tensors lie in a file in the order of their slots, so a rank's shard of a
+bucket is *one* range of the file, with the padding left out, and nothing has to be gathered.
+The ordinary way, one file per rank, makes the number of ranks part of the format.
+
+    file    | header · | a0 a1 a2 a3 a4 a5 b0 b1 | c0 c1 …
+    held by            | rank 0      | rank 1    |
+    pages   |----------|----------|----------|----------|     4 KiB each
+    written by  rank 0 |  rank 0     ·····| rank 1
+
+A page has one writer, the rank that holds its first byte. What others hold of that page (the
+dots) moves to the writer beforehand: 4 KiB per boundary at most. File systems keep pages whole
+in memory, and those of networks do not merge what two hosts wrote into one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from shardwise.checkpoint.dtypes import itemsize
+from shardwise.checkpoint.header import PAGE, Stored, encode
+from shardwise.errors import CheckpointError
+
+__all__ = [
+    "BLOCK",
+    "Entry",
+    "FilePlan",
+    "Held",
+    "Move",
+    "Span",
+    "cut_at_blocks",
+    "index_of",
+    "plan_files",
+]
+
+BLOCK = 4 << 20
+"""Bytes that have one checksum: what a reader must read to be sure of any of them."""
+
+
+class Held(NamedTuple):
+    """Elements ``[start, stop)`` of a flattened tensor, and which ranks hold them, all alike."""
+
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+
+
+class Span(NamedTuple):
+    """Bytes ``[start, stop)`` of a file, and the rank that writes them."""
+
+    start: int
+    stop: int
+    rank: int
+
+
+class Move(NamedTuple):
+    """Bytes ``[start, stop)`` of a file that ``writer`` writes, and ``source`` holds."""
+
+    start: int
+    stop: int
+    source: int
+    writer: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be stored.
+
+    Attributes:
+        name: as a reader finds it.
+        dtype: as safetensors calls it.
+        shape: whole and unpadded.
+        held: who holds which elements, from the first to the last without a gap.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    held: tuple[Held, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One file on paper.
+
+    Attributes:
+        name: a plain file name.
+        header: its first bytes; rank 0 writes them, last of all.
+        tensors: where each lies, in order.
+        spans: who writes what, from the header's end to the file's, in order, each from a page's
+            start.
+        moves: what must reach its writer first.
+    """
+
+    name: str
+    header: bytes
+    tensors: Mapping[str, Stored]
+    spans: tuple[Span, ...]
+    moves: tuple[Move, ...]
+
+    @cached_property
+    def size(self) -> int:
+        return max([len(self.header), *(stored.stop for stored in self.tensors.values())])
+
+    def chunks(self, rank: int) -> Iterator[tuple[int, int]]:
+        """What ``rank`` writes, in order, cut where blocks end."""
+        for start, stop, writer in self.spans:
+            if writer == rank:
+                yield from cut_at_blocks(start, stop)
+
+
+def cut_at_blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """``[start, stop)`` in parts that each lie in one block."""
+    while start < stop:
+        end = min(stop, (start // BLOCK + 1) * BLOCK)
+        yield start, end
+        start = end
+
+
+def plan_files(
+    stem: str, entries: Sequence[Entry], limit: int, metadata: Mapping[str, str]
+) -> tuple[FilePlan, ...]:
+    """Files that hold ``entries``, the same on every rank.
+
+    Wider dtypes come first, so that every tensor lies at a multiple of its own item size;
+    otherwise the order is that of ``entries``.
+
+    Args:
+        stem: ``"model"`` gives ``model.safetensors``, or ``model-00001-of-00003.safetensors``.
+        limit: bytes of tensors in a file at most, unless one tensor alone has more.
+        metadata: texts for each header.
+
+    Returns:
+        As many as needed; none for no entries.
+
+    Raises:
+        CheckpointError: two entries have one name.
+    """
+    _check_names(entries)
+    ordered = sorted(entries, key=lambda entry: -itemsize(entry.dtype))
+    parts: list[list[Entry]] = []
+    room = 0
+    for entry in ordered:
+        if not parts or entry.nbytes > room:
+            parts.append([])
+            room = limit
+        parts[-1].append(entry)
+        room -= entry.nbytes
+    names = _file_names(stem, len(parts))
+    return tuple(_plan(name, part, metadata) for name, part in zip(names, parts, strict=True))
+
+
+def index_of(files: Sequence[FilePlan]) -> dict[str, object]:
+    """``model.safetensors.index.json``, as Hugging Face libraries read it."""
+    weights = {name: file.name for file in files for name in file.tensors}
+    total = sum(s.stop - s.start for file in files for s in file.tensors.values())
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+
+
+def _check_names(entries: Sequence[Entry]) -> None:
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.name in seen or entry.name == "__metadata__":
+            raise CheckpointError(
+                f"two tensors would be stored as {entry.name!r}, so one of them would be lost. "
+                "Rename the parameter or buffer."
+            )
+        seen.add(entry.name)
+
+
+def _file_names(stem: str, count: int) -> list[str]:
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
+
+
+def _plan(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) -> FilePlan:
+    header = encode([(e.name, e.dtype, e.shape) for e in entries], metadata)
+    tensors, at = {}, len(header)
+    for entry in entries:
+        tensors[entry.name] = Stored(entry.dtype, entry.shape, at, at + entry.nbytes)
+        at += entry.nbytes
+    runs = _runs(entries, tensors)
+    parts = [part for run in runs for part in _shared_out(run)]
+    spans = _by_page(parts)
+    return FilePlan(name, header, tensors, tuple(spans), tuple(_moves(spans, parts, runs)))
+
+
+def _runs(entries: Sequence[Entry], tensors: Mapping[str, Stored]) -> list[Held]:
+    """Ranges of the file's bytes by who holds them; equal neighbours are one."""
+    runs: list[Held] = []
+    for entry in entries:
+        first, item = tensors[entry.name].start, itemsize(entry.dtype)
+        for start, stop, ranks in entry.held:
+            if start == stop:
+                continue
+            lo, hi = first + start * item, first + stop * item
+            if runs and runs[-1].ranks == ranks:
+                lo = runs.pop().start
+            runs.append(Held(lo, hi, ranks))
+    return runs
+
+
+def _shared_out(run: Held) -> Iterator[Span]:
+    """Those who hold a run all alike write equal parts of it, in whole pages."""
+    length, count, at = run.stop - run.start, len(run.ranks), run.start
+    for k, rank in enumerate(run.ranks, start=1):
+        end = run.stop if k == count else min(run.stop, _up(run.start + length * k // count))
+        if at < end:
+            yield Span(at, end, rank)
+            at = end
+
+
+def _by_page(parts: Sequence[Span]) -> list[Span]:
+    """Give each page, whole, to whom its first byte belongs."""
+    spans: list[Span] = []
+    at = 0
+    for start, stop, rank in parts:
+        if stop <= at:  # it ends in a page that begins with another rank's bytes
+            continue
+        end = min(_up(stop), parts[-1].stop)
+        if spans and spans[-1].rank == rank:
+            at = spans.pop().start
+            spans.append(Span(at, end, rank))
+        else:
+            spans.append(Span(max(start, at), end, rank))
+        at = end
+    return spans
+
+
+def _moves(spans: Sequence[Span], parts: Sequence[Span], runs: Sequence[Held]) -> Iterator[Move]:
+    """What writers do not hold themselves, in the order of the file."""
+    starts = [span.start for span in spans]
+    for (start, stop, source), ranks in _with_holders(parts, runs):
+        at = start
+        while at < stop:
+            span = spans[bisect_right(starts, at) - 1]
+            end = min(stop, span.stop)
+            if span.rank not in ranks:
+                yield Move(at, end, source, span.rank)
+            at = end
+
+
+def _with_holders(
+    parts: Iterable[Span], runs: Sequence[Held]
+) -> Iterator[tuple[Span, tuple[int, ...]]]:
+    """Each part with all the ranks that hold it; parts never cross runs."""
+    remaining = iter(runs)
+    run = next(remaining, None)
+    for part in parts:
+        while run is not None and run.stop <= part.start:
+            run = next(remaining, None)
+        assert run is not None  # parts come from runs
+        yield part, run.ranks
+
+
+def _up(number: int) -> int:
+    return -(-number // PAGE) * PAGE

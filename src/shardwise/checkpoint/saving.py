@@ -1,0 +1,83 @@
+"""How to save, and what was saved: two frozen values, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError, nearest
+
+__all__ = ["SaveOptions", "Saved"]
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save.
+
+    Attributes:
+        max_file_size: bytes of tensors in one file at most, unless one tensor has more.
+        save_total_limit: of the folders ``step-N`` beside this one, how many stay.
+        keep_best: ``"lowest"`` or ``"highest"``: the checkpoint with that ``Training.metric``
+            stays, however old.
+        files: further small files for the folder: name → text or bytes.
+        snapshot_bytes: host memory that a rank may use to save in the background; what does not
+            fit is copied as the writing goes on, and ``save_async`` returns later.
+        when_busy: to save in the background while the save before is still being written:
+            ``"wait"`` for that one, or ``"skip"`` this one.
+    """
+
+    max_file_size: int = 5_000_000_000
+    save_total_limit: int | None = None
+    keep_best: str | None = None
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    snapshot_bytes: int = 16 << 30
+    when_busy: str = "wait"
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("max_file_size", self.max_file_size),
+            ("save_total_limit", self.save_total_limit),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.when_busy not in ("wait", "skip"):
+            raise ConfigError(f"when_busy is {self.when_busy!r}; choose 'wait' or 'skip'.")
+        if self.keep_best not in (None, "lowest", "highest"):
+            raise ConfigError(
+                f"keep_best is {self.keep_best!r}; choose 'lowest', 'highest' or None."
+            )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> SaveOptions:
+        """From keyword arguments; an unknown one is an error that names the nearest."""
+        known = [item.name for item in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ConfigError(
+                    f"save() has no option {name!r}; nearest is {nearest(name, known)[0]!r}. "
+                    f"Options are {', '.join(known)}."
+                )
+        return cls(**given)
+
+    def small(self) -> dict[str, bytes]:
+        """The further files as bytes."""
+        return {k: v.encode() if isinstance(v, str) else v for k, v in self.files.items()}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete.
+
+    Attributes:
+        path: its folder.
+        nbytes: of all its files, over all ranks.
+        seconds: from the call to the end.
+        removed: names of older checkpoints that went.
+    """
+
+    path: Path
+    nbytes: int
+    seconds: float
+    removed: tuple[str, ...] = ()

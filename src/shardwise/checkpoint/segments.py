@@ -1,0 +1,116 @@
+"""The bytes of files that this rank has at hand, and where in memory each of them is.
+
+What a rank writes is what it holds (shards, in place) and the few bytes at the edges of pages that
+came from others. Here both are found by their place in the file, so that the writer knows of
+neither ranks nor tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.dtypes import itemsize
+from shardwise.checkpoint.holdings import Holding
+from shardwise.checkpoint.plan import FilePlan, Move
+from shardwise.comm.protocol import Comm, Label
+
+__all__ = ["Segments", "exchange_edges", "rounds"]
+
+ROUND = 16 << 20
+"""Bytes of edges that are sent around at once, over all ranks."""
+
+
+class _Segment(NamedTuple):
+    start: int
+    stop: int
+    data: Tensor  # [stop - start] uint8, on any device
+
+
+class Segments:
+    """The bytes of one file that are here."""
+
+    def __init__(self, plan: FilePlan, holdings: Mapping[str, Holding]) -> None:
+        self.plan = plan
+        self._segments = sorted(_held(plan, holdings), key=lambda segment: segment.start)
+        self._starts = [segment.start for segment in self._segments]
+
+    def add(self, moves: Iterable[tuple[Move, Tensor]]) -> None:
+        """Take bytes that came from others."""
+        more = [_Segment(move.start, move.stop, data) for move, data in moves]
+        self._segments = sorted([*self._segments, *more], key=lambda segment: segment.start)
+        self._starts = [segment.start for segment in self._segments]
+
+    def between(self, start: int, stop: int) -> Iterator[Tensor]:
+        """The bytes ``[start, stop)`` of the file, in pieces that lie together in memory."""
+        at = start
+        while at < stop:
+            segment = self._segments[bisect_right(self._starts, at) - 1]
+            end = min(stop, segment.stop)
+            assert segment.start <= at < end, (self.plan.name, at)  # the plan gave us these bytes
+            yield segment.data[at - segment.start : end - segment.start]
+            at = end
+
+
+def _held(plan: FilePlan, holdings: Mapping[str, Holding]) -> Iterator[_Segment]:
+    for name, stored in plan.tensors.items():
+        holding = holdings[name]
+        start = stored.start + holding.start * itemsize(stored.dtype)
+        if holding.value.numel():
+            data = holding.data
+            yield _Segment(start, start + len(data), data)
+
+
+def exchange_edges(comm: Comm, files: Sequence[Segments]) -> None:
+    """Bring the bytes at page edges to the ranks that write them. A collective."""
+    moves = [(number, move) for number, file in enumerate(files) for move in file.plan.moves]
+    for some in rounds([move for _, move in moves], comm.size):
+        mine, at = moves[some.start : some.stop], [0] * comm.size
+        width = max(_totals([move for _, move in mine], comm.size))
+        full = torch.empty(comm.size, width, dtype=torch.uint8, device=comm.device)
+        places = []
+        for number, move in mine:
+            length = move.stop - move.start
+            place = full[move.source, at[move.source] : at[move.source] + length]
+            at[move.source] += length
+            places.append(place)
+            if move.source == comm.rank:
+                _gather_into(place, files[number].between(move.start, move.stop))
+        comm.all_gather(full.view(-1), Label("gather", "edges of pages")).wait()
+        for number, file in enumerate(files):
+            file.add(
+                (move, place.clone())
+                for (owner, move), place in zip(mine, places, strict=True)
+                if owner == number and move.writer == comm.rank
+            )
+
+
+def _gather_into(place: Tensor, pieces: Iterable[Tensor]) -> None:
+    at = 0
+    for piece in pieces:
+        place[at : at + len(piece)].copy_(piece)
+        at += len(piece)
+
+
+def rounds(moves: Sequence[Move], world: int, most: int = ROUND) -> Iterator[range]:
+    """Cut the list of moves so that no round sends more than ``most`` bytes around. Pure."""
+    first, totals = 0, [0] * world
+    for k, move in enumerate(moves):
+        length = move.stop - move.start
+        if k > first and world * (max(*totals, totals[move.source] + length)) > most:
+            yield range(first, k)
+            first, totals = k, [0] * world
+        totals[move.source] += length
+    if first < len(moves):
+        yield range(first, len(moves))
+
+
+def _totals(moves: Iterable[Move], world: int) -> list[int]:
+    totals = [0] * world
+    for move in moves:
+        totals[move.source] += move.stop - move.start
+    return totals

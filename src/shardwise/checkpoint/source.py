@@ -1,0 +1,287 @@
+"""A checkpoint's folder, opened for reading: tensors by name, bytes that were checked.
+
+With a manifest, whatever is read is read by whole blocks, each checked against its checksum, and
+no block twice in a row. A plain Hugging Face folder has none: then bytes are read as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from shardwise.checkpoint import checksum
+from shardwise.checkpoint.complete import check_complete
+from shardwise.checkpoint.disk import explained
+from shardwise.checkpoint.folder import resolve
+from shardwise.checkpoint.header import CAP, Header, Stored, decode, length_of
+from shardwise.checkpoint.manifest import NAME, Manifest
+from shardwise.checkpoint.names import inside
+from shardwise.checkpoint.plan import BLOCK
+from shardwise.errors import CheckpointError
+
+__all__ = ["Bytes", "Place", "Source"]
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class Place(NamedTuple):
+    """Where a tensor is: in which file, and there."""
+
+    file: str
+    stored: Stored
+
+
+@dataclass
+class Source:
+    """An open checkpoint. Use it as a context.
+
+    Attributes:
+        folder: where it is.
+        manifest: what it should consist of; ``None`` for a folder that shardwise did not write.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    _files: dict[str, _File] = field(default_factory=dict, repr=False)
+    _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Source:
+        """Open the checkpoint that ``path`` means: a folder, ``latest``, or one safetensors file.
+
+        Raises:
+            CheckpointError: there is none, or it is not complete.
+        """
+        given = Path(path).expanduser().absolute()
+        with explained(f"opening {given}"):
+            found = resolve(given)
+            if found.is_file():
+                return _Single(found.parent, None, only=found.name)
+            present = (found / NAME).exists() or (found / NAME).is_symlink()
+            return cls(found, check_complete(found) if present else None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def title(self) -> str:
+        """The folder's name, for messages."""
+        return str(self.folder)
+
+    def has(self, name: str) -> bool:
+        """Is there a file of this name? In a checkpoint of ours: one that the manifest lists."""
+        if self.manifest is not None:
+            return name in self.manifest.files
+        return inside(self.folder, name).is_file()
+
+    def names(self, stem: str) -> list[str]:
+        """The safetensors files of ``"model"`` or another stem; none if there are none."""
+        index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
+        if not self.has(index):
+            return [single] if self.has(single) else []
+        found = self.json(index)
+        weights = found.get("weight_map") if isinstance(found, dict) else None
+        if not isinstance(weights, dict) or not weights:
+            raise CheckpointError(
+                f"{self.folder / index} has no weight_map that says which file holds what. Fetch "
+                "or write it again."
+            )
+        return list(dict.fromkeys(weights.values()))
+
+    def tensors(self, stem: str) -> dict[str, Place]:
+        """Every tensor of a stem, by name.
+
+        Raises:
+            CheckpointError: a file is missing or malformed, or two hold a tensor of one name.
+        """
+        found: dict[str, Place] = {}
+        for name in self.names(stem):
+            inside(self.folder, name)
+            if not self.has(name):
+                raise CheckpointError(
+                    f"{self.folder}: {name} is missing, and the index says that it holds tensors. "
+                    "Fetch it again, or load another checkpoint."
+                )
+            for tensor, stored in self.header(name).tensors.items():
+                if tensor in found:
+                    raise CheckpointError(
+                        f"{self.folder}: {found[tensor].file} and {name} both hold {tensor!r}, so "
+                        "it is not clear which is meant. Remove what does not belong there."
+                    )
+                found[tensor] = Place(name, stored)
+        return found
+
+    def header(self, name: str) -> Header:
+        """A file's header, checked against the file's size."""
+        file = self._file(name)
+        length = length_of(bytes(file.read(0, min(8, file.size))), file.size, file.title)
+        return decode(bytes(file.read(8, 8 + length)), file.size, file.title)
+
+    def bytes(self, name: str) -> bytes:
+        """A small file, whole and checked."""
+        file = self._file(name)
+        if file.size > CAP:
+            raise CheckpointError(
+                f"{file.title} has {file.size:,} bytes; {CAP:,} at most are expected of it. "
+                "Load another checkpoint."
+            )
+        return bytes(file.read(0, file.size))
+
+    def json(self, name: str) -> Any:
+        """A small JSON file, checked and parsed."""
+        try:
+            return json.loads(self.bytes(name))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self.folder / name} is not JSON ({str(error)[:200]}). Fetch or write it again."
+            ) from None
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Bytes]]:
+        """Bytes ``[start, stop)`` of a file, checked: ``(place in the file, some of them)``.
+
+        What is yielded is overwritten by the next.
+        """
+        file = self._file(name)
+        while start < stop:
+            data = file.some(start, stop)
+            yield start, data
+            start += len(data)
+
+    def read_into(self, name: str, start: int, into: Bytes) -> None:
+        """Fill ``into`` with the bytes from ``start`` on, checked; whole blocks without a copy."""
+        file, stop = self._file(name), start + len(into)
+        at = start
+        while at < stop:
+            rest = into[at - start :]
+            if file.is_block(at, stop):
+                at += file.block_into(at, rest)
+            else:
+                data = file.some(at, stop)
+                rest[: len(data)] = data
+                at += len(data)
+
+    def damaged(self, name: str) -> list[int]:
+        """The blocks of a file whose bytes are not those that were written. Reads all of it."""
+        return self._file(name).damaged()
+
+    def _file(self, name: str) -> _File:
+        if name not in self._files:
+            path = inside(self.folder, name)
+            with explained(f"opening {path}"):
+                opened = os.open(path, os.O_RDONLY)
+            self._stack.callback(os.close, opened)
+            record = None if self.manifest is None else self.manifest.files[name]
+            sums = None if record is None else record.checksums()
+            self._files[name] = _File(str(path), opened, os.fstat(opened).st_size, sums)
+        return self._files[name]
+
+
+@dataclass
+class _Single(Source):
+    """One safetensors file, wherever it lies."""
+
+    only: str = ""
+
+    def names(self, stem: str) -> list[str]:
+        return [self.only] if stem == "model" else []
+
+    def has(self, name: str) -> bool:
+        return name == self.only
+
+
+@dataclass
+class _File:
+    """An open file: its bytes, with their checksums if they are known."""
+
+    title: str
+    opened: int
+    size: int
+    sums: Sequence[int] | None
+    _kept: int = -1  # the block in ``_buffer``, which was checked
+
+    @cached_property
+    def _buffer(self) -> Bytes:
+        return np.empty(min(BLOCK, max(1, self.size)), np.uint8)
+
+    def read(self, start: int, stop: int) -> Bytes:
+        """A copy of the bytes ``[start, stop)``, checked."""
+        found = np.empty(stop - start, np.uint8)
+        at = start
+        while at < stop:
+            data = self.some(at, stop)
+            found[at - start : at - start + len(data)] = data
+            at += len(data)
+        return found
+
+    def some(self, start: int, stop: int) -> Bytes:
+        """The first bytes of ``[start, stop)``, checked; the next call overwrites them."""
+        if self.sums is None:
+            data = self._buffer[: min(stop - start, len(self._buffer))]
+            self._fill(start, data)
+            return data
+        number = start // BLOCK
+        first, last = number * BLOCK, min(self.size, (number + 1) * BLOCK)
+        if self._kept != number:
+            self._kept = -1
+            self._fill(first, self._buffer[: last - first])
+            self._check(number, self._buffer[: last - first])
+            self._kept = number
+        return self._buffer[start - first : min(stop, last) - first]
+
+    def is_block(self, at: int, stop: int) -> bool:
+        """Does a whole block begin at ``at`` and end before ``stop``, and is it not here yet?"""
+        if self.sums is None:
+            return True
+        return at % BLOCK == 0 and stop >= min(self.size, at + BLOCK) and self._kept != at // BLOCK
+
+    def block_into(self, at: int, into: Bytes) -> int:
+        """Read the block at ``at`` straight to where it belongs; how many bytes."""
+        if self.sums is None:
+            self._fill(at, into)
+            return len(into)
+        data = into[: min(self.size, at + BLOCK) - at]
+        self._fill(at, data)
+        self._check(at // BLOCK, data)
+        return len(data)
+
+    def damaged(self) -> list[int]:
+        found = []
+        for number in range(len(self.sums or ())):
+            first, last = number * BLOCK, min(self.size, (number + 1) * BLOCK)
+            try:
+                self.some(first, last)
+            except CheckpointError:
+                found.append(number)
+        return found
+
+    def _fill(self, at: int, into: Bytes) -> None:
+        with explained(f"reading {self.title}"):
+            view = into.data
+            while view:
+                done = os.preadv(self.opened, [view], at)
+                if done == 0:
+                    raise CheckpointError(
+                        f"{self.title} ends at byte {at:,}, {len(view):,} before it should. It was "
+                        "cut off. Load another checkpoint, or fetch the file again."
+                    )
+                view, at = view[done:], at + done
+
+    def _check(self, number: int, data: Bytes) -> None:
+        assert self.sums is not None
+        if checksum.running(data) != self.sums[number]:
+            raise CheckpointError(
+                f"{self.title} is damaged: bytes {number * BLOCK:,} to "
+                f"{number * BLOCK + len(data):,} are not those that were written (block {number} "
+                f"of {len(self.sums)}). Load another checkpoint, or restore this file from a copy."
+            )

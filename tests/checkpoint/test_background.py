@@ -1,0 +1,322 @@
+"""A save in the background holds what was there when it was called, or says that it failed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.checkpoint import background, points
+from shardwise.checkpoint.complete import check_complete
+from shardwise.checkpoint.plan import BLOCK
+from shardwise.comm.protocol import Comm
+from tests.checkpoint.runs import adamw, same, saved, steps, tensors
+from tests.copies import clones, on_ranks, said, seeded
+from tests.nets import NETS, Net
+from tests.ranks import outcomes_of, run_processes
+from tests.steps import STRATEGIES
+
+DECODER = NETS[0]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[[Callable[[str, int], None]], None]]:
+    """Listen to the points of saves, until the test ends."""
+    before = list(points.listeners)
+    yield points.listeners.append
+    points.listeners[:] = before
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("net", [DECODER, NETS[2], NETS[6]], ids=str)
+def test_it_holds_what_was_there_when_it_was_called(
+    net: Net, strategy: str, tmp_path: Path
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sharded = sw.shard(model, strategy, comm=comm)
+        optimizer = adamw(model.parameters())
+        steps(model, optimizer, net, comm.rank, range(2))
+        state = clones(model.state_dict())
+        saving = sharded.save_async(tmp_path / "step-2", optimizer, sw.Training(step=2))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.detach().fill_(7.0)
+            for values in optimizer.state.values():
+                for value in values.values():
+                    value.fill_(7.0)
+        assert saving is not None
+        report = saving.wait()
+        assert saving.check() == report
+        assert report.path == tmp_path / "step-2"
+        return state
+
+    state = on_ranks(3, net.build, rank)[0]
+    stored = tensors(tmp_path / "step-2", "model")
+    assert same(stored, {name: state[name] for name in stored})
+    truth = saved(net, 3, tmp_path / "truth" / "step-2", strategy)
+    for stem in ("model", "optimizer"):
+        found = tensors(tmp_path / "step-2", stem)
+        assert same(found, tensors(tmp_path / "truth" / "step-2", stem))
+    assert set(truth) == set(state)
+    assert names(tmp_path) == ["latest", "step-2", "truth"]
+    check_complete(tmp_path / "step-2")
+
+
+def wide() -> nn.Module:
+    return nn.Linear(1024, 8 * 1024, bias=False)  # 32 MiB
+
+
+def test_memory_stays_within_its_budget_and_is_kept(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        for step in range(3):
+            saving = sharded.save_async(tmp_path / f"step-{step}", snapshot_bytes=2 * BLOCK)
+            pool = sharded._background._pool
+            assert pool is not None
+            assert pool.nbytes <= 2 * BLOCK
+            assert saving is not None
+            saving.wait()
+            assert len(pool._free) == pool.nbytes // BLOCK
+            assert same(tensors(tmp_path / f"step-{step}", "model"), clones(model.state_dict()))
+
+    on_ranks(2, wide, rank)
+
+
+def test_too_small_a_budget_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        with pytest.raises(sw.ConfigError, match=r"snapshot_bytes is 10; at least 4,194,304"):
+            sharded.save_async(tmp_path / "step-1", snapshot_bytes=10)
+
+    on_ranks(2, DECODER.build, rank)
+
+
+def test_a_hundred_saves_in_a_row(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(100):
+            steps(model, optimizer, DECODER, comm.rank, range(step, step + 1))
+            saving = sharded.save_async(
+                tmp_path / f"step-{step}", optimizer, sw.Training(step=step), save_total_limit=2
+            )
+        assert saving is not None
+        assert saving.wait().removed == ("step-97",)
+
+    on_ranks(2, DECODER.build, rank, timeout=100.0)
+    assert names(tmp_path) == ["latest", "step-98", "step-99"]
+
+
+def test_a_save_that_comes_too_early_is_skipped_or_waits(
+    tmp_path: Path,
+    listen: Callable[[Callable[[str, int], None]], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    may_go = threading.Event()
+
+    def wait(point: str, rank: int) -> None:
+        if point == "data written":
+            may_go.wait(10)
+
+    listen(wait)
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        first = sharded.save_async(tmp_path / "step-1")
+        assert first is not None
+        assert first.check() is None
+        assert sharded.save_async(tmp_path / "step-2", when_busy="skip") is None
+        assert not (tmp_path / "step-1").exists()
+        may_go.set()
+        second = sharded.save_async(tmp_path / "step-3")
+        assert (tmp_path / "step-1").exists()
+        assert second is not None
+        sharded.save(tmp_path / "step-4")  # waits, too
+        assert (tmp_path / "step-3").exists()
+
+    on_ranks(2, DECODER.build, rank)
+    assert names(tmp_path) == ["latest", "step-1", "step-3", "step-4"]
+    assert "step-2 is not saved: the save before it is still being written" in caplog.text
+
+
+def test_loading_waits_for_what_is_being_saved(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        before = clones(model.state_dict())
+        sharded.save_async(tmp_path / "step-1")
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+        sharded.load(tmp_path / "latest")
+        assert same(before, model.state_dict())
+
+    on_ranks(2, DECODER.build, rank)
+
+
+# --- when it fails ---------------------------------------------------------------------------
+
+
+def fails(point: str, rank: int) -> Callable[[str, int], None]:
+    """A disk that breaks at one point of one rank's next save."""
+    left = [1]
+
+    def listener(at: str, who: int) -> None:
+        if (at, who) == (point, rank) and left:
+            left.pop()
+            raise OSError(28, "No space left on device", "there")
+
+    return listener
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+@pytest.mark.parametrize("point", ["half of the data written", "data written"])
+def test_an_error_on_one_rank_is_an_error_on_all_at_the_next_step(
+    point: str, who: int, tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
+) -> None:
+    saved(DECODER, 3, tmp_path / "step-0")
+    before = tensors(tmp_path / "step-0", "model")
+    listen(fails(point, who))
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = adamw(model.parameters())
+        saving = sharded.save_async(tmp_path / "step-0", optimizer)
+        assert saving is not None
+        saving._thread.join(20)  # on rank 0 it waits for the others
+        state = clones(model.state_dict())
+        text = said(
+            sw.CheckpointError, lambda: steps(model, optimizer, DECODER, comm.rank, range(1))
+        )
+        assert same(state, model.state_dict())  # the step was not taken
+        optimizer.step()  # and now it is
+        sharded.save_async(tmp_path / "step-1", optimizer)
+        optimizer.step()
+        sharded.save(tmp_path / "step-2", optimizer)
+        return text
+
+    texts = on_ranks(3, DECODER.build, rank)
+    assert len(set(texts)) == 1
+    assert f"rank {who}: " in texts[0]
+    assert "No space left" in texts[0]
+    assert same(tensors(tmp_path / "step-0", "model"), before)
+    assert names(tmp_path) == ["latest", "step-0", "step-1", "step-2"]
+
+
+@pytest.mark.parametrize("point", points.POINTS[6:11])
+def test_an_error_while_publishing_is_one_too(
+    point: str, tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
+) -> None:
+    listen(fails(point, 0))
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
+        assert saving is not None
+        return said(sw.CheckpointError, saving.wait)
+
+    texts = on_ranks(2, DECODER.build, rank)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(f"saving {tmp_path / 'step-1'} in the background failed: rank 0: ")
+    assert names(tmp_path) == []
+
+
+def test_a_mistake_of_ours_in_the_background_is_no_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(background, "await_parts", broken)
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
+        assert saving is not None
+        return said(sw.CheckpointError, saving.wait)
+
+    assert "rank 0: ZeroDivisionError: oops" in on_ranks(2, DECODER.build, rank)[1]
+
+
+def limited(comm: Comm, path: str) -> str:
+    model = seeded(wide)
+    sharded = sw.shard(model, comm=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded.save(path, optimizer)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if comm.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, limit[1]))
+    sharded.save_async(path, optimizer)
+    time.sleep(0.5)
+    model(torch.ones(1, 1024)).sum().backward()
+    try:
+        optimizer.step()
+    except sw.CheckpointError as error:
+        sharded.load(path, optimizer)
+        return str(error)
+    raise AssertionError
+
+
+@pytest.mark.spawn
+def test_a_disk_that_refuses_in_the_background(tmp_path: Path) -> None:
+    texts = run_processes(2, limited, str(tmp_path / "step-1"))
+    assert texts[0] == texts[1]
+    assert "rank 1: writing step-1.partial-" in texts[0]
+    assert "ulimit -f" in texts[0]
+    assert names(tmp_path) == ["latest", "step-1"]
+
+
+def killed(rank: int, world: int, folder: str, path: str, who: int) -> None:
+    from tests.ranks import in_group
+
+    in_group(rank, world, folder, _killed, path, who)
+
+
+def _killed(comm: Comm, path: str, who: int) -> None:
+    model = seeded(DECODER.build)
+    sharded = sw.shard(model, comm=comm)
+    sharded.save(f"{path}/step-1")
+
+    def kill(point: str, rank: int) -> None:
+        if point == "data written" and rank == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    points.listeners.append(kill)
+    saving = sharded.save_async(f"{path}/step-2")
+    assert saving is not None
+    saving.wait()
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_dies_while_it_writes_ends_the_others_and_loses_nothing(
+    who: int, tmp_path: Path
+) -> None:
+    outcomes = outcomes_of(2, killed, str(tmp_path), who)
+    assert outcomes[who].exitcode == -signal.SIGKILL
+    assert "RanksDisagree" in outcomes[1 - who].error
+    left = names(tmp_path)
+    assert "step-1" in left
+    assert "step-2" not in left
+    assert (tmp_path / "latest").readlink() == Path("step-1")
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        report = sharded.resume(tmp_path)
+        assert report is not None
+        assert report.path.name == "step-1"
+        sharded.save(tmp_path / "step-2")
+
+    on_ranks(3, DECODER.build, rank)
+    assert names(tmp_path) == ["latest", "step-1", "step-2"]

@@ -1,0 +1,64 @@
+"""A checkpoint is complete when all that its manifest lists is there in full size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint.complete import check_complete, metrics, newest, read_manifest
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    sharded = sw.shard(nn.Linear(3, 3))
+    for step, metric in ((1, 0.5), (2, None), (10, 0.25)):
+        training = sw.Training(step=step, metric=metric)
+        sharded.save(tmp_path / f"step-{step}", training=training)
+    return tmp_path
+
+
+def test_the_newest_is_that_of_the_highest_step(run: Path) -> None:
+    assert newest(run).path == run / "step-10"
+    assert newest(run).skipped == ()
+    assert newest(run, ["step-10"]).path == run / "step-2"
+    assert [(path.name, metric) for path, metric in metrics(run)] == [
+        ("step-10", 0.25),
+        ("step-2", None),
+        ("step-1", 0.5),
+    ]
+
+
+def test_broken_ones_are_passed_over_with_the_reason(run: Path) -> None:
+    (run / "step-10" / "model.safetensors").write_bytes(b"short")
+    (run / "step-2" / "manifest.json").unlink()
+    found = newest(run)
+    assert found.path == run / "step-1"
+    reasons = {path.name: reason for path, reason in found.skipped}
+    assert "model.safetensors has 5 of 4,144 bytes" in reasons["step-10"]
+    assert "step-2 has no manifest.json" in reasons["step-2"]
+    assert [path.name for path, _ in metrics(run)] == ["step-1"]
+
+
+def test_every_file_that_is_wrong_is_named(run: Path) -> None:
+    for name in ("model.safetensors", "training.json"):
+        (run / "step-10" / name).unlink()
+    with pytest.raises(sw.CheckpointError) as caught:
+        check_complete(run / "step-10")
+    for name in ("model.safetensors is missing of", "training.json is missing of"):
+        assert name in str(caught.value)
+
+
+def test_a_run_that_is_not_there_has_none(tmp_path: Path) -> None:
+    assert newest(tmp_path / "no").path is None
+    assert read_manifest(tmp_path) is None
+
+
+def test_a_manifest_of_absurd_size_is_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.checkpoint import complete
+
+    monkeypatch.setattr(complete, "CAP", 100)
+    with pytest.raises(sw.CheckpointError, match="no manifest has more than 100"):
+        check_complete(run / "step-1")

@@ -1,0 +1,247 @@
+"""What a run's folder means, whatever was interrupted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint import folder
+from shardwise.checkpoint.folder import (
+    Partial,
+    check_replaceable,
+    move_latest,
+    new_token,
+    publish,
+    remove,
+    resolve,
+    step_of,
+    steps,
+    surplus,
+    sweep,
+    target_of,
+)
+from shardwise.errors import CheckpointError
+
+
+def checkpoint(path: Path, text: str = "whole") -> Path:
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(text)
+    return path
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+def test_steps_are_numbers_and_the_newest_is_first(tmp_path: Path) -> None:
+    for name in ("step-9", "step-100", "step-0", "step-010", "step-", "step--1", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-7").write_text("a file")
+    (tmp_path / "step-200.partial-0123456789abcdef").mkdir()
+    assert [path.name for path in steps(tmp_path)] == ["step-100", "step-9", "step-0"]
+    assert [step_of(name) for name in ("step-0", "step-12", "step-012", "x")] == [0, 12, None, None]
+
+
+def test_latest_leads_to_a_sibling(tmp_path: Path) -> None:
+    first, second = checkpoint(tmp_path / "step-1"), checkpoint(tmp_path / "step-2")
+    move_latest(first)
+    assert resolve(tmp_path / "latest") == first
+    move_latest(second)
+    assert resolve(tmp_path / "latest") == second
+    assert target_of(tmp_path) == "step-2"
+    assert str((tmp_path / "latest").readlink()) == "step-2"  # so that every tool can follow it
+    assert names(tmp_path) == ["latest", "step-1", "step-2"]
+
+
+def test_latest_may_be_a_text_where_links_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Path, target: str) -> None:
+        raise PermissionError(1, "no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    move_latest(checkpoint(tmp_path / "step-1"))
+    assert (tmp_path / "latest").read_text() == "step-1\n"
+    assert resolve(tmp_path / "latest") == tmp_path / "step-1"
+
+
+@pytest.mark.parametrize("target", ["../elsewhere", "/etc", "..", ""])
+def test_latest_never_leads_elsewhere(tmp_path: Path, target: str) -> None:
+    (tmp_path / "latest").write_text(target)
+    with pytest.raises(CheckpointError, match="is not followed"):
+        resolve(tmp_path / "latest")
+
+
+def test_a_path_without_a_checkpoint_names_what_is_there(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match="no checkpoint here; beside it are step-1"):
+        resolve(tmp_path / "step-2")
+    with pytest.raises(CheckpointError, match="empty or absent"):
+        resolve(tmp_path / "no" / "step-2")
+    (tmp_path / "latest").symlink_to("step-3")
+    with pytest.raises(CheckpointError, match="no checkpoint here"):
+        resolve(tmp_path / "latest")
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def test_a_finished_folder_gets_its_name_at_once(tmp_path: Path) -> None:
+    partial = Partial.make(tmp_path / "run" / "step-1", new_token())
+    (partial.path / "manifest.json").write_text("new")
+    assert not partial.final.exists()
+    publish(partial)
+    assert names(tmp_path / "run") == ["step-1"]
+    assert names(partial.final) == ["manifest.json"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_checkpoint_replaces_one_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    if not exchanges:  # as on network file systems
+        monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+    checkpoint(tmp_path / "step-1", "old")
+    partial = Partial.make(tmp_path / "step-1", new_token())
+    (partial.path / "manifest.json").write_text("new")
+    publish(partial)
+    assert names(tmp_path) == ["step-1"]
+    assert (tmp_path / "step-1" / "manifest.json").read_text() == "new"
+
+
+def test_an_empty_folder_of_the_name_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    publish(Partial.make(tmp_path / "step-1", new_token()))
+    assert names(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "photos"
+    if kind == "folder":
+        path.mkdir()
+        (path / "me.jpg").write_text("x")
+    else:
+        path.write_text("x")
+    with pytest.raises(CheckpointError, match="no checkpoint of shardwise, so it is left alone"):
+        Partial.make(path, new_token())
+    assert names(tmp_path) == ["photos"]
+
+
+@pytest.mark.parametrize("name", ["latest", "a.partial-0123456789abcdef", "a.removing-" + 16 * "0"])
+def test_names_with_a_meaning_of_their_own_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot be called"):
+        check_replaceable(tmp_path / name)
+
+
+# --- after a crash ---------------------------------------------------------------------------
+
+
+def test_what_the_dead_left_goes_and_what_is_being_written_stays(tmp_path: Path) -> None:
+    kept = checkpoint(tmp_path / "step-1")
+    dead = Partial.make(tmp_path / "step-2", new_token())
+    dead.close()  # as the end of a process does
+    alive = Partial.make(tmp_path / "step-2", new_token())
+    going = checkpoint(tmp_path / f"step-0.removing-{new_token()}")
+    other = checkpoint(tmp_path / "step-5.partial-mine")  # not a name of ours
+    assert sorted(sweep(tmp_path)) == sorted([dead.path.name, going.name])
+    assert names(tmp_path) == sorted([kept.name, alive.path.name, other.name])
+    alive.close()
+    assert sweep(tmp_path) == [alive.path.name]
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        Partial.make(tmp_path / "step-1", 16 * "a")
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    assert sweep(tmp_path) == ["step-1.partial-" + 16 * "a"]
+
+
+def test_a_partial_folder_that_is_just_made_stays(tmp_path: Path) -> None:
+    path = tmp_path / f"step-1.partial-{new_token()}"
+    path.mkdir()
+    assert sweep(tmp_path) == []
+    old = time.time() - 2 * folder.GRACE
+    os.utime(path, (old, old))
+    assert sweep(tmp_path) == [path.name]
+
+
+def test_where_nobody_can_lock_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(fd: int, how: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    partial = Partial.make(tmp_path / "step-1", new_token())
+    assert "this file system has no locks" in caplog.text
+    partial.close()
+    assert sweep(tmp_path) == []
+
+
+def test_between_two_renames_nothing_is_lost(tmp_path: Path) -> None:
+    """Where folders cannot be exchanged, a crash may leave the old one under another name."""
+    old = checkpoint(tmp_path / f"step-1.replaced-{new_token()}", "old")
+    dead = Partial.make(tmp_path / "step-1", new_token())
+    dead.close()
+    assert resolve(tmp_path / "step-1") == old
+    sweep(tmp_path)
+    assert names(tmp_path) == ["step-1"]
+    assert (tmp_path / "step-1" / "manifest.json").read_text() == "old"
+
+
+def test_a_replaced_checkpoint_goes_when_its_successor_is_there(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "step-1", "new")
+    old = checkpoint(tmp_path / f"step-1.replaced-{new_token()}", "old")
+    assert sweep(tmp_path) == [old.name]
+    assert (tmp_path / "step-1" / "manifest.json").read_text() == "new"
+
+
+def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert sweep(tmp_path / "no") == []
+
+
+def test_removing_takes_the_name_away_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path / "step-1")
+    seen: list[str] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path: seen.append(path.name))
+    remove(path)
+    assert names(tmp_path) == seen
+    assert seen[0].startswith("step-1.removing-")
+
+
+# --- which ones stay -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metrics", "limit", "best", "gone"),
+    [
+        ([None, None, None], 2, None, [2]),
+        ([None, None, None], 1, None, [1, 2]),
+        ([None, None, None], 5, None, []),
+        ([3.0, 2.0, 1.0], 2, "lowest", [1]),
+        ([3.0, 2.0, 1.0], 2, "highest", [2]),
+        ([3.0, 2.0, 1.0], 1, "lowest", [1]),  # the newest stays, and the best
+        ([1.0, 2.0, 3.0], 1, "lowest", [1, 2]),
+        ([None, 2.0, None], 1, "lowest", [2]),
+        ([None, None], 1, "highest", [1]),
+        ([], 1, "highest", []),
+    ],
+)
+def test_the_newest_stay_and_the_best(
+    metrics: list[float | None], limit: int, best: str | None, gone: list[int]
+) -> None:
+    complete = [(Path(f"step-{9 - k}"), metric) for k, metric in enumerate(metrics)]
+    assert surplus(complete, limit, best) == [complete[k][0] for k in gone]

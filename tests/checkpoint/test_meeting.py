@@ -1,0 +1,82 @@
+"""Short texts between ranks, with and without their comm."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise.checkpoint.meeting import (
+    await_parts,
+    from_rank_0,
+    leave_part,
+    one_message,
+    share,
+    together,
+)
+from shardwise.comm.protocol import Comm
+from tests.ranks import run_threads
+
+TEXTS = ["", "größe", "x" * 10_000, "\0 in the middle"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_hears_every_text(world: int) -> None:
+    heard = run_threads(world, lambda comm: share(comm, TEXTS[comm.rank], "texts"))
+    assert heard == [TEXTS[:world]] * world
+
+
+def test_rank_0_tells_the_others() -> None:
+    assert run_threads(3, lambda comm: from_rank_0(comm, str(comm.rank), "x")) == ["0"] * 3
+
+
+def test_what_one_rank_cannot_do_no_rank_has_done() -> None:
+    def rank(comm: Comm) -> str:
+        def act() -> int:
+            if comm.rank == 1:
+                raise sw.CheckpointError("no room")
+            return comm.rank
+
+        with pytest.raises(sw.DamagedCheckpoint) as caught:
+            together(comm, "trying", act, sw.DamagedCheckpoint)
+        return str(caught.value)
+
+    assert run_threads(3, rank) == ["rank 1: no room"] * 3
+    assert run_threads(3, lambda comm: together(comm, "x", lambda: comm.rank)) == [0, 1, 2]
+
+
+def test_messages_are_said_once() -> None:
+    assert one_message({0: "a", 1: "a"}, 2) == "a"
+    assert one_message({1: "a"}, 2) == "rank 1: a"
+    assert one_message({0: "a", 1: "b", 2: "a"}, 3) == "ranks 0, 2: a\nrank 1: b"
+    many = one_message(dict.fromkeys(range(9), "a"), 10)
+    assert many == "ranks 0, 1, 2, 3, 4, 5, 6, 7, …: a"
+
+
+def test_parts_are_found_and_gone(tmp_path: Path) -> None:
+    for rank in (2, 0, 1):
+        leave_part(tmp_path, rank, f"of {rank}")
+    assert await_parts(tmp_path, 3, threading.Event()) == ["of 0", "of 1", "of 2"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    leave_part(tmp_path, 0, "here")
+    late = threading.Timer(0.1, leave_part, (tmp_path, 1, "late"))
+    late.start()
+    assert await_parts(tmp_path, 2, threading.Event()) == ["here", "late"]
+
+
+def test_patience_ends_with_the_names_of_those_who_are_absent(tmp_path: Path) -> None:
+    leave_part(tmp_path, 1, "here")
+    with pytest.raises(sw.CheckpointError, match=r"ranks 0, 2 of 3 did not finish writing within"):
+        await_parts(tmp_path, 3, threading.Event(), patience=0.05)
+
+
+def test_a_save_that_is_given_up_waits_no_longer(tmp_path: Path) -> None:
+    given_up = threading.Event()
+    given_up.set()
+    with pytest.raises(sw.CheckpointError, match=r"given up; rank 0 was absent"):
+        await_parts(tmp_path, 1, given_up)

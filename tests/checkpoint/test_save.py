@@ -1,0 +1,474 @@
+"""A saved folder is plain safetensors, complete or not there, whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.checkpoint import points
+from shardwise.checkpoint.complete import check_complete
+from shardwise.checkpoint.header import PAGE
+from shardwise.comm.protocol import Comm
+from tests import nets
+from tests.checkpoint.runs import adamw, same, saved, steps, tensors
+from tests.copies import clones, on_ranks, seeded
+from tests.nets import NETS, Net
+from tests.ranks import outcomes_of, run_processes
+from tests.steps import STRATEGIES
+
+DECODER = NETS[0]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- what is in it ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_safetensors_reads_what_the_model_has(net: Net, strategy: str, tmp_path: Path) -> None:
+    state = saved(net, 3, tmp_path / "step-2", strategy)
+    stored = tensors(tmp_path / "step-2", "model")
+    manifest = check_complete(tmp_path / "step-2")
+    assert set(stored) | set(manifest.aliases) == set(state)
+    assert not set(stored) & set(manifest.aliases)  # tied weights once
+    assert same(stored, {name: state[name] for name in stored})
+    for alias, name in manifest.aliases.items():
+        assert torch.equal(state[alias], stored[name])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 5])
+def test_any_number_of_ranks_writes_the_same_bytes(world: int, tmp_path: Path) -> None:
+    """Of the same values: here those of a model that was not trained."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm).save(tmp_path / "some")
+
+    on_ranks(world, nets.encoder_decoder, rank)
+    plain = seeded(nets.encoder_decoder).state_dict()
+    assert same(tensors(tmp_path / "some", "model"), {n: plain[n] for n in _once(plain)})
+
+
+def _once(state: dict[str, Tensor]) -> list[str]:
+    first = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}
+    return [name for name, tensor in state.items() if first[tensor.data_ptr()] == name]
+
+
+def test_the_folder_holds_no_pickle_and_nothing_hidden(tmp_path: Path) -> None:
+    saved(DECODER, 2, tmp_path / "step-2")
+    assert names(tmp_path / "step-2") == [
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "ranks.safetensors",
+        "training.json",
+    ]
+    assert names(tmp_path) == ["latest", "step-2"]
+    manifest = check_complete(tmp_path / "step-2")
+    assert (manifest.step, manifest.world, manifest.strategy) == (2, 2, "full_shard")
+    assert set(manifest.files) == set(names(tmp_path / "step-2")) - {"manifest.json"}
+
+
+def test_weights_alone_are_a_plain_hugging_face_folder(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> sw.Saved:
+        return sw.shard(model, comm=comm).save(tmp_path / "out", files={"README.md": "# mine"})
+
+    report = on_ranks(2, DECODER.build, rank)[0]
+    assert names(tmp_path / "out") == ["README.md", "manifest.json", "model.safetensors"]
+    assert names(tmp_path) == ["out"]  # latest is for steps
+    assert report.path == tmp_path / "out"
+    assert report.nbytes > 30_000
+
+
+def test_many_files_have_an_index(tmp_path: Path) -> None:
+    state = saved(DECODER, 3, tmp_path / "step-2", max_file_size=9_000)
+    folder = tmp_path / "step-2"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert set(index["weight_map"]) == set(state)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in state.values())
+    assert same(tensors(folder, "model"), state)
+    assert not (folder / "model.safetensors").exists()
+
+
+def test_only_persistent_buffers_are_stored(tmp_path: Path) -> None:
+    class Two(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("kept", torch.arange(3))
+            self.register_buffer("table", torch.ones(3), persistent=False)
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm).save(tmp_path / "out")
+
+    on_ranks(2, Two, rank)
+    stored = tensors(tmp_path / "out", "model")
+    assert set(stored) == {"weight", "bias", "kept"}
+    assert stored["kept"].tolist() == [0, 1, 2]
+
+
+def test_optimizer_state_is_stored_by_name_and_whole(tmp_path: Path) -> None:
+    """The same as one process has, which trains the same batches."""
+    saved(DECODER, 1, tmp_path / "one")
+    plain = seeded(DECODER.build)
+    optimizer = adamw(plain.parameters())
+    steps(plain, optimizer, DECODER, 0, range(2))
+    stored = tensors(tmp_path / "one", "optimizer")
+    truth = {
+        f"{key}/{name}": value
+        for name, param in plain.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
+    assert same(stored, truth)
+
+
+def test_extra_state_that_only_pickle_could_write_is_said_to_be_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> object:
+            return object()
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm).save(tmp_path / "out")
+
+    on_ranks(1, lambda: nn.Sequential(Extra(2, 2)), rank)
+    assert "1 modules keep extra state (get_extra_state), the first is '0'" in caplog.text
+
+
+# --- how it is written -----------------------------------------------------------------------
+
+
+def test_nothing_is_gathered_but_the_edges_of_pages(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> int:
+        sharded = sw.shard(model, comm=comm)
+        comm.counters.reset()
+        sharded.save(tmp_path / "out")
+        return sum(comm.counters.bytes_sent.values())
+
+    def wide() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(200, 200) for _ in range(4)))
+
+    sent = on_ranks(4, wide, rank)
+    model = sum(param.nbytes for param in wide().parameters())
+    texts = 8_000  # of checksums, to every rank
+    boundaries = 4 * 4 + 4
+    assert max(sent) <= 3 * (boundaries * PAGE + texts) < model
+
+
+def test_every_rank_writes_its_share(tmp_path: Path) -> None:
+    written: dict[int, int] = {}
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm).save(tmp_path / "out")
+
+    from shardwise.checkpoint import writer
+
+    def counted(self: writer.Writer) -> writer.Part:
+        written[self.rank] = self.written
+        return original(self)
+
+    original, writer.Writer.finish = writer.Writer.finish, counted  # type: ignore[method-assign]
+    try:
+        on_ranks(4, lambda: nn.Linear(512, 512, bias=False), rank)
+    finally:
+        writer.Writer.finish = original  # type: ignore[method-assign]
+    assert written == dict.fromkeys(range(4), 512 * 512)  # fp32: a quarter each
+
+
+@pytest.fixture
+def reached() -> Iterator[list[tuple[str, int]]]:
+    found: list[tuple[str, int]] = []
+
+    def listen(point: str, rank: int) -> None:
+        found.append((point, rank))
+
+    points.listeners.append(listen)
+    yield found
+    points.listeners.remove(listen)
+
+
+def test_a_save_passes_its_points_in_order(tmp_path: Path, reached: list[tuple[str, int]]) -> None:
+    every = [point for point in points.POINTS if point != "snapshot taken"]
+    for step in (1, 2):
+
+        def rank(comm: Comm, model: nn.Module, step: int = step) -> None:
+            sharded = sw.shard(model, comm=comm)
+            sharded.save(tmp_path / f"step-{step}", save_total_limit=1)
+
+        reached.clear()
+        on_ranks(2, DECODER.build, rank)
+    assert [point for point, rank in reached if rank == 0] == every
+    assert [point for point, rank in reached if rank == 1] == every[1:4]
+    synced = max(k for k, (point, _) in enumerate(reached) if point == "data synced")
+    assert reached[synced + 1][0] == "all parts known"
+    assert names(tmp_path) == ["latest", "step-2"]
+
+
+def test_it_reaches_the_disk_before_it_has_a_name(tmp_path: Path) -> None:
+    calls = _calls(tmp_path)
+    order = [
+        "fsync model.safetensors",  # data
+        "fsync model.safetensors",  # header
+        "fsync step-1.partial",
+        "fsync .manifest.json.unfinished",
+        "rename .manifest.json.unfinished -> manifest.json",
+        "fsync step-1.partial",
+        "rename step-1.partial -> step-1",
+        "fsync run",
+        "rename .latest -> latest",
+        "fsync run",
+    ]
+    assert calls[-len(order) :] == order
+
+
+def _calls(tmp_path: Path) -> list[str]:
+    calls: list[str] = []
+
+    def listen(real: Any, kind: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kind == "fsync":
+                calls.append(f"fsync {_plain(str(Path(f'/proc/self/fd/{args[0]}').readlink()))}")
+            else:
+                calls.append(f"rename {_plain(str(args[0]))} -> {_plain(str(args[1]))}")
+            return real(*args, **kwargs)
+
+        return call
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(os, "fsync", listen(os.fsync, "fsync"))
+    patch.setattr(os, "rename", listen(os.rename, "rename"))
+    patch.setattr(os, "replace", listen(os.replace, "rename"))
+    try:
+        sw.shard(seeded(DECODER.build)).save(tmp_path / "run" / "step-1")
+    finally:
+        patch.undo()
+    return calls
+
+
+def _plain(name: str) -> str:
+    """The last part, without what is drawn by lot."""
+    last = Path(name).name
+    if last.startswith(".latest"):
+        return ".latest"
+    return last.split(".partial-")[0] + ".partial" * (".partial-" in last)
+
+
+# --- when it fails ---------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardwise.checkpoint import writer
+
+    saved(DECODER, 2, tmp_path / "step-2")
+    before = tensors(tmp_path / "step-2", "model")
+    monkeypatch.setattr(writer, "free_bytes", lambda folder: 100_000)
+    with pytest.raises(sw.CheckpointError, match=r"needs 2\d\d\.\d KiB, and .* has 97.7 KiB free"):
+        saved(DECODER, 2, tmp_path / "step-2")
+    assert names(tmp_path) == ["latest", "step-2"]
+    assert same(tensors(tmp_path / "step-2", "model"), before)
+
+
+def too_large(comm: Comm, path: str, everybody: bool) -> str:
+    model = nn.Linear(512, 512)
+    sharded = sw.shard(model, comm=comm)
+    sharded.save(path)
+    first = clones(model.state_dict())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if everybody or comm.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, limit[1]))
+    try:
+        sharded.save(path)
+    except sw.CheckpointError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        sharded.load(path)  # the old one is whole, and the group lives
+        assert same(model.state_dict(), first)
+        sharded.save(path)  # and the next save succeeds
+        return str(error)
+    raise AssertionError
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("everybody", [True, False])
+def test_files_that_may_not_grow_fail_on_all_ranks_together(
+    everybody: bool, tmp_path: Path
+) -> None:
+    said = run_processes(2, too_large, str(tmp_path / "step-1"), everybody)
+    assert said[0] == said[1]
+    assert "ulimit -f" in said[0]
+    assert "as they were" in said[0]
+    assert ("rank 0" in said[0]) == everybody
+    assert ("rank 1" in said[0]) != everybody
+    assert names(tmp_path) == ["latest", "step-1"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid():
+        pytest.skip("mounting a file system of limited size needs root")
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=700k", "none", str(path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this container may not mount")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_disk_that_is_full_keeps_the_earlier_checkpoint(small_disk: Path) -> None:
+    saved(DECODER, 2, small_disk / "step-2")
+    before = tensors(small_disk / "step-2", "optimizer")
+    (small_disk / "filler").write_bytes(bytes(450_000))
+    with pytest.raises(sw.CheckpointError, match="free"):
+        saved(DECODER, 2, small_disk / "step-2")
+    assert names(small_disk) == ["filler", "latest", "step-2"]
+    assert same(tensors(small_disk / "step-2", "optimizer"), before)
+
+
+def test_a_disk_that_fills_while_writing_keeps_the_earlier_checkpoint(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when somebody else writes there, too, or promised space is not kept."""
+    from shardwise.checkpoint import writer
+
+    saved(DECODER, 2, small_disk / "step-2")
+    before = tensors(small_disk / "step-2", "optimizer")
+    monkeypatch.setattr(writer, "free_bytes", lambda folder: 1 << 40)
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: os.ftruncate(fd, size))
+    (small_disk / "filler").write_bytes(bytes(450_000))
+    with pytest.raises(sw.CheckpointError, match="the disk is full"):
+        saved(DECODER, 2, small_disk / "step-2")
+    assert names(small_disk) == ["filler", "latest", "step-2"]
+    assert same(tensors(small_disk / "step-2", "optimizer"), before)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(sw.CheckpointError, match=r"file.*failed"):
+        saved(DECODER, 1, tmp_path / "file" / "step-1")
+    if os.geteuid():  # root may write anywhere
+        tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+        with pytest.raises(sw.CheckpointError, match="may not write"):
+            saved(DECODER, 1, tmp_path / "step-1")
+
+
+def elsewhere(rank: int, world: int, folder: str, path: str) -> str:
+    from tests.ranks import in_group
+
+    here = Path(path) / f"host-{rank}"
+    here.mkdir(parents=True)
+    os.chdir(here)
+    return in_group(rank, world, folder, _refused)
+
+
+def _refused(comm: Comm) -> str:
+    sharded = sw.shard(nn.Linear(4, 4), comm=comm)
+    try:
+        sharded.save("run/step-1")  # another folder on each rank, by the same name
+    except sw.CheckpointError as error:
+        return str(error)
+    raise AssertionError
+
+
+@pytest.mark.spawn
+def test_a_folder_that_not_all_ranks_share_is_refused(tmp_path: Path) -> None:
+    said = [o.value or o.error for o in outcomes_of(2, elsewhere, str(tmp_path))]
+    assert said[0] == said[1]
+    assert said[0].startswith("rank 1: on ")
+    assert "local to each host, not a shared file system" in said[0]
+    assert names(tmp_path / "host-0" / "run") == []  # nothing is left behind
+
+
+def test_gradients_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        with sharded.accumulate(last=False):
+            nets.loss(model, DECODER.batch(0, 2)).backward()
+        with pytest.raises(sw.ScheduleError, match="so this checkpoint would miss them"):
+            sharded.save(tmp_path / "step-1")
+        sharded.drop_gradients()
+        sharded.save(tmp_path / "step-1")
+
+    on_ranks(2, DECODER.build, rank)
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"max_file_sise": 3}, "nearest is 'max_file_size'"),
+        ({"max_file_size": 0}, "at least 1"),
+        ({"save_total_limit": 0}, "at least 1"),
+        ({"keep_best": "best"}, "'lowest', 'highest'"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], fact: str, tmp_path: Path) -> None:
+    with pytest.raises(sw.ConfigError) as caught:
+        sw.shard(nn.Linear(2, 2)).save(tmp_path / "step-1", **options)
+    assert fact in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../x", "manifest.json", "training.json", "x.safetensors", ".x"])
+def test_files_that_cannot_lie_beside_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(sw.CheckpointError, match="cannot be put beside"):
+        sw.shard(nn.Linear(2, 2)).save(tmp_path / "out", files={name: "x"})
+
+
+# --- old ones --------------------------------------------------------------------------------
+
+
+def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> list[tuple[str, ...]]:
+        sharded = sw.shard(model, comm=comm)
+        gone = []
+        for step, metric in enumerate([3.0, 1.0, 2.0, 2.5], start=1):
+            training = sw.Training(step=step, metric=metric)
+            options = {"save_total_limit": 2, "keep_best": "lowest"}
+            report = sharded.save(tmp_path / f"step-{step}", None, training, **options)
+            gone.append(report.removed)
+        return gone
+
+    said = on_ranks(2, DECODER.build, rank)
+    assert said[0] == [(), (), ("step-1",), ("step-3",)]
+    assert names(tmp_path) == ["latest", "step-2", "step-4"]
+
+
+def test_the_same_step_is_saved_again(tmp_path: Path) -> None:
+    saved(DECODER, 2, tmp_path / "step-2")
+    leftover = tmp_path / "step-2.partial-0123456789abcdef"
+    leftover.mkdir()
+    (leftover / ".lock").touch()
+    state = saved(DECODER, 3, tmp_path / "step-2", "shard_grad_op")
+    assert names(tmp_path) == ["latest", "step-2"]
+    assert check_complete(tmp_path / "step-2").world == 3
+    assert same(tensors(tmp_path / "step-2", "model"), state)
+
+
+def test_the_number_of_steps_is_what_was_said_or_what_the_name_says(tmp_path: Path) -> None:
+    model = seeded(DECODER.build)
+    sharded, optimizer = sw.shard(model), adamw(model.parameters())
+    sharded.save(tmp_path / "step-30", optimizer)
+    sharded.save(tmp_path / "step-40", optimizer, sw.Training(step=41))
+    sharded.save(tmp_path / "last", optimizer)
+    found = [check_complete(tmp_path / name).step for name in ("step-30", "step-40", "last")]
+    assert found == [30, 41, None]
+    assert [sharded.load(tmp_path / name).step for name in ("step-30", "last")] == [30, None]

@@ -1,0 +1,117 @@
+"""Bytes come from a folder checked, and blocks are read once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint.plan import BLOCK
+from shardwise.checkpoint.reader import fill, wanted
+from shardwise.checkpoint.source import Source
+from tests.copies import seeded
+
+
+def wide() -> nn.Module:
+    return nn.Linear(1024, 3 * 1024)  # 12 MiB and a bias: four blocks
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    sw.shard(seeded(wide)).save(tmp_path / "out", files={"note.txt": "größe", "list.json": "[1"})
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Each read: its place, and its bytes."""
+    found: list[tuple[int, int]] = []
+    real = os.preadv
+
+    def preadv(file: int, views: list[memoryview], at: int) -> int:
+        found.append((at, len(views[0])))
+        return real(file, views, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return found
+
+
+def test_small_files_are_read_whole(folder: Path) -> None:
+    with Source.open(folder) as source:
+        assert source.bytes("note.txt").decode() == "größe"
+        with pytest.raises(sw.CheckpointError, match=r"list.json is not JSON"):
+            source.json("list.json")
+        assert source.names("optimizer") == []
+
+
+def test_any_range_is_what_the_file_has(folder: Path) -> None:
+    data = np.fromfile(folder / "model.safetensors", np.uint8)
+    ranges = [(0, 1), (5, BLOCK + 5), (BLOCK - 3, BLOCK + 3), (100, 3 * BLOCK), (0, len(data))]
+    for start, stop in ranges:
+        with Source.open(folder) as source:
+            into = np.empty(stop - start, np.uint8)
+            source.read_into("model.safetensors", start, into)
+            assert np.array_equal(into, data[start:stop])
+
+
+def test_neighbours_read_the_block_between_them_once(
+    folder: Path, reads: list[tuple[int, int]]
+) -> None:
+    with Source.open(folder) as source:
+        place = source.tensors("model")["weight"]
+        out = torch.empty(3 * 1024 * 1024)
+        reads.clear()
+        wants = [wanted(place, k, out[k : k + 300_000]) for k in range(0, len(out), 300_000)]
+        fill(source, reversed(wants))
+    assert torch.equal(out.view(3072, 1024), seeded(wide).get_parameter("weight"))
+    assert [at for at, _ in reads] == [BLOCK, 2 * BLOCK, 3 * BLOCK]  # and block 0 with the header
+
+
+def test_whole_blocks_go_straight_to_their_place(
+    folder: Path, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Source.open(folder) as source:
+        place = source.tensors("model")["weight"]
+        out = torch.empty(3 * 1024 * 1024)
+        copied: list[int] = []
+        file = source._file("model.safetensors")
+        real = file.some
+
+        def some(start: int, stop: int) -> Any:
+            data = real(start, stop)
+            copied.append(len(data))
+            return data
+
+        monkeypatch.setattr(file, "some", some)
+        fill(source, [wanted(place, 0, out)])
+    assert sum(copied) < 2 * BLOCK  # the first and the last
+
+
+def test_damaged_blocks_are_listed(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        for at in (BLOCK + 7, 3 * BLOCK):
+            file.seek(at)
+            file.write(b"!?")
+    with Source.open(folder) as source:
+        assert source.damaged("model.safetensors") == [1, 3]
+        assert source.damaged("note.txt") == []
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder: Path) -> None:
+    with Source.open(folder) as source:
+        source.header("model.safetensors")
+        os.truncate(folder / "model.safetensors", 2 * BLOCK)
+        with pytest.raises(sw.CheckpointError, match=r"ends at byte 8,388,608, 4,194,304 before"):
+            source.read_into("model.safetensors", 0, np.empty(3 * BLOCK, np.uint8))
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_there(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "y.safetensors"}}')
+    with Source.open(folder) as source:
+        assert source.names("model") == ["model.safetensors"]
