@@ -120,6 +120,21 @@ class Gradients:
         self.copied += sum([view.nbytes for view in views])
         self._waiting.clear()
 
+    def delivered(self, index: int) -> Tensor | None:
+        """A shard's gradient of earlier backward passes: its ``.grad``, or what is aside."""
+        grad = get_grad(self.spec.params[index])
+        return self.aside.get(index) if grad is None else grad
+
+    def collected(self) -> dict[int, Tensor]:
+        """What lies here between two micro-batches, by parameter: views, in the sums' dtype."""
+        self.write()
+        return {index: self._views[index] for index in sorted(self.arrived)}
+
+    def take_up(self, full: Tensor, arrived: set[int]) -> None:
+        """Go on with what was collected before, in ``full`` ``[W * S]``, for these parameters."""
+        self.full, self._views = full, self.spec.full_views(full)
+        self.arrived, self.touched = set(arrived), set(arrived)
+
     def _open(self, dtype: torch.dtype) -> Tensor:
         spec = self.spec
         self.full = full = spec.comm.allocate(spec.layout.numel, dtype)

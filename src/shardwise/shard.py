@@ -221,7 +221,6 @@ class Sharded:
             CheckpointError: on every rank alike; what was under ``path`` before still is.
         """
         optimizers = self._admitted("save() was called", optimizer)
-        self._check_reduced("this checkpoint would miss them")
         self._background.settle()
         return write_checkpoint(self, path, optimizers, training, SaveOptions.of(options))
 
@@ -241,7 +240,6 @@ class Sharded:
             before is still being written and ``when_busy`` is ``"skip"``.
         """
         optimizers = self._admitted("save_async() was called", optimizer)
-        self._check_reduced("this checkpoint would miss them")
         return self._background.save(self, path, optimizers, training, SaveOptions.of(options))
 
     def load(
@@ -384,14 +382,14 @@ class Sharded:
         self._idle("an optimizer stepped")
         self.runtime.await_readers()
         self._background.check()
-        self._check_reduced("this update would miss them")
+        self._check_reduced()
 
-    def _check_reduced(self, so: str) -> None:
+    def _check_reduced(self) -> None:
         for state in self.runtime.units.values():
             if state.collected:
                 raise ScheduleError(
                     f"unit {state.name or '(root)'!r} holds gradients that were accumulated and "
-                    f"never reduced, so {so}. Run the last micro-batch under "
+                    "never reduced, so this update would miss them. Run the last micro-batch under "
                     "sharded.accumulate(last=True), or call sharded.drop_gradients()."
                 )
 

@@ -3,6 +3,7 @@
 model.safetensors        parameters and persistent buffers, as Hugging Face names them
 optimizer.safetensors    exp_avg/NAME, exp_avg_sq/NAME, step/NAME …
 ranks.safetensors        what every rank has of its own: generators, buffers where they differ
+gradients.safetensors    in the middle of an accumulation, if that was asked for
 training.json            step, scheduler, data position, groups of the optimizer …
 config.json, …           what else a reader of the folder needs
 """
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import checksum, manifest, rng, state
+from shardwise.checkpoint.accumulated import GRADIENTS, check_reduced, gradients_of
 from shardwise.checkpoint.holdings import Holding, homes, own_rows, persistent_buffers, weights
 from shardwise.checkpoint.meeting import share
 from shardwise.checkpoint.names import is_plain
@@ -102,7 +104,12 @@ def collect(
     groups = {MODEL: found}
     small = {**_model_config(model), **_checked(files)}
     if training is not None:
-        groups[OPTIMIZER], records = contents(optimizers, Named(homes(sharded.buckets)))
+        places = homes(sharded.buckets)
+        groups[OPTIMIZER], records = contents(optimizers, Named(places))
+        if training.accumulating:
+            groups[GRADIENTS] = gradients_of(sharded.buckets, places, comm)
+        else:
+            check_reduced(sharded.buckets)
         own = {RNG + name: value for name, value in rng.capture(comm.device).items()}
         own |= {BUFFER + name: value for name, value in _differing_buffers(comm, model).items()}
         groups[RANKS] = own_rows(own, comm.rank, comm.size)

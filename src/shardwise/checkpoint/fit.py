@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import rng, state
+from shardwise.checkpoint.accumulated import GRADIENTS, Gradients
 from shardwise.checkpoint.contents import BUFFER, MODEL, OPTIMIZER, RANKS, RNG
 from shardwise.checkpoint.dtypes import code_of
 from shardwise.checkpoint.holdings import Home, homes, persistent_buffers
@@ -105,6 +106,7 @@ class Found:
     document: Document | None
     states: Mapping[str, Place]
     own: Mapping[str, Place]
+    gradients: Mapping[str, Place]
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -135,12 +137,13 @@ def open_found(path: str | Path, wish: Wish, stack: ExitStack) -> Found:
             "that shardwise or a Hugging Face library wrote; pickled files (.bin, .pt) are not "
             "read, since a pickle can run anybody's code."
         )
-    document, states, own = None, {}, {}
+    document, states, own, gradients = None, {}, {}, {}
     if source.manifest is not None and source.has(state.NAME):
         document = Document.decode(source.bytes(state.NAME), str(source.folder / state.NAME))
         states = source.tensors(OPTIMIZER) if wish.optimizers else {}
         own = source.tensors(RANKS)
-    return Found(source, weights, document, states, own)
+        gradients = source.tensors(GRADIENTS)
+    return Found(source, weights, document, states, own, gradients)
 
 
 class Fitted:
@@ -162,11 +165,18 @@ class Fitted:
             self._optimizers = _optimizers(found, wish, Named(places))
             problems += self._optimizers.problems
         problems += _absent(found, wish)
+        self._gradients: Gradients | None = None
+        if wish.training is not None:
+            self._gradients = Gradients(sharded.buckets, places, found.gradients, self._comm)
+            problems += self._gradients.problems
+            self._inexact += self._gradients.problems
         if wish.strict and problems:
             raise _unfit(found, problems)
         self.wants = [*self._parameters(places), *self._buffers(buffers)]
         if self._optimizers is not None:
             self.wants += self._optimizers.wants()
+        if self._gradients is not None:
+            self.wants += self._gradients.wants()
         self._rng = self._generators() if wish.training is not None else {}
 
     def apply(self, training: Training | None) -> None:
@@ -175,6 +185,8 @@ class Fitted:
             buffer.copy_(value)
         if self._optimizers is not None:
             self._optimizers.apply()
+        if self._gradients is not None:
+            self._gradients.apply()
         document = self._found.document
         if training is None or document is None:
             return

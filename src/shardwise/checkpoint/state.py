@@ -41,6 +41,7 @@ class Training:
         config: what the run was started with: plain values.
         local: plain values of this rank's own.
         metric: how good this checkpoint is, for ``keep_best``.
+        accumulating: the step is not over: what was accumulated is stored, too.
     """
 
     step: int | None = None
@@ -50,6 +51,7 @@ class Training:
     config: Any = None
     local: Any = None
     metric: float | None = None
+    accumulating: bool = False
 
 
 @dataclass(frozen=True)
