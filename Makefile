@@ -26,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test check format lint types shape docs bench clean
 
 demo: $(STAMP)
-	$(BIN)/shardwise train recipes/demo.yaml --nproc 2
+	$(BIN)/shardwise train recipes/demo.yaml --nproc 2 --restarts 1 --kill-rank 1@66
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)

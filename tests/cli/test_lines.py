@@ -1,15 +1,22 @@
 from __future__ import annotations
 
-from shardwise.cli.lines import clock, lines
+from typing import get_args
+
+from shardwise.cli.lines import _LINES, clock, lines
 from shardwise.train.metrics import (
     Built,
     Bytes,
+    Complete,
     Evaluated,
     Finished,
     Placed,
     Prepared,
+    Record,
+    Resumed,
     Sampled,
+    Saved,
     Stepped,
+    Stopped,
     Warned,
 )
 
@@ -116,10 +123,42 @@ def test_a_sample_is_indented_as_a_whole() -> None:
 
 
 def test_the_end_says_where_everything_is() -> None:
-    assert lines(Finished("runs/demo", ("a", "b"), 65.0)) == [
+    assert lines(Finished("runs/demo", ("a", "b"), 65.0, 128)) == [
         "",
         "done      saved in runs/demo after 1:05: a, b",
     ]
+
+
+def test_a_checkpoint_says_its_place_size_and_time_and_what_went() -> None:
+    saved = Saved(100, "runs/demo/checkpoints/step-100", 41_800_000, 0.44, ("step-50", "step-25"))
+    assert lines(saved) == [
+        "saved runs/demo/checkpoints/step-100 (41.8 MB, 0.4 s); step-50, step-25 removed"
+    ]
+    assert lines(Saved(1, "a/step-1", 4_180, 0.0, ())) == ["saved a/step-1 (4.2 kB, 0.0 s)"]
+
+
+def test_where_a_run_goes_on_is_said_in_steps_and_samples() -> None:
+    assert lines(Resumed(3_200, 51_200, "runs/demo/checkpoints/step-3200", 4)) == [
+        "resumed at step 3,200, sample 51,200, from runs/demo/checkpoints/step-3200"
+    ]
+
+
+def test_a_stop_says_whether_anything_is_lost() -> None:
+    assert lines(Stopped(80, 128, saved=True)) == [
+        "stopped at step 80/128 as asked; the same command goes on"
+    ]
+    assert "NOT SAVED" in lines(Stopped(80, 128, saved=False))[0]
+
+
+def test_a_run_with_nothing_left_to_do_says_how_to_have_more() -> None:
+    (line,) = lines(Complete("runs/demo", 128))
+    assert line.startswith("done      the run in runs/demo has taken all its 128 steps.")
+    assert "run.steps" in line
+    assert "--run.overwrite true" in line
+
+
+def test_every_record_has_lines() -> None:
+    assert set(get_args(Record)) == set(_LINES)
 
 
 def test_a_warning_is_a_line() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from shardwise.cli.progress import reporter
-from shardwise.train.metrics import Evaluated, Record, Stepped, Warned
+from shardwise.train.metrics import Built, Evaluated, Record, Resumed, Stepped, Warned
 
 
 def story(steps: int) -> list[Record]:
@@ -41,6 +41,21 @@ def test_a_log_holds_no_control_characters_and_no_wrapped_lines(
     assert "\x1b" not in said
     assert "\r" not in said
     assert len(said.splitlines()) == 5
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_after_a_crash_what_was_said_before_is_not_said_again(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+    known = Built(31_392, "full_shard", 3, 12, 2, 2, 32, 30, 0.5)
+    with reporter(1, again=True) as report:
+        report(known)
+        report(Resumed(2, 24, "run/checkpoints/step-2", 3))
+    assert capsys.readouterr().out.splitlines()[0].startswith("resumed at step 2, sample 24")
+    assert "31,392" in told([known], 1, capsys)
 
 
 def test_a_terminal_gets_a_moving_line_and_keeps_what_lasts(

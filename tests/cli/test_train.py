@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardwise.cli import main
-from shardwise.train.recipe import keys
+from shardwise.train.job import Job
+from shardwise.train.recipe import keys, read_recipe, resolved
 from tests.train.tiny import recipe_file
 
 Two = tuple[Path, subprocess.CompletedProcess[str]]
@@ -52,6 +55,7 @@ def test_help_shows_how_to_start_and_every_key(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     assert "shardwise train recipes/demo.yaml --nproc 2" in said
     assert "torchrun --nproc-per-node 2 -m shardwise.cli train" in said
+    assert "Ctrl-C, kill PID, or touch RUN/stop           save, and end with status 75" in said
     assert [key.name for key in keys() if f"{key.name}: " not in said] == []
 
 
@@ -95,9 +99,20 @@ def test_a_folder_in_use_ends_before_ranks_are_started(
 ) -> None:
     recipe = recipe_file(tmp_path)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.yaml").touch()
+    before = resolved(read_recipe(recipe, ["run.seed=1"]))
+    (tmp_path / "run" / "recipe.yaml").write_text(before, "utf-8")
     assert failed(str(recipe), "--nproc", "2") == 1
-    assert "replace that run with --run.overwrite true" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "run.seed was 1 and is 0" in said
+    assert "replace that run with --run.overwrite true" in said
+
+
+@pytest.mark.parametrize("text", ["1", "@3", "1@", "one@2", "1@-2"])
+def test_a_crash_is_rehearsed_at_a_rank_and_a_step(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failed(str(recipe_file(tmp_path)), "--kill-rank", text) == 2
+    assert f"{text!r} is not RANK@STEP" in capsys.readouterr().err
 
 
 def test_asking_for_processes_inside_a_launcher_is_refused(
@@ -122,6 +137,84 @@ def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFix
     assert "full_shard over 1 rank" in out
     assert "step 3/3" in out
     assert len(losses(tmp_path)) == 4
+
+
+# --- stopped and gone on, in this process ----------------------------------------------------
+
+
+def ended(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *arguments])
+    return caught.value.code
+
+
+def at_step(step: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do ``act`` while the gradients of ``step`` are computed."""
+    gradients = Job.gradients
+
+    def then(job: Job, number: int) -> float:
+        if number + 1 == step:
+            act()
+        return gradients(job, number)
+
+    monkeypatch.setattr(Job, "gradients", then)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_end_saves_and_says_with_what_status_it_goes_on(
+    tmp_path: Path,
+    number: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = str(recipe_file(tmp_path))
+    with monkeypatch.context() as patch:
+        at_step(3, lambda: os.kill(os.getpid(), number), patch)
+        assert ended(recipe) == 75
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2].startswith(f"saved {tmp_path}/run/checkpoints/step-3 (")
+    assert said[-1] == "stopped at step 3/4 as asked; the same command goes on"
+    assert ended(recipe) == 0
+    goes_on = capsys.readouterr().out
+    assert f"resumed at step 3, sample 36, from {tmp_path}/run/checkpoints/step-3" in goes_on
+    assert ended(recipe) == 0
+    assert "has taken all its 4 steps" in capsys.readouterr().out
+
+
+def test_a_second_interrupt_ends_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at_step(3, twice, monkeypatch)
+    assert ended(str(recipe_file(tmp_path))) == 130
+    assert capsys.readouterr().err == ""
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_last_checkpoint_that_could_not_be_saved_ends_with_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = tmp_path / "run" / "checkpoints" / "step-4" / "thesis.txt"
+
+    def take() -> None:
+        taken.parent.mkdir(parents=True)
+        taken.touch()
+
+    at_step(3, take, monkeypatch)
+    assert ended(str(recipe_file(tmp_path))) == 1
+    out, err = capsys.readouterr()
+    assert "warning   NOT SAVED, and the run goes on: " in out
+    assert err.startswith(
+        "error: the run is finished at step 4, and the last checkpoint could not "
+    )
+    assert taken.exists()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+# --- on several processes --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +264,147 @@ def test_a_rank_s_error_is_said_under_torchrun_too(tmp_path: Path) -> None:
     done = run("torch.distributed.run", *STANDALONE, *command)
     assert done.returncode == 1
     assert "data.source '/nowhere' does not exist" in done.stderr
+
+
+# --- stopped, killed and gone on, on several processes ---------------------------------------
+
+# What the launcher starts in place of the command: as it is, but for what stands before it.
+LAUNCHER = """
+import sys
+from shardwise.launch.local import start
+start([sys.executable, "-c", *sys.argv[1:]], 2, 1, lambda fact: print("crashed", fact, flush=True))
+"""
+SLOW = """
+import time
+from shardwise.train.job import Job
+gradients = Job.gradients
+Job.gradients = lambda job, step: (time.sleep(0.1), gradients(job, step))[1]
+from shardwise.cli import main
+main()
+"""
+KILLED = """
+import os
+from shardwise.train.job import Job
+loss, calls = Job._loss, []
+def dying(job, batch):
+    calls.append(batch)
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and job.sharded.comm.rank == 1 and len(calls) == 2 * 6 + 3:  # of six in step 3
+        os.kill(os.getpid(), 9)
+    return loss(job, batch)
+Job._loss = dying
+from shardwise.cli import main
+main()
+"""
+
+
+def environ() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([SRC, *sys.path])}
+
+
+@pytest.mark.spawn
+def test_killed_in_the_middle_of_a_step_all_ranks_start_again_and_go_on_exactly(
+    two: Two, tmp_path: Path
+) -> None:
+    recipe = str(recipe_file(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, KILLED, "train", recipe, "checkpoint.save_every=1"],
+        env=environ(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    told = [line for line in done.stdout.splitlines() if line.startswith(("crashed", "resumed"))]
+    assert "was killed by SIGKILL; all ranks start again (1 of 1)" in told[0]
+    assert told[1].startswith("resumed at step 2, sample 24, from ")
+    assert done.stdout.count("tokens/s  over all ranks") == 1  # what is known is not said again
+    assert losses(tmp_path) == losses(two[0])
+
+
+@pytest.mark.spawn
+def test_a_rehearsed_crash_costs_what_was_not_saved_and_the_same_command_goes_on(
+    two: Two, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = (str(recipe_file(tmp_path)), "checkpoint.save_every=2")
+    done = run("shardwise.cli", "train", *command, "--nproc", "2", "--kill-rank", "1@3")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rank 1 (process ")
+    assert "was killed by SIGKILL" in done.stderr
+    assert ended(*command) == 0  # on one process: the ranks may be others
+    assert "resumed at step 2, sample 24" in capsys.readouterr().out
+    assert losses(tmp_path) == pytest.approx(losses(two[0]), rel=1e-5)
+
+
+@pytest.mark.spawn
+def test_what_is_replaced_is_replaced_once_and_not_again_after_a_crash(
+    two: Two, tmp_path: Path
+) -> None:
+    command = ("train", str(recipe_file(tmp_path)), "checkpoint.save_every=2")
+    assert ended(*command[1:], "run.seed=1") == 0
+    crash = ("--nproc", "2", "--restarts", "1", "--kill-rank", "1@3")
+    done = run("shardwise.cli", *command, *crash, "--run.overwrite", "true")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "crashed   rank 1 (process " in done.stdout
+    assert "resumed at step 2, sample 24" in done.stdout
+    assert losses(tmp_path) == losses(two[0])
+
+
+@pytest.mark.spawn
+def test_signals_to_the_launcher_save_and_stop_all_ranks_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ("run.steps=40", "run.log_every=1", "checkpoint.save_every=0", "sample.tokens=0")
+    command = ("train", str(recipe_file(tmp_path)), *changes, "run.eval_every=0")
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, SLOW, *command],
+        env=environ(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    said: list[str] = []
+    with process:
+        for line in process.stdout or ():
+            said.append(line.strip())
+            saves = sum(told.startswith("saved") for told in said) * line.startswith("saved")
+            if line.startswith("step  2/40"):
+                process.send_signal(signal.SIGUSR1)
+            elif saves == 1:
+                (tmp_path / "run" / "save").touch()
+            elif saves == 2:
+                process.send_signal(signal.SIGTERM)
+    assert process.returncode == 75, "\n".join(said)
+    assert not (tmp_path / "run" / "save").exists()
+    assert sum(line.startswith("saved") for line in said) == 3
+    stopped = said[-1]
+    assert stopped.startswith("stopped at step ")
+    assert stopped.endswith("/40 as asked; the same command goes on")
+    step = int(stopped.split()[3].partition("/")[0])
+    assert ended(*command[1:]) == 0  # on one process: the ranks may be others
+    assert f"resumed at step {step}, sample {12 * step}" in capsys.readouterr().out
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [r["step"] for r in records if r["record"] == "stepped"] == list(range(1, 41))
+
+
+@pytest.mark.spawn
+def test_under_torchrun_a_run_that_is_told_to_end_saves_too(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW, "utf-8")
+    command = ("train", str(recipe_file(tmp_path)), "run.steps=200", "run.log_every=1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *STANDALONE, str(script), *command],
+        env=environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    said: list[str] = []
+    with process:
+        for line in process.stdout or ():
+            said.append(line.strip())
+            if line.startswith("step   2/200"):
+                process.send_signal(signal.SIGTERM)
+    assert said[-1].startswith("stopped at step ")
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()

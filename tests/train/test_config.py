@@ -103,3 +103,9 @@ def test_every_value_has_its_sentence() -> None:
     fields = [f for s in sections if isinstance(s, type) for f in s.model_fields.values()]
     assert len(fields) > 30
     assert [field for field in fields if not field.description] == []
+
+
+def test_the_best_needs_more_than_one_validation() -> None:
+    with pytest.raises(ValueError, match=r"run\.eval_every is 0"):
+        Recipe.model_validate({"checkpoint": {"keep_best": True}})
+    Recipe.model_validate({"checkpoint": {"keep_best": True}, "run": {"eval_every": 5}})

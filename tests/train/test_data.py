@@ -14,8 +14,14 @@ from shardwise.train.folder import Folder
 from tests.train.tiny import documents, tiny_recipe
 
 
+def made(recipe: Recipe) -> Folder:
+    path = Path(recipe.run.folder)
+    path.mkdir(parents=True, exist_ok=True)
+    return Folder(path)
+
+
 def prepared(recipe: Recipe, world: int) -> list[Data]:
-    folder = Folder.open(recipe.run.folder, overwrite=True)
+    folder = made(recipe)
 
     def rank(comm: Comm) -> Data:
         return prepare(recipe, comm, folder if comm.rank == 0 else None)
@@ -67,4 +73,12 @@ def test_a_second_run_finds_its_tokenizer(tmp_path: Path) -> None:
 def test_too_little_text_for_a_row_says_which_split(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, "data.context=500", "data.validation=0.01")
     with pytest.raises(ConfigError, match=r"the validation split has \d+ tokens, fewer than"):
-        prepare(recipe, LocalComm(), Folder.open(recipe.run.folder, overwrite=True))
+        prepare(recipe, LocalComm(), made(recipe))
+
+
+def test_the_fingerprint_is_that_of_the_tokens(tmp_path: Path) -> None:
+    first, other = prepared(tiny_recipe(tmp_path / "a"), 2)
+    (elsewhere,) = prepared(tiny_recipe(tmp_path / "b"), 1)
+    (less,) = prepared(tiny_recipe(tmp_path / "c", "data.validation=0.3"), 1)
+    assert first.fingerprint == other.fingerprint == elsewhere.fingerprint
+    assert less.fingerprint != first.fingerprint

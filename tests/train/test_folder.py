@@ -5,56 +5,73 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.folder import RECIPE, Folder, check
+from shardwise.train.folder import RECIPE, Folder
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def checkpoint(folder: Path, name: str) -> Path:
+    """As little as looks like one."""
+    path = folder / "checkpoints" / name
+    path.mkdir(parents=True)
+    (path / "manifest.json").touch()
+    return path
+
+
 def test_a_new_folder_is_made(tmp_path: Path) -> None:
-    Folder.open(tmp_path / "a" / "b", overwrite=False)
-    assert (tmp_path / "a" / "b").is_dir()
+    with Folder.held(tmp_path / "a" / "b") as folder:
+        assert folder.path.is_dir()
 
 
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    assert Folder.open(tmp_path, overwrite=False).path == tmp_path
+def test_nobody_else_holds_it_while_the_block_lasts(tmp_path: Path) -> None:
+    second = Folder.held(tmp_path, patience=0.0)
+    with Folder.held(tmp_path), pytest.raises(ConfigError, match="is in use by another"), second:
+        pass
+    with Folder.held(tmp_path, patience=0.0):
+        pass
 
 
-def test_an_earlier_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / RECIPE).touch()
-    with pytest.raises(ConfigError, match=r"holds an earlier run; .* --run\.overwrite true"):
-        Folder.open(tmp_path, overwrite=False)
+def test_it_is_free_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), Folder.held(tmp_path):
+        raise KeyError
+    with Folder.held(tmp_path, patience=0.0):
+        pass
 
 
-def test_replacing_a_run_removes_its_results_and_nothing_else(tmp_path: Path) -> None:
+def test_clearing_removes_results_and_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     for name in (RECIPE, "metrics.jsonl", "loss.png", "model.safetensors", "notes.txt"):
         (tmp_path / name).touch()
-    Folder.open(tmp_path, overwrite=True)
+    checkpoint(tmp_path, "step-4")
+    checkpoint(tmp_path, "step-8")
+    (tmp_path / "checkpoints" / "latest").symlink_to("step-8")
+    Folder(tmp_path).clear()
     assert names(tmp_path) == ["notes.txt", RECIPE]
 
 
-def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
-    with pytest.raises(ConfigError, match="holds 1 entries"):
-        Folder.open(tmp_path, overwrite=True)
-    assert names(tmp_path) == ["config.json"]
+def test_clearing_leaves_what_is_no_checkpoint_where_it_is_in_nobody_s_way(
+    tmp_path: Path,
+) -> None:
+    checkpoint(tmp_path, "step-4")
+    (tmp_path / "checkpoints" / "step-8").mkdir()
+    (tmp_path / "checkpoints" / "step-8" / "thesis.txt").touch()
+    (tmp_path / "checkpoints" / "mine").mkdir()
+    Folder(tmp_path).clear()
+    assert names(tmp_path / "checkpoints") == ["broken-step-8-1", "mine"]
+    assert names(tmp_path / "checkpoints" / "broken-step-8-1") == ["thesis.txt"]
 
 
-def test_a_hidden_file_does_not_make_a_folder_used(tmp_path: Path) -> None:
-    (tmp_path / ".recipe.123.yaml").touch()
-    check(tmp_path, overwrite=False)
-
-
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "run").touch()
-    with pytest.raises(ConfigError, match="is a file; name a folder"):
-        check(tmp_path / "run", overwrite=True)
-
-
-def test_checking_writes_nothing(tmp_path: Path) -> None:
-    check(tmp_path / "run", overwrite=False)
-    assert names(tmp_path) == []
+def test_broken_checkpoints_make_room_for_those_that_will_come(tmp_path: Path) -> None:
+    for step in (4, 8, 12):
+        checkpoint(tmp_path, f"step-{step}")
+    assert Folder(tmp_path).set_aside(4) == [
+        ("step-12", "broken-step-12-1"),
+        ("step-8", "broken-step-8-1"),
+    ]
+    checkpoint(tmp_path, "step-8")
+    assert Folder(tmp_path).set_aside(4) == [("step-8", "broken-step-8-2")]
+    assert "step-4" in names(tmp_path / "checkpoints")
 
 
 def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
 from shardwise.train.config import Recipe
-from shardwise.train.loop import train
+from shardwise.train.loop import Outcome, train
 from shardwise.train.metrics import (
     Built,
     Evaluated,
@@ -20,12 +20,15 @@ from shardwise.train.metrics import (
     Prepared,
     Record,
     Sampled,
+    Saved,
     Stepped,
 )
 from shardwise.train.recipe import read_recipe
 from tests.train.tiny import tiny_recipe
 
 FILES = [
+    ".lock",
+    "checkpoints",
     "config.json",
     "generation_config.json",
     "loss.png",
@@ -38,7 +41,7 @@ FILES = [
 ]
 
 
-def run(recipe: Recipe, world: int) -> tuple[list[Record], list[Evaluated]]:
+def run(recipe: Recipe, world: int) -> tuple[list[Record], list[Outcome]]:
     """What rank 0 said, and what each rank returned."""
     said: list[Record] = []
     return said, threads.run(world, lambda comm: train(recipe, comm, said.append))
@@ -52,7 +55,7 @@ def test_a_run_tells_its_story_in_order(tmp_path: Path) -> None:
     said, _ = run(tiny_recipe(tmp_path), 2)
     step, evaluated = Stepped, Evaluated
     assert [type(record) for record in said] == [
-        *(Prepared, Built, step, step, evaluated, step, step, evaluated),
+        *(Prepared, Built, step, step, evaluated, step, step, evaluated, Saved),
         *(Sampled, Placed, Finished),
     ]
     built = said[1]
@@ -65,9 +68,13 @@ def test_the_world_size_changes_nothing_but_rounding(tmp_path: Path, world: int)
     alone, (last, *_) = run(tiny_recipe(tmp_path / "1"), 1)
     said, all_last = run(tiny_recipe(tmp_path / "n"), world)
     assert losses(said) == pytest.approx(losses(alone), rel=1e-5)
-    assert len({evaluated.loss for evaluated in all_last}) == 1
-    assert all_last[0].unigram_entropy == last.unigram_entropy
-    assert all_last[0].tokens == last.tokens
+    assert {outcome.step for outcome in all_last} == {4}
+    found, wanted = [outcome.evaluated for outcome in all_last], last.evaluated
+    assert len({evaluated.loss for evaluated in found if evaluated}) == 1
+    assert found[0]
+    assert wanted
+    assert found[0].unigram_entropy == wanted.unigram_entropy
+    assert found[0].tokens == wanted.tokens
 
 
 def test_the_folder_holds_the_whole_run(tmp_path: Path) -> None:
@@ -99,7 +106,8 @@ def test_the_model_that_is_saved_is_the_one_that_was_validated(tmp_path: Path) -
             return logits
 
     again = Validation(data.validation, 7, 1).measure(Logits(), LocalComm(), 4)
-    assert again.loss == pytest.approx(last.loss, rel=1e-6)
+    assert last.evaluated
+    assert again.loss == pytest.approx(last.evaluated.loss, rel=1e-6)
 
 
 def test_training_lowers_the_loss(tmp_path: Path) -> None:
@@ -109,10 +117,12 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
     assert sum(isinstance(record, Evaluated) for record in said) == 1
 
 
-def test_a_second_run_in_the_same_folder_is_refused_unless_it_may(tmp_path: Path) -> None:
+def test_another_run_in_the_same_folder_is_refused_unless_it_may(tmp_path: Path) -> None:
     first, _ = run(tiny_recipe(tmp_path), 1)
-    with pytest.raises(ConfigError, match="holds an earlier run"):
-        run(tiny_recipe(tmp_path), 1)
+    with pytest.raises(ConfigError, match=r"holds an earlier run .* run\.seed was 0 and is 1"):
+        run(tiny_recipe(tmp_path, "run.seed=1"), 1)
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume is never"):
+        run(tiny_recipe(tmp_path, "checkpoint.resume=never"), 1)
     second, _ = run(tiny_recipe(tmp_path, "run.overwrite=true"), 1)
     assert losses(second) == losses(first)
 
@@ -127,7 +137,7 @@ def test_a_batch_that_does_not_divide_stops_before_anything_is_written(tmp_path:
 def test_ranks_with_different_recipes_are_told_the_key(tmp_path: Path) -> None:
     recipes = [tiny_recipe(tmp_path, f"optimizer.lr={lr}") for lr in (0.01, 0.02)]
 
-    def rank(comm: Comm) -> Evaluated:
+    def rank(comm: Comm) -> Outcome:
         return train(recipes[comm.rank], comm, lambda _: None)
 
     with pytest.raises(RanksDisagree, match=r"optimizer\.lr"):

@@ -7,7 +7,7 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.train.batches import accumulation
 from shardwise.train.config import Recipe
-from shardwise.train.recipe import keys, read_recipe, resolved
+from shardwise.train.recipe import flat, keys, read_recipe, resolved
 
 
 def written(folder: Path, text: str, name: str = "r.yaml") -> Path:
@@ -156,3 +156,9 @@ def test_keys_are_every_leaf_once() -> None:
     assert len(names) == len(set(names))
     assert {"optimizer.lr", "sharding.precision.compute", "run.folder"} <= set(names)
     assert "sharding.precision" not in names
+
+
+def test_a_tree_is_flat_by_dotted_names() -> None:
+    assert flat({"a": {"b": 1, "c": {"d": [2]}}, "e": None}) == {"a.b": 1, "a.c.d": [2], "e": None}
+    whole = flat(Recipe().model_dump())
+    assert set(whole) == {key.name for key in keys()}

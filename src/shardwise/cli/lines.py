@@ -6,18 +6,23 @@ Each line stands alone, so it survives a log file, `tee` and `grep`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from shardwise.train.metrics import (
     Built,
     Bytes,
+    Complete,
     Evaluated,
     Finished,
     Placed,
     Prepared,
     Record,
+    Resumed,
     Sampled,
+    Saved,
     Stepped,
+    Stopped,
     Warned,
 )
 
@@ -29,24 +34,7 @@ COLUMN = 9  # width of the first word of a line
 
 def lines(record: Record) -> list[str]:
     """What to print for ``record``."""
-    match record:
-        case Prepared():
-            return _prepared(record)
-        case Built():
-            return _built(record)
-        case Stepped():
-            return [_stepped(record)]
-        case Evaluated():
-            return [_evaluated(record)]
-        case Sampled():
-            return ["", _first("sample", record.prompt + record.text)]
-        case Placed():
-            return ["", *_placed(record)]
-        case Warned():
-            return [_first("warning", record.message)]
-        case Finished():
-            took = f"saved in {record.folder} after {clock(record.seconds)}: "
-            return ["", _first("done", took + ", ".join(record.files))]
+    return _LINES[type(record)](record)
 
 
 def _first(word: str, text: str) -> str:
@@ -115,6 +103,28 @@ def _evaluated(r: Evaluated) -> str:
     )
 
 
+def _saved(r: Saved) -> str:
+    gone = f"; {', '.join(r.removed)} removed" if r.removed else ""
+    return f"saved {r.path} ({_size(r.nbytes)}, {r.seconds:.1f} s){gone}"
+
+
+def _resumed(r: Resumed) -> str:
+    return f"resumed at step {r.step:,}, sample {r.sample:,}, from {r.path}"
+
+
+def _stopped(r: Stopped) -> str:
+    then = "the same command goes on" if r.saved else "NOT SAVED: the same command goes back"
+    return f"stopped at step {r.step:,}/{r.steps:,} as asked; {then}"
+
+
+def _complete(r: Complete) -> str:
+    return _first(
+        "done",
+        f"the run in {r.folder} has taken all its {r.steps:,} steps. More of them: raise "
+        "run.steps. All anew: --run.overwrite true.",
+    )
+
+
 def _placed(r: Placed) -> list[str]:
     ranks = len(r.rows[0].per_rank)
     total = Bytes(
@@ -142,6 +152,27 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
         )
         for row in (head, rule, *body)
     ]
+
+
+def _finished(r: Finished) -> list[str]:
+    took = f"saved in {r.folder} after {clock(r.seconds)}: "
+    return ["", _first("done", took + ", ".join(r.files))]
+
+
+_LINES: dict[type, Callable[[Any], list[str]]] = {
+    Prepared: _prepared,
+    Built: _built,
+    Stepped: lambda r: [_stepped(r)],
+    Evaluated: lambda r: [_evaluated(r)],
+    Sampled: lambda r: ["", _first("sample", r.prompt + r.text)],
+    Placed: lambda r: ["", *_placed(r)],
+    Warned: lambda r: [_first("warning", r.message)],
+    Saved: lambda r: [_saved(r)],
+    Resumed: lambda r: [_resumed(r)],
+    Stopped: lambda r: [_stopped(r)],
+    Complete: lambda r: [_complete(r)],
+    Finished: _finished,
+}
 
 
 def clock(seconds: float) -> str:

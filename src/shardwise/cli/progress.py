@@ -6,6 +6,7 @@ line that is rewritten at every step, with the lasting ones (validation, results
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,24 +16,36 @@ from rich.live import Live
 from rich.text import Text
 
 from shardwise.cli.lines import lines
-from shardwise.train.metrics import Emit, Record, Stepped
+from shardwise.train.metrics import Built, Emit, Prepared, Record, Stepped
 
 __all__ = ["reporter"]
 
 
 @contextmanager
-def reporter(log_every: int) -> Iterator[Emit]:
+def reporter(log_every: int, again: bool = False) -> Iterator[Emit]:
     """What rank 0 tells the user with.
 
     Args:
         log_every: steps between lines where stdout is not a terminal.
+        again: this is the same run after a crash, so what it is need not be said anew.
     """
     console = Console(highlight=False, soft_wrap=True)
     if console.is_terminal:
         with _moving(console) as emit:
-            yield emit
+            yield _after_the_beginning(emit) if again else emit
     else:
-        yield lambda record: _plain(record, log_every)
+        plain = functools.partial(_plain, log_every=log_every)
+        yield _after_the_beginning(plain) if again else plain
+
+
+def _after_the_beginning(emit: Emit) -> Emit:
+    """``emit``, but for the records that were told before."""
+
+    def rest(record: Record) -> None:
+        if not isinstance(record, Prepared | Built):
+            emit(record)
+
+    return rest
 
 
 def _plain(record: Record, log_every: int) -> None:

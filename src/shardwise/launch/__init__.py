@@ -1,1 +1,1 @@
-"""Starting the ranks: on this machine through torch's elastic launcher."""
+"""Starting the ranks: on this machine as processes, told and ended together."""

@@ -8,8 +8,11 @@ In reading order:
     decoder     the model                            rates       step → learning rate
     job         model, shards, optimizer: one step   loop        all steps, and what remains
     validation  the same rows at every world size    sample      text from a sharded model
-    metrics     records, and metrics.jsonl           plot        loss.png
-    meter       speed and memory                     footprint   bytes on each rank
-    folder      where it is all written              export      as transformers loads it
+    start       afresh, on, or not at all            requests    save, or stop, as asked
+    checkpoints what is saved, and gone on from      desk        what rank 0 speaks through
+    metrics     records                              journal     metrics.jsonl
+    meter       speed and memory                     plot        loss.png
+    folder      where it is all written              footprint   bytes on each rank
+    export      as transformers loads it
     exchange    small things that ranks tell each other
 """

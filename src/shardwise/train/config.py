@@ -26,6 +26,7 @@ from shardwise.schedule import Placement
 
 __all__ = [
     "BatchConfig",
+    "CheckpointConfig",
     "DataConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -212,6 +213,25 @@ class ShardingConfig(Section):
     )
 
 
+class CheckpointConfig(Section):
+    """What is saved to go on from, and where a run goes on."""
+
+    save_every: int = Field(
+        100, ge=0, description="steps between checkpoints, and one at the end; 0 = when asked"
+    )
+    save_total_limit: Positive | None = Field(2, description="the newest stay; null = all")
+    keep_best: bool = Field(
+        False, description="save at the lowest validation loss so far; the best stays, too"
+    )
+    asynchronous: bool = Field(False, description="write while training goes on")
+    resume: str = Field(
+        "auto",
+        min_length=1,
+        description="auto = where the run in run.folder stopped; never; or another run or "
+        "checkpoint to begin with",
+    )
+
+
 class SampleConfig(Section):
     """The text generated at the end."""
 
@@ -242,6 +262,7 @@ class Recipe(Section):
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     sharding: ShardingConfig = ShardingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     run: RunConfig = RunConfig()
 
@@ -251,5 +272,14 @@ class Recipe(Section):
             raise ConfigError(
                 f"optimizer.warmup is {self.optimizer.warmup} of {self.run.steps} steps, so the "
                 "learning rate would never reach its peak; use fewer warm-up steps."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_best_is_looked_for(self) -> Self:
+        if self.checkpoint.keep_best and not self.run.eval_every:
+            raise ConfigError(
+                "checkpoint.keep_best is true and run.eval_every is 0, so there would be one "
+                "validation and nothing to choose from; set run.eval_every to a number of steps."
             )
         return self

@@ -6,8 +6,10 @@ machine only, nothing is read W times, and the ranks cannot hold different data.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardwise.comm.protocol import Comm
@@ -40,6 +42,15 @@ class Data:
     training: Rows
     validation: Rows
     report: Prepared | None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for the same tokens in the same order, in both splits."""
+        whole = hashlib.sha256()
+        for rows in (self.training, self.validation):
+            whole.update(len(rows.stream).to_bytes(8, "little"))
+            whole.update(rows.stream.astype("<i4", copy=False).tobytes())
+        return whole.hexdigest()
 
 
 @dataclass(frozen=True)

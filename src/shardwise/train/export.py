@@ -16,7 +16,7 @@ from shardwise.train.config import ModelConfig
 from shardwise.train.folder import Folder
 from shardwise.train.tokenizer import transformers_config
 
-__all__ = ["export", "llama_config"]
+__all__ = ["described", "export", "llama_config"]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -36,13 +36,24 @@ def export(
     kept = {name: t.contiguous() for name, t in states.items() if name != HEAD or not config.tied}
     with folder.replacing("model.safetensors") as path:
         save_file(kept, path, metadata={"format": "pt"})
-    vocabulary = states[EMBEDDING].shape[0]
-    dtype = states[EMBEDDING].dtype
-    folder.write_json("config.json", llama_config(config, vocabulary, context, end, dtype))
-    folder.write_json(
-        "generation_config.json", {"bos_token_id": end, "eos_token_id": end, "do_sample": False}
-    )
-    folder.write_json("tokenizer_config.json", transformers_config(context))
+    embedding = states[EMBEDDING]
+    for name, value in described(config, embedding.shape[0], context, end, embedding.dtype).items():
+        folder.write_json(name, value)
+
+
+def described(
+    config: ModelConfig, vocabulary: int, context: int, end: int, dtype: torch.dtype
+) -> dict[str, dict[str, object]]:
+    """The JSON files beside the weights that `transformers` needs, by name."""
+    return {
+        "config.json": llama_config(config, vocabulary, context, end, dtype),
+        "generation_config.json": {
+            "bos_token_id": end,
+            "eos_token_id": end,
+            "do_sample": False,
+        },
+        "tokenizer_config.json": transformers_config(context),
+    }
 
 
 def llama_config(

@@ -43,12 +43,11 @@ class Job:
     def tokens_per_step(self) -> int:
         return self.recipe.batch.rows * self.recipe.data.context
 
-    def gradients(self, step: int) -> tuple[float, float, float]:
-        """Forward and backward of step ``step``; gradients are reduced and clipped.
+    def gradients(self, step: int) -> float:
+        """Forward and backward of step ``step``; gradients are reduced.
 
         Returns:
-            This rank's share of the mean loss (shares add up over ranks), the gradient norm
-            before clipping, and the learning rate of this step.
+            This rank's share of the mean loss; shares add up over ranks.
         """
         micro_batches = self.batches.step(step)
         share = torch.zeros((), device=self.sharded.comm.device)
@@ -58,11 +57,19 @@ class Job:
                 # The engine takes the mean over ranks, and the ranks' shares add up.
                 (mine * self.sharded.comm.size).backward()
                 share += mine.detach()
+        return float(share)
+
+    def tamed(self, step: int) -> tuple[float, float]:
+        """Clip the gradients of step ``step``, and set its learning rate.
+
+        Returns:
+            The gradient norm before clipping, and the rate.
+        """
         norm = self.sharded.clip_grad_norm_(self.recipe.optimizer.clip)
         lr = rate(step, self.recipe.run.steps, self.recipe.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        return float(share), float(norm), lr
+        return float(norm), lr
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         batch = batch.to(self.sharded.comm.device)

@@ -1,110 +1,113 @@
-"""The main job: prepare, train, validate, sample, save. Emits records and prints nothing.
+"""The main job: prepare, go on or begin, train, validate, save. Emits records, prints nothing.
 
     1. the folder and the data        rank 0 reads, everybody receives
-    2. the model, sharded
-    3. the steps                      validation every now and then, and at the end
+    2. the model, sharded; what was saved of it, if the run goes on
+    3. the steps                      validation and checkpoints every now and then
     4. what remains                   a sample, the table of bytes, the model, the picture
 
-Every rank walks through the same calls in the same order, since most are collectives; that
-only rank 0 speaks and writes is decided in one place, `_Desk`.
+A step of which the loss was told is whole, on every rank; only between two steps is anything
+saved, and only there does a run stop because it was asked to.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from shardwise.comm.protocol import Comm
-from shardwise.errors import ShardwiseError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.train.batches import accumulation
-from shardwise.train.config import Recipe
+from shardwise.train.checkpoints import Checkpoints, Point, is_due
+from shardwise.train.config import Recipe, RunConfig
 from shardwise.train.data import Data, prepare
+from shardwise.train.desk import Desk
 from shardwise.train.exchange import gathered
 from shardwise.train.export import export
-from shardwise.train.folder import RECIPE, Folder
+from shardwise.train.folder import Folder
 from shardwise.train.footprint import footprint
 from shardwise.train.job import Job, build
 from shardwise.train.meter import Meter, memory_in_use
 from shardwise.train.metrics import (
     Built,
+    Complete,
     Emit,
     Evaluated,
     Finished,
-    Journal,
     Placed,
-    Record,
     Sampled,
     Stepped,
+    Stopped,
     Warned,
 )
 from shardwise.train.plot import draw
-from shardwise.train.recipe import keys, resolved
+from shardwise.train.recipe import flat
+from shardwise.train.requests import Ask, Requests, agreed
 from shardwise.train.sample import sample
+from shardwise.train.start import Start
 from shardwise.train.tokenizer import end_id
 from shardwise.train.validation import Validation
 
-__all__ = ["train"]
+__all__ = ["Outcome", "train"]
+
+T = TypeVar("T")
 
 
-class _Desk:
-    """What rank 0 writes to and speaks through; on the other ranks, nothing."""
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended; but for seconds, the same on every rank.
 
-    def __init__(self, recipe: Recipe, comm: Comm, emit: Emit) -> None:
-        self.folder: Folder | None = None
-        if comm.rank == 0:
-            self.folder = Folder.open(recipe.run.folder, recipe.run.overwrite)
-            self.folder.write_text(RECIPE, resolved(recipe))
-            self.journal = Journal(self.folder.path / "metrics.jsonl")
-        self._emit = emit
+    Attributes:
+        step: steps taken, over all times that it was started.
+        stopped: it was asked to, and can go on.
+        evaluated: the last validation since it was started, if there was one.
+        trouble: why its last checkpoint could not be saved, or ``""``.
+    """
 
-    def say(self, record: Record | None) -> None:
-        if self.folder is not None and record is not None:
-            self.journal(record)
-            self._emit(record)
+    step: int
+    stopped: bool = False
+    evaluated: Evaluated | None = None
+    trouble: str = ""
 
 
-def train(recipe: Recipe, comm: Comm, emit: Emit) -> Evaluated:
+def train(recipe: Recipe, comm: Comm, emit: Emit, requests: Requests | None = None) -> Outcome:
     """Train as ``recipe`` says, on the ranks of ``comm``. A collective.
 
     Args:
         recipe: alike on every rank, which is checked.
         comm: the ranks.
         emit: called on rank 0 with each record as it happens.
-
-    Returns:
-        The last validation; the same on every rank.
+        requests: what this process is asked for while it trains.
 
     Raises:
-        ConfigError: the recipe cannot work here (batch, folder, data).
+        ConfigError: the recipe cannot work here (batch, folder, data), or is not that of the run
+            that it would go on with.
+        CheckpointError: what it would go on from is broken.
         RanksDisagree: the ranks were given different recipes.
         ShardwiseError: the loss is no longer a number.
     """
     start = time.perf_counter()
     accumulation(recipe.batch, comm.size)  # before anything is read or written
-    comm.agree(_facts(recipe))
-    desk = _Desk(recipe, comm, emit)
-    data = prepare(recipe, comm, desk.folder)
-    desk.say(data.report)
-    job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
-    desk.say(_built(job, data))
-    evaluated, placed = _steps(job, data, desk)
-    _finish(job, data, desk)
-    desk.say(placed)
-    desk.say(Finished(recipe.run.folder, _files(desk), time.perf_counter() - start))
-    return evaluated
-
-
-def _facts(recipe: Recipe) -> dict[str, str]:
-    """Every key of the recipe, so that a difference between ranks is named."""
-    tree = recipe.model_dump()
-    facts = {}
-    for key in keys():
-        value: object = tree
-        for part in key.name.split("."):
-            assert isinstance(value, dict)
-            value = value[part]
-        facts[key.name] = str(value)
-    return facts
+    facts = flat(recipe.model_dump())  # every key, so that a difference between ranks is named
+    comm.agree({name: str(value) for name, value in facts.items()})
+    with Desk.opened(recipe, comm, emit) as (desk, beginning):
+        if beginning is Start.FINISHED:
+            desk.say(Complete(recipe.run.folder, recipe.run.steps))
+            return Outcome(recipe.run.steps)
+        data = prepare(recipe, comm, desk.folder)
+        desk.say(data.report)
+        job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
+        desk.say(_built(job, data))
+        run = _Run(job, data, desk, requests or Requests())
+        outcome = run.walk()
+        if not outcome.stopped:
+            _finish(job, data, desk)
+            desk.say(run.placed)
+            seconds = time.perf_counter() - start
+            desk.say(Finished(recipe.run.folder, _files(desk), seconds, outcome.step))
+        return outcome
 
 
 def _built(job: Job, data: Data) -> Built:
@@ -125,44 +128,112 @@ def _built(job: Job, data: Data) -> Built:
 # --- the steps -------------------------------------------------------------------------------
 
 
-def _steps(job: Job, data: Data, desk: _Desk) -> tuple[Evaluated, Placed]:
-    """All of them, and what the last one leaves: the last validation, and the bytes."""
-    run, comm = job.recipe.run, job.sharded.comm
-    validation = Validation(data.validation, run.eval_rows, job.recipe.batch.micro)
-    meter = Meter()
-    for step in range(1, run.steps + 1):
-        with meter.step(job.tokens_per_step):
-            share, norm, lr = job.gradients(step - 1)
-            job.optimizer.step()
-        if step == run.steps:  # the only moment after the last update when gradients exist
-            placed = footprint(job.sharded, job.optimizer, comm)
+class _Run:
+    """The steps of a run, from where it stands."""
+
+    def __init__(self, job: Job, data: Data, desk: Desk, requests: Requests) -> None:
+        self._job, self._desk, self._requests = job, desk, requests
+        self._comm, self._config = job.sharded.comm, job.recipe.run
+        self._checkpoints = Checkpoints(job, data, desk.say)
+        rows, micro = self._config.eval_rows, job.recipe.batch.micro
+        self._validation = Validation(data.validation, rows, micro)
+        self._meter = Meter()
+        self._point = Point()
+        self._evaluated: Evaluated | None = None
+        self.placed: Placed | None = None
+
+    def walk(self) -> Outcome:
+        """All steps that are left, or until it is asked to stop."""
+        job = self._job
+        self._point = self._checkpoints.resume()
+        self._desk.begin(self._point.step)
+        if not self._point.validated and self._evaluates() and job.recipe.checkpoint.keep_best:
+            self._save()  # again: it was stopped before this validation, which is the best so far
+        steps = self._config.steps
+        for step in range(self._point.step + 1, steps + 1):
+            ask = self._step(step)
+            stops = ask is Ask.STOP and step < steps
+            best = not stops and _validates(self._config, step) and self._evaluates()
+            saved = self._save() if ask or self._is_due(best) else False
+            self._checkpoints.look()
+            if stops:
+                self._checkpoints.settle()
+                saved = saved and not self._checkpoints.trouble
+                self._desk.say(Stopped(step, steps, saved))
+            self._desk.done()
+            if stops:
+                return self._outcome(stopped=True)
+        self._checkpoints.settle()
+        return self._outcome(stopped=False)
+
+    def _step(self, step: int) -> Ask:
+        """One step, told; what all ranks were asked for meanwhile."""
+        job = self._job
+        with self._meter.step(job.tokens_per_step):
+            share = job.gradients(step - 1)
+            norm, lr = self._whatever_is_lost(lambda: job.tamed(step - 1))
+            self._whatever_is_lost(job.optimizer.step)
+        if step == self._config.steps:  # the only moment after the last update with gradients
+            self.placed = footprint(job.sharded, job.optimizer, self._comm)
         job.optimizer.zero_grad()
-        record = _stepped(step, share, (norm, lr), meter, job)
-        desk.say(record)
+        asked = max(self._requests.take(step), self._desk.asked())
+        mine = (share, memory_in_use(self._comm.device), asked)
+        heard = gathered(self._comm, mine, "loss")
+        loss, memory = heard[:, 0].sum().item(), heard[:, 1].max().item()
+        record = self._stepped(step, (loss, norm, lr), int(memory))
+        self._desk.say(record)
         _check_finite(record)
-        if step == run.steps or (run.eval_every and step % run.eval_every == 0):
-            evaluated = validation.measure(job.model, comm, step)
-            desk.say(evaluated)
-    return evaluated, placed
+        self._point = replace(self._point, step=step, validated=not _validates(self._config, step))
+        return agreed(heard[:, 2].tolist())
+
+    def _whatever_is_lost(self, act: Callable[[], T]) -> T:
+        """``act``, where the engine may first say that a save in the background has failed."""
+        try:
+            return act()
+        except CheckpointError as error:
+            self._checkpoints.lost(error)
+            return act()  # nothing had changed
+
+    def _stepped(self, step: int, told: tuple[float, float, float], memory: int) -> Stepped:
+        steps, meter = self._config.steps, self._meter
+        return Stepped(
+            step=step,
+            steps=steps,
+            loss=told[0],
+            grad_norm=told[1],
+            lr=told[2],
+            tokens_per_second=meter.tokens_per_second,
+            memory=memory,
+            seconds_left=meter.seconds_per_step * (steps - step),
+        )
+
+    def _evaluates(self) -> bool:
+        """Validate; is it the best so far?"""
+        point = self._point
+        found = self._validation.measure(self._job.model, self._comm, point.step)
+        self._evaluated = found
+        self._desk.say(found)
+        best = point.best is None or found.loss < point.best
+        self._point = replace(point, validated=True, best=found.loss if best else point.best)
+        return best
+
+    def _is_due(self, best: bool) -> bool:
+        config = self._job.recipe.checkpoint
+        return is_due(config, self._point.step, self._config.steps, best)
+
+    def _save(self) -> bool:
+        self._desk.sync()
+        found = self._evaluated
+        here = found is not None and found.step == self._point.step
+        return self._checkpoints.save(self._point, found.loss if found and here else None)
+
+    def _outcome(self, stopped: bool) -> Outcome:
+        return Outcome(self._point.step, stopped, self._evaluated, self._checkpoints.trouble)
 
 
-def _stepped(
-    step: int, share: float, norm_and_lr: tuple[float, float], meter: Meter, job: Job
-) -> Stepped:
-    """What every rank knows of the step, put together. A collective."""
-    steps = job.recipe.run.steps
-    comm = job.sharded.comm
-    heard = gathered(comm, (share, memory_in_use(comm.device)), "loss")
-    return Stepped(
-        step=step,
-        steps=steps,
-        loss=heard[:, 0].sum().item(),
-        lr=norm_and_lr[1],
-        grad_norm=norm_and_lr[0],
-        tokens_per_second=meter.tokens_per_second,
-        memory=int(heard[:, 1].max().item()),
-        seconds_left=meter.seconds_per_step * (steps - step),
-    )
+def _validates(config: RunConfig, step: int) -> bool:
+    """Is a validation due after step ``step``? Pure."""
+    return step == config.steps or (config.eval_every > 0 and step % config.eval_every == 0)
 
 
 def _check_finite(record: Stepped) -> None:
@@ -177,7 +248,7 @@ def _check_finite(record: Stepped) -> None:
 # --- what remains ----------------------------------------------------------------------------
 
 
-def _finish(job: Job, data: Data, desk: _Desk) -> None:
+def _finish(job: Job, data: Data, desk: Desk) -> None:
     """A sample and the whole model: collectives. Rank 0 writes."""
     recipe, comm = job.recipe, job.sharded.comm
     if recipe.sample.tokens:
@@ -190,13 +261,14 @@ def _finish(job: Job, data: Data, desk: _Desk) -> None:
         _draw(desk, desk.folder, recipe.sharding.strategy, comm.size)
 
 
-def _files(desk: _Desk) -> tuple[str, ...]:
+def _files(desk: Desk) -> tuple[str, ...]:
     if desk.folder is None:
         return ()
-    return tuple(sorted(path.name for path in desk.folder.path.iterdir() if path.is_file()))
+    files = (path.name for path in desk.folder.path.iterdir() if path.is_file())
+    return tuple(sorted(name for name in files if not name.startswith(".")))
 
 
-def _draw(desk: _Desk, folder: Folder, strategy: str, ranks: int) -> None:
+def _draw(desk: Desk, folder: Folder, strategy: str, ranks: int) -> None:
     title = f"{folder.path.name}: {strategy} over {ranks} rank{'s' * (ranks != 1)}"
     try:
         with folder.replacing("loss.png") as path:

@@ -1,4 +1,4 @@
-"""What a run has to say: records, and the file that keeps all of them.
+"""What a run has to say: records.
 
 The loop emits records and prints nothing; a terminal, a file and a picture each take
 what they need. The ordinary way, printing from inside the loop, has to ask in every line which
@@ -7,25 +7,25 @@ rank it is on and whether somebody is looking.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 __all__ = [
     "Built",
     "Bytes",
+    "Complete",
     "Emit",
     "Evaluated",
     "Finished",
-    "Journal",
     "Placed",
     "Prepared",
     "Record",
+    "Resumed",
     "Sampled",
+    "Saved",
     "Stepped",
+    "Stopped",
     "Warned",
 ]
 
@@ -167,40 +167,78 @@ class Warned:
 
 @dataclass(frozen=True)
 class Finished:
-    """The run is over and everything is written."""
+    """The run is over and everything is written; ``seconds`` since it was started or resumed."""
 
     folder: str
     files: tuple[str, ...]
     seconds: float
+    steps: int
 
 
-Record = Prepared | Built | Stepped | Evaluated | Sampled | Placed | Warned | Finished
-Emit = Callable[[Record], None]
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint is complete.
 
-
-class Journal:
-    """`metrics.jsonl`: one JSON object per record, written as it happens.
-
-    A line is whole or absent, so the file of a run that was killed can be read. What is not
-    finite is ``null``, since JSON has no infinity.
+    Attributes:
+        step: after which it stands; in the background, later ones may have been taken since.
+        path: its folder.
+        nbytes: of all its files, over all ranks.
+        seconds: from the beginning to the end of saving.
+        removed: names of older checkpoints that went.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.records: list[Record] = []
-
-    def __call__(self, record: Record) -> None:
-        self.records.append(record)
-        line = {"record": type(record).__name__.lower(), **asdict(record)}
-        if isinstance(record, Evaluated):
-            line["perplexity"] = record.perplexity
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(line), ensure_ascii=False) + "\n")
+    step: int
+    path: str
+    nbytes: int
+    seconds: float
+    removed: tuple[str, ...]
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+@dataclass(frozen=True)
+class Resumed:
+    """The run goes on.
+
+    Attributes:
+        step, sample: taken, and trained on, so far; a sample is a row, in the order of training.
+        path: of the checkpoint.
+        ranks: that saved it.
+    """
+
+    step: int
+    sample: int
+    path: str
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The run was asked to stop. ``saved``: and can go on from here."""
+
+    step: int
+    steps: int
+    saved: bool
+
+
+@dataclass(frozen=True)
+class Complete:
+    """There is nothing to do: the run in ``folder`` has taken all its steps before."""
+
+    folder: str
+    steps: int
+
+
+Record = (
+    Prepared
+    | Built
+    | Stepped
+    | Evaluated
+    | Sampled
+    | Placed
+    | Warned
+    | Saved
+    | Resumed
+    | Stopped
+    | Complete
+    | Finished
+)
+Emit = Callable[[Record], None]

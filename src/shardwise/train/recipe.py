@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from shardwise.errors import ConfigError, nearest
 from shardwise.train.config import Recipe
 
-__all__ = ["Key", "keys", "read_recipe", "resolved"]
+__all__ = ["Key", "flat", "keys", "read_recipe", "resolved"]
 
 Path_ = tuple[str, ...]
 Tree = dict[str, Any]
@@ -41,6 +41,17 @@ def keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Key]:
             yield from keys(kind, f"{prefix}{name}.")
         else:
             yield Key(prefix + name, field.default, field.description or "")
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree as ``{"optimizer.lr": 1e-3, …}``; what is no section is a value."""
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            out |= flat(value, f"{prefix}{name}.")
+        else:
+            out[prefix + name] = value
+    return out
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -1,0 +1,252 @@
+"""What a run saves, and what it goes on from.
+
+The order of the data is a function of the seed and the step, and the learning rate one of the
+step, so beside parameters and optimizer state a run *is* the number of its steps. The rest of
+what is stored is there to refuse: the recipe, and a fingerprint of the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import Loaded, Saving, Training
+from shardwise.checkpoint import Saved as Written
+from shardwise.checkpoint.folder import steps
+from shardwise.checkpoint.state import NAME as DOCUMENT
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.train.config import CheckpointConfig, Recipe
+from shardwise.train.data import Data
+from shardwise.train.export import described
+from shardwise.train.folder import CHECKPOINTS
+from shardwise.train.job import Job
+from shardwise.train.metrics import Record, Resumed, Saved, Warned
+from shardwise.train.recipe import flat
+from shardwise.train.start import check_same
+from shardwise.train.tokenizer import FILE, end_id
+
+__all__ = ["Checkpoints", "Point", "is_due"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a run stands between two steps; the same on every rank.
+
+    Attributes:
+        step: steps taken.
+        validated: was the validation of this step, where one is due, made before it was saved?
+        best: the lowest validation loss so far.
+    """
+
+    step: int = 0
+    validated: bool = True
+    best: float | None = None
+
+
+POSITION = {"data", "sample", *(field.name for field in fields(Point))}
+
+
+def is_due(config: CheckpointConfig, step: int, steps: int, best: bool) -> bool:
+    """Is there something to be saved after step ``step`` of ``steps``, unasked? Pure.
+
+    Args:
+        best: it was validated, and is better than all before it.
+    """
+    if config.keep_best and best:
+        return True
+    return config.save_every > 0 and (step % config.save_every == 0 or step == steps)
+
+
+class Checkpoints:
+    """Saves and resumes one run. All methods are collectives.
+
+    Attributes:
+        trouble: why the last save failed; ``""`` if it did not.
+    """
+
+    def __init__(self, job: Job, data: Data, say: Callable[[Record | None], None]) -> None:
+        self._job, self._data, self._say = job, data, say
+        self._folder = Path(job.recipe.run.folder).expanduser() / CHECKPOINTS
+        self._saving: tuple[int, Saving] | None = None
+        self.trouble = ""
+
+    # ---- to go on ----------------------------------------------------------------------------
+
+    def resume(self) -> Point:
+        """Load what the recipe says to go on from, and say so; step 0 if there is nothing.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are broken; or they do not fit.
+            ConfigError: they are another run's.
+        """
+        source = self._job.recipe.checkpoint.resume
+        report = None if source == "never" else self._newest(self._folder)
+        if report is None and source not in ("auto", "never"):
+            report = self._given(Path(source).expanduser())
+        if report is None:
+            return Point()
+        point = self._checked(report)
+        assert report.document is not None  # or it would have been refused
+        for note in report.inexact:
+            self._say(Warned(note))
+        sample = point.step * self._job.recipe.batch.rows
+        self._say(Resumed(point.step, sample, _shown(report.path), report.document.world))
+        return point
+
+    def _newest(self, folder: Path) -> Loaded | None:
+        report = self._job.sharded.resume(folder, self._job.optimizer, Training())
+        broken = steps(folder) if report is None and folder.is_dir() else []
+        if broken:
+            raise CheckpointError(
+                f"{_shown(folder)} holds {len(broken)} checkpoints, and none that is whole, so the "
+                "run would begin anew. See the warnings above; then move them away, or replace "
+                "the run with --run.overwrite true."
+            )
+        return report
+
+    def _given(self, path: Path) -> Loaded:
+        """A run, a folder of checkpoints, or a checkpoint."""
+        for run in (path / CHECKPOINTS, path):
+            if run.is_dir() and steps(run):
+                report = self._newest(run)
+                assert report is not None  # or it would have been refused
+                return report
+        if not (path / DOCUMENT).is_file():
+            raise _of_no_run(path)
+        return self._job.sharded.load(path, self._job.optimizer, Training())
+
+    def _checked(self, report: Loaded) -> Point:
+        recipe, document, position = self._job.recipe, report.document, report.position
+        ours = isinstance(position, dict) and set(position) >= POSITION
+        if document is None or not ours or not isinstance(document.config, dict):
+            raise _of_no_run(report.path)
+        check_same(document.config, recipe, f"{_shown(report.path)} is of a run")
+        if position["data"] != self._data.fingerprint:
+            before, now = flat(document.config).get("data.source"), recipe.data.source
+            raise ConfigError(
+                f"{_shown(report.path)} was trained on other tokens than these: data.source was "
+                f"{before!r} and is {now!r}. The run would not be one run. Give it the same text, "
+                "or name another folder with --run.folder."
+            )
+        if position["step"] > recipe.run.steps:
+            raise ConfigError(
+                f"{_shown(report.path)} has taken {position['step']} steps, and run.steps is "
+                f"{recipe.run.steps}; raise it, or name another folder with --run.folder."
+            )
+        return Point(**{field.name: position[field.name] for field in fields(Point)})
+
+    # ---- to save -----------------------------------------------------------------------------
+
+    def save(self, point: Point, metric: float | None = None) -> bool:
+        """Save, or begin to; a failure is told, and training can go on.
+
+        Args:
+            point: where the run stands.
+            metric: the validation loss, if this step was validated.
+
+        Returns:
+            Whether it is saved, or on its way.
+        """
+        config = self._job.recipe.checkpoint
+        path = self._folder / f"step-{point.step}"
+        try:
+            if config.asynchronous:
+                self._begin(path, point, metric)
+            else:
+                written = self._job.sharded.save(path, *self._what(point, metric), **self._how())
+                self._done(point.step, written)
+        except CheckpointError as error:
+            self.lost(error)
+            return False
+        return True
+
+    def look(self) -> None:
+        """How is what is on its way? Said when it is there."""
+        if self._saving is None:
+            return
+        step, saving = self._saving
+        try:
+            if (written := saving.check()) is not None:
+                self._done(step, written)
+        except CheckpointError as error:
+            self.lost(error)
+
+    def settle(self) -> None:
+        """Wait for what is on its way."""
+        if self._saving is None:
+            return
+        step, saving = self._saving
+        try:
+            self._done(step, saving.wait())
+        except CheckpointError as error:
+            self.lost(error)
+
+    def lost(self, error: CheckpointError) -> None:
+        """A save failed. The engine may say so twice, once for each who asks."""
+        self._saving = None
+        if str(error) != self.trouble:
+            self.trouble = str(error)
+            self._say(Warned(f"NOT SAVED, and the run goes on: {error}"))
+
+    def _begin(self, path: Path, point: Point, metric: float | None) -> None:
+        what, how = self._what(point, metric), self._how()
+        before = self._saving
+        try:
+            saving = self._job.sharded.save_async(path, *what, **how)
+        except CheckpointError as error:
+            if before is None:
+                raise
+            self.lost(error)  # the one before failed, and this one was not begun
+            before, saving = None, self._job.sharded.save_async(path, *what, **how)
+        assert saving is not None  # it waits for the one before
+        if before is not None:
+            self.look()
+        self._saving = (point.step, saving)
+
+    def _done(self, step: int, written: Written) -> None:
+        self._saving, self.trouble = None, ""
+        path, removed = _shown(written.path), written.removed
+        self._say(Saved(step, path, written.nbytes, written.seconds, removed))
+
+    def _what(self, point: Point, metric: float | None) -> tuple[Any, Training]:
+        recipe = self._job.recipe
+        position = asdict(point) | {
+            "sample": point.step * recipe.batch.rows,
+            "data": self._data.fingerprint,
+        }
+        config = recipe.model_dump(mode="json")
+        training = Training(step=point.step, position=position, config=config, metric=metric)
+        return self._job.optimizer, training
+
+    def _how(self) -> dict[str, Any]:
+        config = self._job.recipe.checkpoint
+        return {
+            "save_total_limit": config.save_total_limit,
+            "keep_best": "lowest" if config.keep_best else None,
+            "files": _files(self._job.recipe, self._job, self._data),
+        }
+
+
+def _of_no_run(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} is no checkpoint of `shardwise train`: it does not say where a run was. Name "
+        "another in checkpoint.resume."
+    )
+
+
+def _files(recipe: Recipe, job: Job, data: Data) -> dict[str, str]:
+    """What makes the checkpoint a model that `transformers` loads, with its tokenizer."""
+    tokenizer = data.tokenizer
+    dtype = next(job.model.parameters()).dtype
+    size, end = tokenizer.get_vocab_size(), end_id(tokenizer)
+    texts = described(recipe.model, size, recipe.data.context, end, dtype).items()
+    return {FILE: tokenizer.to_str(), **{name: json.dumps(v, indent=2) for name, v in texts}}
+
+
+def _shown(path: Path) -> str:
+    """As the user would write it from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,0 +1,349 @@
+"""What a run saves, keeps and refuses. That it goes on exactly is in ``test_resume``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint import points
+from shardwise.errors import CheckpointError, ConfigError, RanksDisagree
+from shardwise.train.checkpoints import is_due
+from shardwise.train.config import CheckpointConfig, Recipe
+from shardwise.train.metrics import Complete, Evaluated, Record, Resumed, Saved, Stepped, Warned
+from shardwise.train.requests import Requests
+from tests.train.runs import Watched, checkpoint, digest, losses, saved, steps
+from tests.train.tiny import documents, tiny_recipe
+
+SHORT = ("run.steps=6", "run.eval_every=0", "sample.tokens=0", "checkpoint.save_every=2")
+
+
+def recipe_in(folder: Path, *overrides: str) -> Recipe:
+    return tiny_recipe(folder, *SHORT, *overrides)
+
+
+def when(step: int, act: Callable[[], object]) -> Callable[[Record], None]:
+    """Do ``act`` as soon as ``step`` is told."""
+
+    def hear(record: Record) -> None:
+        if isinstance(record, Stepped) and record.step == step:
+            act()
+
+    return hear
+
+
+@contextmanager
+def failing(point: str, times: int = 1) -> Iterator[None]:
+    """Saving fails at this point, so many times."""
+    left = [times]
+
+    def fail(reached: str, rank: int) -> None:
+        if reached == point and rank == 0 and left[0]:
+            left[0] -= 1
+            raise CheckpointError("the disk is full")
+
+    points.listeners.append(fail)
+    try:
+        yield
+    finally:
+        points.listeners.remove(fail)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+# --- when ------------------------------------------------------------------------------------
+
+
+def test_what_is_due_unasked() -> None:
+    def due(best: bool = False, **config: object) -> list[int]:
+        made = CheckpointConfig.model_validate(config)
+        return [step for step in range(1, 8) if is_due(made, step, 7, best)]
+
+    assert due(save_every=3) == [3, 6, 7]
+    assert due(save_every=0) == []
+    assert due(save_every=0, best=True) == []
+    assert due(save_every=0, keep_best=True, best=True) == [1, 2, 3, 4, 5, 6, 7]
+    assert due(save_every=3, keep_best=True) == [3, 6, 7]
+
+
+def test_only_the_newest_stay(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path, "checkpoint.save_total_limit=1")
+    watched.run(recipe, 2)
+    assert saved(recipe) == ["step-6"]
+    assert [(s.step, s.removed) for s in watched.kind(Saved)] == [
+        (2, ()),
+        (4, ("step-2",)),
+        (6, ("step-4",)),
+    ]
+    every = recipe_in(tmp_path / "all", "checkpoint.save_total_limit=null")
+    watched.run(every, 1)
+    assert saved(every) == ["step-2", "step-4", "step-6"]
+
+
+def test_the_best_stays_however_old(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(
+        tmp_path,
+        "run.eval_every=1",
+        "checkpoint.save_every=0",
+        "checkpoint.keep_best=true",
+        "checkpoint.save_total_limit=1",
+        "optimizer.lr=3",  # so that the loss rises again
+        "optimizer.warmup=4",
+    )
+    watched.run(recipe, 2)
+    found = {e.step: e.loss for e in watched.kind(Evaluated)}
+    best = min(found, key=lambda step: found[step])
+    assert best < 6
+    assert saved(recipe) == [f"step-{best}"]
+    record = json.loads((checkpoint(recipe, best) / "manifest.json").read_text())
+    assert record["metric"] == found[best]
+
+
+def test_the_best_so_far_is_remembered_when_the_run_goes_on(
+    tmp_path: Path, watched: Watched
+) -> None:
+    changes = ("run.eval_every=1", "checkpoint.keep_best=true", "checkpoint.save_every=0")
+    recipe = recipe_in(tmp_path, *changes, "optimizer.lr=3", "optimizer.warmup=4")
+    watched.run(recipe, 2)
+    wanted = [s.step for s in watched.kind(Saved)]
+    watched.told.clear()
+    cut = recipe_in(tmp_path / "cut", *changes, "optimizer.lr=3", "optimizer.warmup=4")
+    stop = Requests()
+    watched.run(cut, 2, when(4, stop.stop), lambda c: stop if c.rank == 0 else Requests())
+    watched.run(cut, 2)
+    asked = [s.step for s in watched.kind(Saved) if s.step != 5]
+    assert asked == [step for step in wanted if step != 5]
+
+
+def test_a_checkpoint_is_a_model_that_transformers_loads(tmp_path: Path, watched: Watched) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    recipe = recipe_in(tmp_path)
+    watched.run(recipe, 2)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(recipe, 6))
+    final = AutoModelForCausalLM.from_pretrained(recipe.run.folder)
+    for name, value in model.state_dict().items():
+        assert value.equal(final.state_dict()[name])
+    text = "def value(self): return x\n"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint(recipe, 6))
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+# --- on request ------------------------------------------------------------------------------
+
+
+def test_a_file_asks_all_ranks_to_save_and_go_on(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path, "checkpoint.save_every=0")
+    asks = Path(recipe.run.folder) / "save"
+    outcome = watched.run(recipe, 3, when(2, asks.touch))
+    assert (outcome.step, outcome.stopped) == (6, False)
+    assert saved(recipe) == ["step-3"]
+    assert not asks.exists()
+
+
+def test_a_file_asks_all_ranks_to_save_and_stop(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path, "checkpoint.save_every=0")
+    asks = Path(recipe.run.folder) / "stop"
+    outcome = watched.run(recipe, 3, when(2, asks.touch))
+    assert (outcome.step, outcome.stopped) == (3, True)
+    assert saved(recipe) == ["step-3"]
+    assert not asks.exists()
+    assert steps(watched.told) == [1, 2, 3]
+
+
+def test_what_was_asked_of_a_run_that_is_over_is_not_asked_of_the_next(
+    tmp_path: Path, watched: Watched
+) -> None:
+    recipe = recipe_in(tmp_path)
+    watched.killed(recipe, 2, at=(3, 0, 1))
+    (Path(recipe.run.folder) / "stop").touch()
+    assert not watched.run(recipe, 2).stopped
+
+
+def test_a_rank_of_which_nobody_thinks_can_ask_too(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path, "checkpoint.save_every=0")
+    asked = Requests()
+    watched.run(recipe, 3, when(4, asked.save), lambda c: asked if c.rank == 2 else Requests())
+    assert saved(recipe) in (["step-4"], ["step-5"])
+
+
+# --- what goes wrong -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_does_not_end_the_run(
+    tmp_path: Path, watched: Watched, background: bool
+) -> None:
+    recipe = recipe_in(tmp_path, f"checkpoint.asynchronous={background}")
+    with failing("half of the data written"):
+        outcome = watched.run(recipe, 2)
+    assert (outcome.step, outcome.trouble) == (6, "")
+    (said,) = watched.kind(Warned)
+    assert said.message.startswith("NOT SAVED, and the run goes on: ")
+    assert "the disk is full" in said.message
+    assert saved(recipe) == ["step-4", "step-6"]
+    whole = recipe_in(tmp_path / "whole")
+    watched.run(whole, 2)
+    assert losses(recipe) == losses(whole)
+    assert digest(recipe, 6) == digest(whole, 6)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_last_save_that_fails_is_the_run_s_trouble(
+    tmp_path: Path, watched: Watched, background: bool
+) -> None:
+    recipe = recipe_in(tmp_path, "checkpoint.save_every=6", f"checkpoint.asynchronous={background}")
+    with failing("data written"):
+        outcome = watched.run(recipe, 2)
+    assert "the disk is full" in outcome.trouble
+    assert saved(recipe) == []
+    assert (Path(recipe.run.folder) / "model.safetensors").is_file()
+
+
+def test_what_is_broken_is_skipped_loudly_and_makes_room(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path)
+    watched.killed(recipe, 2, at=(5, 0, 1))
+    weights = checkpoint(recipe, 4) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    watched.told.clear()
+    watched.run(recipe, 2)
+    skipped, moved = watched.kind(Warned)
+    assert skipped.message.startswith(f"SKIPPED {checkpoint(recipe, 4)}")
+    assert moved.message == "step-4 is called broken-step-4-1 now, to be looked at or removed."
+    (back,) = watched.kind(Resumed)
+    assert back.step == 2
+    assert saved(recipe) == ["broken-step-4-1", "step-4", "step-6"]
+
+
+def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path)
+    watched.killed(recipe, 2, at=(5, 0, 1))
+    state = checkpoint(recipe, 4) / "optimizer.safetensors"
+    data = bytearray(state.read_bytes())
+    data[-9] ^= 4
+    state.write_bytes(data)
+    watched.told.clear()
+    watched.run(recipe, 2)
+    assert watched.kind(Warned)[0].message.startswith(f"SKIPPED {checkpoint(recipe, 4)}")
+    assert watched.kind(Resumed)[0].step == 2
+
+
+def test_where_all_are_broken_it_does_not_begin_anew_by_itself(
+    tmp_path: Path, watched: Watched
+) -> None:
+    recipe = recipe_in(tmp_path)
+    watched.killed(recipe, 2, at=(5, 0, 1))
+    for step in (2, 4):
+        (checkpoint(recipe, step) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="holds 2 checkpoints, and none that is whole"):
+        watched.run(recipe, 2)
+    watched.run(recipe_in(tmp_path, "run.overwrite=true"), 2)
+    assert "step-6" in saved(recipe)
+
+
+def test_other_tokens_are_refused_and_the_same_elsewhere_are_not(
+    tmp_path: Path, watched: Watched
+) -> None:
+    recipe = recipe_in(tmp_path)
+    watched.killed(recipe, 2, at=(3, 0, 1))
+    (tmp_path / "text").rename(tmp_path / "moved")
+    moved = f"data.source={tmp_path / 'moved'}"
+    (tmp_path / "moved" / "new.txt").write_text(documents(70)[-1], "utf-8")
+    with pytest.raises((ConfigError, RanksDisagree), match="trained on other tokens than these"):
+        watched.run(tiny_recipe(tmp_path, *SHORT, moved), 1)
+    (tmp_path / "moved" / "new.txt").unlink()
+    assert watched.run(tiny_recipe(tmp_path, *SHORT, moved), 2).step == 6
+
+
+# --- more than to go on ----------------------------------------------------------------------
+
+
+def test_a_finished_run_says_so_and_trains_no_more(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path)
+    watched.run(recipe, 2)
+    before = {path: path.stat().st_mtime_ns for path in Path(recipe.run.folder).rglob("*")}
+    watched.told.clear()
+    assert watched.run(recipe, 3).step == 6
+    assert watched.told == [Complete(recipe.run.folder, 6)]
+    after = {path: path.stat().st_mtime_ns for path in Path(recipe.run.folder).rglob("*")}
+    assert after == before
+
+
+def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, watched: Watched) -> None:
+    watched.run(recipe_in(tmp_path), 2)
+    more = recipe_in(tmp_path, "run.steps=8")
+    watched.told.clear()
+    assert watched.run(more, 2).step == 8
+    assert steps(watched.told) == [7, 8]
+    assert watched.drawn == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path, watched: Watched) -> None:
+    watched.killed(recipe_in(tmp_path), 2, at=(5, 0, 1))
+    with pytest.raises(ConfigError, match=r"has taken 4 steps, and run\.steps is 3"):
+        watched.run(recipe_in(tmp_path, "run.steps=3"), 1)
+
+
+def test_another_run_or_one_of_its_checkpoints_can_be_where_a_run_begins(
+    tmp_path: Path, watched: Watched
+) -> None:
+    first = recipe_in(tmp_path)
+    watched.run(first, 2)
+    wanted, folder = digest(first, 6), Path(first.run.folder)
+    for place in (checkpoint(first, 4), folder / "checkpoints", folder):
+        newer = 4 if place.name == "step-4" else 6
+        watched.told.clear()
+        new = recipe_in(tmp_path, f"run.folder={tmp_path / 'new'}", f"checkpoint.resume={place}")
+        watched.run(
+            new.model_copy(update={"run": new.run.model_copy(update={"overwrite": True})}), 2
+        )
+        assert watched.kind(Resumed)[0].step == newer
+        if newer == 4:
+            assert digest(new, 6) == wanted
+
+
+def test_once_a_run_has_its_own_checkpoint_it_goes_on_from_that(
+    tmp_path: Path, watched: Watched
+) -> None:
+    first = recipe_in(tmp_path)
+    watched.run(first, 2)
+    place = checkpoint(first, 4)
+    new = recipe_in(
+        tmp_path, f"run.folder={tmp_path / 'new'}", f"checkpoint.resume={place}", "run.steps=9"
+    )
+    watched.killed(new, 2, at=(7, 0, 1))
+    watched.told.clear()
+    watched.run(new, 2)
+    (back,) = watched.kind(Resumed)
+    assert back.path == str(checkpoint(new, 6))
+
+
+def test_what_is_no_checkpoint_of_the_trainer_is_refused(tmp_path: Path, watched: Watched) -> None:
+    first = recipe_in(tmp_path)
+    watched.run(first, 1)
+    new = recipe_in(
+        tmp_path,
+        f"run.folder={tmp_path / 'new'}",
+        f"checkpoint.resume={Path(first.run.folder) / 'model.safetensors'}",
+    )
+    with pytest.raises((ConfigError, CheckpointError), match="does not say where a run was"):
+        watched.run(new, 1)
+
+
+def test_another_run_s_checkpoint_is_refused_by_name(tmp_path: Path, watched: Watched) -> None:
+    first = recipe_in(tmp_path)
+    watched.run(first, 1)
+    new = recipe_in(
+        tmp_path,
+        f"run.folder={tmp_path / 'new'}",
+        f"checkpoint.resume={first.run.folder}",
+        "optimizer.weight_decay=0.2",
+    )
+    with pytest.raises(ConfigError, match=r"optimizer\.weight_decay was 0\.1 and is 0\.2"):
+        watched.run(new, 1)

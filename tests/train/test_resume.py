@@ -1,0 +1,229 @@
+"""A run that was interrupted is the run that was not: the same rows, losses, and bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.comm.protocol import Comm
+from shardwise.train.config import Recipe
+from shardwise.train.data import prepare
+from shardwise.train.folder import Folder
+from shardwise.train.job import build
+from shardwise.train.metrics import Evaluated, Resumed, Saved, Stepped, Stopped
+from shardwise.train.requests import Ask, Requests
+from tests.ranks import run_threads
+from tests.train.runs import (
+    Watched,
+    checkpoint,
+    digest,
+    lines,
+    losses,
+    saved,
+    steps,
+    tensors,
+)
+from tests.train.tiny import tiny_recipe
+
+SHORT = ("run.steps=6", "sample.tokens=0", "checkpoint.save_every=2")
+
+
+def recipe_in(folder: Path, *overrides: str) -> Recipe:
+    return tiny_recipe(folder, *SHORT, *overrides)
+
+
+class Signalled(Requests):
+    """What a rank is asked for whom a signal to stop reaches during step ``at``."""
+
+    at = 0
+
+    def take(self, step: int) -> Ask:
+        if step == self.at:
+            self.stop()
+        return super().take(step)
+
+
+def stop_of(rank: int, step: int) -> Callable[[Comm], Requests]:
+    """Only this rank is asked to stop."""
+    asked = Signalled()
+    asked.at = step
+    return lambda comm: asked if comm.rank == rank else Requests()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+# --- the same number of ranks ----------------------------------------------------------------
+
+
+def test_killed_in_any_micro_batch_it_comes_to_the_same_bits(
+    tmp_path: Path, watched: Watched
+) -> None:
+    whole = recipe_in(tmp_path / "whole", "batch.micro=2")
+    watched.run(whole, 2)
+    rows = watched.rows(6)
+    for number in (1, 2, 3):
+        watched.trained.clear()
+        cut = recipe_in(tmp_path / f"cut {number}", "batch.micro=2")
+        watched.killed(cut, 2, at=(4, 1, number))
+        watched.told.clear()
+        outcome = watched.run(cut, 2)
+        assert (outcome.step, outcome.stopped, outcome.trouble) == (6, False, "")
+        assert steps(watched.told) == [3, 4, 5, 6]
+        assert losses(cut) == losses(whole)
+        assert watched.rows(6) == rows
+        assert digest(cut, 6) == digest(whole, 6)
+
+
+def test_stopped_by_one_rank_at_any_step_it_comes_to_the_same_bits(
+    tmp_path: Path, watched: Watched
+) -> None:
+    whole, cut = recipe_in(tmp_path / "whole"), recipe_in(tmp_path / "cut")
+    watched.run(whole, 3)
+    rows = watched.rows(6)
+    watched.trained.clear()
+    for step in (1, 3, 4):
+        outcome = watched.run(cut, 3, ask=stop_of(1, step))
+        assert (outcome.step, outcome.stopped) == (step, True)
+        assert f"step-{step}" in saved(cut)
+    outcome = watched.run(cut, 3)
+    assert not outcome.stopped
+    assert [stop.step for stop in watched.kind(Stopped)] == [1, 3, 4]
+    assert [back.step for back in watched.kind(Resumed)] == [1, 3, 4]
+    assert losses(cut) == losses(whole)
+    assert watched.rows(6) == rows
+    assert digest(cut, 6) == digest(whole, 6)
+
+
+def test_saved_in_the_background_it_comes_to_the_same_bits(
+    tmp_path: Path, watched: Watched
+) -> None:
+    whole = recipe_in(tmp_path / "whole")
+    watched.run(whole, 2)
+    cut = recipe_in(tmp_path / "cut", "checkpoint.asynchronous=true")
+    watched.told.clear()
+    watched.run(cut, 2, ask=stop_of(1, 5))
+    watched.run(cut, 2)
+    assert [back.step for back in watched.kind(Resumed)] == [5]
+    assert [one.step for one in watched.kind(Saved)] == [2, 4, 5, 6]
+    assert losses(cut) == losses(whole)
+    assert digest(cut, 6) == digest(whole, 6)
+
+
+def test_where_it_goes_on_is_said_with_the_number_of_the_sample(
+    tmp_path: Path, watched: Watched
+) -> None:
+    recipe = recipe_in(tmp_path)
+    watched.killed(recipe, 2, at=(3, 0, 1))
+    watched.run(recipe, 2)
+    (back,) = watched.kind(Resumed)
+    assert (back.step, back.sample, back.ranks) == (2, 24, 2)
+    assert back.path == str(checkpoint(recipe, 2))
+
+
+# --- another number of ranks -----------------------------------------------------------------
+
+
+def test_other_worlds_and_strategies_see_the_same_rows_and_losses(
+    tmp_path: Path, watched: Watched
+) -> None:
+    whole = recipe_in(tmp_path / "whole", "run.steps=10", "optimizer.lr=3e-3")
+    watched.run(whole, 4)
+    rows = watched.rows(10)
+    watched.trained.clear()
+    legs = ((4, "full_shard"), (2, "zero1"), (3, "shard_grad_op"), (1, "full_shard"))
+    for leg, (world, strategy) in enumerate((*legs, (4, "no_shard"))):
+        cut = recipe_in(
+            tmp_path / "cut",
+            "run.steps=10",
+            "optimizer.lr=3e-3",
+            f"sharding.strategy={strategy}",
+            f"batch.micro={1 + (world < 4)}",
+        )
+        watched.run(cut, world, ask=stop_of(0, 2 * leg + 2))
+    assert [back.ranks for back in watched.kind(Resumed)] == [4, 2, 3, 1]
+    assert [s["step"] for s in lines(cut) if s["record"] == "stepped"] == list(range(1, 11))
+    assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
+    assert watched.rows(10) == rows
+
+
+def test_state_goes_through_other_worlds_bit_by_bit(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path, "run.steps=3")
+    watched.run(recipe, 4)
+    folder = Folder(Path(recipe.run.folder))
+
+    def passed_on(comm: Comm, source: Path, target: Path) -> None:
+        data = prepare(recipe, comm, None if comm.rank else folder)
+        job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
+        job.sharded.load(source, job.optimizer)
+        job.sharded.save(target, job.optimizer)
+
+    first, three, four = checkpoint(recipe, 3), tmp_path / "three", tmp_path / "four"
+    run_threads(3, passed_on, first, three)
+    run_threads(4, passed_on, three, four)
+    wanted = tensors(first)
+    assert any(name.startswith("optimizer/exp_avg_sq/") for name in wanted)
+    for found in map(tensors, (three, four)):
+        assert set(found) == set(wanted)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+# --- what is recorded ------------------------------------------------------------------------
+
+
+def test_metrics_and_picture_are_those_of_one_run(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path, "run.eval_every=2")
+    watched.killed(recipe, 2, at=(6, 1, 1))
+    assert [s["step"] for s in lines(recipe) if s["record"] == "stepped"] == [1, 2, 3, 4, 5]
+    watched.run(recipe, 2)
+    told = [(s["record"], s["step"]) for s in lines(recipe) if s.get("step")]
+    assert [step for kind, step in told if kind == "stepped"] == [1, 2, 3, 4, 5, 6]
+    assert [step for kind, step in told if kind == "evaluated"] == [2, 4, 6]
+    assert [step for kind, step in told if kind == "saved"] == [2, 4, 6]
+    assert watched.drawn == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_validation_that_a_stop_left_out_is_made_when_the_run_goes_on(
+    tmp_path: Path, watched: Watched
+) -> None:
+    recipe = recipe_in(tmp_path, "run.eval_every=2", "checkpoint.keep_best=true")
+    watched.run(recipe, 2, ask=stop_of(1, 2))
+    assert watched.kind(Evaluated) == []
+    watched.run(recipe, 2)
+    assert [found.step for found in watched.kind(Evaluated)] == [2, 4, 6]
+    order = [type(r) for r in watched.told if isinstance(r, Resumed | Evaluated | Stepped | Saved)]
+    after = order.index(Resumed)
+    assert order[after : after + 4] == [Resumed, Evaluated, Saved, Stepped]
+
+
+def test_killed_before_the_first_save_it_begins_again(tmp_path: Path, watched: Watched) -> None:
+    whole, cut = recipe_in(tmp_path / "whole"), recipe_in(tmp_path / "cut")
+    watched.run(whole, 2)
+    watched.killed(cut, 2, at=(2, 1, 3))
+    watched.told.clear()
+    watched.run(cut, 2)
+    assert watched.kind(Resumed) == []
+    assert losses(cut) == losses(whole)
+
+
+def test_killed_after_the_last_save_it_has_only_to_finish(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path)
+
+    def dies(*_: object) -> None:
+        raise KeyError
+
+    with watched.monkeypatch.context() as patch:
+        patch.setattr("shardwise.train.loop.export", dies)
+        with pytest.raises(KeyError):
+            watched.run(recipe, 2)
+    watched.told.clear()
+    outcome = watched.run(recipe, 2)
+    assert steps(watched.told) == []
+    assert (outcome.step, outcome.evaluated) == (6, None)
+    assert (Path(recipe.run.folder) / "model.safetensors").is_file()
+    assert lines(recipe)[-1]["record"] == "finished"
