@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwise.bucket import BucketSpec
 from shardwise.buffers import Bucket
+from shardwise.comm.memory import give_back
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
 from shardwise.guard import sharding_of
@@ -28,6 +29,9 @@ from shardwise.units import Member, Unit, Units
 __all__ = ["check_unsharded", "cut", "facts", "uncut"]
 
 log = logging.getLogger("shardwise")
+
+GIVEN_BACK = 1 << 18
+"""Elements of a unit whose memory goes back at once; for smaller ones it is not worth the call."""
 
 Specs = Mapping[str, Sequence[BucketSpec]]
 """The buckets of each unit, by its name."""
@@ -88,6 +92,8 @@ def cut(
             sent[0] += len(unit.members)
             sent[1] += sync(unit.members, comm)
         states[unit.name] = UnitState(unit.name, tuple(map(_cut_bucket, specs[unit.name])))
+        if comm.device.type == "cpu" and unit.numel >= GIVEN_BACK:
+            give_back()
 
     give_values(model, units, comm.device, options.init, finished)
     for nbytes in _place_buffers(model, options.precision.buffers, comm, sends):

@@ -59,3 +59,24 @@ def in_a_new_process(text: str) -> str:
         [sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=120
     )
     return done.stdout.strip()
+
+
+def test_what_was_freed_can_be_given_back() -> None:
+    """Even where it is kept mapped, and something that stays lies above it."""
+    assert int(in_a_new_process(HELD)) < 8 << 20
+
+
+HELD = """
+import torch
+from pathlib import Path
+from shardwise.comm.memory import give_back, keep_mapped
+def held():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(x.split()[1]) << 10 for x in lines if x.startswith("Anonymous"))
+keep_mapped()
+before = held()
+unit, shard = torch.empty(64 << 20, dtype=torch.uint8).fill_(1), torch.ones(1 << 20)
+del unit
+give_back()
+print(held() - before)
+"""
