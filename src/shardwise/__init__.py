@@ -20,7 +20,17 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from shardwise import optim, wrap
-from shardwise.checkpoint import Loaded, Saved, Saving, Training
+from shardwise.checkpoint import (
+    Loaded,
+    Saved,
+    SavedFile,
+    Saving,
+    StateDict,
+    Training,
+    by_name,
+    join,
+    numbered,
+)
 from shardwise.comm.connect import connect
 from shardwise.errors import (
     CheckpointError,
@@ -48,13 +58,18 @@ __all__ = [
     "Prefetch",
     "RanksDisagree",
     "Saved",
+    "SavedFile",
     "Saving",
     "ScheduleError",
     "ShardUseError",
     "Sharded",
     "ShardwiseError",
+    "StateDict",
     "Training",
+    "by_name",
     "connect",
+    "join",
+    "numbered",
     "optim",
     "shard",
     "wrap",

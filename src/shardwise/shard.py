@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,14 +18,9 @@ from shardwise import order
 from shardwise.bucket import specs_of
 from shardwise.buffers import Bucket
 from shardwise.build import check_unsharded, cut, facts, uncut
-from shardwise.checkpoint.background import Background, Saving
-from shardwise.checkpoint.fit import Loaded, Wish
-from shardwise.checkpoint.load import load as read_checkpoint
-from shardwise.checkpoint.load import resume as read_newest
+from shardwise.checkpoint import front
+from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.optimizers import Given, Optimizers, as_optimizers
-from shardwise.checkpoint.save import save as write_checkpoint
-from shardwise.checkpoint.saving import Saved, SaveOptions
-from shardwise.checkpoint.state import Training
 from shardwise.comm.connect import connect, over
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, ScheduleError
@@ -202,82 +196,22 @@ class Sharded:
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
-    def save(
-        self,
-        path: str | Path,
-        optimizer: Given = None,
-        training: Training | None = None,
-        **options: Any,
-    ) -> Saved:
-        """Write a checkpoint: a folder that ``transformers`` loads as it is. A collective.
+    state_dict = front.state_dict
+    load_state_dict = front.load_state_dict
+    optimizer_state_dict = front.optimizer_state_dict
+    load_optimizer_state_dict = front.load_optimizer_state_dict
+    save_file = front.save_file
+    save = front.save
+    save_async = front.save_async
+    load = front.load
+    resume = front.resume
+
+    def admitted(self, asked: str, optimizer: Given = None) -> Optimizers:
+        """Between steps only: the optimizers, if they may be used on this model.
 
         Args:
-            path: the folder, such as ``"run/step-100"``; ``run/latest`` will point at it.
-            optimizer: whose state is stored, too; or several.
-            training: step, scheduler, data position: what a run needs to go on.
-            options: the fields of ``SaveOptions``.
-
-        Raises:
-            CheckpointError: on every rank alike; what was under ``path`` before still is.
+            asked: what was called, for the error.
         """
-        optimizers = self._admitted("save() was called", optimizer)
-        self._background.settle()
-        return write_checkpoint(self, path, optimizers, training, SaveOptions.of(options))
-
-    def save_async(
-        self,
-        path: str | Path,
-        optimizer: Given = None,
-        training: Training | None = None,
-        **options: Any,
-    ) -> Saving | None:
-        """``save``, but return when all is copied, and write while training goes on.
-
-        If that fails, the next optimizer step raises, on every rank alike.
-
-        Returns:
-            What is on its way: ``wait()`` for it before the process ends. ``None`` if the save
-            before is still being written and ``when_busy`` is ``"skip"``.
-        """
-        optimizers = self._admitted("save_async() was called", optimizer)
-        return self._background.save(self, path, optimizers, training, SaveOptions.of(options))
-
-    def load(
-        self,
-        path: str | Path,
-        optimizer: Given = None,
-        training: Training | None = None,
-        **how: Any,
-    ) -> Loaded:
-        """Load a checkpoint of any number of ranks, or a Hugging Face folder. A collective.
-
-        Args:
-            path: a checkpoint's folder, ``latest``, or one safetensors file.
-            optimizer: gets its state back, too; or several.
-            training: its scheduler and scaler get theirs; and random generators are restored.
-            how: ``strict=False`` leaves out what does not fit, ``cast=True`` converts dtypes.
-
-        Raises:
-            CheckpointError: on every rank alike, naming everything that does not fit.
-        """
-        return read_checkpoint(self, path, self._wish(optimizer, training, how))
-
-    def resume(
-        self,
-        run: str | Path,
-        optimizer: Given = None,
-        training: Training | None = None,
-        **how: Any,
-    ) -> Loaded | None:
-        """``load`` the newest whole checkpoint ``run/step-N``; ``None`` if there is none."""
-        return read_newest(self, run, self._wish(optimizer, training, how))
-
-    def _wish(self, optimizer: Given, training: Training | None, how: dict[str, Any]) -> Wish:
-        optimizers = self._admitted("a checkpoint was to be loaded", optimizer)
-        self._background.settle()
-        return Wish.of(optimizers, training, how)
-
-    def _admitted(self, asked: str, optimizer: Given) -> Optimizers:
         self._idle(asked)
         optimizers = as_optimizers(optimizer)
         for one in optimizers:

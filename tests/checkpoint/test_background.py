@@ -121,6 +121,48 @@ def test_a_hundred_saves_in_a_row(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-98", "step-99"]
 
 
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+def test_a_slow_disk_with_a_save_at_every_step(
+    when_busy: str, tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
+) -> None:
+    """Memory stays within its budget, nobody waits for ever, and the last one is what it says."""
+
+    def slow(point: str, rank: int) -> None:
+        if point == "half of the data written":
+            time.sleep(0.01)
+
+    listen(slow)
+
+    def rank(comm: Comm, model: nn.Module) -> int:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        begun, state = 0, clones(model.state_dict())
+        for step in range(100):
+            steps(model, optimizer, DECODER, comm.rank, range(step, step + 1))
+            now = clones(model.state_dict())
+            saving = sharded.save_async(
+                tmp_path / f"step-{step}",
+                optimizer,
+                sw.Training(step=step),
+                save_total_limit=1,
+                snapshot_bytes=BLOCK,
+                when_busy=when_busy,
+            )
+            if saving is not None:
+                begun, state = begun + 1, now
+            pool = sharded._background._pool
+            assert pool is not None
+            assert pool.nbytes <= BLOCK
+        sharded.load(tmp_path / "latest")  # waits for it
+        assert same(state, model.state_dict())
+        return begun
+
+    begun = on_ranks(2, DECODER.build, rank, timeout=60.0)
+    assert begun[0] == begun[1]
+    assert begun[0] == 100 if when_busy == "wait" else 1 < begun[0] < 100
+    assert len(names(tmp_path)) == 2
+
+
 def test_a_save_that_comes_too_early_is_skipped_or_waits(
     tmp_path: Path,
     listen: Callable[[Callable[[str, int], None]], None],

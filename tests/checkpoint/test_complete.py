@@ -42,6 +42,14 @@ def test_broken_ones_are_passed_over_with_the_reason(run: Path) -> None:
     assert [path.name for path, _ in metrics(run)] == ["step-1"]
 
 
+def test_one_that_a_crash_between_two_renames_left_nameless_counts(run: Path) -> None:
+    lost = (run / "step-10").rename(run / "step-10.replaced-0123456789abcdef")
+    assert newest(run).path == run / "step-10"
+    report = sw.shard(nn.Linear(3, 3)).resume(run, training=sw.Training())
+    assert report is not None
+    assert (report.path, report.step) == (lost, 10)
+
+
 def test_every_file_that_is_wrong_is_named(run: Path) -> None:
     for name in ("model.safetensors", "training.json"):
         (run / "step-10" / name).unlink()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from shardwise.checkpoint.folder import (
     resolve,
     step_of,
     steps,
+    steps_to_resume,
     surplus,
     sweep,
     target_of,
@@ -167,13 +167,39 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     assert sweep(tmp_path) == ["step-1.partial-" + 16 * "a"]
 
 
-def test_a_partial_folder_that_is_just_made_stays(tmp_path: Path) -> None:
-    path = tmp_path / f"step-1.partial-{new_token()}"
-    path.mkdir()
+def test_a_partial_folder_without_a_lock_goes(tmp_path: Path) -> None:
+    """Left where two names were exchanged, or by a removal that was interrupted."""
+    exchanged = checkpoint(tmp_path / f"step-1.partial-{new_token()}")
+    removed = tmp_path / f"step-2.partial-{new_token()}"
+    removed.mkdir()
+    assert sorted(sweep(tmp_path)) == [exchanged.name, removed.name]
+
+
+def test_a_folder_that_is_swept_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+    swept: list[str] = []
+
+    def others_sweep(path: Path, *args: int) -> int:
+        if Path(path).name == folder.LOCK and not swept:
+            swept.append("now")
+            swept.extend(sweep(tmp_path))
+        return real(path, *args)
+
+    monkeypatch.setattr(os, "open", others_sweep)
+    partial = Partial.make(tmp_path / "step-1", new_token())
+    assert swept == ["now", partial.path.name]
     assert sweep(tmp_path) == []
-    old = time.time() - 2 * folder.GRACE
-    os.utime(path, (old, old))
-    assert sweep(tmp_path) == [path.name]
+    partial.close()
+
+
+def test_what_was_to_become_latest_goes(tmp_path: Path) -> None:
+    move_latest(checkpoint(tmp_path / "step-1"))
+    left = tmp_path / f".latest-{new_token()}"
+    left.symlink_to("step-2")
+    assert sweep(tmp_path) == [left.name]
+    assert names(tmp_path) == ["latest", "step-1"]
 
 
 def test_where_nobody_can_lock_nothing_is_removed(
@@ -194,8 +220,14 @@ def test_between_two_renames_nothing_is_lost(tmp_path: Path) -> None:
     old = checkpoint(tmp_path / f"step-1.replaced-{new_token()}", "old")
     dead = Partial.make(tmp_path / "step-1", new_token())
     dead.close()
+    move_latest(tmp_path / "step-1")
     assert resolve(tmp_path / "step-1") == old
+    assert resolve(tmp_path / "latest") == old
+    assert steps(tmp_path) == []
+    assert steps_to_resume(tmp_path) == [tmp_path / "step-1"]
     sweep(tmp_path)
+    assert steps_to_resume(tmp_path) == steps(tmp_path) == [tmp_path / "step-1"]
+    (tmp_path / "latest").unlink()
     assert names(tmp_path) == ["step-1"]
     assert (tmp_path / "step-1" / "manifest.json").read_text() == "old"
 

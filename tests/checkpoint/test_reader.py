@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.reader import fill, wanted
 from shardwise.checkpoint.source import Source
+
+
+class _Holder(nn.Module):
+    """Parameters by name."""
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value.clone()))
+
+    def forward(self) -> None:
+        """Nobody calls it."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32])
@@ -32,3 +47,42 @@ def test_nothing_wanted_reads_nothing(tmp_path: Path) -> None:
         out = torch.empty(0)
         wants = [wanted(places["x"], 2, out), wanted(places["none"], 0, torch.empty(0, 4))]
         assert fill(source, wants) == 0
+
+
+def test_neighbours_share_a_read_and_holes_between_them_stay_out(tmp_path: Path) -> None:
+    """Whole blocks go straight into several tensors; what nobody wants is not touched."""
+    values = {f"t{k}": torch.randn(BLOCK // 4 * 3 // 8 + k) for k in range(9)}
+    sw.shard(_Holder(values)).save(tmp_path / "a")
+    with Source.open(tmp_path / "a") as source:
+        places = source.tensors("model")
+        names = [f"t{k}" for k in (8, 0, 1, 2, 3, 5, 6)]
+        outs = {name: torch.zeros(len(values[name]) - 3) for name in names}
+        wants = [wanted(places[name], 2, outs[name]) for name in names]
+        whole = torch.zeros_like(values["t7"])
+        assert fill(source, [*wants, wanted(places["t7"], 0, whole)]) > 2 * BLOCK
+    for name, out in outs.items():
+        assert torch.equal(out, values[name][2:-1])
+    assert torch.equal(whole, values["t7"])
+
+
+def test_many_small_tensors_fit_in_few_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than one system call takes, in less than one block each."""
+    values = {f"t{k:04d}": torch.full((900,), float(k)) for k in range(2_500)}
+    sw.shard(_Holder(values)).save(tmp_path / "a")
+    calls: list[int] = []
+    read = os.preadv
+
+    def counted(file: int, views: list[memoryview], at: int) -> int:
+        calls.append(len(views))
+        return read(file, views, at)
+
+    with Source.open(tmp_path / "a") as source:
+        places = source.tensors("model")
+        outs = {name: torch.empty(900) for name in values}
+        monkeypatch.setattr(os, "preadv", counted)
+        fill(source, [wanted(places[name], 0, out) for name, out in outs.items()])
+    assert all(torch.equal(outs[name], value) for name, value in values.items())
+    assert max(calls) <= 512
+    assert len(calls) < 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,18 @@ def test_a_file_that_the_manifest_does_not_list_is_not_there(folder: Path) -> No
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "y.safetensors"}}')
     with Source.open(folder) as source:
         assert source.names("model") == ["model.safetensors"]
+
+
+def test_however_many_files_one_block_is_kept(tmp_path: Path) -> None:
+    sw.shard(seeded(lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))))).save(
+        tmp_path / "out", max_file_size=4 << 20
+    )
+    tracemalloc.start()
+    try:
+        with Source.open(tmp_path / "out") as source:
+            assert len(source.names("model")) >= 6
+            assert len(source.tensors("model")) == 12
+            assert sum(len(source.damaged(name)) for name in source.names("model")) == 0
+        assert tracemalloc.get_traced_memory()[1] < 2 * BLOCK
+    finally:
+        tracemalloc.stop()

@@ -12,7 +12,6 @@ so that an error on one is an error on all, within a step, and before parameters
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import time
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.checkpoint.disk import explained
 from shardwise.checkpoint.meeting import (
     await_parts,
     from_rank_0,
@@ -64,6 +64,7 @@ class Saving:
         self._error = ""
         self._removed: tuple[str, ...] = ()
         self._saved: Saved | None = None
+        self.told = False  # has it raised what went wrong? Whoever waited for it knows, then
         name = f"saving {task.final.name}, rank {comm.rank}"
         self._thread = Thread(target=self._run, name=name, daemon=True)
         atexit.register(self._at_exit)
@@ -119,6 +120,7 @@ class Saving:
 
     def _fail(self, here: bool) -> None:
         said = share(self._comm, self._error if here else "", "why saving failed")
+        self.told = True
         self.cancel()
         told = {rank: text for rank, text in enumerate(said) if text}
         # Rank 0 repeats what it heard from another; the other says it better.
@@ -143,8 +145,12 @@ class Saving:
     def _run(self) -> None:
         part = self._write()
         self._error = part.error
-        with contextlib.suppress(OSError):  # then the others learn it at the next step
-            leave_part(self._task.folder, self._comm.rank, part.encode())
+        try:
+            with explained(f"leaving word of what was written in {self._task.folder.name}"):
+                leave_part(self._task.folder, self._comm.rank, part.encode())
+        except CheckpointError as failure:  # the others learn it at the next step
+            self._error = self._error or str(failure)
+            return
         if self._task.partial is not None:
             try:
                 self._publish()
@@ -225,18 +231,20 @@ class Background:
 
     def check(self) -> bool:
         """Is nothing under way any more? Raises what went wrong, once. A collective."""
-        if self._saving is None:
-            return True
-        saving, self._saving = self._saving, None
-        if saving.check() is None:
+        saving = self._taken()
+        if saving is not None and saving.check() is None:
             self._saving = saving
         return self._saving is None
 
     def settle(self) -> None:
         """Wait for what is under way. Raises what went wrong, once. A collective."""
-        if self._saving is not None:
-            saving, self._saving = self._saving, None
+        saving = self._taken()
+        if saving is not None:
             saving.wait()
+
+    def _taken(self) -> Saving | None:
+        saving, self._saving = self._saving, None
+        return None if saving is None or saving.told else saving
 
     def _memory(self, options: SaveOptions, comm: Comm) -> Pool:
         if self._pool is None or self._budget != options.snapshot_bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.disk import explained
-from shardwise.checkpoint.folder import steps
+from shardwise.checkpoint.folder import resolve, steps, steps_to_resume
 from shardwise.checkpoint.manifest import CAP, NAME, Manifest
 from shardwise.checkpoint.names import inside
 from shardwise.errors import CheckpointError
@@ -81,11 +81,11 @@ def check_complete(folder: Path) -> Manifest:
 def newest(run: Path, broken: Collection[str] = ()) -> Found:
     """The newest complete checkpoint among the folders ``step-N`` of a run but ``broken`` ones."""
     skipped = []
-    for path in steps(run) if run.is_dir() else []:
+    for path in steps_to_resume(run) if run.is_dir() else []:
         if path.name in broken:
             continue
         try:
-            check_complete(path)
+            check_complete(resolve(path))
         except CheckpointError as error:
             skipped.append((path, str(error)))
         else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,12 @@ from torch.optim import Optimizer
 from shardwise.checkpoint import checksum, manifest, rng, state
 from shardwise.checkpoint.accumulated import GRADIENTS, check_reduced, gradients_of
 from shardwise.checkpoint.holdings import Holding, homes, own_rows, persistent_buffers, weights
+from shardwise.checkpoint.local import LAYOUT, layout_of, local_files
 from shardwise.checkpoint.meeting import share
 from shardwise.checkpoint.names import is_plain
 from shardwise.checkpoint.optimizers import Named, contents
 from shardwise.checkpoint.plan import FilePlan, index_of, plan_files
+from shardwise.checkpoint.saving import SaveOptions
 from shardwise.checkpoint.segments import Segments
 from shardwise.checkpoint.state import Training
 from shardwise.checkpoint.writer import Chunk
@@ -86,15 +88,13 @@ def collect(
     sharded: Sharded,
     optimizers: Sequence[Optimizer],
     training: Training | None,
-    files: Mapping[str, bytes],
-    limit: int,
+    options: SaveOptions,
 ) -> Contents:
     """All of it. A collective.
 
     Args:
         training: ``None`` for weights alone.
-        files: further small files, by name.
-        limit: bytes of tensors in a file at most.
+        options: how it is to be stored.
 
     Raises:
         CheckpointError: something of it cannot be stored.
@@ -102,7 +102,7 @@ def collect(
     comm, model = sharded.comm, sharded.model
     found, aliases = weights(sharded.buckets, model)
     groups = {MODEL: found}
-    small = {**_model_config(model), **_checked(files)}
+    small = {**_model_config(model), **_checked(options.small())}
     if training is not None:
         places = homes(sharded.buckets)
         groups[OPTIMIZER], records = contents(optimizers, Named(places))
@@ -115,21 +115,33 @@ def collect(
         groups[RANKS] = own_rows(own, comm.rank, comm.size)
         local = share(comm, state.local_text(training), "values of each rank")
         small[state.NAME] = state.encode(training, records, local)
-    plans = {stem: _planned(stem, group, limit) for stem, group in groups.items()}
-    by_stem = {stem: {h.entry.name: h for h in group} for stem, group in groups.items()}
-    segments = [Segments(plan, by_stem[stem]) for stem, some in plans.items() for plan in some]
+    plans: dict[str, Sequence[FilePlan]] = {}
+    segments: list[Segments] = []
+    for stem, group in groups.items():
+        plans[stem], some_segments = _files(stem, group, comm, options)
+        segments += some_segments
+    if options.kind == "local":
+        small[LAYOUT] = json.dumps(layout_of(sharded), indent=1).encode() + b"\n"
     small |= {
         f"{stem}.safetensors.index.json": json.dumps(index_of(some), indent=2).encode() + b"\n"
         for stem, some in plans.items()
-        if len(some) > 1
+        if len(some) > 1 and options.kind != "local"
     }
     every = tuple(plan for some in plans.values() for plan in some)
     metric = training.metric if training else None
     return Contents(every, tuple(segments), small, aliases, metric)
 
 
-def _planned(stem: str, group: Iterable[Holding], limit: int) -> tuple[FilePlan, ...]:
-    return plan_files(stem, [holding.entry for holding in group], limit, {"format": "pt"})
+def _files(
+    stem: str, group: Sequence[Holding], comm: Comm, options: SaveOptions
+) -> tuple[Sequence[FilePlan], list[Segments]]:
+    """The files of one stem, and this rank's bytes of them."""
+    if options.kind == "local":
+        return local_files(stem, group, comm.rank, comm.size)
+    by_name = {holding.entry.name: holding for holding in group}
+    entries, about = [holding.entry for holding in group], {"format": "pt"}
+    plans = plan_files(stem, entries, options.max_file_size, about, options.kind == "full")
+    return plans, [Segments(plan, by_name) for plan in plans]
 
 
 def _differing_buffers(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
@@ -166,7 +178,7 @@ def _model_config(model: nn.Module) -> dict[str, bytes]:
 
 def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
     for name in files:
-        ours = name in (state.NAME, manifest.NAME) or ".safetensors" in name
+        ours = name in (state.NAME, manifest.NAME, LAYOUT) or ".safetensors" in name
         if not is_plain(name) or ours or name.startswith("."):
             raise CheckpointError(
                 f"a file called {name!r:.80} cannot be put beside the checkpoint: the name is "

@@ -21,6 +21,7 @@ from shardwise.checkpoint.accumulated import GRADIENTS, Gradients
 from shardwise.checkpoint.contents import BUFFER, MODEL, OPTIMIZER, RANKS, RNG
 from shardwise.checkpoint.dtypes import code_of
 from shardwise.checkpoint.holdings import Home, homes, persistent_buffers
+from shardwise.checkpoint.local import is_local, placed
 from shardwise.checkpoint.match import Matched, Wanted, match
 from shardwise.checkpoint.optimizers import Named, Optimizers
 from shardwise.checkpoint.reader import Want, wanted
@@ -130,8 +131,9 @@ def open_found(path: str | Path, wish: Wish, stack: ExitStack) -> Found:
         CheckpointError: there is none, it is not complete, or it is malformed.
     """
     source = stack.enter_context(Source.open(path))
-    weights = source.tensors(MODEL)
-    if not weights:
+    own_files = is_local(source)  # then its tensors are found when the layout is known
+    weights = {} if own_files else source.tensors(MODEL)
+    if not weights and not own_files:
         raise CheckpointError(
             f"{source.folder} holds no model.safetensors and no index of several. Name a folder "
             "that shardwise or a Hugging Face library wrote; pickled files (.bin, .pt) are not "
@@ -154,6 +156,7 @@ class Fitted:
     """
 
     def __init__(self, sharded: Sharded, found: Found, wish: Wish) -> None:
+        found = placed(found, sharded)
         self._found, self._comm = found, sharded.comm
         places = homes(sharded.buckets)
         buffers = persistent_buffers(sharded.model)

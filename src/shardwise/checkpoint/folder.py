@@ -15,6 +15,7 @@ process that holds it, however that process ends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -23,10 +24,10 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwise.checkpoint.disk import sync_folder
 from shardwise.checkpoint.points import reached
@@ -34,8 +35,12 @@ from shardwise.errors import CheckpointError
 
 __all__ = [
     "LATEST",
+    "Leftover",
     "Partial",
     "check_replaceable",
+    "is_alive",
+    "is_leftover",
+    "leftovers",
     "move_latest",
     "new_token",
     "publish",
@@ -43,6 +48,7 @@ __all__ = [
     "resolve",
     "step_of",
     "steps",
+    "steps_to_resume",
     "surplus",
     "sweep",
     "target_of",
@@ -52,10 +58,11 @@ log = logging.getLogger("shardwise")
 
 LATEST = "latest"
 LOCK = ".lock"
-GRACE = 3600.0  # seconds for which a partial folder without a lock may be one that is just made
+TRIES = 5  # to make a folder, while others remove what they find there
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>partial|removing|replaced)-[0-9a-f]{16}")
+_UNFINISHED = re.compile(rf"\.{LATEST}-[0-9a-f]{{16}}")
 
 
 def step_of(name: str) -> int | None:
@@ -70,6 +77,50 @@ def steps(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path.name) or 0, reverse=True)
 
 
+def is_leftover(name: str) -> bool:
+    """Is it what only a folder is called that is no checkpoint yet, or no longer?"""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+def steps_to_resume(run: Path) -> list[Path]:
+    """``steps``, and those that a crash between two renames left without their name.
+
+    ``resolve`` knows where the latter are.
+    """
+    lost = {one.path.with_name(one.name) for one in leftovers(run) if one.is_lost}
+    found = {*steps(run), *(path for path in lost if step_of(path.name) is not None)}
+    return sorted(found, key=lambda path: step_of(path.name) or 0, reverse=True)
+
+
+class Leftover(NamedTuple):
+    """A folder that is no checkpoint, or not yet, or no longer.
+
+    Attributes:
+        path: where it is.
+        kind: ``"partial"``, ``"removing"`` or ``"replaced"``.
+        name: of the checkpoint that it belongs to.
+    """
+
+    path: Path
+    kind: str
+    name: str
+
+    @property
+    def is_lost(self) -> bool:
+        """Is it the only checkpoint of its name, which a crash between two renames took away?"""
+        return self.kind == "replaced" and not self.path.with_name(self.name).exists()
+
+
+def leftovers(run: Path) -> list[Leftover]:
+    """What a crash may have left in ``run``, or what is being written there now; by name."""
+    found = ((path, _LEFTOVER.fullmatch(path.name)) for path in sorted(run.iterdir()))
+    return [
+        Leftover(path, name["kind"], name["name"])
+        for path, name in found
+        if name is not None and path.is_dir() and not path.is_symlink()
+    ]
+
+
 # --- reading ---------------------------------------------------------------------------------
 
 
@@ -79,17 +130,13 @@ def resolve(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if path.is_symlink() or path.is_file():
-        target = _pointed(path) if path.name == LATEST else path
-        if target.exists():
-            return target
-    elif path.is_dir():
-        return path
-    if path.parent.is_dir():
-        for other in path.parent.iterdir():  # a crash between two renames left only this
-            found = _LEFTOVER.fullmatch(other.name)
-            if found and found["kind"] == "replaced" and found["name"] == path.name:
-                return other
+    points = path.name == LATEST and (path.is_symlink() or path.is_file())
+    target = _pointed(path) if points else path
+    if target.exists():
+        return target
+    for other in leftovers(path.parent) if path.parent.is_dir() else []:
+        if other.is_lost and other.name == target.name:
+            return other.path
     beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
     there = f"beside it are {', '.join(beside[:8])}" if beside else "its folder is empty or absent"
     raise CheckpointError(f"{path}: there is no checkpoint here; {there}. Name one that is there.")
@@ -134,12 +181,16 @@ class Partial:
         check_replaceable(final)
         final.parent.mkdir(parents=True, exist_ok=True)
         path = final.with_name(f"{final.name}.partial-{token}")
-        path.mkdir()
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            lock = _make_locked(path)
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                cls(path, final, lock).abandon()
                 raise
             log.warning(
                 "%s: this file system has no locks, so what a crash may leave here is not removed "
@@ -156,6 +207,15 @@ class Partial:
         """Remove what was written; nothing that was there before changes."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
+
+
+def _make_locked(path: Path) -> int:
+    """Make the folder, and open a file in it to lock, though somebody may sweep here just now."""
+    for _ in range(TRIES):
+        path.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def new_token() -> str:
@@ -181,7 +241,11 @@ def check_replaceable(final: Path) -> None:
 
 
 def publish(partial: Partial) -> None:
-    """Give the finished folder its name, at once; an old one of that name goes. May raise."""
+    """Give the finished folder its name, at once; an old one of that name goes.
+
+    May raise ``OSError``. Then all has its name of before, unless only the parent folder could not
+    be synced. That the old one cannot be removed is no reason to raise.
+    """
     final, old = partial.final, None
     reached("about to publish", 0)
     if not final.exists() or not any(final.iterdir()):
@@ -191,14 +255,20 @@ def publish(partial: Partial) -> None:
     else:
         old = final.with_name(f"{final.name}.replaced-{new_token()}")
         final.rename(old)
-        partial.path.rename(final)
+        try:
+            partial.path.rename(final)
+        except OSError:
+            old.rename(final)
+            raise
     sync_folder(final.parent)
     reached("published", 0)
-    # Only now: without it, what a crash leaves looks like a folder that is just made.
-    (final / LOCK).unlink(missing_ok=True)
     partial.close()
-    if old is not None:
-        remove(old)
+    try:
+        (final / LOCK).unlink(missing_ok=True)
+        if old is not None:
+            remove(old)
+    except OSError as error:
+        log.warning("%s is complete, and what it replaced could not be removed: %s", final, error)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -246,25 +316,29 @@ def sweep(run: Path) -> list[str]:
     never got its name gets it back.
     """
     gone = []
+    for one in leftovers(run) if run.is_dir() else []:
+        if one.is_lost:
+            one.path.rename(one.path.with_name(one.name))
+        elif one.kind != "partial" or not is_alive(one.path):
+            shutil.rmtree(one.path, ignore_errors=True)
+            gone.append(one.path.name)
     for path in sorted(run.iterdir()) if run.is_dir() else []:
-        found = _LEFTOVER.fullmatch(path.name)
-        if found is None or path.is_symlink() or not path.is_dir():
-            continue
-        final = path.with_name(found["name"])
-        if found["kind"] == "replaced" and not final.exists():
-            path.rename(final)
-        elif found["kind"] != "partial" or not _is_alive(path):
-            shutil.rmtree(path, ignore_errors=True)
+        if _UNFINISHED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
             gone.append(path.name)
     return gone
 
 
-def _is_alive(partial: Path) -> bool:
-    """Does somebody hold its lock, or is it so young that its lock may be about to come?"""
+def is_alive(partial: Path) -> bool:
+    """Does somebody hold its lock?
+
+    A folder without one is what an exchange of names or a removal left, or it is so young that its
+    maker finds it gone and makes it again.
+    """
     try:
         lock = os.open(partial / LOCK, os.O_RDWR)
     except FileNotFoundError:
-        return time.time() - partial.stat().st_mtime < GRACE
+        return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # somebody has it, or nobody can know

@@ -11,17 +11,20 @@ all raise the same error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.checkpoint import manifest, state
 from shardwise.checkpoint.complete import newest
 from shardwise.checkpoint.fit import Fitted, Found, Loaded, Wish, open_found
+from shardwise.checkpoint.folder import is_leftover
 from shardwise.checkpoint.meeting import from_rank_0, together
 from shardwise.checkpoint.reader import fill
+from shardwise.checkpoint.source import Source
 from shardwise.comm.protocol import Label
-from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.shard import Sharded
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["load", "resume"]
 
 log = logging.getLogger("shardwise")
+
+REPLACED = "Some tensors of the model were already replaced"
 
 
 def load(sharded: Sharded, path: str | Path, wish: Wish) -> Loaded:
@@ -41,11 +46,13 @@ def load(sharded: Sharded, path: str | Path, wish: Wish) -> Loaded:
     comm = sharded.comm
     comm.fence(Label("fence", "load"))  # nobody still reads the memory that is filled next
     with ExitStack() as stack:
-        found = together(comm, "opening", lambda: open_found(path, wish, stack), DamagedCheckpoint)
+        found = together(
+            comm, "opening", lambda: _opened(path, wish, stack, comm.rank), DamagedCheckpoint
+        )
         comm.agree({"checkpoint": found.identity})
-        fitted = together(comm, "comparing", lambda: Fitted(sharded, found, wish))
+        fitted = together(comm, "comparing", lambda: _fitted(sharded, found, wish))
         together(comm, "reading", lambda: _read(found, fitted), DamagedCheckpoint)
-        together(comm, "restoring", lambda: fitted.apply(wish.training))
+        report = together(comm, "restoring", lambda: _restored(found, fitted, wish))
     for bucket in sharded.buckets:
         bucket.expire()
     if found.source.manifest is None and comm.rank == 0:
@@ -54,7 +61,31 @@ def load(sharded: Sharded, path: str | Path, wish: Wish) -> Loaded:
             "written; headers and sizes fit",
             found.source.folder,
         )
-    return fitted.report()
+    return report
+
+
+def _opened(path: str | Path, wish: Wish, stack: ExitStack, rank: int) -> Found:
+    with _understood(path):
+        found = open_found(path, wish, stack)
+    source = found.source
+    if source.manifest is None:
+        _check_foreign(source)
+    elif rank == 0:
+        for name, record in source.manifest.files.items():
+            if not name.endswith(".safetensors"):  # config.json: others read what we do not
+                for _ in source.read(name, 0, record.size):
+                    pass
+    return found
+
+
+def _check_foreign(source: Source) -> None:
+    """A folder without a manifest must not be one of ours that has lost it, or never had it."""
+    if is_leftover(source.folder.name) or source.has(state.NAME):
+        raise CheckpointError(
+            f"{source.folder} has no {manifest.NAME}, and shardwise began it, so it was not "
+            "written to its end or was damaged since. Nothing of it was used. Load another "
+            "checkpoint; or, for its weights as they are, one of its safetensors files."
+        )
 
 
 def resume(sharded: Sharded, run: str | Path, wish: Wish) -> Loaded | None:
@@ -90,11 +121,38 @@ def _candidate(folder: Path, broken: Sequence[str], rank: int) -> str:
     return found.path.name if found.path else ""
 
 
+def _fitted(sharded: Sharded, found: Found, wish: Wish) -> Fitted:
+    with _understood(found.source.folder):
+        return Fitted(sharded, found, wish)
+
+
+def _restored(found: Found, fitted: Fitted, wish: Wish) -> Loaded:
+    with _understood(found.source.folder, REPLACED):
+        fitted.apply(wish.training)
+        return fitted.report()
+
+
+@contextmanager
+def _understood(path: str | Path, so_far: str = "Nothing of it was used") -> Iterator[None]:
+    """Checksums vouch for bytes, not for sense: what nobody can make sense of is an error of ours.
+
+    On every rank alike, too: an index of others may lack what only one rank looks for.
+    """
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} holds what cannot be understood, or what a scheduler or scaler does not take "
+            f"({type(error).__name__}: {str(error)[:200]}). {so_far}. Load another checkpoint."
+        ) from error
+
+
 def _read(found: Found, fitted: Fitted) -> None:
     try:
         fill(found.source, fitted.wants)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error} Some tensors of the model were already replaced: load another checkpoint "
-            "before you use it."
+            f"{error} {REPLACED}: load another checkpoint before you use it."
         ) from error

@@ -54,12 +54,25 @@ class Manifest(_Frozen):
     step: Count | None = Field(description="optimizer steps taken")
     world: int = Field(ge=1, description="ranks that wrote it")
     strategy: str
+    kind: Literal["sharded", "full", "local"] = "sharded"
     versions: dict[str, str]
     checksum: Literal["crc32"] = "crc32"
     block: Literal[4194304] = 4_194_304
     metric: float | None = Field(default=None, description="how good it is, where that was said")
     aliases: dict[str, str] = Field(description="further names of tied parameters → stored name")
     files: dict[str, FileRecord]
+
+    @property
+    def line(self) -> str:
+        """What kind of checkpoint it is, who wrote it, and who can load it."""
+        ranks = f"{self.world} rank{'s' * (self.world != 1)}"
+        texts = {
+            "sharded": f"sharded safetensors, written by {ranks}; any number of ranks loads it",
+            "full": f"full safetensors, written by one of {ranks}; any number of ranks loads it",
+            "local": f"local shards of {ranks}; only {ranks} with {self.strategy} and the same "
+            "units can load it",
+        }
+        return texts[self.kind]
 
     def encode(self) -> bytes:
         """The file, with a digest of all the rest."""

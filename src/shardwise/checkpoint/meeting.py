@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from shardwise.checkpoint.disk import write_file
+from shardwise.checkpoint.disk import explained, write_file
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
 
@@ -112,10 +112,11 @@ def await_parts(
     last = time.monotonic()
     while len(found) < world:
         for rank in set(range(world)) - set(found):
-            if (path := _part(folder, rank)).exists():
-                found[rank] = path.read_text("utf-8")
-                path.unlink()
-                last, nap = time.monotonic(), NAPS[0]
+            with explained(f"looking for what rank {rank} left in {folder.name}"):
+                if (path := _part(folder, rank)).exists():
+                    found[rank] = path.read_text("utf-8")
+                    path.unlink()
+                    last, nap = time.monotonic(), NAPS[0]
         absent = [rank for rank in range(world) if rank not in found]
         if absent and time.monotonic() - last > patience:
             raise CheckpointError(

@@ -29,6 +29,8 @@ __all__ = [
     "contents",
     "is_scalar",
     "params_of",
+    "part_of",
+    "states_of",
 ]
 
 Optimizers = Sequence[Optimizer]
@@ -81,7 +83,7 @@ def contents(optimizers: Optimizers, named: Named) -> tuple[list[Holding], list[
     records = []
     for optimizer in optimizers:
         values: dict[str, dict[str, Any]] = {}
-        for home, key, value in _states(optimizer, named):
+        for home, key, value in states_of(optimizer, named):
             name = home.member.name
             if not isinstance(value, Tensor):
                 where = f"optimizer state {key!r} of {name!r}"
@@ -89,7 +91,7 @@ def contents(optimizers: Optimizers, named: Named) -> tuple[list[Holding], list[
             elif is_scalar(key, value, home.member.shape):
                 scalars.append(whole_of_rank_0(f"{key}/{name}", value))
             else:
-                elements.setdefault(key, {})[name] = _part(key, value, home)
+                elements.setdefault(key, {})[name] = part_of(key, value, home)
         groups = [_group(group, optimizer, named) for group in optimizer.param_groups]
         records.append({"class": type(optimizer).__qualname__, "groups": groups, "values": values})
     found = [
@@ -101,7 +103,8 @@ def contents(optimizers: Optimizers, named: Named) -> tuple[list[Holding], list[
     return found + sorted(scalars, key=lambda scalar: scalar.entry.name), records
 
 
-def _states(optimizer: Optimizer, named: Named) -> Iterator[tuple[Home, str, Any]]:
+def states_of(optimizer: Optimizer, named: Named) -> Iterator[tuple[Home, str, Any]]:
+    """Each state of each parameter: whose, its key, and the value on this rank."""
     for param in params_of(optimizer):
         home = named.home(param, optimizer)
         for key, value in optimizer.state.get(param, {}).items():
@@ -114,7 +117,12 @@ def is_scalar(key: str, value: Tensor, shape: torch.Size) -> bool:
     return value.ndim == 0 and (key in BOOKKEEPING or len(shape) > 0)
 
 
-def _part(key: str, value: Tensor, home: Home) -> Tensor:
+def part_of(key: str, value: Tensor, home: Home) -> Tensor:
+    """The elements of this state that belong to the rank's part of the parameter.
+
+    Raises:
+        CheckpointError: it has not one value for each element.
+    """
     if value.shape == home.value.shape:
         return value
     if len(home.member.shape) == 0 and value.ndim == 0:  # of a 0-dim parameter that others hold

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -129,7 +129,11 @@ def cut_at_blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def plan_files(
-    stem: str, entries: Sequence[Entry], limit: int, metadata: Mapping[str, str]
+    stem: str,
+    entries: Sequence[Entry],
+    limit: int,
+    metadata: Mapping[str, str],
+    one_writer: bool = False,
 ) -> tuple[FilePlan, ...]:
     """Files that hold ``entries``, the same on every rank.
 
@@ -140,6 +144,7 @@ def plan_files(
         stem: ``"model"`` gives ``model.safetensors``, or ``model-00001-of-00003.safetensors``.
         limit: bytes of tensors in a file at most, unless one tensor alone has more.
         metadata: texts for each header.
+        one_writer: rank 0 writes all of it, and everything else moves there, block by block.
 
     Returns:
         As many as needed; none for no entries.
@@ -158,7 +163,8 @@ def plan_files(
         parts[-1].append(entry)
         room -= entry.nbytes
     names = _file_names(stem, len(parts))
-    return tuple(_plan(name, part, metadata) for name, part in zip(names, parts, strict=True))
+    plans = (_plan(name, part, metadata) for name, part in zip(names, parts, strict=True))
+    return tuple(map(_by_rank_0, plans, parts) if one_writer else plans)
 
 
 def index_of(files: Sequence[FilePlan]) -> dict[str, object]:
@@ -195,6 +201,19 @@ def _plan(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) -> F
     parts = [part for run in runs for part in _shared_out(run)]
     spans = _by_page(parts)
     return FilePlan(name, header, tensors, tuple(spans), tuple(_moves(spans, parts, runs)))
+
+
+def _by_rank_0(plan: FilePlan, entries: Sequence[Entry]) -> FilePlan:
+    """The same file with one writer. Nothing needs to arrive at once, so moves end with blocks."""
+    spans = (Span(len(plan.header), plan.size, 0),) if plan.spans else ()
+    runs = _runs(entries, plan.tensors)
+    parts = [part for run in runs for part in _shared_out(run)]
+    moves = [
+        Move(start, stop, move.source, 0)
+        for move in _moves(spans, parts, runs)
+        for start, stop in cut_at_blocks(move.start, move.stop)
+    ]
+    return replace(plan, spans=spans, moves=tuple(moves))
 
 
 def _runs(entries: Sequence[Entry], tensors: Mapping[str, Stored]) -> list[Held]:

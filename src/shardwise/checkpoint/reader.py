@@ -6,7 +6,7 @@ checked twice, and beyond the destination there is never more than one block in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,16 @@ class Want(NamedTuple):
         return DTYPES[self.place.stored.dtype]
 
     @property
+    def nbytes(self) -> int:
+        """As they are stored."""
+        return self.out.numel() * self.dtype.itemsize
+
+    @property
+    def is_direct(self) -> bool:
+        """Are the stored bytes those that memory is for?"""
+        return self.out.device.type == "cpu" and self.out.dtype == self.dtype
+
+    @property
     def at(self) -> tuple[str, int]:
         """The file, and the first byte in it."""
         return self.place.file, self.place.stored.start + self.start * self.dtype.itemsize
@@ -55,13 +65,30 @@ def fill(source: Source, wants: Iterable[Want]) -> int:
         CheckpointError: bytes are missing or damaged. What was read before is already in place.
     """
     total = 0
-    for want in sorted(wants, key=lambda want: want.at):
-        total += want.out.numel() * want.dtype.itemsize
-        if want.out.device.type == "cpu" and want.out.dtype == want.dtype:
-            source.read_into(*want.at, want.out.view(torch.uint8).numpy())
+    for run in _runs(sorted(wants, key=lambda want: want.at)):
+        total += sum(want.nbytes for want in run)
+        if run[0].is_direct:
+            views = (want.out.view(torch.uint8).numpy() for want in run)
+            source.read_into(*run[0].at, *views)
         else:
-            _convert(source, want)
+            _convert(source, run[0])
     return total
+
+
+def _runs(wants: Iterable[Want]) -> Iterator[list[Want]]:
+    """Neighbours in a file that can be read at once; the others alone."""
+    run: list[Want] = []
+    end: tuple[str, int] | None = None
+    for want in wants:
+        if not want.nbytes:
+            continue
+        if run and not (want.at == end and want.is_direct and run[0].is_direct):
+            yield run
+            run = []
+        run.append(want)
+        end = (want.at[0], want.at[1] + want.nbytes)
+    if run:
+        yield run
 
 
 def _convert(source: Source, want: Want) -> None:

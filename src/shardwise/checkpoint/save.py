@@ -31,6 +31,7 @@ from shardwise.checkpoint.complete import metrics
 from shardwise.checkpoint.contents import Contents, collect
 from shardwise.checkpoint.disk import explained, sync_folder, write_file
 from shardwise.checkpoint.folder import (
+    LATEST,
     Partial,
     check_replaceable,
     move_latest,
@@ -41,6 +42,7 @@ from shardwise.checkpoint.folder import (
     surplus,
     sweep,
 )
+from shardwise.checkpoint.gathered import write_gathered
 from shardwise.checkpoint.manifest import Manifest, record_of
 from shardwise.checkpoint.meeting import from_rank_0, one_message, share, together
 from shardwise.checkpoint.optimizers import Optimizers
@@ -102,7 +104,10 @@ def save(
     comm = sharded.comm
     task = begin(sharded, path, optimizers, training, options)
     try:
-        part = write_part(task, comm.rank)
+        if options.kind == "full":
+            part = write_gathered(comm, task.folder, task.contents)
+        else:
+            part = write_part(task, comm.rank)
         parts = [Part.decode(text) for text in share(comm, part.encode(), "parts of a checkpoint")]
         check_parts(parts)
         removed = together(
@@ -132,17 +137,19 @@ def begin(
     step = step_of(final.name) if training is None or training.step is None else training.step
     if optimizers or training is not None:
         training = replace(training or Training(), step=step)
-    contents = collect(sharded, optimizers, training, options.small(), options.max_file_size)
+    contents = collect(sharded, optimizers, training, options)
     comm.agree({"checkpoint": str(path), **contents.facts()})
     token = from_rank_0(comm, new_token(), "token of a checkpoint")
     facts = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
+    facts["kind"] = options.kind
     partial = together(
         comm, "beginning", lambda: _begin(final, token, contents) if comm.rank == 0 else None
     )
     task = Task(final, token, contents, facts, options, partial)
     try:
-        together(comm, "looking", lambda: _check_seen(task))
-        exchange_edges(comm, contents.segments)
+        if options.kind != "full":  # then only rank 0 needs to see it, and all of it moves
+            together(comm, "looking", lambda: _check_seen(task))
+            exchange_edges(comm, contents.segments)
     except BaseException:
         give_up(task)
         raise
@@ -228,7 +235,8 @@ def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
         reached("small files written", 0)
         _write_manifest(task.folder, _manifest(task, files))
         publish(task.partial)
-        if step_of(task.final.name) is not None:
+    if step_of(task.final.name) is not None:
+        with explained(f"pointing {LATEST} at {task.final.name}, which is complete,"):
             move_latest(task.final)
     return _retire(task)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.kinds import kind_of
 from shardwise.errors import ConfigError, nearest
 
 __all__ = ["SaveOptions", "Saved"]
@@ -17,6 +18,9 @@ class SaveOptions:
     """How to save.
 
     Attributes:
+        kind: ``"sharded"``: every rank writes what it holds, into files that any number of ranks
+            loads. ``"full"``: the same files, which rank 0 alone writes, so that others need no
+            disk. ``"local"``: each rank its shards as they are, for the same layout alone.
         max_file_size: bytes of tensors in one file at most, unless one tensor has more.
         save_total_limit: of the folders ``step-N`` beside this one, how many stay.
         keep_best: ``"lowest"`` or ``"highest"``: the checkpoint with that ``Training.metric``
@@ -28,6 +32,7 @@ class SaveOptions:
             ``"wait"`` for that one, or ``"skip"`` this one.
     """
 
+    kind: str = "sharded"
     max_file_size: int = 5_000_000_000
     save_total_limit: int | None = None
     keep_best: str | None = None
@@ -36,6 +41,7 @@ class SaveOptions:
     when_busy: str = "wait"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", kind_of(self.kind))
         for name, value in (
             ("max_file_size", self.max_file_size),
             ("save_total_limit", self.save_total_limit),

@@ -7,9 +7,11 @@ neither ranks nor tensors.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +46,12 @@ class Segments:
         more = [_Segment(move.start, move.stop, data) for move, data in moves]
         self._segments = sorted([*self._segments, *more], key=lambda segment: segment.start)
         self._starts = [segment.start for segment in self._segments]
+
+    def with_moves(self, moves: Sequence[Move]) -> Self:
+        """The same file, of which only these moves are asked for; what they bring stays in it."""
+        found = copy.copy(self)
+        found.plan = replace(self.plan, moves=tuple(moves))
+        return found
 
     def between(self, start: int, stop: int) -> Iterator[Tensor]:
         """The bytes ``[start, stop)`` of the file, in pieces that lie together in memory."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -29,6 +31,7 @@ from shardwise.errors import CheckpointError
 
 __all__ = ["Bytes", "Place", "Source"]
 
+VECTORS = 512  # pieces of memory in one system call; Linux allows 1,024
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
@@ -37,6 +40,18 @@ class Place(NamedTuple):
 
     file: str
     stored: Stored
+
+
+@dataclass
+class _Kept:
+    """The one block that is in memory, whatever the number of files: whose it is, and which."""
+
+    owner: _File | None = None
+    number: int = -1
+
+    @cached_property
+    def buffer(self) -> Bytes:
+        return np.empty(BLOCK, np.uint8)
 
 
 @dataclass
@@ -51,6 +66,7 @@ class Source:
     folder: Path
     manifest: Manifest | None
     _files: dict[str, _File] = field(default_factory=dict, repr=False)
+    _kept: _Kept = field(default_factory=_Kept, repr=False)
     _stack: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @classmethod
@@ -158,18 +174,24 @@ class Source:
             yield start, data
             start += len(data)
 
-    def read_into(self, name: str, start: int, into: Bytes) -> None:
-        """Fill ``into`` with the bytes from ``start`` on, checked; whole blocks without a copy."""
-        file, stop = self._file(name), start + len(into)
-        at = start
+    def read_into(self, name: str, start: int, *into: Bytes) -> None:
+        """Fill arrays, one after the other, with the bytes from ``start`` on, checked.
+
+        Whole blocks go straight there, also where they are of several arrays.
+        """
+        file, at, left = self._file(name), start, deque(into)
+        stop = start + sum(map(len, into))
         while at < stop:
-            rest = into[at - start :]
             if file.is_block(at, stop):
-                at += file.block_into(at, rest)
+                count = file.end_of(at, stop) - at
+                file.block_into(at, _taken(left, count))
             else:
                 data = file.some(at, stop)
-                rest[: len(data)] = data
-                at += len(data)
+                count, done = len(data), 0
+                for piece in _taken(left, count):
+                    piece[:] = data[done : done + len(piece)]
+                    done += len(piece)
+            at += count
 
     def damaged(self, name: str) -> list[int]:
         """The blocks of a file whose bytes are not those that were written. Reads all of it."""
@@ -183,7 +205,8 @@ class Source:
             self._stack.callback(os.close, opened)
             record = None if self.manifest is None else self.manifest.files[name]
             sums = None if record is None else record.checksums()
-            self._files[name] = _File(str(path), opened, os.fstat(opened).st_size, sums)
+            size = os.fstat(opened).st_size
+            self._files[name] = _File(str(path), opened, size, sums, self._kept)
         return self._files[name]
 
 
@@ -200,7 +223,7 @@ class _Single(Source):
         return name == self.only
 
 
-@dataclass
+@dataclass(eq=False)
 class _File:
     """An open file: its bytes, with their checksums if they are known."""
 
@@ -208,11 +231,7 @@ class _File:
     opened: int
     size: int
     sums: Sequence[int] | None
-    _kept: int = -1  # the block in ``_buffer``, which was checked
-
-    @cached_property
-    def _buffer(self) -> Bytes:
-        return np.empty(min(BLOCK, max(1, self.size)), np.uint8)
+    kept: _Kept
 
     def read(self, start: int, stop: int) -> Bytes:
         """A copy of the bytes ``[start, stop)``, checked."""
@@ -226,34 +245,40 @@ class _File:
 
     def some(self, start: int, stop: int) -> Bytes:
         """The first bytes of ``[start, stop)``, checked; the next call overwrites them."""
+        kept = self.kept
         if self.sums is None:
-            data = self._buffer[: min(stop - start, len(self._buffer))]
+            kept.owner, data = None, kept.buffer[: min(stop - start, BLOCK)]
             self._fill(start, data)
             return data
         number = start // BLOCK
         first, last = number * BLOCK, min(self.size, (number + 1) * BLOCK)
-        if self._kept != number:
-            self._kept = -1
-            self._fill(first, self._buffer[: last - first])
-            self._check(number, self._buffer[: last - first])
-            self._kept = number
-        return self._buffer[start - first : min(stop, last) - first]
+        if not self._keeps(number):
+            kept.owner = None
+            self._fill(first, kept.buffer[: last - first])
+            self._check(number, kept.buffer[: last - first])
+            kept.owner, kept.number = self, number
+        return kept.buffer[start - first : min(stop, last) - first]
+
+    def _keeps(self, number: int) -> bool:
+        return self.kept.owner is self and self.kept.number == number
 
     def is_block(self, at: int, stop: int) -> bool:
         """Does a whole block begin at ``at`` and end before ``stop``, and is it not here yet?"""
         if self.sums is None:
             return True
-        return at % BLOCK == 0 and stop >= min(self.size, at + BLOCK) and self._kept != at // BLOCK
+        return (
+            at % BLOCK == 0 and stop >= min(self.size, at + BLOCK) and not self._keeps(at // BLOCK)
+        )
 
-    def block_into(self, at: int, into: Bytes) -> int:
-        """Read the block at ``at`` straight to where it belongs; how many bytes."""
-        if self.sums is None:
-            self._fill(at, into)
-            return len(into)
-        data = into[: min(self.size, at + BLOCK) - at]
-        self._fill(at, data)
-        self._check(at // BLOCK, data)
-        return len(data)
+    def end_of(self, at: int, stop: int) -> int:
+        """Up to where ``block_into`` reads at once."""
+        return stop if self.sums is None else min(stop, at + BLOCK)
+
+    def block_into(self, at: int, pieces: Sequence[Bytes]) -> None:
+        """Read the block at ``at`` straight to where it belongs."""
+        self._fill(at, *pieces)
+        if self.sums is not None:
+            self._check(at // BLOCK, *pieces)
 
     def damaged(self) -> list[int]:
         found = []
@@ -265,23 +290,43 @@ class _File:
                 found.append(number)
         return found
 
-    def _fill(self, at: int, into: Bytes) -> None:
+    def _fill(self, at: int, *pieces: Bytes) -> None:
+        left = deque(pieces)
         with explained(f"reading {self.title}"):
-            view = into.data
-            while view:
-                done = os.preadv(self.opened, [view], at)
+            while left:
+                views = [piece.data for piece in islice(left, VECTORS)]
+                done = os.preadv(self.opened, views, at)
                 if done == 0:
                     raise CheckpointError(
-                        f"{self.title} ends at byte {at:,}, {len(view):,} before it should. It was "
-                        "cut off. Load another checkpoint, or fetch the file again."
+                        f"{self.title} ends at byte {at:,}, {sum(map(len, left)):,} before it "
+                        "should. It was cut off. Load another checkpoint, or fetch the file again."
                     )
-                view, at = view[done:], at + done
+                _taken(left, done)
+                at += done
 
-    def _check(self, number: int, data: Bytes) -> None:
+    def _check(self, number: int, *pieces: Bytes) -> None:
         assert self.sums is not None
-        if checksum.running(data) != self.sums[number]:
+        found = 0
+        for piece in pieces:
+            found = checksum.running(piece, found)
+        if found != self.sums[number]:
+            first, length = number * BLOCK, sum(map(len, pieces))
             raise CheckpointError(
-                f"{self.title} is damaged: bytes {number * BLOCK:,} to "
-                f"{number * BLOCK + len(data):,} are not those that were written (block {number} "
-                f"of {len(self.sums)}). Load another checkpoint, or restore this file from a copy."
+                f"{self.title} is damaged: bytes {first:,} to {first + length:,} are not those "
+                f"that were written (block {number} of {len(self.sums)}). Load another "
+                "checkpoint, or restore this file from a copy."
             )
+
+
+def _taken(left: deque[Bytes], count: int) -> list[Bytes]:
+    """The next ``count`` bytes of what is still to be filled; they are gone from ``left``."""
+    found = []
+    while count:
+        piece = left.popleft()
+        if len(piece) > count:
+            left.appendleft(piece[count:])
+        found.append(piece[:count])
+        count -= len(found[-1])
+    while left and not len(left[0]):
+        left.popleft()
+    return found

@@ -10,6 +10,9 @@ import sys
 
 import click
 
+from shardwise.cli.export import export_command
+from shardwise.cli.folded import shown_lines
+from shardwise.cli.inspect import inspect_command
 from shardwise.cli.train import train_command
 from shardwise.errors import ShardwiseError
 
@@ -23,6 +26,8 @@ def commands() -> None:
 
 
 commands.add_command(train_command)
+commands.add_command(inspect_command)
+commands.add_command(export_command)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -30,5 +35,5 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         commands(arguments)
     except ShardwiseError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {shown_lines(str(error))}", err=True)  # it may quote names of files
         sys.exit(1)

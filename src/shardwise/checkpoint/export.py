@@ -1,0 +1,324 @@
+"""A checkpoint as another folder: merged or split, cast, checked on the way, in a few megabytes.
+
+    1. decide     which tensors, in which dtypes, in which files: on paper, as for saving
+    2. write      block by block: read and checked, cast, written with a new checksum
+    3. publish    headers → small files → manifest → rename
+
+The ordinary way loads the state of the whole model to write it again, so that what was trained
+on many machines can be converted on none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import checksum
+from shardwise.checkpoint.catalogue import stem_of
+from shardwise.checkpoint.companions import INDEX, companions, with_dtype
+from shardwise.checkpoint.contents import MODEL
+from shardwise.checkpoint.disk import explained, sync_folder, write_file
+from shardwise.checkpoint.dtypes import DTYPES, code_of, itemsize
+from shardwise.checkpoint.folder import (
+    Partial,
+    check_replaceable,
+    is_alive,
+    leftovers,
+    new_token,
+    publish,
+)
+from shardwise.checkpoint.manifest import NAME as MANIFEST
+from shardwise.checkpoint.manifest import FileRecord, Manifest, record_of
+from shardwise.checkpoint.plan import BLOCK, Entry, FilePlan, Held, index_of, plan_files
+from shardwise.checkpoint.reader import Want, fill
+from shardwise.checkpoint.source import Place, Source
+from shardwise.checkpoint.state import NAME as TRAINING
+from shardwise.checkpoint.writer import Chunk, Writer, allocate, pieces_of, write_header
+from shardwise.errors import CheckpointError
+
+__all__ = ["ExportOptions", "Exported", "Progress", "export"]
+
+Progress = Callable[[int, int], object]
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""What is cast. Eight-bit floats stay: without their scales they mean nothing."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What the result is to be.
+
+    Attributes:
+        dtype: of floating-point weights; ``None``: as they are.
+        max_file_size: bytes of tensors in a file at most, unless one tensor has more.
+        with_optimizer: all that a run needs to go on, too, and not weights alone.
+        overwrite: a checkpoint or an earlier export of that name may be replaced.
+    """
+
+    dtype: torch.dtype | None = None
+    max_file_size: int = 5_000_000_000
+    with_optimizer: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        path: the folder.
+        tensors: how many, with their optimizer state if there is any.
+        nbytes: of all files of tensors.
+        files: their names.
+        cast: names of tensors that were cast.
+        small: names of other files.
+    """
+
+    path: Path
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    cast: tuple[str, ...]
+    small: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Paper:
+    """The result before anything is written."""
+
+    plans: Mapping[str, tuple[FilePlan, ...]]
+    places: Mapping[str, Mapping[str, Place]]  # where each tensor comes from, by kind
+    small: Mapping[str, bytes]
+    cast: tuple[str, ...]
+
+    @property
+    def files(self) -> Iterator[tuple[FilePlan, Mapping[str, Place]]]:
+        for stem, plans in self.plans.items():
+            for plan in plans:
+                yield plan, self.places[stem]
+
+
+def export(
+    source: Source,
+    destination: str | Path,
+    options: ExportOptions | None = None,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write ``source`` again, as a folder that ``transformers`` and shardwise load.
+
+    Beyond Python and torch it holds a few blocks of 4 MiB, whatever the size of the model.
+
+    Args:
+        source: open; closed by the caller.
+        destination: a folder that does not exist yet.
+        progress: called with the bytes that were written since the last call, and all of them.
+
+    Raises:
+        CheckpointError: the source is damaged, has no such state, or a value does not fit the
+            dtype; the disk is full; the destination is there. Nothing is left behind.
+    """
+    chosen = options or ExportOptions()
+    final = Path(destination).expanduser().absolute()
+    _check_free(final, chosen.overwrite)
+    paper = _decided(source, chosen)
+    token = new_token()
+    with explained(f"making a folder beside {final}"):
+        _clear(final)
+        partial = Partial.make(final, token)
+    try:
+        files = _write(source, partial.path, paper, progress)
+        made = _manifest(source, token, files)
+        with explained(f"publishing {final.name}"):
+            write_file(partial.path / MANIFEST, made.encode())
+            sync_folder(partial.path)
+            publish(partial)
+    except BaseException:
+        if partial.path.exists():
+            partial.abandon()
+        raise
+    plans = [plan for plan, _ in paper.files]
+    return Exported(
+        final,
+        sum(len(plan.tensors) for plan in plans),
+        sum(plan.size for plan in plans),
+        tuple(plan.name for plan in plans),
+        paper.cast,
+        tuple(paper.small),
+    )
+
+
+def _check_free(final: Path, overwrite: bool) -> None:
+    check_replaceable(final)
+    if not overwrite and final.exists() and any(final.iterdir()):
+        raise CheckpointError(
+            f"{final} is there already, and is left as it is. Name another folder, or pass "
+            "--overwrite to replace it when the new one is complete."
+        )
+
+
+def _clear(final: Path) -> None:
+    """Remove what exports to this name left that were killed; others' leftovers are theirs."""
+    for left in leftovers(final.parent) if final.parent.is_dir() else []:
+        if (left.kind, left.name) == ("partial", final.name) and not is_alive(left.path):
+            shutil.rmtree(left.path, ignore_errors=True)
+
+
+# --- decide ----------------------------------------------------------------------------------
+
+
+def _decided(source: Source, options: ExportOptions) -> _Paper:
+    _check_whole(source)
+    stems = _stems(source, options.with_optimizer)
+    places = {stem: source.tensors(stem) for stem in stems}
+    if not places[MODEL]:
+        raise CheckpointError(
+            f"{source.folder} holds no model.safetensors and no index of several, so there are no "
+            "weights to export. Name a checkpoint, or a folder of safetensors files."
+        )
+    target = None if options.dtype is None else code_of(options.dtype, "--dtype")
+    if target not in (None, *FLOATS):
+        known = ", ".join(str(DTYPES[code]).removeprefix("torch.") for code in FLOATS)
+        raise CheckpointError(f"weights cannot be cast to {options.dtype}; choose one of {known}.")
+    plans = {}
+    for stem, some in places.items():
+        entries = [_entry(name, place, stem, target) for name, place in some.items()]
+        plans[stem] = plan_files(stem, entries, options.max_file_size, {"format": "pt"})
+    small = companions(source, options.with_optimizer)
+    if target is not None and "config.json" in small:
+        small["config.json"] = with_dtype(small["config.json"], options.dtype)
+    for stem, some_plans in plans.items():
+        if len(some_plans) > 1:
+            text = json.dumps(index_of(some_plans), indent=2)
+            small[f"{stem}{INDEX}"] = text.encode() + b"\n"
+    changed = [
+        name
+        for plan in plans[MODEL]
+        for name, stored in plan.tensors.items()
+        if stored.dtype != places[MODEL][name].stored.dtype
+    ]
+    return _Paper(plans, places, small, tuple(changed))
+
+
+def _check_whole(source: Source) -> None:
+    made = source.manifest
+    if made is not None and made.kind == "local":
+        raise CheckpointError(
+            f"{source.folder} holds {made.line}; no whole tensors are in it. Load it with those "
+            "ranks, and save it as kind='sharded'."
+        )
+
+
+def _stems(source: Source, all_of_it: bool) -> list[str]:
+    if not all_of_it:
+        return [MODEL]
+    if source.manifest is None or not source.has(TRAINING):
+        raise CheckpointError(
+            f"{source.folder} holds no optimizer and training state; it has weights alone. Export "
+            "it without --with-optimizer."
+        )
+    return list(dict.fromkeys([MODEL, *filter(None, map(stem_of, source.manifest.files))]))
+
+
+def _entry(name: str, place: Place, stem: str, target: str | None) -> Entry:
+    dtype, shape = place.stored.dtype, place.stored.shape
+    if stem == MODEL and target is not None and dtype in FLOATS:
+        dtype = target
+    numel = prod(shape)
+    return Entry(name, dtype, shape, (Held(0, numel, (0,)),) if numel else ())
+
+
+# --- write -----------------------------------------------------------------------------------
+
+
+def _write(
+    source: Source, folder: Path, paper: _Paper, progress: Progress | None
+) -> dict[str, FileRecord]:
+    plans = [plan for plan, _ in paper.files]
+    with explained(f"making the files of {folder.name}"):
+        more = sum(map(len, paper.small.values())) + (1 << 20)  # the manifest
+        allocate(folder, plans, more)
+    total = sum(plan.size - len(plan.header) for plan in plans)
+    with Writer(folder, 0, total) as writer:
+        for plan, places in paper.files:
+            for chunk in _chunks(source, plan, places):
+                writer.write(chunk)
+                if progress is not None:
+                    progress(chunk.stop - chunk.start, total)
+        part = writer.finish()
+    found = {}
+    with explained(f"finishing {folder.name}"):
+        for plan in plans:
+            pieces = [*write_header(folder, plan), *pieces_of([part], plan.name)]
+            blocks = checksum.block_checksums(pieces, plan.size, plan.name)
+            found[plan.name] = record_of(blocks, plan.size)
+        for name, data in paper.small.items():
+            write_file(folder / name, data)
+            found[name] = record_of(checksum.of_bytes(data), len(data))
+    return found
+
+
+def _chunks(source: Source, plan: FilePlan, places: Mapping[str, Place]) -> Iterator[Chunk]:
+    """The bytes of a new file, one block after the other, in the same memory each time."""
+    buffer = torch.empty(BLOCK, dtype=torch.uint8)
+    names = [name for name, stored in plan.tensors.items() if stored.stop > stored.start]
+    ends = [plan.tensors[name].stop for name in names]
+    for start, stop in plan.chunks(0):
+        wants = []
+        for name in names[bisect_right(ends, start) :]:
+            stored = plan.tensors[name]
+            lo, hi = max(start, stored.start), min(stop, stored.stop)
+            if lo >= hi:
+                break
+            out = buffer[lo - start : hi - start].view(DTYPES[stored.dtype])
+            first = (lo - stored.start) // itemsize(stored.dtype)
+            wants.append((name, Want(places[name], first, out)))
+        fill(source, [want for _, want in wants])
+        _check_range(source, wants)
+        yield Chunk(plan.name, start, stop, (buffer[: stop - start],))
+
+
+def _check_range(source: Source, wants: Sequence[tuple[str, Want]]) -> None:
+    """Raises ``CheckpointError`` where a cast made a finite value infinite."""
+    for name, want in wants:
+        if want.out.dtype == want.dtype or not bool(want.out.isinf().any()):
+            continue
+        before = torch.empty(want.out.numel(), dtype=want.dtype)
+        fill(source, [Want(want.place, want.start, before)])
+        lost: Tensor = want.out.isinf() & ~before.isinf()
+        if count := int(lost.sum()):
+            limit, largest = torch.finfo(want.out.dtype).max, float(before[lost].abs().max())
+            raise CheckpointError(
+                f"{count:,} values of {name} do not fit {want.out.dtype}: the largest there is "
+                f"{largest:.6g}, and {limit:.6g} is the most, so they would become infinite. "
+                "Nothing was written. Export as bfloat16, or without --dtype."
+            )
+
+
+def _manifest(source: Source, token: str, files: Mapping[str, FileRecord]) -> Manifest:
+    from shardwise import __version__
+
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    before = source.manifest
+    versions = {"shardwise": __version__, "torch": torch.__version__}
+    if before is None:
+        return Manifest(
+            token=token,
+            created=made,
+            step=None,
+            world=1,
+            strategy="export",
+            versions=versions,
+            aliases={},
+            files=dict(files),
+        )
+    changed = {"token": token, "created": made, "versions": versions, "files": dict(files)}
+    return before.model_copy(update=changed)

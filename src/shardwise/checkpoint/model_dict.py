@@ -1,0 +1,201 @@
+"""A model's state dict, as FSDP's users know it: out of the shards, and back into them.
+
+Whole tensors exist one bucket at a time; what of it a rank keeps is the policy's business. On the
+way back rank 0 has the tensors, and every rank keeps its part of each: so a file that was read on
+one rank reaches all, and nobody else ever needs room for the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.buffers import Bucket
+from shardwise.checkpoint.dtypes import DTYPES, code_of
+from shardwise.checkpoint.header import Stored
+from shardwise.checkpoint.holdings import homes, persistent_buffers
+from shardwise.checkpoint.kinds import StateDict
+from shardwise.checkpoint.match import Wanted, match
+from shardwise.checkpoint.meeting import from_rank_0, share, together
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import CheckpointError
+from shardwise.listing import size
+
+if TYPE_CHECKING:
+    from shardwise.shard import Sharded
+
+__all__ = ["model_state", "offered", "put_model_state", "send", "warn_of_copies"]
+
+log = logging.getLogger("shardwise")
+
+
+# --- out -------------------------------------------------------------------------------------
+
+
+def model_state(sharded: Sharded, how: StateDict) -> dict[str, Any]:
+    """Parameters and persistent buffers, in the order of ``model.state_dict()``. A collective.
+
+    Returns:
+        ``"full"``: name → whole tensor; empty on ranks that ``rank0_only`` leaves out.
+        ``"sharded"``: name → ``Piece``. ``"local"``: name → this rank's shard.
+    """
+    if how.kind == "full":
+        found = _full(sharded, how)
+    elif how.kind == "sharded":
+        found = _pieces(sharded, how)
+    else:
+        found = _shards(sharded, how)
+    order = {name: k for k, name in enumerate(_names(sharded.model))}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def _full(sharded: Sharded, how: StateDict) -> dict[str, Any]:
+    kept = sharded.comm.rank == 0 or not how.rank0_only
+    found: dict[str, Any] = {}
+    for bucket in sharded.buckets:
+        if any(how.wants(member.aliases) for member in bucket.members):
+            found |= _whole(bucket, how) if kept else _nothing(bucket)
+    if kept:
+        for names, buffer in persistent_buffers(sharded.model):
+            if how.wants(names):
+                found |= dict.fromkeys(filter(lambda n: how.wants([n]), names), how.put(buffer))
+    if not how.rank0_only:
+        warn_of_copies(sharded.comm, found.values())
+    return found
+
+
+def _whole(bucket: Bucket, how: StateDict) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for member, value in zip(bucket.members, bucket.whole(), strict=True):
+        if names := [name for name in member.aliases if how.wants([name])]:
+            found |= dict.fromkeys(names, how.put(value))
+    return found
+
+
+def _nothing(bucket: Bucket) -> dict[str, Tensor]:
+    bucket.whole()  # the others need this rank's part
+    return {}
+
+
+def _pieces(sharded: Sharded, how: StateDict) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for home in homes(sharded.buckets):
+        for name in filter(lambda n: how.wants([n]), home.member.aliases):
+            value, shape = how.put(home.value).reshape(-1), tuple(home.member.shape)
+            found[name] = {"value": value, "start": home.start, "shape": shape}
+    for names, buffer in persistent_buffers(sharded.model):
+        for name in filter(lambda n: how.wants([n]), names):
+            value, shape = how.put(buffer).reshape(-1), tuple(buffer.shape)
+            found[name] = {"value": value, "start": 0, "shape": shape}
+    return found
+
+
+def _shards(sharded: Sharded, how: StateDict) -> dict[str, Any]:
+    values = {name: home.value for home in homes(sharded.buckets) for name in home.member.aliases}
+    for names, buffer in persistent_buffers(sharded.model):
+        values |= dict.fromkeys(names, buffer)
+    return {name: how.put(value) for name, value in values.items() if how.wants([name])}
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        for name in (*module._parameters, *module._buffers):
+            yield start + name
+
+
+def warn_of_copies(comm: Comm, tensors: Iterable[Tensor]) -> None:
+    """Say that several ranks of one host each hold all of it. A collective."""
+    hosts = share(comm, socket.gethostname(), "host names")
+    one = {value.data_ptr(): value.nbytes for value in tensors if value.is_cpu}
+    host, copies = Counter(hosts).most_common(1)[0]
+    if copies > 1 and one and comm.rank == 0:
+        log.warning(
+            "%d full copies of %s in host memory of %s, %s in all, since rank0_only is False. Pass "
+            "rank0_only=True if rank 0 alone needs it.",
+            copies,
+            size(sum(one.values())),
+            host,
+            size(copies * sum(one.values())),
+        )
+
+
+# --- in --------------------------------------------------------------------------------------
+
+
+def put_model_state(sharded: Sharded, states: Mapping[str, Tensor]) -> None:
+    """Give every rank its part of rank 0's ``states``. A collective.
+
+    Raises:
+        CheckpointError: on every rank alike, naming all that does not fit; nothing was changed.
+    """
+    comm, model = sharded.comm, sharded.model
+    stored = offered(comm, states)
+    places, buffers = homes(sharded.buckets), persistent_buffers(model)
+    asked = [
+        Wanted(h.member.aliases, code_of(h.value.dtype, h.member.name), tuple(h.member.shape))
+        for h in places
+    ]
+    asked += [Wanted(n, code_of(b.dtype, n[0]), tuple(b.shape)) for n, b in buffers]
+    matched = match(asked, stored, {})
+    if problems := matched.problems(cast=False):
+        lines = "".join(f"\n  {line}" for line in problems)
+        raise CheckpointError(
+            f"rank 0's state dict does not fit the model, in {len(problems)} points; nothing was "
+            f"changed:{lines}\nPass the whole state dict of this model, on rank 0 at least."
+        )
+    for home in places:
+        name = matched.pairs[home.member.name]
+        whole = send(comm, name, stored[name], states.get(name))
+        part = whole[home.start : home.start + home.value.numel()]
+        home.value.copy_(part.view(home.value.shape))
+    for names, buffer in buffers:
+        name = matched.pairs[names[0]]
+        buffer.copy_(send(comm, name, stored[name], states.get(name)).view(buffer.shape))
+    for bucket in sharded.buckets:
+        bucket.expire()
+
+
+def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+    """What rank 0 has, on every rank. A collective.
+
+    Raises:
+        CheckpointError: on every rank alike: it has something that is no plain tensor.
+    """
+    text = together(comm, "state dict", lambda: _index(tensors) if comm.rank == 0 else "")
+    found = json.loads(from_rank_0(comm, text, "names of a state dict"))
+    return {
+        name: Stored(code, tuple(shape), 0, prod(shape) * DTYPES[code].itemsize)
+        for name, (code, shape) in found.items()
+    }
+
+
+def _index(tensors: Mapping[str, Any]) -> str:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+            raise CheckpointError(
+                f"{name!r} in the state dict is a {type(value).__name__}, and no whole, dense "
+                "tensor with values. Pass what state_dict('full') gave; join() makes whole tensors "
+                "of the pieces of 'sharded'."
+            )
+    return json.dumps({n: (code_of(v.dtype, n), tuple(v.shape)) for n, v in tensors.items()})
+
+
+def send(comm: Comm, name: str, stored: Stored, value: Tensor | None) -> Tensor:
+    """Rank 0's ``value``, ``[numel]`` on the comm's device, on every rank. A collective."""
+    shape, dtype = (prod(stored.shape),), DTYPES[stored.dtype]
+    if comm.rank == 0 and value is not None:
+        flat = value.detach().to(comm.device).contiguous().view(-1)
+    else:
+        flat = torch.empty(shape, dtype=dtype, device=comm.device)
+    if comm.size > 1 and flat.numel():
+        comm.broadcast(flat.view(torch.uint8), 0, Label("broadcast", name)).wait()
+    return flat

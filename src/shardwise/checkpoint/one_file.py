@@ -1,0 +1,134 @@
+"""One file with the whole model, which plain torch or safetensors reads: ``mnist_cnn.pt``.
+
+Every rank gives its parts, rank 0 has the whole and writes it beside the name it will have; when
+the bytes are on the disk it gets that name, at once. Ranks go on when it is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardwise.checkpoint.disk import explained, sync_folder
+from shardwise.checkpoint.folder import new_token
+from shardwise.checkpoint.kinds import StateDict
+from shardwise.checkpoint.meeting import from_rank_0, together
+from shardwise.checkpoint.model_dict import model_state
+from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardwise.shard import Sharded
+
+__all__ = ["PICKLED", "SavedFile", "save_one_file", "write_one_file"]
+
+log = logging.getLogger("shardwise")
+
+PICKLED = (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file that is complete; as text ``mnist_cnn.pt (8 tensors, 4,800,893 bytes)``.
+
+    Attributes:
+        path: where it is.
+        tensors: names in it.
+        nbytes: of the file.
+    """
+
+    path: Path
+    tensors: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.path.name} ({self.tensors:,} tensors, {self.nbytes:,} bytes)"
+
+
+def save_one_file(sharded: Sharded, path: str | Path, how: StateDict) -> SavedFile:
+    """Write the whole model's state as one file. A collective; only rank 0 needs the disk.
+
+    Raises:
+        CheckpointError: on every rank alike; what was there before under this name still is.
+    """
+    comm, final = sharded.comm, Path(path).expanduser().absolute()
+    together(comm, "naming", lambda: _check_suffix(final))
+    comm.agree({"single file": str(path)})
+    states = model_state(sharded, how)
+    told = together(
+        comm, "writing", lambda: _told(write_one_file(final, states)) if comm.rank == 0 else ""
+    )
+    tensors, nbytes = map(int, from_rank_0(comm, told, "what was saved").split())
+    saved = SavedFile(final, tensors, nbytes)
+    if comm.rank == 0:
+        log.info("saved %s", saved)
+    return saved
+
+
+def _told(saved: SavedFile) -> str:
+    return f"{saved.tensors} {saved.nbytes}"
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in (*PICKLED, ".safetensors"):
+        raise CheckpointError(
+            f"{path.name} does not say which kind of file it shall be. Let it end with "
+            f"{', '.join(PICKLED)} (torch.load) or .safetensors."
+        )
+
+
+def write_one_file(path: Path, states: Mapping[str, Any]) -> SavedFile:
+    """Write ``states`` under ``path``: whole or not at all.
+
+    Raises:
+        CheckpointError: it cannot be; what was there before is as it was.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished-{new_token()}")
+    try:
+        with explained(f"writing {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tensors = _write(unfinished, path.suffix, states)
+            opened = os.open(unfinished, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+            nbytes = unfinished.stat().st_size
+            unfinished.replace(path)
+            sync_folder(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return SavedFile(path, tensors, nbytes)
+
+
+def _write(unfinished: Path, suffix: str, states: Mapping[str, Any]) -> int:
+    found = _once(states) if suffix == ".safetensors" else dict(states)
+    try:
+        if suffix == ".safetensors":
+            save_file(found, unfinished, metadata={"format": "pt"})
+        else:
+            torch.save(found, unfinished)
+    except Exception as error:
+        if isinstance(error, OSError):
+            raise
+        # How torch and safetensors say that a disk is full; theirs are no OSError.
+        raise CheckpointError(
+            f"writing {unfinished} failed: {error}. Look whether the disk is full, or save "
+            "elsewhere. What was there before is as it was."
+        ) from error
+    return len(found)
+
+
+def _once(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tied tensors under their first name alone: safetensors has no tensor of two names."""
+    found: dict[int, str] = {}
+    for name, value in states.items():
+        found.setdefault(value.data_ptr() if value.numel() else id(value), name)
+    return {name: states[name].contiguous() for name in found.values()}

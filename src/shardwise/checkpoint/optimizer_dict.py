@@ -1,0 +1,238 @@
+"""An optimizer's state dict by parameter name: out of the shards, and back into them.
+
+    {"state": {NAME: {"step": …, "exp_avg": …}}, "param_groups": [{"params": [NAME, …], "lr": …}]}
+
+This is what FSDP's ``full_optim_state_dict`` and DCP's ``get_optimizer_state_dict`` give. A plain
+torch optimizer numbers its parameters instead; ``numbered`` and ``by_name`` lead there and back.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.buffers import Bucket
+from shardwise.checkpoint import plain
+from shardwise.checkpoint.holdings import homes
+from shardwise.checkpoint.kinds import StateDict
+from shardwise.checkpoint.meeting import from_rank_0, together
+from shardwise.checkpoint.model_dict import offered, send, warn_of_copies
+from shardwise.checkpoint.optimizers import Named, is_scalar, part_of, states_of
+from shardwise.checkpoint.restore import restored
+from shardwise.checkpoint.source import Place
+from shardwise.comm.protocol import Comm
+from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardwise.shard import Sharded
+
+__all__ = ["by_name", "numbered", "optimizer_state", "put_optimizer_state"]
+
+States = dict[str, dict[str, Any]]  # parameter → key → value
+
+
+# --- out -------------------------------------------------------------------------------------
+
+
+def optimizer_state(sharded: Sharded, optimizer: Optimizer, how: StateDict) -> dict[str, Any]:
+    """The state by parameter name, first names only. A collective.
+
+    Returns:
+        ``{"state": …, "param_groups": …}``; the tensors of ``state`` are whole, pieces or shards,
+        as those of the model's; empty on ranks that ``rank0_only`` leaves out.
+    """
+    named = Named(homes(sharded.buckets))
+    groups = [
+        {
+            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+            "params": [named.home(param, optimizer).member.name for param in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    parts, state = _sorted_out(optimizer, named, how)
+    if how.kind == "full":
+        _gather(sharded, parts, state, how)
+    else:
+        for home in named.places:
+            for key, value in parts.get(home.member.name, {}).items():
+                state[home.member.name][key] = _piece(home.start, home.member.shape, value, how)
+    order = {home.member.name: k for k, home in enumerate(named.places)}
+    state = dict(sorted(state.items(), key=lambda item: order[item[0]]))
+    if how.kind == "full" and not how.rank0_only:
+        tensors = [v for one in state.values() for v in one.values() if isinstance(v, Tensor)]
+        warn_of_copies(sharded.comm, tensors)
+    if how.rank0_only and sharded.comm.rank:
+        return {}
+    return {"state": state, "param_groups": groups}
+
+
+def _sorted_out(optimizer: Optimizer, named: Named, how: StateDict) -> tuple[States, States]:
+    """This rank's parts of what is cut with the parameter; and the rest, which is alike on all."""
+    parts: States = {}
+    rest: States = {}
+    for home, key, value in states_of(optimizer, named):
+        name = home.member.name
+        if not how.wants(home.member.aliases):
+            continue
+        one = rest.setdefault(name, {})
+        if not isinstance(value, Tensor):
+            one[key] = copy.deepcopy(value)
+        elif is_scalar(key, value, home.member.shape):
+            one[key] = how.put(value)
+        else:
+            parts.setdefault(name, {})[key] = part_of(key, value, home)
+    return parts, rest
+
+
+def _gather(sharded: Sharded, parts: States, into: States, how: StateDict) -> None:
+    kept = sharded.comm.rank == 0 or not how.rank0_only
+    facts = {n: [(k, str(v.dtype)) for k, v in sorted(keys.items())] for n, keys in parts.items()}
+    sharded.comm.agree({"optimizer state": json.dumps(dict(sorted(facts.items())))})
+    for bucket in sharded.buckets:
+        names = [member.name for member in bucket.members]
+        for key in sorted({key for name in names for key in parts.get(name, {})}):
+            for name, whole in zip(names, _whole(bucket, parts, key), strict=True):
+                if kept and key in parts.get(name, {}):
+                    into[name][key] = how.put(whole)
+
+
+def _whole(bucket: Bucket, parts: States, key: str) -> list[Tensor]:
+    """One state of all the bucket's parameters, whole; zeros for those that have none."""
+    found = [parts.get(member.name, {}).get(key) for member in bucket.members]
+    dtype = next(value.dtype for value in found if value is not None)
+    flat = torch.zeros_like(bucket.shard, dtype=dtype)
+    for view, value in zip(bucket.spec.rest_views(flat), found, strict=True):
+        if value is not None:
+            view.copy_(value.view(view.shape))
+    return bucket.whole_of(flat)
+
+
+def _piece(start: int, shape: Sequence[int], value: Tensor, how: StateDict) -> Any:
+    if how.kind == "local":
+        return how.put(value)
+    return {"value": how.put(value).reshape(-1), "start": start, "shape": tuple(shape)}
+
+
+# --- numbers and names -----------------------------------------------------------------------
+
+
+def numbered(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as a plain torch optimizer keeps it, which was made with as many groups.
+
+    Parameters are numbered as they stand in the groups, so the plain optimizer must be given them
+    in the same order.
+    """
+    names = [name for group in states["param_groups"] for name in group["params"]]
+    number = {name: k for k, name in enumerate(names)}
+    groups = [{**g, "params": [number[n] for n in g["params"]]} for g in states["param_groups"]]
+    state = {number[name]: dict(one) for name, one in states["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
+def by_name(states: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """``plain_optimizer.state_dict()`` by name.
+
+    Args:
+        names: of the parameters, in the order of the groups: for
+            ``AdamW(model.parameters())``, ``[name for name, _ in model.named_parameters()]``.
+
+    Raises:
+        CheckpointError: there are more or fewer parameters than names.
+    """
+    numbers = [number for group in states["param_groups"] for number in group["params"]]
+    if len(numbers) != len(names):
+        raise CheckpointError(
+            f"the optimizer's groups hold {len(numbers)} parameters, and {len(names)} names were "
+            "given. Pass one name for each, in the order of the groups."
+        )
+    name = dict(zip(numbers, names, strict=True))
+    groups = [{**g, "params": [name[k] for k in g["params"]]} for g in states["param_groups"]]
+    return {"state": {name[k]: dict(v) for k, v in states["state"].items()}, "param_groups": groups}
+
+
+# --- in --------------------------------------------------------------------------------------
+
+
+def put_optimizer_state(sharded: Sharded, optimizer: Optimizer, states: Mapping[str, Any]) -> None:
+    """Give every rank its part of rank 0's ``states``, by name. A collective.
+
+    Raises:
+        CheckpointError: on every rank alike, naming all that does not fit; nothing was changed.
+    """
+    comm = sharded.comm
+    tensors = _tensors(states) if comm.rank == 0 else {}
+    stored = offered(comm, tensors)
+    places = {name: Place(name, one) for name, one in stored.items()}
+    named = Named(homes(sharded.buckets))
+    record = _record(comm, optimizer, states)
+    fitted = together(
+        comm, "comparing", lambda: restored((optimizer,), named, [record], places, {})
+    )
+    if fitted.problems:
+        lines = "".join(f"\n  {line}" for line in fitted.problems)
+        raise CheckpointError(
+            f"rank 0's optimizer state dict does not fit, in {len(fitted.problems)} points; "
+            f"nothing was changed:{lines}\nPass the state of this model's optimizer, by name."
+        )
+    wants = {want.place.file: want for want in fitted.wants()}
+    for name, one in stored.items():
+        whole = send(comm, name, one, tensors.get(name))
+        if want := wants.get(name):
+            want.out.copy_(whole[want.start : want.start + want.out.numel()])
+    fitted.apply()
+
+
+def _tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
+        f"{key}/{name}": value
+        for name, one in states.get("state", {}).items()
+        for key, value in one.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _record(comm: Comm, optimizer: Optimizer, states: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint would say of rank 0's state beside its tensors."""
+    text = together(
+        comm, "optimizer state dict", lambda: _described(states) if comm.rank == 0 else ""
+    )
+    found: dict[str, Any] = json.loads(from_rank_0(comm, text, "options of an optimizer"))
+    return {"class": type(optimizer).__qualname__, **found}
+
+
+def _described(states: Mapping[str, Any]) -> str:
+    groups = states.get("param_groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(name, str) for group in groups for name in group.get("params", ())
+    ):
+        raise CheckpointError(
+            "an optimizer state dict by parameter name is needed, with param_groups that list "
+            "names; a plain optimizer's has numbers there. Pass by_name(state, names), or what "
+            "optimizer_state_dict() gave."
+        )
+    options = [
+        {
+            "params": list(group["params"]),
+            "options": {
+                key: plain.encode(value, f"option {key!r}")
+                for key, value in group.items()
+                if key != "params"
+            },
+        }
+        for group in groups
+    ]
+    values = {
+        name: {k: plain.encode(v, f"{k} of {name}") for k, v in one.items() if not _is_tensor(v)}
+        for name, one in states.get("state", {}).items()
+    }
+    return json.dumps({"groups": options, "values": values})
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)

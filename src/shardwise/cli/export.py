@@ -1,0 +1,189 @@
+"""``shardwise export SOURCE DESTINATION``: the same weights in other files, dtypes or formats."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+
+from shardwise.checkpoint.catalogue import OF_TORCH
+from shardwise.checkpoint.export import Exported, ExportOptions, export
+from shardwise.checkpoint.folder import new_token
+from shardwise.checkpoint.pickled import export_pickled
+from shardwise.checkpoint.run import checkpoint_of
+from shardwise.checkpoint.source import Source
+from shardwise.cli.folded import shown
+from shardwise.errors import ConfigError
+from shardwise.listing import size
+
+__all__ = ["export_command", "nbytes_of"]
+
+HELP = """\
+Write SOURCE again as DESTINATION, in a few megabytes of memory, whatever its size.
+
+SOURCE is a checkpoint, a run (its newest complete checkpoint), a Hugging Face folder or a
+.safetensors file. The result is a folder that transformers loads as it is, with a manifest;
+every byte that has a checksum is checked on the way.
+
+SOURCE may also be of torch: a .pt, .pth or .bin file, or a folder of
+torch.distributed.checkpoint. They hold pickles. A file is read by torch's restricted reader; what
+that refuses, and every such folder, can run anybody's code: pass --trust-source if you know
+whose it is.
+
+\b
+Examples:
+  shardwise export run model                          the weights, merged
+  shardwise export run/step-100 model --dtype bfloat16 --max-file-size 2GB
+  shardwise export run/step-100 other --with-optimizer
+  shardwise export run/step-100 model.pt --format pt
+  shardwise export dcp-folder model --trust-source --with-optimizer
+  shardwise export fsdp.pt model --optimizer-file optim.pt --optimizer-class AdamW --with-optimizer
+"""
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def nbytes_of(text: str) -> int:
+    """``"5GB" → 5_000_000_000``, ``"64MiB" → 67_108_864``.
+
+    Raises:
+        ConfigError: it is no size, or less than one byte.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    unit = found[2].upper() if found else ""
+    factor = 1024 ** " KMGT".index(unit) if found and found[3] and unit else UNITS[unit]
+    number = int(float(found[1]) * factor) if found else 0
+    if number < 1:
+        raise ConfigError(f"--max-file-size is {text!r}; say a size such as 5GB or 512MiB.")
+    return number
+
+
+@click.command(
+    "export",
+    help=HELP,
+    short_help="Write a checkpoint as other files, dtypes or formats.",
+    context_settings={"max_content_width": 100},
+)
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option("--dtype", type=click.Choice(DTYPES), help="Cast floating-point weights to this.")
+@click.option("--max-file-size", default="5GB", show_default=True, help="Bytes of one file.")
+@click.option(
+    "--with-optimizer/--weights-only", default=False, help="Training state, too.  [default: not]"
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["hf", "dcp", "pt"]),
+    default="hf",
+    show_default=True,
+    help="Safetensors; torch.distributed.checkpoint; one file of torch.save.",
+)
+@click.option("--trust-source", is_flag=True, help="Unpickle SOURCE, which can run any code.")
+@click.option("--optimizer-file", type=click.Path(path_type=Path), help="Of torch, beside SOURCE.")
+@click.option("--optimizer-class", help="Such as AdamW, where a SOURCE of torch does not say it.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export of that name.")
+@click.pass_context
+def export_command(context: click.Context, /, source: Path, destination: Path, **_: object) -> None:
+    """The command; ``HELP`` is what people read."""
+    given = context.params
+    options = ExportOptions(
+        dtype=None if given["dtype"] is None else getattr(torch, given["dtype"]),
+        max_file_size=nbytes_of(given["max_file_size"]),
+        with_optimizer=given["with_optimizer"],
+        overwrite=given["overwrite"],
+    )
+    foreign = Foreign(given["trust_source"], given["optimizer_file"], given["optimizer_class"])
+    with _ours(source.expanduser(), destination.expanduser(), foreign) as path:
+        if given["form"] == "dcp":
+            _to_dcp(path, destination.expanduser(), options)
+        else:
+            _to_files(path, destination.expanduser(), options, given["form"])
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What somebody said of a source of torch."""
+
+    trust: bool
+    optimizer_file: Path | None
+    optimizer_class: str | None
+
+
+@contextmanager
+def _ours(source: Path, destination: Path, foreign: Foreign) -> Iterator[Path]:
+    """The checkpoint that ``source`` means; one of torch is converted first, and goes later."""
+    if not (source.suffix in OF_TORCH or (source / ".metadata").exists()):
+        if foreign.optimizer_file is not None:
+            raise ConfigError(
+                f"--optimizer-file goes with a source of torch, and {source} is none: it has its "
+                "optimizer state beside its weights. Leave it out."
+            )
+        yield checkpoint_of(source)
+        return
+    from shardwise.checkpoint.dcp import import_checkpoint
+
+    between = destination.with_name(f".{destination.name}.{new_token()}")
+    try:
+        sources = [source] if foreign.optimizer_file is None else [source, foreign.optimizer_file]
+        made = import_checkpoint(sources, between, foreign.trust, foreign.optimizer_class)
+        _say_left_out(made.left_out)
+        yield between
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
+
+
+def _to_dcp(path: Path, destination: Path, options: ExportOptions) -> None:
+    if options.dtype is not None or options.overwrite:
+        raise ConfigError(
+            "--format dcp writes what is stored, to a folder that is not there yet: it knows no "
+            "--dtype and no --overwrite. Export with --dtype first, and that result as dcp."
+        )
+    from shardwise.checkpoint.dcp import export_dcp
+
+    made = export_dcp(path, destination)
+    _say_left_out(made.left_out)
+    click.echo(f"wrote    {shown(made.path)}: {made.tensors:,} tensors, {size(made.nbytes)}")
+
+
+def _to_files(path: Path, destination: Path, options: ExportOptions, form: str) -> None:
+    write = export_pickled if form == "pt" else export
+    hidden, label = not sys.stderr.isatty(), f"writing {shown(destination.name)}"
+    with Source.open(path) as source:
+        with click.progressbar(length=1, label=label, file=sys.stderr, hidden=hidden) as bar:
+
+            def progress(more: int, total: int) -> None:
+                bar.length = total
+                bar.update(more)
+
+            made = write(source, destination, options, progress)
+        for line in _lines(source, made, form):
+            click.echo(line)
+
+
+def _lines(source: Source, made: Exported, form: str) -> Iterator[str]:
+    checked = "checked on the way" if source.manifest else "has no manifest, so nothing was checked"
+    files = f"{len(made.files):,} file{'s' * (len(made.files) != 1)}"
+    yield f"wrote    {shown(made.path)}: {made.tensors:,} tensors, {size(made.nbytes)} in {files}"
+    yield f"from     {shown(source.folder)}, {checked}"
+    if made.cast:
+        yield f"cast     {len(made.cast):,} tensors"
+    if made.small:
+        yield f"beside   {', '.join(map(shown, made.small))}"
+    if form == "hf" and "config.json" not in made.small:
+        yield "missing  config.json, without which transformers does not know the model's class"
+
+
+def _say_left_out(names: tuple[str, ...]) -> None:
+    if names:
+        some = ", ".join(map(shown, names[:8])) + (", …" if len(names) > 8 else "")
+        click.echo(f"left out {len(names):,} that have no place in the result: {some}")

@@ -1,0 +1,233 @@
+"""``shardwise inspect PATH``: what is in a run or a checkpoint; with two, where they differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwise.checkpoint.catalogue import Catalogue, Damage, damage_of
+from shardwise.checkpoint.difference import ABSENT, Difference, compare
+from shardwise.checkpoint.run import Run, checkpoint_of, folder_of_run, survey
+from shardwise.checkpoint.source import Source
+from shardwise.cli.catalogues import damage_lines, lines_of, run_lines
+from shardwise.cli.differences import difference_lines
+from shardwise.cli.folded import shown, shown_lines
+from shardwise.errors import ShardwiseError
+
+__all__ = ["inspect_command"]
+
+FINE, WRONG, FAILED = 0, 1, 2
+
+HELP = """\
+Show what a run, a checkpoint, a Hugging Face folder or a .safetensors file holds.
+
+With a second path: where the two differ, in names, shapes, values and training state. For a run
+its newest complete checkpoint is compared.
+
+\b
+Examples:
+  shardwise inspect run                      the checkpoints of a run
+  shardwise inspect run/step-100 --verify    one of them, every byte checked
+  shardwise inspect run/step-100 run/step-200
+
+\b
+Exit status: 0 if all is well, or the two are equal;
+             1 if something is not complete or damaged, or the two differ;
+             2 if it could not be looked at.
+"""
+
+
+@click.command(
+    "inspect",
+    help=HELP,
+    short_help="Show what a checkpoint holds, or where two differ.",
+    context_settings={"max_content_width": 100},
+)
+@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("other", type=click.Path(path_type=Path), required=False)
+@click.option("--verify", is_flag=True, help="Read every byte and compare it with its checksum.")
+@click.option("--all", "every", is_flag=True, help="List every tensor, and fold no layers.")
+@click.option("--weights-only", is_flag=True, help="Compare parameters and buffers alone.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect_command(
+    path: Path, other: Path | None, verify: bool, every: bool, weights_only: bool, as_json: bool
+) -> None:
+    """The command; ``HELP`` is what people read."""
+    try:
+        if other is not None:
+            status = _compare((path, other), weights_only, every, as_json)
+        elif (folder := folder_of_run(path.expanduser())) is not None:
+            status = _show_run(survey(folder), verify, as_json)
+        else:
+            status = _show(path.expanduser(), verify, every, as_json)
+    except ShardwiseError as error:
+        click.echo(f"error: {shown_lines(str(error))}", err=True)
+        sys.exit(FAILED)
+    sys.exit(status)
+
+
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=1))  # in ASCII: no name can reach a terminal as it is
+
+
+# --- a run -----------------------------------------------------------------------------------
+
+
+def _show_run(run: Run, verify: bool, as_json: bool) -> int:
+    broken = {listed.path.name: listed.problem for listed in run.checkpoints if listed.problem}
+    damage: dict[str, list[Damage]] = {}
+    for listed in run.checkpoints if verify else ():
+        damage[listed.path.name] = _verified(Catalogue.read(listed.path))
+    if as_json:
+        _print_json(_run_json(run, damage if verify else None))
+    else:
+        for line in run_lines(run):
+            click.echo(line)
+        for name, found in damage.items():
+            if name not in broken:
+                click.echo(_verdict(found, f"bytes of {shown(name)}"))
+            for line in damage_lines(found):
+                click.echo(line)
+    return WRONG if broken or any(damage.values()) else FINE
+
+
+def _run_json(run: Run, damage: dict[str, list[Damage]] | None) -> dict[str, Any]:
+    found = []
+    for listed in run.checkpoints:
+        made, name = listed.manifest, listed.path.name
+        entry: dict[str, Any] = {
+            "name": name,
+            "step": listed.step,
+            "bytes": listed.nbytes,
+            "complete": not listed.problem,
+            "problem": listed.problem,
+            "latest": name == run.latest,
+            "written": made and made.model_dump(exclude={"files", "aliases"}),
+        }
+        if damage is not None:
+            entry["damage"] = [dataclasses.asdict(one) for one in damage[name]]
+        found.append(entry)
+    left = [
+        {"name": one.path.name, "kind": one.kind, "being_written": written}
+        for one, written in run.leftovers
+    ]
+    return {"folder": str(run.folder), "latest": run.latest, "checkpoints": found, "left": left}
+
+
+# --- a checkpoint ----------------------------------------------------------------------------
+
+
+def _show(path: Path, verify: bool, every: bool, as_json: bool) -> int:
+    catalogue = Catalogue.read(path)
+    damage = _verified(catalogue) if verify else []
+    if as_json:
+        _print_json(_catalogue_json(catalogue, damage if verify else None))
+    else:
+        for line in lines_of(catalogue, every):
+            click.echo(line)
+        click.echo("")
+        for line in damage_lines(damage):
+            click.echo(line)
+        if catalogue.manifest is None:
+            click.echo("bytes: there is no manifest, so nothing can tell whether they changed")
+        else:
+            click.echo(_verdict(damage if verify else None, "bytes"))
+    return WRONG if catalogue.problems or damage else FINE
+
+
+def _verdict(damage: list[Damage] | None, what: str) -> str:
+    if damage is None:
+        return f"{what}: not compared with their checksums; --verify reads all of them"
+    if damage:
+        return f"{what}: {len(damage):,} blocks are damaged"
+    return f"{what}: all that are there are as they were written"
+
+
+def _verified(catalogue: Catalogue) -> list[Damage]:
+    """Every block is read; a bar on stderr shows how far, if that is a terminal."""
+    total = sum(file.expected or 0 for file in catalogue.files if file.size is not None)
+    label = f"verifying {shown(catalogue.path.name)}"
+    with click.progressbar(length=total, label=label, file=sys.stderr, hidden=_no_bar()) as bar:
+
+        def found() -> Iterator[Damage]:
+            for nbytes, damage in damage_of(catalogue):
+                bar.update(nbytes)
+                if damage is not None:
+                    yield damage
+
+        return list(found())
+
+
+def _no_bar() -> bool:
+    return not sys.stderr.isatty()
+
+
+def _catalogue_json(catalogue: Catalogue, damage: list[Damage] | None) -> dict[str, Any]:
+    made = catalogue.manifest
+    found: dict[str, Any] = {
+        "path": str(catalogue.path),
+        "complete": not catalogue.problems,
+        "problems": catalogue.problems,
+        "written": made and made.model_dump(exclude={"files", "aliases"}),
+        "files": [dataclasses.asdict(file) for file in catalogue.files],
+        "not_of_the_checkpoint": catalogue.strangers,
+        "aliases": dict(catalogue.aliases),
+        "tensors": {
+            stem: {name: {"file": file, **place._asdict()} for name, (file, place) in some.items()}
+            for stem, some in catalogue.groups.items()
+        },
+        "training": catalogue.training,
+        "scalars": {
+            stem: {name: value if _is_json(value) else str(value) for name, value in some.items()}
+            for stem, some in catalogue.scalars.items()
+        },
+    }
+    if damage is not None:
+        found["damage"] = [dataclasses.asdict(one) for one in damage]
+    return found
+
+
+def _is_json(value: object) -> bool:
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+# --- two -------------------------------------------------------------------------------------
+
+
+def _compare(paths: tuple[Path, Path], weights_only: bool, every: bool, as_json: bool) -> int:
+    a, b = (checkpoint_of(path.expanduser()) for path in paths)
+    with Source.open(a) as one, Source.open(b) as other:
+        found = compare(one, other, weights_only)
+    if as_json:
+        _print_json(_difference_json(found, (str(a), str(b))))
+    else:
+        for line in difference_lines(found, (str(a), str(b)), every):
+            click.echo(line)
+    return FINE if found.is_empty else WRONG
+
+
+def _difference_json(found: Difference, names: tuple[str, str]) -> dict[str, Any]:
+    def changes(some: Any) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in change._asdict().items() if value is not ABSENT}
+            for change in some
+        ]
+
+    return {
+        "paths": names,
+        "equal": found.is_empty,
+        "only": found.only,
+        "tensors": [dataclasses.asdict(one) for one in found.tensors],
+        "alike": found.alike,
+        "training": changes(found.fields),
+        "files": changes(found.files),
+        "bytes_read": found.read,
+        "bytes": found.nbytes,
+    }

@@ -1,0 +1,1 @@
+"""Libraries that users have already: each file is for one of them."""

@@ -1,0 +1,137 @@
+"""What torch wrote becomes a checkpoint of ours, on any number of ranks, optimizer included."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.checkpoint.dcp import import_checkpoint
+from shardwise.comm.protocol import Comm
+from tests.checkpoint.dcp import theirs
+from tests.checkpoint.dcp.theirs import Told, adamw, net
+from tests.copies import on_ranks
+from tests.ranks import outcomes_of
+
+
+def values(world: int, fn: Any, *args: Any) -> list[Any]:
+    outcomes = outcomes_of(world, fn, *args)
+    assert [outcome.error for outcome in outcomes] == [""] * world
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
+    """A folder with what FSDP2 and FSDP1 saved on two ranks, and what it was."""
+    run = tmp_path_factory.mktemp("fsdp")
+    return run, values(2, theirs.fsdp_saves, str(run))[0]
+
+
+def loaded(folder: Path, world: int) -> Told:
+    """Model and optimizer on ``world`` ranks, with other values before, as whole tensors."""
+
+    def rank(comm: Comm, model: nn.Module) -> Told:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = adamw(model)
+        sharded.load(folder, optimizer)
+        return sharded.state_dict(), sharded.optimizer_state_dict(optimizer)
+
+    return on_ranks(world, lambda: net(seed=7), rank)[0]
+
+
+def assert_same(ours: Told, torchs: Told) -> None:
+    states, optim = torchs
+    assert list(ours[0]) == list(states)
+    for name, value in states.items():
+        assert torch.equal(ours[0][name], value), name
+    assert set(ours[1]["state"]) == set(optim["state"])
+    for name, one in optim["state"].items():
+        for key, value in one.items():
+            assert torch.equal(ours[1]["state"][name][key], value), (name, key)
+    for key in ("lr", "betas", "eps", "weight_decay", "amsgrad"):
+        assert ours[1]["param_groups"][0][key] == optim["param_groups"][0][key]
+
+
+def test_fsdp2s_dcp_folder(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
+    run, torchs = fsdp
+    made = import_checkpoint(run / "dcp", tmp_path / "step-2", trust=True)
+    assert made.path == tmp_path / "step-2"
+    assert (made.tensors, made.left_out) == (9 + 3 * 6, ())
+    for world in (1, 3):
+        assert_same(loaded(made.path, world), torchs)
+    assert json.loads((made.path / "training.json").read_text())["step"] == 2
+
+
+def test_an_optimizer_flattened_by_torch(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
+    run, torchs = fsdp
+    import_checkpoint(run / "flat", tmp_path / "step-2", trust=True)
+    assert_same(loaded(tmp_path / "step-2", 2), torchs)
+
+
+def test_model_and_optimizer_of_fsdp1_in_one_file(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
+    made = import_checkpoint(fsdp[0] / "both.pt", tmp_path / "step-2")
+    whole = torch.load(fsdp[0] / "both.pt", weights_only=True)
+    assert_same(loaded(made.path, 2), (whole["model"], whole["optim"]))
+    assert made.left_out == ("epoch",)
+
+
+def test_model_and_optimizer_of_fsdp1_in_two_files(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
+    pair = [fsdp[0] / "pytorch_model_fsdp.bin", fsdp[0] / "optimizer.bin"]
+    made = import_checkpoint(pair, tmp_path / "step-2")
+    whole = torch.load(fsdp[0] / "both.pt", weights_only=True)
+    assert_same(loaded(made.path, 2), (whole["model"], whole["optim"]))
+
+
+def test_a_script_of_ddp_with_a_plain_optimizer(tmp_path: Path) -> None:
+    torchs = theirs.ddp_saves(tmp_path / "last.pt", numbered=True)
+    made = import_checkpoint(tmp_path / "last.pt", tmp_path / "step-2")
+    assert made.left_out == ()
+    assert_same(loaded(made.path, 2), torchs)
+
+
+def test_weights_alone_and_config_json_beside_them(tmp_path: Path) -> None:
+    torch.save(net().state_dict(), tmp_path / "model.pt")
+    (tmp_path / "config.json").write_text('{"model_type": "net"}')
+    made = import_checkpoint(tmp_path / "model.pt", tmp_path / "weights")
+    assert sorted(path.name for path in made.path.iterdir()) == [
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+    ]
+
+    def rank(comm: Comm, model: nn.Module) -> tuple[bool, dict[str, Tensor]]:
+        sharded = sw.shard(model, comm=comm)
+        return sharded.load(made.path).checked, sharded.state_dict()
+
+    checked, states = on_ranks(2, lambda: net(seed=7), rank)[0]
+    assert checked
+    assert all(torch.equal(states[name], value) for name, value in net().state_dict().items())
+
+
+def test_a_class_that_it_does_not_tell_must_be_named(tmp_path: Path) -> None:
+    model = net()
+    made = torch.optim.RMSprop(model.parameters())
+    theirs.steps(model, made)
+    torch.save({"model": model.state_dict(), "optimizer": made.state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(sw.CheckpointError, match="--optimizer AdamW"):
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "step-2")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "step-2", optimizer="RMSprop")
+    told = json.loads((tmp_path / "step-2" / "training.json").read_text())
+    assert told["optimizers"][0]["class"] == "RMSprop"
+
+
+def test_a_broken_dcp_folder_leaves_nothing_behind(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
+    broken = tmp_path / "dcp"
+    shutil.copytree(fsdp[0] / "dcp", broken)
+    cut = max(broken.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    cut.write_bytes(cut.read_bytes()[:-3000])
+    with pytest.raises(sw.CheckpointError, match="could not be read"):
+        import_checkpoint(broken, tmp_path / "out", trust=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["dcp"]

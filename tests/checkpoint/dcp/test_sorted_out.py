@@ -1,0 +1,178 @@
+"""What is what in a foreign checkpoint: found by its keys, or refused where it is not sure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any, cast
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.checkpoint.dcp import foreign, worker
+from shardwise.checkpoint.dcp.foreign import Foreign
+from shardwise.checkpoint.dcp.sorted_out import (
+    Sorted,
+    class_of,
+    default_options,
+    named_numbers,
+    records,
+    sort_out,
+)
+from tests.checkpoint.dcp.theirs import Net, adamw, net, steps, told
+
+NAMES = [name for name, _ in Net().named_parameters()]
+
+
+def foreign_of(states: Any, name: str = "a.pt") -> Foreign:
+    """As if a worker had read it from a file."""
+    items = [worker.told(path, found) for path, found in worker._walked((), states)]
+    said = cast("IO[bytes]", None)
+    return foreign._foreign(Path(name), json.loads(json.dumps(items)), cast("Any", None), said)
+
+
+def trained(make: Any = torch.optim.AdamW, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
+    model = net()
+    optimizer = make(model.parameters(), **options)
+    steps(model, optimizer)
+    return model, optimizer
+
+
+def named(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return told(model, optimizer)[1]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("model", "optimizer"),
+        ("module", "optim"),
+        ("state_dict", "optimizer_state_dict"),
+        ("model_state_dict", "optim_state_dict"),
+    ],
+)
+def test_the_usual_keys_of_scripts(keys: tuple[str, str]) -> None:
+    model, optimizer = trained()
+    states = {keys[0]: model.state_dict(), keys[1]: named(model, optimizer)}
+    for nested in (states, {"app": states}):
+        found = sort_out([foreign_of(nested)])
+        assert list(found.weights) == list(model.state_dict())
+        assert list(found.state) == NAMES
+        assert found.groups[0].params == NAMES
+        assert found.left_out == []
+
+
+def test_names_that_begin_like_a_key_stay_names() -> None:
+    # A Llama's own names begin with "model."
+    states = {"model.layers.0.weight": torch.ones(2), "lm_head.weight": torch.ones(2)}
+    assert list(sort_out([foreign_of(states)]).weights) == list(states)
+    assert list(sort_out([foreign_of({"model": states})]).weights) == list(states)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module.", "module._orig_mod."]
+)
+def test_parts_of_names_that_wrappers_put_there(prefix: str) -> None:
+    states = {f"{prefix}{name}": value for name, value in net().state_dict().items()}
+    assert list(sort_out([foreign_of(states)]).weights) == list(net().state_dict())
+
+
+def test_an_optimizer_in_a_file_of_its_own() -> None:
+    model, optimizer = trained()
+    for states in (named(model, optimizer), optimizer.state_dict()):
+        found = sort_out([foreign_of(model.state_dict()), foreign_of(states, "optimizer.pt")])
+        named_numbers(found)
+        assert list(found.state) == NAMES
+        assert found.groups[0].params == NAMES
+        assert found.groups[0].options["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("key", ["step", "global_step", "iteration"])
+def test_how_many_steps_were_taken(key: str) -> None:
+    assert sort_out([foreign_of({"model": net().state_dict(), key: 7})]).step == 7
+
+
+def test_what_has_no_place_is_listed() -> None:
+    states = {"model": net().state_dict(), "ema": {"w": torch.ones(2)}, "args": {"lr": 0.1}}
+    assert sort_out([foreign_of(states)]).left_out == ["ema.w", "args.lr"]
+    odd = {"model": net().state_dict(), "dtype": torch.float32}
+    assert sort_out([foreign_of(odd)]).left_out == ["dtype (torch.dtype)"]
+
+
+def test_without_weights_it_is_no_checkpoint() -> None:
+    with pytest.raises(sw.CheckpointError, match="no weights were found"):
+        sort_out([foreign_of(trained()[1].state_dict())])
+
+
+def test_two_sources_of_weights_are_one_too_many() -> None:
+    states = net().state_dict()
+    with pytest.raises(sw.CheckpointError, match=r"a.pt and .*b.pt both hold weights called"):
+        sort_out([foreign_of(states), foreign_of(states, "b.pt")])
+
+
+def with_groups(*parts: str) -> Sorted:
+    """A plain optimizer's state, numbered, with a group for each of these modules."""
+    model = net()
+    groups = [{"params": list(getattr(model, part).parameters())} for part in parts]
+    optimizer = torch.optim.AdamW(groups)
+    return sort_out([foreign_of({"model": model.state_dict(), "optim": optimizer.state_dict()})])
+
+
+@pytest.mark.parametrize("parts", [("down", "norm", "up"), ("up",)])
+def test_numbers_that_could_be_other_parameters_are_refused(parts: tuple[str, ...]) -> None:
+    with pytest.raises(sw.CheckpointError, match="which is which is not sure"):
+        named_numbers(with_groups(*parts))
+
+
+def test_shapes_must_fit_the_order_of_numbers() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(reversed(list(model.parameters())))
+    steps(model, optimizer)
+    states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    with pytest.raises(sw.CheckpointError, match="not sure"):
+        named_numbers(sort_out([foreign_of(states)]))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "kind"),
+    [
+        (torch.optim.Adam, {}, "Adam"),
+        (torch.optim.AdamW, {}, "AdamW"),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "SGD"),
+        (torch.optim.SGD, {"lr": 0.1}, "SGD"),
+    ],
+)
+def test_the_class_is_known_by_what_it_keeps(make: Any, options: Any, kind: str) -> None:
+    model, optimizer = trained(make, **options)
+    states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    assert class_of(sort_out([foreign_of(states)])) == kind
+
+
+def test_groups_that_were_flattened_are_put_together_again() -> None:
+    model = net()
+    flat = {f"param_groups.{name}.lr": 0.5 if "up" in name else 0.1 for name in NAMES}
+    found = sort_out([foreign_of({"model": model.state_dict(), "optim": flat})])
+    made = records(found, "SGD")[0]["groups"]
+    assert [group["options"] for group in made] == [{"lr": 0.5}, {"lr": 0.1}]
+    assert [name for group in made for name in group["params"]] == NAMES
+
+
+def test_how_to_compute_is_not_stored() -> None:
+    model, optimizer = trained(fused=False, foreach=True)
+    states = {"model": model.state_dict(), "optim": named(model, optimizer)}
+    (record,) = records(sort_out([foreign_of(states)]), "AdamW")
+    assert set(record["groups"][0]["options"]) == set(adamw(model).param_groups[0]) - {
+        "params",
+        "foreach",
+        "fused",
+        "capturable",
+        "differentiable",
+    }
+
+
+def test_what_an_optimizer_takes_if_nothing_is_said() -> None:
+    assert default_options("AdamW")["decoupled_weight_decay"] is True
+    assert default_options("SGD")["nesterov"] is False
+    assert default_options("system") == {}
+    assert default_options("Optimizer") == {}

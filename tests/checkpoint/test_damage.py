@@ -1,0 +1,350 @@
+"""Whatever happens to the bytes of a checkpoint: a clear error, or the checkpoint before.
+
+Three checkpoints stand for all: with everything in it, cut into many files; weights alone, with
+small files of others beside them; and one that was written in the background, in the middle of an
+accumulation.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint.folder import LOCK, Partial, new_token
+from shardwise.checkpoint.meeting import share
+from shardwise.comm.protocol import Comm
+from tests import nets
+from tests.checkpoint.runs import adamw, same, steps, tensors
+from tests.copies import clones, on_ranks, said
+from tests.nets import NETS
+
+DECODER = NETS[0]
+KINDS = ("everything", "weights", "background")
+MUST_HAVE = {
+    "everything": {
+        "config.json",
+        "model.safetensors.index.json",
+        "optimizer.safetensors.index.json",
+    },
+    "weights": {"config.json", "manifest.json", "model.safetensors"},
+    "background": {"gradients.safetensors", "ranks.safetensors", "training.json"},
+}
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "step-2").iterdir())
+
+
+def write(kind: str, run: Path) -> None:
+    """Two checkpoints of two ranks, one step apart."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = adamw(model.parameters())
+        for step in (1, 2):
+            steps(model, optimizer, DECODER, comm.rank, range(step, step + 1))
+            path = run / f"step-{step}"
+            if kind == "everything":
+                files = {"config.json": '{"width": 16}'}
+                training = sw.Training(position={"row": step})
+                sharded.save(path, optimizer, training, max_file_size=30_000, files=files)
+            elif kind == "weights":
+                sharded.save(path, files={"config.json": '{"width": 16}'})
+            else:
+                with sharded.accumulate(last=False):
+                    nets.loss(model, DECODER.batch(step, 2)).backward()
+                training = sw.Training(accumulating=True)
+                saving = sharded.save_async(path, optimizer, training)
+                assert saving is not None
+                saving.wait()
+                sharded.drop_gradients()
+
+    on_ranks(2, DECODER.build, rank)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    for kind in KINDS:
+        write(kind, folder / kind)
+        assert MUST_HAVE[kind] <= set(names(folder / kind))
+    return folder
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a run, by its kind, to do harm to."""
+
+    def copied(kind: str) -> Path:
+        return Path(shutil.copytree(whole / kind, tmp_path / kind, symlinks=True))
+
+    return copied
+
+
+class Rank:
+    """One rank's model and optimizer, and what it asks of a checkpoint of this kind."""
+
+    def __init__(self, kind: str, comm: Comm, model: nn.Module) -> None:
+        self.model, self.sharded = model, sw.shard(model, comm=comm)
+        self.training = None if kind == "weights" else sw.Training()
+        self.optimizer = None if kind == "weights" else adamw(model.parameters())
+        # Gradients that were not reduced belong to as many ranks as there were.
+        self.strict = kind != "background" or comm.size == 2
+
+    def load(self, path: Path) -> str | None:
+        """What it says; ``None`` if it loads."""
+        try:
+            self.sharded.load(path, self.optimizer, self.training, strict=self.strict)
+        except sw.DamagedCheckpoint as error:
+            return str(error)
+        return None
+
+    def resume(self, run: Path) -> str:
+        """The checkpoint that it goes on with."""
+        report = self.sharded.resume(run, self.optimizer, self.training)
+        assert report is not None
+        state = clones(self.model.state_dict())
+        stored = tensors(report.path, "model")
+        assert same(stored, {name: state[name] for name in stored})
+        return report.path.name
+
+
+def loaded(kind: str, path: Path) -> str | None:
+    """What loading says, on one rank; ``None`` if it loads."""
+    return on_ranks(1, DECODER.build, lambda comm, model: Rank(kind, comm, model).load(path))[0]
+
+
+def resumed(kind: str, run: Path) -> str:
+    """The checkpoint that a run goes on with, on as many ranks as wrote it."""
+    return on_ranks(2, DECODER.build, lambda comm, model: Rank(kind, comm, model).resume(run))[0]
+
+
+# --- one bit ---------------------------------------------------------------------------------
+
+
+def test_a_hundred_flipped_bits_in_any_file_are_found(
+    whole: Path, copy: Callable[[str], Path]
+) -> None:
+    chance = random.Random(4)
+    runs = {kind: copy(kind) for kind in KINDS}
+    files = {kind: names(run) for kind, run in runs.items()}
+    for kind in KINDS:
+        assert loaded(kind, runs[kind] / "step-2") is None
+    for _ in range(100):
+        kind = chance.choice(KINDS)
+        name = chance.choice(files[kind])
+        path = runs[kind] / "step-2" / name
+        good = path.read_bytes()
+        bad = bytearray(good)
+        at = chance.randrange(len(bad))
+        bad[at] ^= 1 << chance.randrange(8)
+        path.write_bytes(bad)
+        text = loaded(kind, path.parent)
+        assert text is not None, (kind, name, at)
+        assert str(path) in text
+        assert "oad another" in text or "a later shardwise" in text, text
+        path.write_bytes(good)
+
+
+# --- whole files -----------------------------------------------------------------------------
+
+
+def keep(share: float, less: int = 0) -> Callable[[Path], None]:
+    def cut(path: Path) -> None:
+        data = path.read_bytes()
+        path.write_bytes(data[: int(share * len(data)) - less])
+
+    return cut
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def swap_steps(path: Path) -> None:
+    """With the file of the same name of the checkpoint before."""
+    other = path.parent.with_name("step-1") / path.name
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+def swap_names(path: Path) -> None:
+    """With another file of the same checkpoint."""
+    other = next(p for p in sorted(path.parent.iterdir()) if p.name not in (path.name, LOCK))
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+def become_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def lead_away(path: Path) -> None:
+    """To the file of the checkpoint before: a link out of the folder."""
+    path.unlink()
+    path.symlink_to(Path("..") / "step-1" / path.name)
+
+
+HARMS = {
+    "empty": keep(0.0),
+    "half": keep(0.5),
+    "all but one byte": keep(1.0, less=1),
+    "one byte more": grow,
+    "missing": Path.unlink,
+    "swapped with the step before": swap_steps,
+    "swapped with another file": swap_names,
+    "a folder of that name": become_folder,
+    "a link elsewhere": lead_away,
+}
+HARMLESS = "all but one byte"  # of the manifest, which ends with a line feed
+
+
+@dataclass
+class Found:
+    """What became of harm to one file: what loading said, what the run went on with, the log."""
+
+    text: str | None
+    taken: str
+    log: str
+
+
+def restore(files: Mapping[Path, bytes], step: str) -> None:
+    for path, data in files.items():
+        if path.parent.name == step:
+            if path.is_symlink():
+                path.unlink()
+            elif path.is_dir():
+                path.rmdir()
+            path.write_bytes(data)
+
+
+def harmed(kind: str, harm: str, run: Path, log: pytest.LogCaptureFixture) -> dict[str, Found]:
+    """Do this harm to each file of ``step-2`` in turn, and load, and resume, on two ranks."""
+    files = {path: path.read_bytes() for path in sorted(run.glob("step-*/*"))}
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Found]:
+        mine, found = Rank(kind, comm, model), {}
+        for path in (path for path in files if path.parent.name == "step-2"):
+            if comm.rank == 0:
+                log.clear()
+                HARMS[harm](path)
+            share(comm, "", "harmed")
+            alike = path.is_file() and path.read_bytes() == files[path] and not path.is_symlink()
+            text = mine.load(run / "step-2")
+            if comm.rank == 0:
+                restore(files, "step-1")  # which an exchange harmed, too
+            taken = mine.resume(run)
+            if not alike:
+                found[path.name] = Found(text, taken, log.text)
+            share(comm, "", "looked")
+            if comm.rank == 0:
+                restore(files, "step-2")
+            share(comm, "", "restored")
+        return found
+
+    one, other = on_ranks(2, DECODER.build, rank, timeout=60.0)
+    assert [found.text for found in one.values()] == [found.text for found in other.values()]
+    return one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("harm", HARMS)
+def test_harm_to_any_file_is_an_error_and_the_run_goes_on_with_the_one_before(
+    harm: str, kind: str, copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = copy(kind)
+    found = harmed(kind, harm, run, caplog)
+    assert {"manifest.json"} < set(found)
+    for name, one in found.items():
+        if name == "manifest.json" and harm == HARMLESS:
+            assert (one.text, one.taken) == (None, "step-2")
+        elif name == "manifest.json" and harm == "missing" and kind == "weights":
+            assert (one.text, one.taken) == (None, "step-1")  # a folder as others write them …
+            assert "nothing could tell whether its bytes" in one.log  # … which is said
+        else:
+            assert one.text is not None, name
+            assert "step-2" in one.text
+            assert "oad another" in one.text or "Do not trust this folder" in one.text
+            assert one.taken == "step-1", name
+            assert "SKIPPED" in one.log
+
+
+def test_files_that_nobody_listed_are_not_read(copy: Callable[[str], Path]) -> None:
+    """Left by another tool, or put there: neither an index nor a tensor of it counts."""
+    run = copy("background")
+    folder = run / "step-2"
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "y.safetensors"}}')
+    (folder / "y.safetensors").write_bytes(b"nothing")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    assert resumed("background", run) == "step-2"
+
+
+# --- folders ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("alive", [False, True], ids=["its writer died", "it is being written"])
+def test_a_folder_that_was_not_finished_is_not_loaded(
+    alive: bool, kind: str, copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = copy(kind)
+    partial = Partial.make(run / "step-3", new_token())
+    shutil.copytree(run / "step-2", partial.path, dirs_exist_ok=True)
+    (partial.path / "manifest.json").unlink()
+    if not alive:
+        partial.close()
+    text = loaded(kind, partial.path)
+    assert text is not None
+    assert "has no manifest.json, and shardwise began it" in text
+    assert resumed(kind, run) == "step-2"
+    assert "SKIPPED" not in caplog.text
+    write(kind, run)  # the next save removes what the dead left
+    assert partial.path.exists() == alive
+    if alive:
+        partial.close()
+
+
+def test_latest_that_leads_nowhere_is_an_error_and_does_not_stop_a_run(
+    copy: Callable[[str], Path],
+) -> None:
+    run = copy("everything")
+    (run / "latest").unlink()
+    (run / "latest").symlink_to("step-7")
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        return said(sw.CheckpointError, lambda: sharded.load(run / "latest"))
+
+    text = on_ranks(2, DECODER.build, rank)[0]
+    assert "latest" in text
+    assert "beside it are latest, step-1, step-2. Name one" in text
+    assert resumed("everything", run) == "step-2"
+
+
+def test_a_run_in_which_all_are_broken_starts_anew_and_says_so(
+    copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = copy("everything")
+    for step in ("step-1", "step-2"):
+        os.truncate(run / step / "training.json", 5)
+
+    def rank(comm: Comm, model: nn.Module) -> sw.Loaded | None:
+        before = clones(model.state_dict())
+        report = sw.shard(model, comm=comm).resume(run, adamw(model.parameters()))
+        assert all(torch.equal(before[n], value) for n, value in model.state_dict().items())
+        return report
+
+    assert on_ranks(2, DECODER.build, rank) == [None, None]
+    assert caplog.text.count("SKIPPED") == 2

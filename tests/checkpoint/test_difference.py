@@ -1,0 +1,205 @@
+"""Two checkpoints are compared by name and by value, and what is known to be equal is not read."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+import shardwise as sw
+from shardwise.checkpoint.difference import ABSENT, Change, Difference, compare, unlike_fields
+from shardwise.checkpoint.export import export
+from shardwise.checkpoint.source import Source
+from tests.checkpoint.runs import loaded_and_saved, saved
+from tests.nets import NETS
+
+DECODER, TIED = NETS[0], NETS[1]
+
+
+def compared(one: Path, other: Path, weights_only: bool = False) -> Difference:
+    with Source.open(one) as a, Source.open(other) as b:
+        return compare(a, b, weights_only)
+
+
+def files(folder: Path, one: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
+    """Two plain files, without checksums."""
+    save_file(one, folder / "one.safetensors")
+    save_file(other, folder / "other.safetensors")
+    return compared(folder / "one.safetensors", folder / "other.safetensors")
+
+
+def test_a_checkpoint_equals_its_copy_and_nothing_is_read(tmp_path: Path) -> None:
+    saved(DECODER, 2, tmp_path / "step-2")
+    shutil.copytree(tmp_path / "step-2", tmp_path / "copy")
+    found = compared(tmp_path / "step-2", tmp_path / "copy")
+    assert found.is_empty
+    assert found.read == 0 < found.nbytes
+
+
+def test_other_ranks_and_files_make_no_difference_to_tensors(tmp_path: Path) -> None:
+    saved(DECODER, 3, tmp_path / "a")
+    loaded_and_saved(DECODER, 2, tmp_path / "a", tmp_path / "b", "no_shard")
+    found = compared(tmp_path / "a", tmp_path / "b")
+    assert {one.stem for one in found.tensors} == {"ranks"}  # each rank's generators
+    assert {change.place for change in found.fields} == {"world", "local"}
+    assert compared(tmp_path / "a", tmp_path / "b", weights_only=True).is_empty
+
+
+def test_every_value_that_differs_is_counted_and_measured(tmp_path: Path) -> None:
+    one = torch.linspace(1, 2, 500_000)  # two pieces
+    other = one.clone()
+    other[3] += 0.5
+    other[400_000] *= 0.5
+    few = torch.arange(9)
+    found = files(tmp_path, {"w": one, "same": few}, {"w": other, "same": few})
+    (unlike,) = found.tensors
+    assert (unlike.stem, unlike.name, unlike.numel, unlike.differing) == ("model", "w", 500_000, 2)
+    assert unlike.largest == pytest.approx(float(one[400_000]) / 2)
+    assert unlike.relative == pytest.approx(0.5)
+    assert found.alike == 1
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.complex64,
+        torch.int64,
+        torch.uint16,
+        torch.uint8,
+        torch.bool,
+    ],
+    ids=str,
+)
+def test_every_dtype_can_be_compared(tmp_path: Path, dtype: torch.dtype) -> None:
+    one = torch.tensor([0, 1, 1, 0]).to(dtype)
+    other = torch.tensor([0, 1, 0, 0]).to(dtype)
+    (unlike,) = files(tmp_path, {"x": one}, {"x": other}).tensors
+    assert (unlike.differing, unlike.largest, unlike.relative) == (1, 1.0, 1.0)
+    assert files(tmp_path, {"x": one}, {"x": one}).is_empty
+
+
+def test_a_nan_equals_only_itself(tmp_path: Path) -> None:
+    one = torch.tensor([math.nan, 1.0, math.inf, 0.0])
+    other = torch.tensor([math.nan, math.nan, math.inf, -0.0])
+    (unlike,) = files(tmp_path, {"x": one}, {"x": other}).tensors
+    assert (unlike.differing, unlike.largest, unlike.relative) == (2, math.inf, math.inf)
+    (zero,) = files(tmp_path, {"x": one[3:]}, {"x": other[3:]}).tensors
+    assert (zero.differing, zero.largest, zero.relative) == (1, 0.0, 0.0)
+
+
+def test_a_cast_is_a_difference_even_where_values_are_equal(tmp_path: Path) -> None:
+    exact = torch.tensor([1.0, 0.5])
+    (unlike,) = files(tmp_path, {"x": exact}, {"x": exact.bfloat16()}).tensors
+    assert (unlike.dtypes, unlike.differing) == (("F32", "BF16"), 0)
+    third = torch.tensor([1.0, 1 / 3])
+    (unlike,) = files(tmp_path, {"x": third}, {"x": third.bfloat16()}).tensors
+    assert unlike.differing == 1
+    assert 0 < unlike.relative < 2**-8
+
+
+def test_names_and_shapes_that_differ_are_told(tmp_path: Path) -> None:
+    found = files(
+        tmp_path,
+        {"a": torch.zeros(2), "x": torch.zeros(2, 3)},
+        {"b": torch.zeros(2), "x": torch.zeros(3, 2)},
+    )
+    assert found.only == ({"model": ["a"]}, {"model": ["b"]})
+    (unlike,) = found.tensors
+    assert (unlike.shapes, unlike.differing) == (((2, 3), (3, 2)), 6)
+    assert (found.read, found.nbytes) == (0, 0)
+
+
+def test_a_tied_name_is_found_by_the_one_it_is_stored_by(tmp_path: Path) -> None:
+    saved(TIED, 1, tmp_path / "step-2")
+    with Source.open(tmp_path / "step-2") as source:
+        assert source.manifest is not None
+        alias, name = next(iter(source.manifest.aliases.items()))
+        places = source.tensors("model")
+        values = {n: torch.from_numpy(read(source, n)) for n in places}
+    values[alias] = values.pop(name)
+    save_file(values, tmp_path / "other.safetensors")
+    assert compared(tmp_path / "other.safetensors", tmp_path / "step-2", True).is_empty
+
+
+def read(source: Source, name: str) -> object:
+    place = source.tensors("model")[name]
+    out = torch.empty(place.stored.shape)
+    source.read_into(place.file, place.stored.start, out.view(-1).view(torch.uint8).numpy())
+    return out.numpy()
+
+
+def fast(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+
+
+def slow(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+
+
+def test_training_state_and_small_files_are_compared(tmp_path: Path) -> None:
+    saved(DECODER, 1, tmp_path / "a", make=fast, files={"note.txt": "x"})
+    saved(DECODER, 1, tmp_path / "b", make=slow, files={"note.txt": "y"})
+    found = compared(tmp_path / "a", tmp_path / "b")
+    assert found.fields == (Change("optimizers[0].groups[0].options.lr", 1e-2, 1e-3),)
+    assert [change.place for change in found.files] == ["note.txt"]
+    assert not compared(tmp_path / "a", tmp_path / "b", weights_only=True).fields
+
+
+def test_blocks_of_equal_checksums_are_not_read(tmp_path: Path) -> None:
+    """What is read is the block that differs, and no other."""
+    for name, at in (("a", 0), ("b", 3_000_000)):
+        model = torch.nn.Linear(1024, 3 * 1024, bias=False)
+        with torch.no_grad():
+            model.weight.zero_()
+            model.weight.view(-1)[at] = 1.0 if at else 0.0
+        sw.shard(model).save(tmp_path / name)
+    found = compared(tmp_path / "a", tmp_path / "b")
+    (unlike,) = found.tensors
+    assert unlike.differing == 1
+    assert 0 < found.read <= 5 << 20
+    assert found.nbytes == 12 << 20
+
+
+def test_checksums_of_blocks_that_begin_elsewhere_say_nothing(tmp_path: Path) -> None:
+    """Blocks of zeros have one checksum; what differs lies in the next block on one side alone."""
+    one, other = torch.zeros(3 << 20), torch.zeros(3 << 20)
+    other[(11 << 20) // 4 - 1024 + 1] = 1.0
+    for name, values in (("one", {"w": one}), ("other", {"a": torch.zeros(1 << 18), "w": other})):
+        save_file(values, tmp_path / f"{name}.safetensors")
+        with Source.open(tmp_path / f"{name}.safetensors") as source:
+            export(source, tmp_path / name)
+    found = compared(tmp_path / "one", tmp_path / "other")
+    assert [(unlike.name, unlike.differing) for unlike in found.tensors] == [("w", 1)]
+
+
+def test_damage_is_an_error_and_no_difference(tmp_path: Path) -> None:
+    saved(DECODER, 1, tmp_path / "a")
+    loaded_and_saved(DECODER, 2, tmp_path / "a", tmp_path / "b")
+    with (tmp_path / "b" / "model.safetensors").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"!")
+    with pytest.raises(sw.CheckpointError, match="is damaged"):
+        compared(tmp_path / "a", tmp_path / "b")
+
+
+def test_fields_are_named_by_their_place() -> None:
+    one = {"a": [1, {"b": 2}], "c": None, "d": [1], "f": 1}
+    other = {"a": [1, {"b": 3}], "e": 5, "d": [1, 2], "f": True}
+    assert list(unlike_fields(one, other)) == [
+        ("a[1].b", 2, 3),
+        ("c", None, ABSENT),
+        ("d", [1], [1, 2]),
+        ("f", 1, True),
+        ("e", ABSENT, 5),
+    ]

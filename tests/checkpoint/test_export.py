@@ -1,0 +1,237 @@
+"""A checkpoint is written again: merged, split, cast, for whoever reads it next."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint.catalogue import Catalogue, damage_of
+from shardwise.checkpoint.complete import check_complete
+from shardwise.checkpoint.difference import compare
+from shardwise.checkpoint.export import Exported, ExportOptions, export
+from shardwise.checkpoint.plan import BLOCK
+from shardwise.checkpoint.source import Source
+from tests.checkpoint.runs import adamw, loaded_and_saved, same, saved, tensors
+from tests.copies import clones, on_ranks, seeded
+from tests.nets import NETS
+
+DECODER, TIED = NETS[0], NETS[1]
+
+
+def exported(source: Path, destination: Path, **options: Any) -> Exported:
+    with Source.open(source) as opened:
+        return export(opened, destination, ExportOptions(**options))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks' checkpoint, in many small files."""
+    folder = tmp_path_factory.mktemp("made") / "step-2"
+    saved(TIED, 2, folder, max_file_size=2_000)
+    return folder
+
+
+def test_many_files_become_one(made: Path, tmp_path: Path) -> None:
+    result = exported(made, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "manifest.json",
+        "model.safetensors",
+    ]
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors(made, "model"))
+    assert (result.files, result.cast) == (("model.safetensors",), ())
+    assert check_complete(tmp_path / "out").aliases == check_complete(made).aliases
+
+
+def test_one_file_becomes_many_as_hugging_face_names_them(made: Path, tmp_path: Path) -> None:
+    exported(made, tmp_path / "one")
+    result = exported(tmp_path / "one", tmp_path / "many", max_file_size=5_000)
+    assert len(result.files) > 2
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(result.files)
+    for name in result.files:
+        found = load_file(tmp_path / "many" / name)
+        assert sum(value.nbytes for value in found.values()) <= 5_000 or len(found) == 1
+        assert all(index["weight_map"][tensor] == name for tensor in found)
+    assert same(tensors(tmp_path / "many", "model"), tensors(made, "model"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_weights_are_cast_as_torch_casts_them(
+    made: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    result = exported(made, tmp_path / "out", dtype=dtype)
+    whole = tensors(made, "model")
+    assert same(tensors(tmp_path / "out", "model"), {n: v.to(dtype) for n, v in whole.items()})
+    assert set(result.cast) == set(whole)
+
+
+def test_halves_are_rounded_to_even(tmp_path: Path) -> None:
+    """Between 1 and 1 + 2/128 lie, in bf16, 1 + 1/128; halfway goes to the even neighbour."""
+    values = torch.tensor([1 + 1 / 256, 1 + 3 / 256, 1 + 1 / 256 + 2**-20])
+    save_file({"x": values}, tmp_path / "model.safetensors")
+    exported(tmp_path, tmp_path / "out", dtype=torch.bfloat16)
+    found = load_file(tmp_path / "out" / "model.safetensors")["x"]
+    assert found.tolist() == [1.0, 1 + 2 / 128, 1 + 1 / 128]
+
+
+def test_only_floating_point_is_cast(tmp_path: Path) -> None:
+    values = {
+        "ids": torch.arange(5),
+        "mask": torch.tensor([True, False]),
+        "eight": torch.ones(3).to(torch.float8_e4m3fn),
+        "none": torch.empty(0, 4),
+        "one": torch.tensor(2.0, dtype=torch.float64),
+    }
+    save_file(values, tmp_path / "model.safetensors")
+    result = exported(tmp_path, tmp_path / "out", dtype=torch.bfloat16)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {n: v.dtype for n, v in found.items()} == {
+        "ids": torch.int64,
+        "mask": torch.bool,
+        "eight": torch.float8_e4m3fn,
+        "none": torch.bfloat16,
+        "one": torch.bfloat16,
+    }
+    assert set(result.cast) == {"none", "one"}
+    assert torch.equal(found["ids"], values["ids"])
+
+
+def test_a_value_that_would_become_infinite_is_an_error(tmp_path: Path) -> None:
+    values = torch.zeros(3_000_000)
+    values[2_500_000], values[0] = 70_000.0, torch.inf
+    save_file({"x": values}, tmp_path / "model.safetensors")
+    with pytest.raises(sw.CheckpointError, match=r"1 values of x do not fit .*70000.*bfloat16"):
+        exported(tmp_path, tmp_path / "out", dtype=torch.float16)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    exported(tmp_path, tmp_path / "out", dtype=torch.bfloat16)  # what was infinite stays so
+
+
+def test_transformers_loads_the_result(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    model = seeded(lambda: transformers.LlamaForCausalLM(config))
+    whole = clones(model.state_dict())
+    sw.shard(model).save(tmp_path / "step-1")
+    exported(tmp_path / "step-1", tmp_path / "out", dtype=torch.bfloat16, max_file_size=9_000)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert same(back.state_dict(), {n: v.bfloat16() for n, v in whole.items()})
+
+
+def test_with_its_optimizer_a_run_goes_on_from_the_result(made: Path, tmp_path: Path) -> None:
+    exported(made, tmp_path / "out", with_optimizer=True)
+    with Source.open(made) as one, Source.open(tmp_path / "out") as other:
+        assert compare(one, other).is_empty
+    loaded_and_saved(TIED, 3, tmp_path / "out", tmp_path / "again")
+    assert same(tensors(tmp_path / "again", "optimizer"), tensors(made, "optimizer"))
+
+
+def test_optimizer_state_keeps_its_dtype(made: Path, tmp_path: Path) -> None:
+    exported(made, tmp_path / "out", with_optimizer=True, dtype=torch.bfloat16)
+    assert same(tensors(tmp_path / "out", "optimizer"), tensors(made, "optimizer"))
+
+    def rank(comm: Any, model: nn.Module) -> tuple[str, ...]:
+        sharded = sw.shard(model, comm=comm)
+        return sharded.load(tmp_path / "out", adamw(model.parameters()), cast=True).cast
+
+    assert len(on_ranks(2, TIED.build, rank)[0]) == len(tensors(made, "model"))
+
+
+def test_weights_alone_have_no_optimizer_to_export(made: Path, tmp_path: Path) -> None:
+    exported(made, tmp_path / "out")
+    with pytest.raises(sw.CheckpointError, match=r"weights alone\. Export it without --with-opt"):
+        exported(tmp_path / "out", tmp_path / "again", with_optimizer=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(sw.CheckpointError, match="no weights to export"):
+        exported(tmp_path / "empty", tmp_path / "again")
+
+
+def test_shards_as_they_were_are_no_whole_tensors(tmp_path: Path) -> None:
+    saved(DECODER, 2, tmp_path / "step-2", kind="local")
+    with pytest.raises(sw.CheckpointError, match=r"holds local shards of 2 ranks.*kind='sharded'"):
+        exported(tmp_path / "step-2", tmp_path / "out")
+
+
+def test_the_result_vouches_for_its_bytes(made: Path, tmp_path: Path) -> None:
+    exported(made, tmp_path / "out", max_file_size=5_000)
+    catalogue = Catalogue.read(tmp_path / "out")
+    assert catalogue.problems == ()
+    assert [damage for _, damage in damage_of(catalogue) if damage] == []
+    with max((tmp_path / "out").glob("*.safetensors")).open("r+b") as file:
+        file.seek(5_000)
+        file.write(b"!?")
+    assert any(damage for _, damage in damage_of(catalogue))
+
+
+def test_damage_is_found_on_the_way_and_nothing_is_left(made: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(made, tmp_path / "step-2"))
+    path = max(broken.glob("model-*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(sw.CheckpointError, match=rf"{path.name} is damaged"):
+        exported(broken, tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_what_is_there_is_replaced_only_if_told_so(made: Path, tmp_path: Path) -> None:
+    exported(made, tmp_path / "out")
+    with pytest.raises(sw.CheckpointError, match=r"is there already.*--overwrite"):
+        exported(made, tmp_path / "out", dtype=torch.bfloat16)
+    exported(made, tmp_path / "out", dtype=torch.bfloat16, overwrite=True)
+    assert tensors(tmp_path / "out", "model")["embed.weight"].dtype == torch.bfloat16
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(sw.CheckpointError, match="no checkpoint of shardwise, so it is left alone"):
+        exported(made, tmp_path / "mine", overwrite=True)
+
+
+def test_what_a_killed_export_left_goes_and_nothing_else(made: Path, tmp_path: Path) -> None:
+    token = "0123456789abcdef"
+    names = (f"out.partial-{token}", f"other.partial-{token}", f"out.replaced-{token}")
+    for name in names:
+        (tmp_path / name).mkdir()
+    exported(made, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[1:], "out"])
+
+
+def test_a_folder_can_replace_itself(made: Path, tmp_path: Path) -> None:
+    exported(made, tmp_path / "out")
+    exported(tmp_path / "out", tmp_path / "out", dtype=torch.bfloat16, overwrite=True)
+    whole = tensors(made, "model")
+    found = tensors(tmp_path / "out", "model")
+    assert same(found, {name: value.bfloat16() for name, value in whole.items()})
+
+
+def test_nothing_larger_than_a_few_blocks_is_ever_held(tmp_path: Path) -> None:
+    """A tensor of 64 MiB; numpy tells tracemalloc what it holds, torch holds one block."""
+    values = {"x": torch.ones(16 << 20), "y": torch.arange(3)}
+    save_file(values, tmp_path / "model.safetensors")
+    seen: list[int] = []
+    tracemalloc.start()
+    try:
+        with Source.open(tmp_path) as source:
+            export(source, tmp_path / "out", None, lambda more, total: seen.append(more))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * BLOCK
+    assert max(seen) <= BLOCK
+    assert sum(seen) == sum(value.nbytes for value in values.values())
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), values)

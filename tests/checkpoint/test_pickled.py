@@ -1,0 +1,58 @@
+"""One file that ``torch.load`` reads, without a copy of the model in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.checkpoint.export import ExportOptions
+from shardwise.checkpoint.pickled import export_pickled
+from shardwise.checkpoint.source import Source
+from tests.checkpoint.runs import same, saved
+from tests.nets import NETS
+
+TIED = NETS[1]
+
+
+def test_a_plain_model_loads_the_file(tmp_path: Path) -> None:
+    whole = saved(TIED, 2, tmp_path / "step-2", max_file_size=2_000)
+    with Source.open(tmp_path / "step-2") as source:
+        made = export_pickled(source, tmp_path / "model.pt")
+    states = torch.load(tmp_path / "model.pt", weights_only=True)
+    model = TIED.build()
+    model.load_state_dict(states)
+    assert same(model.state_dict(), whole)
+    assert made.nbytes == (tmp_path / "model.pt").stat().st_size
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "latest") == [
+        "model.pt",
+        "step-2",
+    ]
+
+
+def test_tied_weights_share_memory_in_it(tmp_path: Path) -> None:
+    saved(TIED, 1, tmp_path / "step-2")
+    with Source.open(tmp_path / "step-2") as source:
+        assert source.manifest is not None
+        aliases = source.manifest.aliases
+        export_pickled(source, tmp_path / "model.pt", ExportOptions(dtype=torch.bfloat16))
+    states = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert aliases
+    for alias, name in aliases.items():
+        assert states[alias].data_ptr() == states[name].data_ptr()
+    assert {value.dtype for value in states.values()} == {torch.bfloat16}
+
+
+def test_what_is_there_stays_unless_told_otherwise(tmp_path: Path) -> None:
+    saved(TIED, 1, tmp_path / "step-2")
+    (tmp_path / "model.pt").write_text("mine")
+    with Source.open(tmp_path / "step-2") as source:
+        with pytest.raises(sw.CheckpointError, match="is there already"):
+            export_pickled(source, tmp_path / "model.pt")
+        assert (tmp_path / "model.pt").read_text() == "mine"
+        export_pickled(source, tmp_path / "model.pt", ExportOptions(overwrite=True))
+        with pytest.raises(sw.CheckpointError, match="holds weights alone"):
+            export_pickled(source, tmp_path / "o.pt", ExportOptions(with_optimizer=True))
+    assert "embed.weight" in torch.load(tmp_path / "model.pt", weights_only=True)

@@ -1,0 +1,102 @@
+"""What a run's folder holds: whole checkpoints, broken ones, and what a crash left."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise.checkpoint.folder import LOCK
+from shardwise.checkpoint.run import checkpoint_of, folder_of_run, survey
+from tests.checkpoint.runs import saved
+from tests.nets import NETS
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two whole checkpoints and a third that lost its manifest, the newest."""
+    saved(NETS[1], 2, tmp_path / "step-2")
+    saved(NETS[1], 1, tmp_path / "step-10", strategy="no_shard")
+    saved(NETS[1], 1, tmp_path / "step-11")
+    (tmp_path / "step-11" / "manifest.json").unlink()
+    return tmp_path
+
+
+def old(path: Path) -> None:
+    long_ago = time.time() - 86_400
+    os.utime(path, (long_ago, long_ago))
+
+
+def test_checkpoints_are_listed_newest_first_with_who_wrote_them(run: Path) -> None:
+    found = survey(run)
+    assert [listed.path.name for listed in found.checkpoints] == ["step-11", "step-10", "step-2"]
+    broken, ten, two = found.checkpoints
+    assert (broken.step, broken.manifest) == (11, None)
+    assert "step-11 has no manifest.json" in broken.problem
+    assert ten.manifest is not None
+    assert (ten.manifest.world, ten.manifest.strategy, ten.problem) == (1, "no_shard", "")
+    assert two.nbytes == sum(file.stat().st_size for file in (run / "step-2").iterdir())
+    assert (found.latest, found.leftovers) == ("step-11", ())
+
+
+def test_a_file_that_is_cut_off_is_the_reason_why(run: Path) -> None:
+    os.truncate(run / "step-2" / "model.safetensors", 100)
+    problem = survey(run).checkpoints[2].problem
+    assert "model.safetensors has 100 of" in problem
+
+
+def test_what_is_being_written_is_told_from_what_a_crash_left(run: Path) -> None:
+    written, left = run / f"step-20.partial-{TOKEN}", run / f"step-21.partial-{TOKEN}"
+    gone = run / f"step-1.removing-{TOKEN}"
+    for path in (written, left, gone):
+        path.mkdir()
+        (path / LOCK).touch()
+        old(path / LOCK)
+    with (written / LOCK).open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = survey(run).leftovers
+    assert [(one.kind, one.name, now) for one, now in found] == [
+        ("removing", "step-1", False),
+        ("partial", "step-20", True),
+        ("partial", "step-21", False),
+    ]
+
+
+def test_a_lock_that_is_just_being_taken_is_not_touched(run: Path) -> None:
+    """Whoever looks must not hold the lock in the moment in which a save takes it."""
+    young = run / f"step-20.partial-{TOKEN}"
+    young.mkdir()
+    (young / LOCK).touch()
+    assert survey(run).leftovers[0][1]
+
+
+@pytest.mark.parametrize("inner", ["", "checkpoints"])
+def test_a_run_is_a_folder_with_checkpoints_in_it(tmp_path: Path, inner: str) -> None:
+    saved(NETS[1], 1, tmp_path / inner / "step-1")
+    (tmp_path / "model.safetensors").touch()  # a run leaves the trained model beside them
+    assert folder_of_run(tmp_path) == tmp_path / inner
+    assert folder_of_run(tmp_path / inner / "step-1") is None
+    assert folder_of_run(tmp_path / "nothing") is None
+    assert folder_of_run(tmp_path / "model.safetensors") is None
+
+
+def test_the_newest_whole_checkpoint_stands_for_its_run(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        assert checkpoint_of(run) == run / "step-10"
+    assert f"SKIPPED {run / 'step-11'}" in caplog.text
+    assert checkpoint_of(run / "step-2") == run / "step-2"
+
+
+def test_a_run_without_a_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    with pytest.raises(sw.CheckpointError, match=r"holds no complete checkpoint: 1 are broken"):
+        checkpoint_of(tmp_path)

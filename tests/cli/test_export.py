@@ -1,0 +1,140 @@
+"""The command as a user meets it: sources, formats, options, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardwise.cli import main
+from shardwise.cli.export import nbytes_of
+from shardwise.errors import ConfigError
+from tests.checkpoint.runs import same, saved, tensors
+from tests.nets import NETS
+
+TIED = NETS[1]
+
+
+def export(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["export", *map(str, arguments)])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    saved(TIED, 2, folder / "step-2", max_file_size=3_000)
+    (folder / "step-9").mkdir()  # broken
+    return folder
+
+
+def test_a_run_s_newest_whole_checkpoint_is_merged(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(run, tmp_path / "out") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith(f"wrote    {tmp_path / 'out'}: 42 tensors, ")
+    assert out[0].endswith("in 1 file")
+    assert out[1] == f"from     {run / 'step-2'}, checked on the way"
+    assert out[2].startswith("missing  config.json")
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors(run / "step-2", "model"))
+
+
+def test_cast_and_split(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--dtype", "bfloat16", "--max-file-size", "4KiB", "--with-optimizer")
+    assert export(run / "step-2", tmp_path / "out", *options) == 0
+    assert "cast     42 tensors" in capsys.readouterr().out
+    found = tensors(tmp_path / "out", "model")
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    assert (tmp_path / "out" / "training.json").exists()
+
+
+def test_one_file_of_torch(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(run, tmp_path / "model.pt", "--format", "pt") == 0
+    TIED.build().load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+
+
+def test_a_file_of_torch_becomes_a_folder(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(TIED.build().state_dict(), tmp_path / "plain.pt")
+    assert export(tmp_path / "plain.pt", tmp_path / "out", "--dtype", "bfloat16") == 0
+    found = tensors(tmp_path / "out", "model")
+    states = TIED.build().state_dict()
+    assert found.keys() <= states.keys()
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain.pt"]
+
+
+def test_dcp_there_and_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(run, tmp_path / "dcp", "--format", "dcp") == 0
+    assert f"wrote    {tmp_path / 'dcp'}" in capsys.readouterr().out
+    assert export(tmp_path / "dcp", tmp_path / "out", "--with-optimizer") == 1
+    assert "--trust-source" in capsys.readouterr().err
+    assert export(tmp_path / "dcp", tmp_path / "out", "--with-optimizer", "--trust-source") == 0
+    whole = tensors(run / "step-2", "model")
+    found = tensors(tmp_path / "out", "model")  # with tied weights under each of their names
+    assert same({name: found[name] for name in whole}, whole)
+    assert same(tensors(tmp_path / "out", "optimizer"), tensors(run / "step-2", "optimizer"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "out"]
+
+
+def test_options_that_do_not_go_together_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(run, tmp_path / "dcp", "--format", "dcp", "--dtype", "float16") == 1
+    assert "it knows no --dtype" in capsys.readouterr().err
+    assert export(run, tmp_path / "out", "--optimizer-file", "o.pt") == 1
+    assert "goes with a source of torch" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(run, tmp_path / "out") == 0
+    assert export(run, tmp_path / "out") == 1
+    assert "error: " in (err := capsys.readouterr().err)
+    assert "is there already" in err
+    assert export(run, tmp_path / "out", "--overwrite") == 0
+
+
+def test_nothing_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(tmp_path / "nothing", tmp_path / "out") == 1
+    assert "there is no checkpoint here" in capsys.readouterr().err
+
+
+def test_names_in_errors_cannot_drive_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(tmp_path / "no\x1b[2Jthing", tmp_path / "out") == 1
+    err = capsys.readouterr().err
+    assert "no\\x1b[2Jthing" in err
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("5GB", 5_000_000_000),
+        ("5 gb", 5_000_000_000),
+        ("64MiB", 64 << 20),
+        ("1.5K", 1500),
+        ("300", 300),
+        ("2TiB", 2 << 40),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_written_as_people_write_them(text: str, nbytes: int) -> None:
+    assert nbytes_of(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "many", "-5GB", "0", "5PB", "1e9"])
+def test_other_sizes_are_errors(text: str) -> None:
+    with pytest.raises(ConfigError, match="say a size such as 5GB"):
+        nbytes_of(text)

@@ -1,0 +1,335 @@
+"""The command as a user meets it: what it shows, what it finds wrong, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import shardwise as sw
+from shardwise.cli import main
+from tests.checkpoint.runs import adamw, saved, steps, tensors
+from tests.copies import seeded
+from tests.nets import NETS
+
+DECODER, TIED = NETS[0], NETS[1]
+
+
+def inspect(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["inspect", *map(str, arguments)])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two checkpoints."""
+    run = tmp_path_factory.mktemp("run")
+    saved(DECODER, 2, run / "step-2")
+    saved(TIED, 1, run / "step-4", strategy="no_shard")
+    return run
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy, to be broken."""
+    return Path(shutil.copytree(made, tmp_path / "run", symlinks=True))
+
+
+def damage(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+# --- a run -----------------------------------------------------------------------------------
+
+
+def test_a_run_is_a_table_of_its_checkpoints(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect(made) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{made}: 2 checkpoints, 2 complete, ")
+    four, two = (line.split() for line in lines[4:6])
+    assert (four[0], four[1], four[4:6], four[-2:]) == (
+        "step-4",
+        "4",
+        ["1", "no_shard"],
+        ["complete,", "latest"],
+    )
+    assert (two[0], two[4:6], two[-1]) == ("step-2", ["2", "full_shard"], "complete")
+    assert max(map(len, lines[2:])) <= 100
+
+
+def test_a_broken_checkpoint_of_a_run_is_explained(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "step-2" / "optimizer.safetensors").unlink()
+    (run / "step-3.partial-0123456789abcdef").mkdir()
+    assert inspect(run) == 1
+    said = capsys.readouterr().out
+    assert "NOT COMPLETE" in said
+    assert "step-2: " in said
+    assert "optimizer.safetensors is missing" in said
+    assert "step-3.partial-0123456789abcdef: left by a save that did not end" in said
+
+
+def test_a_run_can_be_verified(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(run, "--verify") == 0
+    damage(run / "step-4" / "model.safetensors", 5000)
+    capsys.readouterr()
+    assert inspect(run, "--verify") == 1
+    said = capsys.readouterr().out
+    assert "bytes of step-2: all that are there are as they were written" in said
+    assert "bytes of step-4: 1 blocks are damaged" in said
+    assert "DAMAGED model.safetensors: bytes 0 to " in said
+
+
+def test_a_run_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(run / "step-4" / "model.safetensors", 10)
+    assert inspect(run, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["latest"] == "step-4"
+    assert [(c["name"], c["step"], c["complete"]) for c in found["checkpoints"]] == [
+        ("step-4", 4, False),
+        ("step-2", 2, True),
+    ]
+    assert found["checkpoints"][1]["written"]["world"] == 2
+
+
+# --- a checkpoint ----------------------------------------------------------------------------
+
+
+def test_a_checkpoint_shows_files_tensors_and_training(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect(made / "step-2") == 0
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert lines[0] == f"{made / 'step-2'}  complete"
+    assert "by 2 ranks, full_shard" in said
+    assert "kind        sharded safetensors, written by 2 ranks" in said
+    assert "were cut over 2 ranks" in said
+    assert "weights: 43 tensors" in said
+    (row,) = [line for line in lines if "mlp.up.weight" in line]
+    assert row.split() == ["blocks.{0…2}.mlp.up.weight", "3", "×", "[35,", "16]", "float32"]
+    assert "for each of 43 parameters:" in said
+    assert "exp_avg, exp_avg_sq: in its shape, float32" in said
+    assert "step: one number, float32, 2\n" in said
+    assert "rng/torch" in said
+    assert "group 0: 43 parameters, lr 0.01, betas (0.9, 0.999)" in said
+    assert "--verify reads all of them" in lines[-1]
+    assert max(map(len, lines[1:])) <= 100
+
+
+def test_latest_is_a_checkpoint_and_ties_are_named(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect(made / "latest") == 0
+    said = capsys.readouterr().out
+    assert "step 2, " in said
+    assert "tied: stored once, under the second name" in said
+    assert "lm_head.weight is " in said
+
+
+def test_every_tensor_has_its_place(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(made / "step-2", "--all") == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("  embed.weight")]
+    assert line == "  embed.weight  [37, 16] float32  model.safetensors 4,096–6,464"
+
+
+def test_the_whole_state_of_training_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = seeded(DECODER.build)
+    sharded = sw.shard(model)
+    optimizer = adamw(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    steps(model, optimizer, DECODER, 0, range(1))
+    training = sw.Training(
+        step=7, scheduler=scheduler, position=("row", 3), config={"lr": 1}, metric=2.5
+    )
+    sharded.save(tmp_path / "step-7", optimizer, training)
+    assert inspect(tmp_path / "step-7") == 0
+    said = capsys.readouterr().out
+    assert "metric      2.5" in said
+    assert "position    ('row', 3)" in said
+    assert "scheduler   {'step_size': 5" in said
+    assert "config      {'lr': 1}" in said
+
+
+def test_a_folder_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": torch.zeros(3), "n": torch.arange(2)}, tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        assert inspect(path) == 0
+        said = capsys.readouterr().out
+        assert "has no manifest, so bytes cannot be checked" in said
+        assert "weights: 2 tensors, 28 B (1 int64 16 B, 1 float32 12 B)" in said
+
+
+def test_a_clean_checkpoint_is_verified(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(made / "step-2", "--verify") == 0
+    out, err = capsys.readouterr()
+    assert "bytes: all that are there are as they were written" in out
+    assert err == ""  # no bar where nobody sees it
+
+
+def test_damage_is_found_named_and_the_status(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "step-2" / "model.safetensors"
+    damage(path, path.stat().st_size - 1)
+    assert inspect(run / "step-2", "--verify") == 1
+    said = capsys.readouterr().out
+    assert f"DAMAGED model.safetensors: bytes 0 to {path.stat().st_size:,}" in said
+    assert "lm_head.weight" in said.split("DAMAGED")[1]
+
+
+def test_damage_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(run / "step-2" / "training.json", 100)
+    assert inspect(run / "step-2", "--verify", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["complete"], found["training"]) == (False, None)
+    (one,) = found["damage"]
+    assert (one["file"], one["start"], one["tensors"]) == ("training.json", 0, [])
+    assert found["tensors"]["model"]["embed.weight"]["shape"] == [37, 16]
+
+
+def test_what_is_not_complete_is_shown_and_the_status(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(run / "step-2" / "optimizer.safetensors", 100)
+    assert inspect(run / "step-2") == 1
+    said = capsys.readouterr().out
+    assert said.splitlines()[0].endswith("NOT COMPLETE")
+    assert "CUT, has 100" in said
+    assert "weights: 43 tensors" in said
+
+
+def test_nothing_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(tmp_path / "nothing") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert "there is no checkpoint here" in err
+
+
+def test_long_names_are_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "model.language_model.layers.0.block_sparse_moe.experts.0.gate_up_projection.weight"
+    save_file({name: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    assert inspect(tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index(f"  {name}")
+    assert lines[at + 1].split() == ["[2,", "3]", "float32"]
+
+
+# --- names that would do harm ----------------------------------------------------------------
+
+EVIL = "\x1b[2J\x1b[1;1Hcomplete\r\u202e\x07"
+
+
+def evil(folder: Path, value: float = 0.0) -> Path:
+    folder.mkdir()
+    save_file({f"w{EVIL}": torch.full((3,), value)}, folder / "model.safetensors")
+    return folder
+
+
+def assert_harmless(text: str) -> None:
+    assert text.replace("\n", "").isprintable()
+    assert "\\x1b[2J" in text or "\\u001b[2J" in text
+
+
+@pytest.mark.parametrize("options", [(), ("--all",), ("--json",)], ids=str)
+def test_names_of_tensors_cannot_drive_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    assert inspect(evil(tmp_path / "a"), *options) == 0
+    assert_harmless(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("options", [(), ("--all",), ("--json",)], ids=str)
+def test_nor_where_two_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    assert inspect(evil(tmp_path / "a"), evil(tmp_path / "b", 1.0), *options) == 1
+    assert_harmless(capsys.readouterr().out)
+
+
+def test_nor_those_of_files_and_what_training_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = sw.Training(step=1, position={EVIL: EVIL}, config=EVIL)
+    sw.shard(seeded(DECODER.build)).save(tmp_path / "step-1", None, training)
+    (tmp_path / "step-1" / f"stranger{EVIL}").touch()
+    assert inspect(tmp_path / "step-1") == 0
+    assert_harmless(capsys.readouterr().out)
+
+
+def test_nor_those_in_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(tmp_path / f"nothing{EVIL}") == 2
+    assert_harmless(capsys.readouterr().err)
+
+
+# --- two -------------------------------------------------------------------------------------
+
+
+def test_equal_checkpoints_end_with_0(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(run / "step-2", run / "copy")
+    assert inspect(run / "step-2", run / "copy") == 0
+    assert "by their checksums alone: equal" in capsys.readouterr().out
+
+
+def test_different_ones_end_with_1_and_say_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(DECODER, 1, tmp_path / "a", make=lambda params: torch.optim.SGD(params, lr=1e-2))
+    saved(DECODER, 1, tmp_path / "b", make=lambda params: torch.optim.SGD(params, lr=1e-3))
+    assert inspect(tmp_path / "a", tmp_path / "b") == 1
+    said = capsys.readouterr().out
+    assert "model: not equal" in said
+    assert "blocks.{0…2}.mlp.up.weight  3 tensors" in said
+    assert "elements differ, by " in said
+    assert "optimizers[0].groups[0].options.lr: 0.01 in A, 0.001 in B" in said
+    assert inspect(tmp_path / "a", tmp_path / "b", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["equal"]
+    assert found["training"] == [
+        {"place": "optimizers[0].groups[0].options.lr", "one": 0.01, "other": 0.001}
+    ]
+
+
+def test_unlike_models_say_what_only_one_has(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tensors(made / "step-2", "model")
+    weights["head.weight"] = weights.pop("lm_head.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    assert inspect(made / "step-2", tmp_path / "model.safetensors", "--weights-only") == 1
+    said = capsys.readouterr().out
+    assert "only in A, model: 1 tensors\n  lm_head.weight" in said
+    assert "only in B, model: 1 tensors\n  head.weight" in said
+    assert "42 equal, 0 not" in said
+    assert inspect(made / "step-2", tmp_path / "model.safetensors") == 1
+    assert "only in A, optimizer: 129 tensors" in capsys.readouterr().out
+
+
+def test_a_run_stands_for_its_newest_checkpoint(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect(run, run / "step-4") == 0
+    assert f"A  {run / 'step-4'}" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_ends_with_2(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(run / "step-2" / "model.safetensors", 100)
+    assert inspect(run / "step-2", run / "step-4") == 2
+    assert "is not complete" in capsys.readouterr().err

@@ -1,0 +1,204 @@
+"""Adapters of ``peft`` on a sharded model: saved, used without us, loaded back, merged.
+
+Only the adapter is gathered, and only rank 0 has it whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from shardwise.integrations.peft import is_adapters, save_adapter
+from tests.copies import said, seeded
+from tests.nets import tokens
+from tests.ranks import run_threads
+
+# peft asks transformers for what this one has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+WORLD = 2
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def llama() -> hf.LlamaForCausalLM:
+    shape: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 32,
+        "attn_implementation": "eager",
+    }
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**shape))
+
+
+def lora(**options: Any) -> peft.LoraConfig:
+    shape: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": LINEARS}
+    return peft.LoraConfig(**shape, task_type="CAUSAL_LM", **options)
+
+
+def adapted(config: peft.LoraConfig, seed: int = 0) -> nn.Module:
+    """The same frozen model, with an adapter that differs by seed."""
+    base = seeded(llama)
+    torch.manual_seed(seed)
+    model: nn.Module = peft.get_peft_model(base, config)
+    return model
+
+
+def answer(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=tokens(5, (2, 7), 61)).logits
+    return logits.clone()
+
+
+def train(sharded: sw.Sharded, rank: int, count: int = 4) -> None:
+    model = sharded.model
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+    for number in range(count):
+        ids = tokens(10 * number + rank, (2, 7), 61)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def on_ranks(config: peft.LoraConfig, fn: Any, seed: int = 0) -> list[Any]:
+    models = [adapted(config, seed) for _ in range(WORLD)]
+    return run_threads(WORLD, lambda comm: fn(comm, models[comm.rank]), timeout=60)
+
+
+def saved(config: peft.LoraConfig, folder: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """Train on two ranks and save the adapter as peft does: its whole state, and an answer."""
+
+    def rank(comm: Comm, model: Any) -> tuple[dict[str, Tensor], Tensor]:
+        sharded = sw.shard(model, comm=comm)
+        train(sharded, comm.rank)
+        save_adapter(sharded, folder)
+        return sharded.state_dict(), answer(model)
+
+    found: tuple[dict[str, Tensor], Tensor] = on_ranks(config, rank)[0]
+    return found
+
+
+CONFIGS = {"linears": lora(), "and the head": lora(modules_to_save=["lm_head"])}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_adapters_folder_is_complete_and_plain_peft_loads_it(
+    config: peft.LoraConfig, tmp_path: Path
+) -> None:
+    states, told = saved(config, tmp_path)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    plain = adapted(config)
+    expected = get_peft_model_state_dict(plain, state_dict=states, save_embedding_layers=False)
+    assert set(stored) == set(expected)
+    assert len(stored) == 2 * 2 * len(LINEARS) + bool(config.modules_to_save)
+    for name, value in stored.items():
+        assert torch.equal(value, expected[name]), name
+        assert torch.count_nonzero(value) > 0.9 * value.numel(), name  # B begins at zero
+    loaded = peft.PeftModel.from_pretrained(seeded(llama), tmp_path)
+    assert torch.equal(answer(loaded), told)
+
+
+def test_what_is_frozen_is_not_gathered() -> None:
+    def rank(comm: Comm, model: nn.Module) -> tuple[int, int]:
+        sharded = sw.shard(model, comm=comm)
+        comm.counters.reset()
+        sharded.state_dict(names=is_adapters(sharded), rank0_only=True)
+        sent = sum(comm.counters.bytes_sent.values())
+        return sent, sum(b.shard.nbytes for b in sharded.buckets if b.trainable)
+
+    for sent, adapters in on_ranks(lora(), rank):
+        assert sent == adapters * (WORLD - 1)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_it_is_loaded_back_into_a_sharded_model(config: peft.LoraConfig, tmp_path: Path) -> None:
+    states, told = saved(config, tmp_path)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+
+    def rank(comm: Comm, model: Any) -> tuple[dict[str, Tensor], Tensor]:
+        sharded = sw.shard(model, comm=comm)
+        peft.set_peft_model_state_dict(model, dict(stored))
+        return sharded.state_dict(), answer(model)
+
+    again, answered = on_ranks(config, rank, seed=9)[1]
+    assert torch.equal(answered, told)
+    assert all(torch.equal(again[name], value) for name, value in states.items())
+
+
+def test_one_of_two_adapters(tmp_path: Path) -> None:
+    models: list[Any] = [adapted(lora()) for _ in range(WORLD)]
+    for model in models:
+        torch.manual_seed(3)
+        model.add_adapter("second", lora(init_lora_weights=False))
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        sharded = sw.shard(models[comm.rank], comm=comm)
+        save_adapter(sharded, tmp_path, "second")
+        return sharded.state_dict()
+
+    states = run_threads(WORLD, rank, timeout=60)[0]
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(stored) == 2 * 2 * len(LINEARS)
+    for name, value in stored.items():
+        assert torch.equal(value, states[name.replace(".weight", ".second.weight")])
+
+
+def test_the_model_goes_on_afterwards_and_files_are_replaced(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: Any) -> None:
+        sharded = sw.shard(model, comm=comm)
+        save_adapter(sharded, tmp_path)
+        train(sharded, comm.rank)
+        save_adapter(sharded, tmp_path)
+
+    on_ranks(lora(), rank)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(value.any() for value in stored.values())
+    assert not [path for path in tmp_path.parent.iterdir() if "unfinished" in path.name]
+
+
+def test_a_model_without_that_adapter_is_refused(tmp_path: Path) -> None:
+    models = [seeded(llama) for _ in range(WORLD)]
+
+    def without(comm: Comm) -> str:
+        sharded = sw.shard(models[comm.rank], comm=comm)
+        return said(sw.CheckpointError, lambda: save_adapter(sharded, tmp_path))
+
+    def other(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        return said(sw.CheckpointError, lambda: save_adapter(sharded, tmp_path, "second"))
+
+    assert "it has none" in run_threads(WORLD, without)[1]
+    assert "no peft adapter 'second'; it has 'default'" in on_ranks(lora(), other)[1]
+
+
+def test_merged_it_is_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: Any) -> Tensor:
+        sharded = sw.shard(model, comm=comm)
+        train(sharded, comm.rank)
+        states = sharded.state_dict(rank0_only=True)
+        if comm.rank == 0:
+            whole: Any = plain
+            whole.load_state_dict(states)
+            whole.merge_and_unload().save_pretrained(tmp_path)
+        return answer(model)
+
+    plain = adapted(lora())
+    told = on_ranks(lora(), rank)[0]
+    loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert not [name for name in loaded.state_dict() if "lora" in name]
+    torch.testing.assert_close(answer(loaded), told, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(answer(seeded(llama)), told, rtol=1e-4, atol=1e-5)
