@@ -1,4 +1,4 @@
-"""``python -m benchmarks step …`` or ``gpu …``; without a command, the short step benchmark."""
+"""``python -m benchmarks step …``, ``gpu …``, ``faults …``; with none, a short ``step``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from benchmarks.checkpoint.command import checkpoint
+from benchmarks.faults.command import faults
 from benchmarks.gpu.command import gpu
 from benchmarks.recorded import told, with_tables
 from benchmarks.step import plot, results, table
@@ -26,6 +28,8 @@ def main(context: click.Context) -> None:
 
 
 main.add_command(gpu)
+main.add_command(checkpoint)
+main.add_command(faults)
 
 
 def _names(known: list[str]) -> click.Choice[str]:

@@ -10,6 +10,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from benchmarks.checkpoint import results as checkpoint_results
+from benchmarks.checkpoint import table as checkpoint_table
+from benchmarks.faults import results as fault_results
+from benchmarks.faults import table as fault_table
 from benchmarks.gpu import results as gpu_results
 from benchmarks.gpu import table as gpu_table
 from benchmarks.step import results, table
@@ -27,6 +31,10 @@ def told(path: Path) -> str:
     """
     if path.name.startswith("gpu"):
         return "\n".join(gpu_table.lines(gpu_results.read(path)))
+    if path.name.startswith("faults"):
+        return "\n".join(fault_table.lines(fault_results.read(path)))
+    if path.name.startswith("checkpoint"):
+        return "\n".join(checkpoint_table.lines(checkpoint_results.read(path)))
     return "\n".join(table.lines(results.read(path)))
 
 

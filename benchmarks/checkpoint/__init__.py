@@ -1,0 +1,1 @@
+"""Saving and loading a training state, beside what torch has for it."""

@@ -1,0 +1,107 @@
+"""What ranks sent each other, as their groups and the kernel count it; and cold files.
+
+Every group numbers its collectives, also those of a library's own thread, and the kernel counts
+the bytes of each connection. Ours may go through shared memory, where there is no connection:
+there the comm's own counters say how many bytes it would have sent.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+
+__all__ = ["IN_MEMORY", "Sent", "forget", "from_disk", "kind_of", "nbytes_of", "remove", "sent"]
+
+IN_MEMORY = ("tmpfs", "ramfs")
+
+LINUX_TCP_BYTES_SENT = 200  # where tcpi_bytes_sent lies in struct tcp_info
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank has sent so far.
+
+    Attributes:
+        collectives: how many it took part in.
+        nbytes: that left it for other ranks.
+    """
+
+    collectives: int
+    nbytes: int
+
+    def __sub__(self, before: Sent) -> Sent:
+        return Sent(self.collectives - before.collectives, self.nbytes - before.nbytes)
+
+
+def sent(sharded: sw.Sharded | None) -> Sent:
+    """By our comm, or else by every process group."""
+    if sharded is not None:
+        counters = sharded.comm.counters
+        return Sent(sum(counters.calls.values()), sum(counters.bytes_sent.values()))
+    groups: Any = dist.distributed_c10d._world.pg_map  # noqa: SLF001 - it has no public name
+    numbers = [_number(group._get_backend(torch.device("cpu"))) for group in groups]  # noqa: SLF001
+    return Sent(sum(numbers), _by_sockets())
+
+
+def _number(backend: Any) -> int:
+    """Of its latest collective."""
+    return int(backend._get_sequence_number_for_group())  # noqa: SLF001 - it has no public name
+
+
+def _by_sockets() -> int:
+    total = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # it is closed by now, or no TCP connection
+            if str(path.readlink()).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(path.name))) as line:
+                    said = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += struct.unpack_from("Q", said, LINUX_TCP_BYTES_SENT)[0]
+    return total
+
+
+def kind_of(folder: Path) -> str:
+    """Its file system, as the kernel calls it."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
+    over = [(at, kind) for at, kind in mounts if folder.resolve().is_relative_to(at)]
+    return max(over, key=lambda found: len(found[0]))[1]
+
+
+def nbytes_of(folder: Path) -> int:
+    """Bytes of all files in it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def remove(folder: Path) -> None:
+    """A checkpoint goes, and what points at it."""
+    shutil.rmtree(folder)
+    with suppress(FileNotFoundError):
+        (folder.parent / "latest").unlink()
+
+
+def forget(folder: Path) -> None:
+    """Let the kernel drop what it keeps of the files' bytes; memory file systems keep them."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            opened = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(opened)  # bytes that are not on the disk cannot be dropped
+                os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(opened)
+
+
+def from_disk() -> int:
+    """Bytes that this process made the kernel fetch from a disk so far."""
+    lines = Path("/proc/self/io").read_text("utf-8").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes:")))

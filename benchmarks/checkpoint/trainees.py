@@ -1,0 +1,153 @@
+"""Two models with their optimizers, ours and FSDP2's: the same state, cut by each in its own way.
+
+Units are the same for both: each block, and the rest with the root. Each is set up as its
+documentation says; the fused AdamW is the fastest that each has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import shardwise as sw
+from benchmarks.checkpoint.state import KINDS, Part, Size, drawn, next_token_loss, unlike
+from shardwise.checkpoint.holdings import homes
+
+__all__ = ["Trainee", "fsdp2", "ours"]
+
+RATE = 1e-4
+
+
+@dataclass
+class Trainee:
+    """A model that is trained, and the state that a checkpoint of it must bring back.
+
+    Attributes:
+        model: as it is called.
+        optimizer: its AdamW.
+        sharded: ours, ``None`` for FSDP2.
+        places: parameter → its name, this rank's part of it, and the first element of that.
+        new_optimizer: another one, that has taken no step.
+        bucket: bytes of the largest unit, whole.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    sharded: sw.Sharded | None
+    places: Callable[[], Iterator[tuple[nn.Parameter, str, Tensor, int]]]
+    new_optimizer: Callable[[], Optimizer]
+    bucket: int
+
+    def parts(self) -> list[Part]:
+        """Everything that this rank holds; of a fresh optimizer nothing."""
+        found = []
+        for param, name, value, start in self.places():
+            found.append(Part("param", name, start, value))
+            state = self.optimizer.state.get(param, {})
+            moments = ((kind, state[kind]) for kind in KINDS if kind in state)
+            found += [Part(kind, name, start, _local(moment)) for kind, moment in moments]
+        return found
+
+    def fill(self) -> None:
+        """Give it the state that everybody has. It must have taken a step."""
+        for part in self.parts():
+            values = drawn(part.kind, part.name, part.start, part.start + part.value.numel())
+            part.value.copy_(values.view(part.value.shape))
+
+    def copy(self) -> dict[tuple[str, str], Tensor]:
+        """The bits that it has now."""
+        return {(part.kind, part.name): part.value.reshape(-1).clone() for part in self.parts()}
+
+    def put(self, bits: dict[tuple[str, str], Tensor]) -> None:
+        """Give it bits that it had once."""
+        for part in self.parts():
+            part.value.view(-1).copy_(bits[part.kind, part.name])
+
+    def renew(self) -> None:
+        """As just built: no number of before is left, and the optimizer has taken no step."""
+        for _, _, value, _ in self.places():
+            value.fill_(float("nan"))
+        self.optimizer = self.new_optimizer()
+
+    @property
+    def steps(self) -> set[float]:
+        """What the optimizer has counted, of all parameters: one number, or something is wrong."""
+        return {float(state["step"]) for state in self.optimizer.state.values()}
+
+    def check(self, bits: dict[tuple[str, str], Tensor], steps: set[float], way: str) -> None:
+        """Raises ``RuntimeError`` where its state is not these bits after so many steps."""
+        wrong = unlike(self.parts(), bits)
+        if self.steps != steps or len(steps) != 1:
+            wrong.append(f"steps, {self.steps} instead of {steps}")
+        if wrong:
+            raise RuntimeError(
+                f"{way} did not bring back what was saved: {len(wrong)} of {len(bits)} parts "
+                f"differ, the first is {wrong[0]}, so there is nothing to compare."
+            )
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> None:
+        """One step of training."""
+        next_token_loss(self.model, batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _local(value: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    found: Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return found.detach()
+
+
+def ours(size: Size) -> Trainee:
+    """``sw.shard`` and ``sw.optim.AdamW``, on this rank. A collective."""
+    model = size.new_model()
+    sharded = sw.shard(model)
+
+    def places() -> Iterator[tuple[nn.Parameter, str, Tensor, int]]:
+        for home in homes(sharded.buckets):
+            yield home.member.param, home.member.name, home.value.detach(), home.start
+
+    def new_optimizer() -> Optimizer:
+        return sw.optim.AdamW(sharded, lr=RATE)
+
+    largest = max(bucket.shard.nbytes for bucket in sharded.buckets) * dist.get_world_size()
+    made = Trainee(model, new_optimizer(), sharded, places, new_optimizer, largest)
+    return _ready(made, size)
+
+
+def fsdp2(size: Size) -> Trainee:
+    """``fully_shard`` of each block and the root, on this rank. A collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = size.new_model()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def places() -> Iterator[tuple[nn.Parameter, str, Tensor, int]]:
+        for name, param in model.named_parameters():
+            rows, rest = param.shape[0], param.shape[1:].numel()
+            start = min(rows, rank * -(-rows // world)) * rest  # as torch.chunk cuts rows
+            yield param, name, _local(param), start
+
+    def new_optimizer() -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+
+    return _ready(Trainee(model, new_optimizer(), None, places, new_optimizer, 0), size)
+
+
+def _ready(trainee: Trainee, size: Size) -> Trainee:
+    """With one step taken, so that there are moments, and with everybody's state."""
+    trainee.step(size.batch(dist.get_rank()))
+    trainee.fill()
+    return trainee

@@ -1,0 +1,189 @@
+"""Every way to save and to load as the same three calls, on the same state.
+
+    ours, ours_async    Sharded.save, save_async and load, with sw.optim.AdamW
+    dcp, dcp_async      torch.distributed.checkpoint.save, async_save and load of FSDP2's
+                        get_state_dict, with the defaults: one writing thread, files synced
+    full                FSDP2's full state dict in host memory of rank 0, torch.save, and back by
+                        torch.load(mmap) and broadcast_from_rank0
+
+All are durable when they return: DCP syncs its files by default, ``torch.save`` does not, so
+``full`` does it here. Ours computes a checksum of every byte while it saves and compares it while
+it loads. DCP compares nothing; ``torch.save``'s archive has checksums that loading ignores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from benchmarks.checkpoint.state import Size
+from benchmarks.checkpoint.trainees import Trainee, fsdp2, ours
+
+__all__ = ["WAYS", "Way", "trainee_of", "way"]
+
+Wait = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one state is saved and loaded; all three are collectives.
+
+    Attributes:
+        name: of ``WAYS``.
+        trainee: whose state.
+        save: begin to save into a folder that is not there yet; what waits until it is durable.
+        load: from there into a fresh trainee.
+        later: does ``save`` return before it is durable?
+    """
+
+    name: str
+    trainee: Trainee
+    save: Callable[[Path], Wait]
+    load: Callable[[Path], object]
+    later: bool
+
+
+def way(name: str, trainee: Trainee) -> Way:
+    """The way of this name. A collective."""
+    made = WAYS[name]
+    return Way(name, trainee, *made(trainee), later=name.endswith("_async"))
+
+
+def trainee_of(name: str, size: Size) -> Trainee:
+    """A trainee that this way can save. A collective."""
+    return ours(size) if name.startswith("ours") else fsdp2(size)
+
+
+# ---- ours ----------------------------------------------------------------------------------
+
+Calls = tuple[Callable[[Path], Wait], Callable[[Path], object]]
+
+
+def _ours(trainee: Trainee) -> Calls:
+    sharded = _sharded(trainee)
+
+    def save(folder: Path) -> Wait:
+        sharded.save(folder, trainee.optimizer, sw.Training(step=1))
+        return _nothing
+
+    return save, _loads(trainee)
+
+
+def _ours_async(trainee: Trainee) -> Calls:
+    sharded = _sharded(trainee)
+
+    def save(folder: Path) -> Wait:
+        saving = sharded.save_async(folder, trainee.optimizer, sw.Training(step=1))
+        assert saving is not None  # when_busy is "wait"
+        return saving.wait
+
+    return save, _loads(trainee)
+
+
+def _loads(trainee: Trainee) -> Callable[[Path], object]:
+    return lambda folder: _sharded(trainee).load(folder, trainee.optimizer, sw.Training())
+
+
+def _sharded(trainee: Trainee) -> sw.Sharded:
+    assert trainee.sharded is not None
+    return trainee.sharded
+
+
+def _nothing() -> None:
+    """It was durable already."""
+
+
+# ---- torch ---------------------------------------------------------------------------------
+
+
+def _state(trainee: Trainee) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = get_state_dict(trainee.model, trainee.optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _dcp(trainee: Trainee) -> Calls:
+    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+    def save(folder: Path) -> Wait:
+        dcp_save(_state(trainee), checkpoint_id=folder)
+        return _nothing
+
+    return save, lambda folder: _dcp_load(trainee, folder)
+
+
+def _dcp_async(trainee: Trainee) -> Calls:
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    # Its thread uses collectives while the steps do: over one group they would wait for ever.
+    own = dist.new_group(backend="gloo")
+
+    def save(folder: Path) -> Wait:
+        future: Any = async_save(_state(trainee), checkpoint_id=folder, process_group=own)
+        wait: Wait = future.result
+        return wait
+
+    return save, lambda folder: _dcp_load(trainee, folder)
+
+
+def _dcp_load(trainee: Trainee, folder: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    state = _state(trainee)  # a fresh optimizer takes an empty step, so that there are moments
+    load(state, checkpoint_id=folder)
+    set_state_dict(
+        trainee.model,
+        trainee.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+
+
+def _full(trainee: Trainee) -> Calls:
+    def save(folder: Path) -> Wait:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optimizer = get_state_dict(trainee.model, trainee.optimizer, options=options)
+        if dist.get_rank() == 0:
+            folder.mkdir()
+            with (folder / "full.pt").open("wb") as file:
+                torch.save({"model": model, "optimizer": optimizer}, file)
+                file.flush()
+                os.fsync(file.fileno())
+        dist.barrier()
+        return _nothing
+
+    return save, lambda folder: _full_load(trainee, folder)
+
+
+def _full_load(trainee: Trainee, folder: Path) -> None:
+    from torch.distributed.checkpoint import state_dict as states
+
+    state: dict[str, Any] = {"model": {}, "optimizer": {}}
+    if dist.get_rank() == 0:
+        state = torch.load(folder / "full.pt", mmap=True, weights_only=True)
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    # Not set_state_dict: on ranks without a state it leaves the model out, and all wait for ever.
+    states.set_model_state_dict(trainee.model, state["model"], options=options)
+    states.set_optimizer_state_dict(
+        trainee.model, trainee.optimizer, state["optimizer"], options=options
+    )
+
+
+WAYS: dict[str, Callable[[Trainee], Calls]] = {
+    "ours": _ours,
+    "dcp": _dcp,
+    "full": _full,
+    "ours_async": _ours_async,
+    "dcp_async": _dcp_async,
+}

@@ -1,0 +1,74 @@
+"""The trainee under the project's own launcher, which is then killed.
+
+Nothing of it is forked from here: the launcher is a process as a user starts it, and so are its
+ranks. A rank kills the launcher and then stays where it is for a minute, unless somebody ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.faults.case import Case
+from benchmarks.faults.nursery import RANKS, Attempt
+from benchmarks.faults.trainee import Ended, case_to
+
+__all__ = ["launched"]
+
+LAUNCH = (
+    "import sys; from shardwise.launch.local import start; start(sys.argv[2:], int(sys.argv[1]))"
+)
+DEADLINE = 5.0  # seconds for which a rank may outlive its launcher
+LOOK = 0.01
+
+
+def launched(run: Path, case: Case) -> Attempt:
+    """Launch the trainee, wait until the launcher has ended, and then until its ranks have."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, begin = Path(folder), time.monotonic()
+        trainee = [sys.executable, "-m", "benchmarks.faults.trainee"]
+        command = [*trainee, str(run), case_to(case), str(out)]
+        launcher = subprocess.run(  # noqa: S603 - ourselves
+            [sys.executable, "-c", LAUNCH, str(RANKS), *command],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        over = time.monotonic()
+        lived = [rank for rank in range(RANKS) if _lives(out / f"{rank}.pid", over + DEADLINE)]
+        return Attempt(
+            (launcher.returncode,) * RANKS,
+            tuple(_told(out / f"{rank}.json") for rank in range(RANKS)),
+            (launcher.stderr[-2000:],) * RANKS,
+            over - begin,
+            time.monotonic() - over,
+            tuple(lived),
+        )
+
+
+def _lives(path: Path, deadline: float) -> bool:
+    """Does the rank still live at the deadline? If so, it is ended."""
+    pid = int(path.read_text())
+    while time.monotonic() < deadline:
+        if _has_ended(pid):
+            return False
+        time.sleep(LOOK)
+    os.kill(pid, signal.SIGKILL)
+    return True
+
+
+def _has_ended(pid: int) -> bool:
+    """Is it gone, or a zombie that nobody has waited for?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _told(path: Path) -> Ended | None:
+    return Ended.decode(path.read_text()) if path.exists() else None

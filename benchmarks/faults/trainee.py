@@ -1,0 +1,233 @@
+"""What is trained: a small model with Adam and dropout, saved after every step, always resumed.
+
+The same command whether it starts, starts again, or is the run that nobody disturbs. What it says
+at its end are its losses from the first step on (those before a crash come from the checkpoint)
+and SHA-256 of this rank's parameters and optimizer state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from benchmarks.faults.calls import watched
+from benchmarks.faults.case import EVERYBODY, STEPS, Case, How, Kill
+from shardwise.checkpoint import folder, points
+from shardwise.comm.protocol import Comm
+
+__all__ = ["Ended", "case_from", "case_to", "train"]
+
+LINGER = 60.0
+"""Seconds for which a rank whose launcher was killed goes on, if nobody ends it."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a rank says when it has come to its end.
+
+    Attributes:
+        losses: of every step, its own.
+        parameters: SHA-256 of its shards.
+        state: SHA-256 of its optimizer state.
+        resumed: the step of the checkpoint it began with; ``None``: from nothing.
+        calls: of rank 0, where no point was aimed at: how many file-system calls there had been
+            when each save began, and at the end.
+        seconds: from the first save's start to the last one's end.
+    """
+
+    losses: tuple[float, ...]
+    parameters: str
+    state: str
+    resumed: int | None
+    calls: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+    def equals(self, other: Ended) -> bool:
+        """The same losses, parameters and state, to the last bit."""
+        return (self.losses, self.parameters, self.state) == (
+            other.losses,
+            other.parameters,
+            other.state,
+        )
+
+    def encode(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Ended:
+        """From ``encode``."""
+        found = json.loads(text)
+        return cls(**{**found, "losses": tuple(found["losses"]), "calls": tuple(found["calls"])})
+
+
+def train(comm: Comm, run: Path, case: Case, begun: Callable[[], object] = lambda: None) -> Ended:
+    """One rank's whole run. With a ``case.kill`` it may not come to its end. A collective.
+
+    Args:
+        begun: called before the first save.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 200), nn.Dropout(0.3), nn.GELU(), nn.Linear(200, 24))
+    sharded = sw.shard(model, comm=comm)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    torch.manual_seed(1 + comm.rank)
+    report = sharded.resume(run, optimizer, sw.Training())
+    losses: list[float] = [] if report is None else list(report.local)
+    saver = _Saver(sharded, run, case, begun)
+    with _struck(case, saver), _file_system(case.how):
+        for step in range(len(losses) + 1, STEPS + 1):
+            loss = model(_batch(step, comm.rank)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            saver.save(step, optimizer, losses)
+        saver.end()
+    return Ended(
+        tuple(losses),
+        _sha256(sharded.local_state_dict()),
+        _sha256(_state(model, optimizer)),
+        None if report is None else report.step,
+        (*saver.calls, saver.made),
+        time.monotonic() - saver.start,
+    )
+
+
+@dataclass
+class _Saver:
+    sharded: sw.Sharded
+    run: Path
+    case: Case
+    begun: Callable[[], object]
+    made: int = 0  # file-system calls
+    calls: list[int] = field(default_factory=list)  # as many when each save began
+    start: float = 0.0
+
+    def save(self, step: int, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
+        """Once or twice, in the foreground or behind it."""
+        how, path = self.case.how, self.run / f"step-{step}"
+        if not self.start:
+            self.start = time.monotonic()
+            self.begun()
+        training = sw.Training(step=step, local=list(losses))
+        begin = self.sharded.save_async if how.background else self.sharded.save
+        for _ in range(1 + how.again):
+            self.calls.append(self.made)
+            begin(path, optimizer, training, save_total_limit=how.limit)
+
+    def end(self) -> None:
+        """Wait for what is still being written."""
+        self.sharded._background.settle()  # noqa: SLF001 - as the next save would
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 24, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+@contextmanager
+def _file_system(how: How) -> Iterator[None]:
+    """One that cannot exchange two names, where that is asked for."""
+    refused = mock.patch.object(folder, "_exchange", return_value=False)
+    with nullcontext() if how.exchanges else refused:
+        yield
+
+
+# --- how it dies -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _struck(case: Case, saver: _Saver) -> Iterator[None]:
+    kill, rank = case.kill, saver.sharded.comm.rank
+    if kill.point:
+        seen: Counter[str] = Counter()
+
+        def at_point(point: str, who: int) -> None:
+            seen[point] += 1
+            there = who in (kill.who, 0) if kill.who == EVERYBODY else who == kill.who
+            if there and (point, seen[point]) == (kill.point, kill.nth):
+                _strike(kill)
+
+        points.listeners.append(at_point)
+        yield
+        points.listeners.remove(at_point)
+    elif not kill.share and rank == 0:
+
+        def before(_: str) -> None:
+            saver.made += bool(saver.calls)
+            if 0 < kill.nth == saver.made:
+                _strike(kill)
+
+        with watched(before):
+            yield
+    else:
+        yield
+
+
+def _strike(kill: Kill) -> None:
+    if kill.launcher:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(LINGER)
+        return
+    if kill.who == EVERYBODY:
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --- what it says ----------------------------------------------------------------------------
+
+
+def _sha256(tensors: dict[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{key}/{name}": value
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
+
+
+def case_to(case: Case) -> str:
+    """As an argument of a command line."""
+    return json.dumps(asdict(case))
+
+
+def case_from(text: str) -> Case:
+    """From ``case_to``."""
+    found = json.loads(text)
+    return Case(How(**found["how"]), Kill(**found["kill"]))
+
+
+def main(run: str, case: str, out: str) -> None:
+    """A rank under a launcher: ``python -m benchmarks.faults.trainee RUN CASE OUT``."""
+    from shardwise.launch.local import end_with_launcher
+
+    end_with_launcher(os.environ)
+    with sw.connect() as comm:
+        (Path(out) / f"{comm.rank}.pid").write_text(str(os.getpid()))
+        ended = train(comm, Path(run), case_from(case))
+        (Path(out) / f"{comm.rank}.json").write_text(ended.encode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,155 @@
+"""One case: kill, look at the folder, start again, compare. Two starts, and nothing in between.
+
+After the kill:   what ``latest`` points at is there; every folder ``step-N`` is whole, each byte
+After the next:   the step it took up is the newest that was published; losses, parameters and
+                  optimizer state are those of the undisturbed run; nothing is left lying about
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.faults.case import EVERYBODY, STEPS, Case, How, expected
+from benchmarks.faults.nursery import Attempt
+from benchmarks.faults.trainee import Ended
+from shardwise.checkpoint.folder import LATEST, step_of, steps_to_resume, target_of
+from shardwise.checkpoint.manifest import NAME
+from shardwise.checkpoint.source import Source
+from shardwise.errors import CheckpointError
+
+__all__ = ["Start", "Trial", "attempted", "damage", "leftovers"]
+
+Start = Callable[[Path, Case], Attempt]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a case ended.
+
+    Attributes:
+        how: the way to save, by name.
+        where: where it was killed, in words.
+        who: a rank, or ``EVERYBODY``.
+        killed: did anybody die? A random moment may come when all is over.
+        resumed: the step that the next start took up; ``None``: from nothing.
+        lag: seconds from the first death to the last end.
+        hung: a rank had to be ended, as a launcher does: it did not find out that another had died.
+        wrong: what is not as it should be; empty if all is.
+    """
+
+    how: str
+    where: str
+    who: int
+    killed: bool
+    resumed: int | None
+    lag: float
+    hung: bool
+    wrong: tuple[str, ...]
+
+
+def attempted(case: Case, golden: Sequence[Ended], kill: Start, again: Start) -> Trial:
+    """Run the case in a folder of its own.
+
+    Args:
+        golden: what each rank said at the end of the undisturbed run.
+        kill: starts the run that is killed.
+        again: starts it once more, as it is.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-faults-") as folder:
+        run = Path(folder) / "run"
+        first = kill(run, case)
+        wrong = [*_of_the_dead(first, case), *damage(run)]
+        newest = _newest(run)
+        second = again(run, case)
+        wrong += _of_the_living(second, case, golden, newest)
+        wrong += damage(run)
+        if newest != STEPS:  # else there was no save after the crash, which would have swept
+            wrong += leftovers(run, case.how)
+        ended = second.ended[0]
+        return Trial(
+            case.how.name,
+            str(case.kill),
+            case.kill.who,
+            any(first.statuses),
+            ended.resumed if ended else None,
+            first.lag,
+            bool(first.hung),
+            tuple(wrong),
+        )
+
+
+def _of_the_dead(first: Attempt, case: Case) -> Iterator[str]:
+    kill = case.kill
+    aimed = not kill.share and not kill.launcher
+    if first.hung and aimed:
+        yield f"ranks {first.hung} did not end by themselves: {first.errors}"
+    for rank, (status, error) in enumerate(zip(first.statuses, first.errors, strict=True)):
+        if aimed and kill.who in (EVERYBODY, rank) and status != -signal.SIGKILL:
+            yield f"rank {rank} should have been killed, and ended with {status}: {error[:200]}"
+        elif aimed and kill.who not in (EVERYBODY, rank) and "RanksDisagree" not in error:
+            yield f"rank {rank} ended with {status} and did not say why: {error[:200]}"
+
+
+def _newest(run: Path) -> int | None:
+    """The step of the newest checkpoint that has, or had, its name."""
+    found = [step_of(path.name) for path in steps_to_resume(run)] if run.is_dir() else []
+    return found[0] if found else None
+
+
+def _of_the_living(
+    second: Attempt, case: Case, golden: Sequence[Ended], newest: int | None
+) -> Iterator[str]:
+    for rank, (ended, error) in enumerate(zip(second.ended, second.errors, strict=True)):
+        if ended is None:
+            yield f"the next start failed: rank {rank}: {error[:300]}"
+        elif not ended.equals(golden[rank]):
+            yield f"rank {rank} ended elsewhere than the undisturbed run"
+        elif ended.resumed != newest or newest not in expected(case):
+            yield (
+                f"rank {rank} took up step {ended.resumed}; the newest was {newest}, and expected "
+                f"was one of {expected(case)}"
+            )
+
+
+def damage(run: Path) -> Iterator[str]:
+    """What is wrong with a run's folder just after a crash."""
+    if not run.is_dir():
+        return
+    if target_of(run) is not None:
+        yield from _flaws(run / LATEST)
+    for path in steps_to_resume(run):
+        yield from _flaws(path)
+
+
+def _flaws(checkpoint: Path) -> Iterator[str]:
+    try:
+        with Source.open(checkpoint) as source:
+            if source.manifest is None:
+                yield f"{checkpoint.name} has no manifest"
+                return
+            for name in source.manifest.files:
+                if blocks := source.damaged(name):
+                    yield f"{checkpoint.name}/{name}: damaged blocks {blocks}"
+            if extra := {path.name for path in source.folder.iterdir()} - {
+                NAME,
+                ".lock",  # goes just after the rename
+                *source.manifest.files,
+            }:
+                yield f"{checkpoint.name} holds {sorted(extra)}, too"
+    except CheckpointError as error:
+        yield f"{checkpoint.name}: {error}"
+
+
+def leftovers(run: Path, how: How) -> Iterator[str]:
+    """What is wrong with a run's folder at its end."""
+    first = STEPS - how.limit if how.limit else 0
+    should = {"latest", *(f"step-{step}" for step in range(first + 1, STEPS + 1))}
+    there = {path.name for path in run.iterdir()}
+    if there != should:
+        yield f"the folder holds {sorted(there)}, and should hold {sorted(should)}"
+    if target_of(run) != f"step-{STEPS}":
+        yield f"latest points at {target_of(run)}"
