@@ -118,6 +118,7 @@ def test_a_large_tensor_does_not_belong_here() -> None:
         {"$pickle": "x"},
         {"$tensor": {"dtype": "F32", "shape": [3], "data": "AAAA"}},
         {"$tensor": {"dtype": "F32", "shape": [1], "data": "!"}},
+        {"$tensor": {"dtype": "F32", "shape": [1 << 40], "data": ""}},
         {"$tensor": {}},
         {"$tuple": 3},
         {"$dict": [1]},

@@ -246,6 +246,28 @@ def test_a_killed_rank_is_named_within_seconds(transport: str) -> None:
     assert max(seconds, their_seconds) < SOON
 
 
+def be_killed_before_agreeing(
+    rank: int, world: int, folder: str, transport: str
+) -> tuple[float, str]:
+    with gloo_group(rank, world, folder), over(dist.group.WORLD, transport=transport) as comm:
+        comm.agree({"seed": "1"})
+        if rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return error_of(lambda: comm.agree({"seed": "2"}))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_rank_is_named_when_the_others_agree(transport: str) -> None:
+    """What ranks agree on goes through a store, which does not know who still lives."""
+    outcomes = outcomes_of(3, be_killed_before_agreeing, transport)
+    assert [o.exitcode for o in outcomes] == [0, -signal.SIGKILL, 0]
+    (seconds, text), (their_seconds, their_text) = outcomes[0].value, outcomes[2].value
+    assert text == their_text
+    assert text.startswith("rank 1 is gone without a word (killed, crashed, or cut off) while")
+    assert max(seconds, their_seconds) < SOON
+
+
 def end_early(rank: int, world: int, folder: str, transport: str) -> tuple[float, str] | None:
     with gloo_group(rank, world, folder):
         comm = over(dist.group.WORLD, transport=transport)

@@ -117,9 +117,10 @@ def _encode_tensor(value: Tensor, where: str) -> dict[str, Any]:
 def _decode_tensor(found: dict[str, Any]) -> Tensor:
     data = bytearray(base64.b64decode(found["data"], validate=True))
     dtype, shape = DTYPES[found["dtype"]], found["shape"]
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).reshape(shape)
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes are no tensor of shape {shape}")
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
 
 
 def _pairs(found: list[list[Any]]) -> dict[Any, Any]:

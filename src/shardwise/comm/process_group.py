@@ -64,6 +64,7 @@ class GlooWire:
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float, ending: Ending) -> None:
+        self._rank, self._size = rank, size
         self._peer = (rank + 1) % size
         self._ending = ending
         self._closed = False
@@ -87,6 +88,11 @@ class GlooWire:
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
         self._watch.issue(collective)
+        return self._posted(collective, sends, receives)
+
+    def _posted(
+        self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
         group, tag = self._group, collective.tag
         assert group is not None  # `issue` raises once this end is closed
         works = self._flying[collective.seq] = []
@@ -102,7 +108,14 @@ class GlooWire:
         return lambda: self._complete(collective)
 
     def share(self, collective: Collective, text: str) -> list[str]:
-        return self._watch.share(collective, text)
+        # By a message to each: a connection tells of a peer that died, and the store does not.
+        places = {peer: torch.empty(1) for peer in range(self._size) if peer != self._rank}
+        sends = dict.fromkeys(places, torch.zeros(1))
+
+        def meet() -> None:
+            self._posted(collective, sends, places)()
+
+        return self._watch.share(collective, text, meet)
 
     def fail(self, reason: str) -> RanksDisagree:
         return self._watch.fail(reason)

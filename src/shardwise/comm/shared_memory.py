@@ -228,7 +228,8 @@ class SharedMemoryComm:
 
     def agree(self, facts: Mapping[str, str]) -> None:
         def share(text: str) -> list[str]:
-            return self._watch.share(self._next("agree", Label("agree"), 0), text)
+            collective = self._next("agree", Label("agree"), 0)
+            return self._watch.share(collective, text, is_gone=self._is_gone)
 
         if difference := agree(facts, share):
             raise self._watch.fail(difference)
@@ -309,7 +310,7 @@ class SharedMemoryComm:
 
     def _is_gone(self, peer: int) -> bool:
         """Has the process ended? If it said goodbye, ``explain`` will find that."""
-        return bool(select.select([self._alive[peer]], [], [], 0)[0])
+        return peer != self.rank and bool(select.select([self._alive[peer]], [], [], 0)[0])
 
     # ---- ends ------------------------------------------------------------------------------
 

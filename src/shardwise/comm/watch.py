@@ -97,17 +97,32 @@ class Watch:
         self._recent.append(collective)
         self._issued = collective.seq + 1
 
-    def share(self, collective: Collective, text: str) -> list[str]:
-        """Every rank's ``text`` for one and the same collective, by rank."""
+    def share(
+        self,
+        collective: Collective,
+        text: str,
+        meet: Callable[[], None] = lambda: None,
+        is_gone: Callable[[int], bool] = lambda _: False,
+    ) -> list[str]:
+        """Every rank's ``text`` for one and the same collective, by rank.
+
+        Args:
+            meet: called when this rank's text is in the store; if it returns, all ranks' are.
+            is_gone: has a rank's process ended? The store alone cannot tell that from slow.
+        """
         self.issue(collective)
         self.waits = Wait(collective, monotonic())
         keys = [f"share/{collective.seq}/{rank}" for rank in range(self._size)]
         pause = 0.0005
         try:
             self._store.set(keys[self._rank], text)
+            meet()
             while not self._store.check(keys):
                 if self._dead:
                     raise RanksDisagree(self._dead)
+                for peer in range(self._size):
+                    if is_gone(peer) and not self._store.check([keys[peer]]):
+                        raise self.explain(peer, RuntimeError("its process has ended"))
                 sleep(pause)
                 pause = min(0.05, 2 * pause)
             return [value.decode() for value in self._store.multi_get(keys)]
