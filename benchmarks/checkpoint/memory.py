@@ -3,7 +3,8 @@
 The parent reads, every 2 ms, what each rank has of anonymous and shared memory: pages that two
 processes share count half in each (proportional set size), and those of files not at all, since
 the kernel may drop them. The base is what a rank has right before, with freed memory given back
-after one save and load to warm up. Each way has its own processes: what one leaves in a heap
+after one save and load to warm up; for a load, which makes the optimizer's moments, the base has
+their bytes, too. Each way has its own processes: what one leaves in a heap
 would hide another's peak.
 """
 
@@ -82,19 +83,20 @@ def _hold(seat: Seat, name: str, size: Size, place: str) -> None:
         _save(chosen, folder)
         seat.tell("saved")
         if not chosen.later:
+            moments = sum(p.value.nbytes for p in trainee.parts() if p.kind != "param")
             trainee.renew()
-            _begin(seat)
+            _begin(seat, moments)
             chosen.load(folder)
             seat.tell("loaded")
         _remove(folder)
 
 
-def _begin(seat: Seat) -> None:
-    """Give back what is free, say what is left, and start together."""
+def _begin(seat: Seat, moments: int = 0) -> None:
+    """Give back what is free, say what is left with the ``moments`` to come; start together."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
-    seat.tell(held("self"))
+    seat.tell(held("self") + moments)
     dist.barrier()
 
 
