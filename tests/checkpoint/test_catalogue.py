@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint.catalogue import Catalogue, Damage, damage_of, stem_of
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.plan import BLOCK
 from tests.checkpoint.runs import saved
 from tests.copies import seeded
@@ -183,3 +185,54 @@ def test_files_are_grouped_by_what_they_hold() -> None:
     assert stem_of("model-00001-of-00003.safetensors") == "model"
     assert stem_of("adapter-model.safetensors") == "adapter-model"
     assert stem_of("model.safetensors.index.json") == ""
+
+
+def test_what_cannot_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sw.shard(seeded(wide)).save(tmp_path / "step-1")
+    catalogue, real = Catalogue.read(tmp_path / "step-1"), os.preadv
+
+    def preadv(file: int, views: list[memoryview], at: int) -> int:
+        if at == BLOCK:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, views, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    (damage,) = [damage for _, damage in damage_of(catalogue) if damage]
+    assert (damage.start, damage.tensors) == (BLOCK, ("weight",))
+    assert "the disk fails" in damage.unreadable
+
+
+def test_a_file_that_cannot_be_opened_is_one_damage_and_the_others_are_read(folder: Path) -> None:
+    catalogue = Catalogue.read(folder)
+    path = folder / "optimizer.safetensors"
+    path = path if path.exists() else min(folder.glob("optimizer-*.safetensors"))
+    path.rename(folder.parent / "elsewhere")
+    path.symlink_to("../elsewhere")
+    found = list(damage_of(catalogue))
+    (damage,) = [damage for _, damage in found if damage]
+    assert (damage.file, damage.start, damage.stop) == (path.name, 0, path.stat().st_size)
+    assert "link out of its folder" in damage.unreadable
+    assert sum(nbytes for nbytes, _ in found) == sum(file.size or 0 for file in catalogue.files)
+
+
+def test_a_manifest_that_ties_what_is_not_there_is_a_problem(folder: Path) -> None:
+    made = Manifest.decode((folder / "manifest.json").read_bytes(), "x")
+    tied = made.model_copy(update={"aliases": {"head": "gone"}})
+    (folder / "manifest.json").write_bytes(tied.encode())
+    (problem,) = Catalogue.read(folder).problems
+    assert "ties 'head' to 'gone'" in problem
+
+
+def test_a_device_and_a_pipe_are_no_catalogue(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/null"), tmp_path / "pipe"):
+        with pytest.raises(sw.CheckpointError, match="neither a folder nor a file"):
+            Catalogue.read(path)
+
+
+def test_a_manifest_that_is_a_link_to_itself_is_a_problem(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").symlink_to("manifest.json")
+    assert "could not be looked at" in Catalogue.read(folder).problems[0]

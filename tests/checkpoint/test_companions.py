@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import shardwise as sw
+from shardwise.checkpoint import companions as of_export
 from shardwise.checkpoint.export import Exported, ExportOptions, export
 from shardwise.checkpoint.source import Source
 from tests.checkpoint.runs import saved
@@ -63,6 +64,44 @@ def test_only_a_run_s_own_files_come_along(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to("/etc/hostname")
     with pytest.raises(sw.CheckpointError, match="is a link out of its folder"):
         exported(tmp_path / "step-1", tmp_path / "never")
+
+
+def test_code_and_pickles_stay_where_they_are_and_are_named(tmp_path: Path) -> None:
+    files = {"modeling.py": "code", "pytorch_model.bin": "pickle", "config.json": "{}"}
+    saved(DECODER, 1, tmp_path / "of" / "ours", files=files)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    save_file({"x": torch.ones(3)}, theirs / "model.safetensors")
+    for name, text in files.items():
+        (theirs / name).write_text(text)
+    (theirs / "pytorch_model.bin.index.json").write_text("{}")
+    for source, more in (
+        (tmp_path / "of" / "ours", []),
+        (theirs, ["pytorch_model.bin.index.json"]),
+    ):
+        result = exported(source, tmp_path / f"out-{source.name}")
+        assert result.small == ("config.json",)
+        assert list(result.left_out) == ["modeling.py", "pytorch_model.bin", *more]
+        there = {path.name for path in result.path.iterdir()}
+        assert there == {"config.json", "manifest.json", "model.safetensors"}
+
+
+def test_small_files_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are all in memory at once."""
+    monkeypatch.setattr(of_export, "LARGEST", 25)
+    save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
+    for name in ("a.json", "b.json", "c.json"):
+        (tmp_path / name).write_text("x" * 10)
+    (tmp_path / "d.txt").write_text("x" * 5)
+    result = exported(tmp_path, tmp_path / "out")
+    assert (result.small, result.left_out) == (("a.json", "b.json", "d.txt"), ("c.json",))
+
+
+def test_training_state_is_never_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_export, "LARGEST", 25)
+    saved(DECODER, 1, tmp_path / "step-1", files={"a.json": "{}"})
+    result = exported(tmp_path / "step-1", tmp_path / "out", with_optimizer=True)
+    assert (result.small, result.left_out) == (("training.json",), ("a.json",))
 
 
 def test_a_configuration_that_cannot_be_told_the_dtype_is_an_error(tmp_path: Path) -> None:

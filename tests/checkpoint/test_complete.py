@@ -55,7 +55,7 @@ def test_every_file_that_is_wrong_is_named(run: Path) -> None:
         (run / "step-10" / name).unlink()
     with pytest.raises(sw.CheckpointError) as caught:
         check_complete(run / "step-10")
-    for name in ("model.safetensors is missing of", "training.json is missing of"):
+    for name in ("model.safetensors is missing, ", "training.json is missing, "):
         assert name in str(caught.value)
 
 

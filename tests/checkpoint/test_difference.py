@@ -203,3 +203,60 @@ def test_fields_are_named_by_their_place() -> None:
         ("f", 1, True),
         ("e", ABSENT, 5),
     ]
+
+
+def folders(at: Path, name: str, one: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
+    """Two plain folders with one file each, of this name."""
+    for folder, values in ((at / "a", one), (at / "b", other)):
+        folder.mkdir()
+        save_file(values, folder / name)
+    return compared(at / "a", at / "b")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "model-00001-of-00001.safetensors"])
+def test_tensors_are_found_whatever_their_file_is_called(tmp_path: Path, name: str) -> None:
+    found = folders(tmp_path, name, {"x": torch.zeros(2)}, {"x": torch.ones(2)})
+    assert [unlike.name for unlike in found.tensors] == ["x"]
+    assert found.tensors_alone
+    assert not compared(tmp_path / "a", tmp_path / "b", weights_only=True).is_empty
+
+
+def test_local_shards_have_weights(tmp_path: Path) -> None:
+    saved(DECODER, 1, tmp_path / "a", make=fast, kind="local")
+    saved(DECODER, 1, tmp_path / "b", make=slow, kind="local")
+    found = compared(tmp_path / "a", tmp_path / "b", weights_only=True)
+    assert {unlike.stem for unlike in found.tensors} == {"model.rank0"}
+
+
+def test_where_there_are_no_tensors_nothing_is_equal(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    save_file({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
+    for one, other in (("a", "b"), ("a", "x.safetensors"), ("x.safetensors", "b")):
+        with pytest.raises(sw.CheckpointError, match="holds no tensors"):
+            compared(tmp_path / one, tmp_path / other)
+
+
+def test_equal_bytes_of_other_dtypes_are_not_equal(tmp_path: Path) -> None:
+    """Checksums are of bytes, and know no dtypes. The first block has the header's, too."""
+    whole = torch.ones(2 << 20, dtype=torch.int32)
+    for name, values in (("one", whole), ("other", whole.view(torch.float32))):
+        save_file({"x": values}, tmp_path / f"{name}.safetensors")
+        with Source.open(tmp_path / f"{name}.safetensors") as source:
+            export(source, tmp_path / name)
+    (unlike,) = compared(tmp_path / "one", tmp_path / "other").tensors
+    assert (unlike.dtypes, unlike.differing) == (("I32", "F32"), 2 << 20)
+
+
+def test_names_that_are_tied_to_other_tensors_differ(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with Source.open(tmp_path / "x.safetensors") as source:
+        export(source, tmp_path / "x")
+    with Source.open(tmp_path / "x") as one, Source.open(tmp_path / "x") as other:
+        assert one.manifest is not None
+        plain = one.manifest
+        one.manifest = plain.model_copy(update={"aliases": {"head": "a"}})
+        other.manifest = plain.model_copy(update={"aliases": {"head": "b"}})
+        found = compare(one, other)
+        assert (found.ties, found.is_empty) == ((Change("head", "a", "b"),), False)
+        assert compare(one, one).is_empty

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint.disk import explained, free_bytes, sync_folder, write_file
+from shardwise.checkpoint.disk import (
+    check_is_folder,
+    explained,
+    free_bytes,
+    is_unreadable,
+    sync_folder,
+    write_file,
+)
 from shardwise.errors import CheckpointError
 
 
@@ -44,3 +51,19 @@ def test_a_small_file_is_written_whole_and_over_a_longer_one(tmp_path: Path) -> 
     assert (tmp_path / "x").read_bytes() == b"short"
     sync_folder(tmp_path)
     assert free_bytes(tmp_path) > 0
+
+
+def test_who_reads_is_not_told_to_save_elsewhere() -> None:
+    for number, advice in ((errno.EACCES, "may not read there"), (errno.EIO, "read a copy")):
+        with pytest.raises(CheckpointError) as caught, explained("reading x", reads=True):
+            raise OSError(number, os.strerror(number))
+        assert advice in str(caught.value)
+        assert "save elsewhere" not in str(caught.value)
+        assert is_unreadable(caught.value)
+    assert not is_unreadable(CheckpointError("other bytes"))
+
+
+def test_a_device_is_no_folder(tmp_path: Path) -> None:
+    check_is_folder(tmp_path)
+    with pytest.raises(CheckpointError, match="/dev/null is neither a folder nor a file"):
+        check_is_folder(Path("/dev/null"))

@@ -20,6 +20,7 @@ from shardwise.checkpoint.difference import compare
 from shardwise.checkpoint.export import Exported, ExportOptions, export
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.source import Source
+from tests.checkpoint.recorded import record
 from tests.checkpoint.runs import adamw, loaded_and_saved, same, saved, tensors
 from tests.copies import clones, on_ranks, seeded
 from tests.nets import NETS
@@ -211,12 +212,55 @@ def test_what_a_killed_export_left_goes_and_nothing_else(made: Path, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[1:], "out"])
 
 
-def test_a_folder_can_replace_itself(made: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_never_written_over_or_into_itself(made: Path, tmp_path: Path) -> None:
     exported(made, tmp_path / "out")
-    exported(tmp_path / "out", tmp_path / "out", dtype=torch.bfloat16, overwrite=True)
-    whole = tensors(made, "model")
-    found = tensors(tmp_path / "out", "model")
-    assert same(found, {name: value.bfloat16() for name, value in whole.items()})
+    for destination in (tmp_path / "out", tmp_path / "out" / "sub"):
+        with pytest.raises(sw.CheckpointError, match="in, the checkpoint that is exported"):
+            exported(tmp_path / "out", destination, dtype=torch.bfloat16, overwrite=True)
+    assert same(tensors(tmp_path / "out", "model"), tensors(made, "model"))
+
+
+def test_weights_alone_say_that_one_process_wrote_them(made: Path, tmp_path: Path) -> None:
+    exported(made, tmp_path / "out")
+    found = check_complete(tmp_path / "out")
+    assert (found.world, found.strategy, found.kind) == (1, "export", "full")
+    exported(made, tmp_path / "whole", with_optimizer=True)
+    assert check_complete(tmp_path / "whole").world == 2
+
+
+@pytest.mark.parametrize("name", ["step-2", "step-2.partial-0123456789abcdef", "weights"])
+def test_what_was_not_written_to_its_end_is_not_exported(
+    made: Path, tmp_path: Path, name: str
+) -> None:
+    broken = Path(shutil.copytree(made, tmp_path / name))
+    (broken / "manifest.json").unlink()
+    if name == "weights":
+        assert (broken / "training.json").exists()
+    else:
+        (broken / "training.json").unlink()
+    with pytest.raises(sw.CheckpointError, match="not written to its end"):
+        exported(broken, tmp_path / "out")
+    one = min(broken.glob("model-*.safetensors"))
+    assert exported(one, tmp_path / "out").tensors == len(load_file(one))
+
+
+def test_a_folder_of_torch_names_the_file_to_pass(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(sw.CheckpointError, match=r"Name that file: .*pytorch_model\.bin"):
+        exported(tmp_path, tmp_path / "out")
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = record(monkeypatch)
+    exported(made, tmp_path / "out", max_file_size=5_000)
+    named = seen.index("rename out")
+    partial = next(one for one in seen if one.endswith("/manifest.json")).rpartition("/")[0]
+    files = {f"{partial}/{path.name}" for path in (tmp_path / "out").iterdir()}
+    assert files <= set(seen[:named])
+    assert seen[named - 1] == partial  # the folder, and with it the names in it
+    assert f"fsync {tmp_path}" in seen[named:]
 
 
 def test_nothing_larger_than_a_few_blocks_is_ever_held(tmp_path: Path) -> None:

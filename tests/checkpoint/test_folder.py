@@ -136,6 +136,14 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path, kind: str) -> None:
     assert names(tmp_path) == ["photos"]
 
 
+@pytest.mark.parametrize("text", ['{"name": "pwa"}', "", "[]", '{"format": "shardwise"}'])
+def test_a_manifest_of_others_makes_no_checkpoint(tmp_path: Path, text: str) -> None:
+    """Web sites have one, too. A run's own damaged step must not keep it from saving again."""
+    with pytest.raises(CheckpointError, match="no checkpoint of shardwise, so it is left alone"):
+        check_replaceable(checkpoint(tmp_path / "site", text))
+    check_replaceable(checkpoint(tmp_path / "step-3", text))
+
+
 @pytest.mark.parametrize("name", ["latest", "a.partial-0123456789abcdef", "a.removing-" + 16 * "0"])
 def test_names_with_a_meaning_of_their_own_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="cannot be called"):

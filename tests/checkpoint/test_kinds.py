@@ -68,3 +68,22 @@ def test_pieces_pass_through_a_file_without_trust() -> None:
     file.seek(0)
     read = torch.load(file, weights_only=True)
     assert torch.equal(sw.join([read])["a"], torch.arange(6).view(2, 3))
+
+
+def test_pieces_that_overlap_must_hold_the_same() -> None:
+    later: Piece = {"value": torch.tensor([9, 4, 5]), "start": 3, "shape": (2, 3)}
+    with pytest.raises(sw.CheckpointError, match="overlap from element 3 on"):
+        sw.join([{"a": piece(0, 4)}, {"a": later}])
+
+
+@pytest.mark.parametrize(
+    "second", [piece(0, 6, (3, 2)), piece(6, 6, dtype=torch.float32)], ids=["shape", "dtype"]
+)
+def test_pieces_of_unlike_wholes_are_refused_though_one_is_whole(second: Piece) -> None:
+    with pytest.raises(sw.CheckpointError, match="of another shape or dtype"):
+        sw.join([{"a": piece(0, 6)}, {"a": second}])
+
+
+def test_what_are_no_pieces_is_refused_by_its_kind() -> None:
+    with pytest.raises(sw.CheckpointError, match=r"is a Tensor, and no piece .* kind 'sharded'"):
+        sw.join([{"a": torch.zeros(3)}])

@@ -655,7 +655,7 @@ def test_a_missing_file_is_an_error(name: str, copy: Path) -> None:
     text = attempt(copy)
     assert text is not None
     assert text.startswith("DamagedCheckpoint")
-    expected = "has no manifest.json" if name == "manifest.json" else f"{name} is missing of"
+    expected = "has no manifest.json" if name == "manifest.json" else f"{name} is missing, "
     assert expected in text
 
 

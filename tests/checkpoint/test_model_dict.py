@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Net
-from tests.steps import STRATEGIES
+from tests.steps import STRATEGIES, train
 
 DECODER, TIED, CONVNET = NETS[0], NETS[1], next(n for n in NETS if "convnet" in str(n))
 
@@ -175,3 +178,108 @@ def test_in_the_middle_of_a_step_it_is_refused() -> None:
         return found[0]
 
     assert "state_dict() was called" in on_ranks(2, DECODER.build, rank)[0]
+
+
+def test_statistics_of_batch_norm_are_joined_as_rank_0_has_them() -> None:
+    def rank(comm: Comm, model: nn.Module) -> tuple[Any, Any]:
+        sharded = sw.shard(model, comm=comm)
+        train(model, CONVNET.batch(comm.rank, 4))  # so ranks differ in them
+        return sharded.state_dict("sharded"), sharded.state_dict()
+
+    found = on_ranks(3, CONVNET.build, rank)
+    first, last = found[0][1], found[-1][1]
+    assert not equal(first, last)
+    assert equal(sw.join([pieces for pieces, _ in found]), first)
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+class Elsewhere(Tensor):
+    """As DTensor and FakeTensor are: a tensor whose memory is not its values."""
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (None, "rank 0's state dict is a NoneType"),
+        ([1], "rank 0's state dict is a list"),
+        ({0: torch.zeros(3)}, "has the key 0"),
+        (
+            {**small().state_dict(), "0.bias": torch.zeros(3).as_subclass(Elsewhere)},
+            "is a Elsewhere, .* full_tensor()",
+        ),
+    ],
+    ids=["none", "list", "number as a name", "subclass"],
+)
+def test_what_is_no_state_dict_is_refused_on_every_rank(given: Any, says: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        mine = given if comm.rank == 0 else {}
+        return said(sw.CheckpointError, lambda: sharded.load_state_dict(mine))
+
+    for text in on_ranks(2, small, rank, timeout=5):
+        assert re.search(says, text)
+
+
+def test_what_other_ranks_pass_is_not_looked_at() -> None:
+    given = seeded(small, seed=1).state_dict()
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        nothing: Any = None
+        sw.shard(model, comm=comm).load_state_dict(given if comm.rank == 0 else nothing)
+        return clones(model.state_dict())
+
+    assert all(equal(state, given) for state in on_ranks(2, small, rank, timeout=5))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda rank: {"kind": ("full", "local")[rank]},
+        lambda rank: {"rank0_only": rank == 0},
+        lambda rank: {"names": lambda name: name.startswith(f"blocks.{rank}.")},
+    ],
+    ids=["kind", "rank0_only", "names"],
+)
+def test_ranks_that_ask_for_different_things_are_told(how: Callable[[int], Any]) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        return said(sw.RanksDisagree, lambda: sharded.state_dict(**how(comm.rank)))
+
+    on_ranks(2, DECODER.build, rank, timeout=5)
+
+
+def test_another_dtype_is_refused_with_how_to_convert() -> None:
+    given = {name: value.bfloat16() for name, value in seeded(small).state_dict().items()}
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        return said(sw.CheckpointError, lambda: sharded.load_state_dict(given))
+
+    text = on_ranks(1, small, rank)[0]
+    assert "states['0.weight'] = states['0.weight'].to(torch.float32), and so the 3 others" in text
+
+
+class Counting(nn.Linear):
+    """With state that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def test_extra_state_of_modules_is_warned_of_and_let_pass(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        given = clones(sharded.state_dict())
+        sharded.load_state_dict({**given, "0._extra_state": {"calls": 3}})  # type: ignore[dict-item]
+        sharded.save_file(tmp_path / "model.pt")
+
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        on_ranks(1, lambda: nn.Sequential(Counting(4, 3)), rank)
+    assert caplog.text.count("it is not in this state dict") == 2

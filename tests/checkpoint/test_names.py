@@ -71,3 +71,20 @@ def test_hugging_faces_own_store_of_files_is_followed(tmp_path: Path) -> None:
     (snapshot / "other").symlink_to("../../refs")
     with pytest.raises(CheckpointError, match="link out"):
         inside(snapshot, "other")
+
+
+def test_a_link_to_itself_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(CheckpointError, match="could not be looked at"):
+        inside(tmp_path, "model.safetensors")
+
+
+def test_so_is_a_folder_that_may_not_be_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_symlink", refused)
+    with pytest.raises(CheckpointError, match=r"could not be looked at: .*Permission denied"):
+        inside(tmp_path, "model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,3 +187,157 @@ def test_as_many_names_as_parameters() -> None:
     _, plain = plain_run(DECODER, adamw)
     with pytest.raises(sw.CheckpointError, match="and 1 names were given"):
         sw.by_name(plain.state_dict(), ["one"])
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+
+
+def stepped(comm: Comm, model: nn.Module, make: Make) -> tuple[sw.Sharded, Optimizer]:
+    sharded = sw.shard(model, comm=comm)
+    optimizer = make(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return sharded, optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("sharded", "exp_avg of 0.weight is a dict"), ("local", "nothing loads one of kind 'local'")],
+)
+def test_pieces_and_shards_are_not_loaded_as_wholes(kind: str, says: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded, optimizer = stepped(comm, model, adamw)
+        before = sharded.optimizer_state_dict(optimizer)
+        state = sharded.optimizer_state_dict(optimizer, kind)
+        text = said(sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(optimizer, state))
+        assert same(sharded.optimizer_state_dict(optimizer), before)
+        return text
+
+    assert all(says in text for text in on_ranks(2, small, rank, timeout=5))
+
+
+def test_state_dicts_of_all_ranks_are_joined_to_what_is_loaded() -> None:
+    assert same(sw.join(taken(DECODER, 3, adamw, kind="sharded")), taken(DECODER, 3, adamw)[0])
+
+
+GROUP = {**torch.optim.AdamW(small().parameters()).param_groups[0]}
+NAMES = names_of(small())
+GOOD = {"params": NAMES, **{key: GROUP[key] for key in GROUP if key != "params"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (None, "by parameter name is needed"),
+        ({"state": {}, "param_groups": [{"lr": 1.0}]}, "by parameter name is needed"),
+        ({"state": {}, "param_groups": [1]}, "by parameter name is needed"),
+        ({"state": [1], "param_groups": [GOOD]}, "by parameter name is needed"),
+        ({"state": {"0.bias": 1}, "param_groups": [GOOD]}, "'0.bias' is a int, no dict"),
+        ({"state": {"0.bias": {1: 1}}, "param_groups": [GOOD]}, "under the key 1"),
+        (
+            {"state": {"lost": {"step": torch.ones(())}}, "param_groups": [GOOD]},
+            "lost: it has state, and is in no stored group",
+        ),
+        (
+            {"state": {}, "param_groups": [{"params": NAMES, "lr": 0.1, "momentum": 0.9}]},
+            "group 0: it has no amsgrad, betas, eps, weight_decay, so it is not of AdamW",
+        ),
+    ],
+    ids=["none", "no params", "no group", "list", "no dict", "key", "lost", "of sgd"],
+)
+def test_what_is_no_state_of_this_optimizer_is_refused_on_every_rank(given: Any, says: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = torch.optim.AdamW(model.parameters())
+        mine: Any = given if comm.rank == 0 else None
+        return said(sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(optimizer, mine))
+
+    assert all(says in text for text in on_ranks(2, small, rank, timeout=5))
+
+
+def test_state_of_sgd_is_not_given_to_adamw() -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded, sgd = stepped(comm, model, MAKES["sgd"])
+        state, other = sharded.optimizer_state_dict(sgd), adamw(model.parameters())
+        text = said(sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(other, state))
+        assert not other.state
+        return text
+
+    assert "it has no amsgrad, betas, eps" in on_ranks(2, small, rank)[1]
+
+
+def test_additions_of_schedulers_and_options_of_later_torch_do_not_matter() -> None:
+    def rank(comm: Comm, model: nn.Module) -> float:
+        sharded, optimizer = stepped(comm, model, adamw)
+        state = sharded.optimizer_state_dict(optimizer)
+        state["param_groups"][0].update(initial_lr=0.5, max_lr=1.0, lr=0.25)
+        del state["param_groups"][0]["decoupled_weight_decay"]
+        sharded.load_optimizer_state_dict(optimizer, state)
+        assert optimizer.param_groups[0]["initial_lr"] == 0.5
+        return float(optimizer.param_groups[0]["lr"])
+
+    assert on_ranks(2, small, rank) == [0.25, 0.25]
+
+
+def test_names_that_the_optimizer_keeps_are_its_own() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded, optimizer = stepped(comm, model, adamw)
+        named: Any = list(model.named_parameters())
+        cut = [{"params": named[:1]}, {"params": named[1:]}]
+        other = torch.optim.AdamW(cut, lr=1e-2)
+        sharded.load_optimizer_state_dict(other, sharded.optimizer_state_dict(optimizer))
+        sharded.load_optimizer_state_dict(optimizer, sharded.optimizer_state_dict(other))
+        assert "param_names" not in optimizer.param_groups[0]
+        assert other.param_groups[0]["param_names"] == ["0.weight"]
+
+    on_ranks(2, small, rank, timeout=5)
+
+
+class Odd(torch.optim.Optimizer):
+    """State of a form of its own, made by what it is given."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, make: Callable[[int, Tensor], Tensor]) -> None:
+        super().__init__(params, {"lr": 1.0})
+        for number, param in enumerate(self.param_groups[0]["params"]):
+            self.state[param]["sum"] = make(number, param)
+
+
+def test_state_that_fits_on_some_ranks_alone_is_refused_on_every_rank(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> tuple[str, str]:
+        sharded = sw.shard(model, comm=comm)
+        odd = Odd(model.parameters(), lambda _, p: torch.zeros(p.shape if comm.rank else (1,)))
+        return (
+            said(sw.CheckpointError, lambda: sharded.optimizer_state_dict(odd)),
+            said(sw.CheckpointError, lambda: sharded.save(tmp_path / "a", odd, sw.Training())),
+        )
+
+    for texts in on_ranks(2, small, rank, timeout=5):
+        assert all("rank 0: optimizer state 'sum' of " in text for text in texts)
+
+
+def test_each_parameters_state_keeps_its_dtype() -> None:
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32]
+
+    def rank(comm: Comm, model: nn.Module) -> list[torch.dtype]:
+        sharded = sw.shard(model, comm=comm)
+        odd = Odd(model.parameters(), lambda k, p: torch.full(p.shape, 1 / 3, dtype=dtypes[k]))
+        state = sharded.optimizer_state_dict(odd)["state"]
+        for k, name in enumerate(NAMES):
+            value = state[name]["sum"]
+            assert torch.equal(value, torch.full(value.shape, 1 / 3, dtype=dtypes[k]))
+        return [state[name]["sum"].dtype for name in NAMES]
+
+    assert on_ranks(2, small, rank) == [dtypes, dtypes]
+
+
+def test_ranks_that_ask_for_different_kinds_are_told() -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded, optimizer = stepped(comm, model, adamw)
+        kind = ("full", "sharded")[comm.rank]
+        return said(sw.RanksDisagree, lambda: sharded.optimizer_state_dict(optimizer, kind))
+
+    assert all("kind of state dict" in text for text in on_ranks(2, small, rank, timeout=5))

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.checkpoint import destination
 from shardwise.checkpoint.export import ExportOptions
 from shardwise.checkpoint.pickled import export_pickled
 from shardwise.checkpoint.source import Source
+from tests.checkpoint.recorded import record
 from tests.checkpoint.runs import same, saved
 from tests.nets import NETS
 
@@ -43,6 +45,39 @@ def test_tied_weights_share_memory_in_it(tmp_path: Path) -> None:
     for alias, name in aliases.items():
         assert states[alias].data_ptr() == states[name].data_ptr()
     assert {value.dtype for value in states.values()} == {torch.bfloat16}
+
+
+def test_the_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(TIED, 1, tmp_path / "step-2")
+    seen = record(monkeypatch)
+    with Source.open(tmp_path / "step-2") as source:
+        export_pickled(source, tmp_path / "model.pt")
+    named = seen.index("rename model.pt")
+    assert seen[named - 1].startswith("fsync ")
+    assert seen[named - 1].endswith("/unfinished")
+    assert seen[named + 1] == f"fsync {tmp_path}"
+
+
+def test_a_disk_that_is_full_is_told_before_and_while_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(TIED, 1, tmp_path / "step-2")
+
+    def full(*_: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+
+    with Source.open(tmp_path / "step-2") as source:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "save", full)
+            with pytest.raises(sw.CheckpointError, match=r"unexpected pos.*the disk is full"):
+                export_pickled(source, tmp_path / "model.pt")
+        nbytes = sum(p.stored.stop - p.stored.start for p in source.tensors("model").values())
+        monkeypatch.setattr(destination, "free_bytes", lambda folder: 2 * nbytes - 1)
+        with pytest.raises(sw.CheckpointError, match="while it is written"):
+            export_pickled(source, tmp_path / "model.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2"]
 
 
 def test_what_is_there_stays_unless_told_otherwise(tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import shardwise as sw
 from shardwise.checkpoint.folder import LOCK
-from shardwise.checkpoint.run import checkpoint_of, folder_of_run, survey
+from shardwise.checkpoint.run import checkpoint_of, folder_of_run, meant, survey
 from tests.checkpoint.runs import saved
 from tests.nets import NETS
 
@@ -100,3 +102,38 @@ def test_a_run_without_a_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     with pytest.raises(sw.CheckpointError, match=r"holds no complete checkpoint: 1 are broken"):
         checkpoint_of(tmp_path)
+
+
+def test_a_checkpoint_that_may_not_be_looked_at_does_not_hide_the_others(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path.name == "step-10":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    _, ten, two = survey(run).checkpoints
+    assert "may not read there" in ten.problem
+    assert (ten.nbytes, two.problem) == (0, "")
+
+
+def test_a_checkpoint_that_a_crash_left_without_its_name_is_listed(tmp_path: Path) -> None:
+    saved(NETS[1], 1, tmp_path / "step-6")
+    (tmp_path / "step-6").rename(tmp_path / f"step-6.replaced-{TOKEN}")
+    (listed,) = survey(tmp_path).checkpoints
+    assert (listed.name, listed.step, listed.problem) == ("step-6", 6, "")
+    assert listed.path.name == f"step-6.replaced-{TOKEN}"
+
+
+def test_a_checkpoint_is_found_by_its_run(tmp_path: Path) -> None:
+    inner = tmp_path / "run" / "checkpoints"
+    saved(NETS[1], 1, inner / "step-1")
+    assert meant(tmp_path / "run" / "step-1") == inner / "step-1"
+    assert checkpoint_of(tmp_path / "run" / "latest") == inner / "latest"
+    assert meant(inner / "step-1") == inner / "step-1"
+    assert meant(tmp_path / "run" / "other") == tmp_path / "run" / "other"
+    (tmp_path / "run" / "step-1").mkdir()
+    assert meant(tmp_path / "run" / "step-1") == tmp_path / "run" / "step-1"

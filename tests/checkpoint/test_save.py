@@ -473,3 +473,15 @@ def test_the_number_of_steps_is_what_was_said_or_what_the_name_says(tmp_path: Pa
     found = [check_complete(tmp_path / name).step for name in ("step-30", "step-40", "last")]
     assert found == [30, 41, None]
     assert [sharded.load(tmp_path / name).step for name in ("step-30", "last")] == [30, None]
+
+
+def test_ranks_that_save_different_kinds_are_told(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded, kind = sw.shard(model, comm=comm), ("full", "local")[comm.rank]
+        with pytest.raises(sw.RanksDisagree) as error:
+            sharded.save(tmp_path / "step-1", kind=kind)
+        return str(error.value)
+
+    found = on_ranks(2, DECODER.build, rank, timeout=5)
+    assert all("kind of checkpoint" in text for text in found)
+    assert names(tmp_path) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import tracemalloc
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
@@ -131,3 +134,65 @@ def test_however_many_files_one_block_is_kept(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 2 * BLOCK
     finally:
         tracemalloc.stop()
+
+
+def plain(folder: Path, weight_map: Any) -> Path:
+    save_file({"a": torch.zeros(2)}, folder / "x.safetensors")
+    index = {"weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_an_index_names_only_what_is_there(tmp_path: Path) -> None:
+    with Source.open(plain(tmp_path, {"a": "x.safetensors"})) as source:
+        assert list(source.tensors("model")) == ["a"]
+    with Source.open(plain(tmp_path, {"a": "x.safetensors", "b": "x.safetensors"})) as source:
+        says = r"the index says that 'b' is in 'x.safetensors', and it is not"
+        with pytest.raises(sw.CheckpointError, match=says):
+            source.tensors("model")
+
+
+@pytest.mark.parametrize("value", [["x"], {"x": 1}, None, 3], ids=str)
+def test_an_index_of_no_names_is_an_error(tmp_path: Path, value: object) -> None:
+    refused = pytest.raises(sw.CheckpointError, match="no plain file name")
+    with Source.open(plain(tmp_path, {"a": value})) as source, refused:
+        source.tensors("model")
+
+
+@pytest.mark.parametrize(
+    ("aliases", "fact"),
+    [({"bias": "weight"}, "'bias' is stored, too"), ({"tied": "gone"}, "that is not stored")],
+    ids=str,
+)
+def test_names_are_tied_to_what_is_stored(folder: Path, aliases: Any, fact: str) -> None:
+    with Source.open(folder) as source:
+        assert source.manifest is not None
+        tied = source.manifest.model_copy(update={"aliases": aliases})
+    with Source(folder, tied) as source, pytest.raises(sw.CheckpointError, match=fact):
+        source.tensors("model")
+
+
+def test_what_the_disk_refuses_is_not_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def preadv(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Source.open(folder) as source:
+        monkeypatch.setattr(os, "preadv", preadv)
+        with pytest.raises(sw.CheckpointError, match="the disk fails"):
+            source.damaged("model.safetensors")
+
+
+def test_a_device_is_not_opened() -> None:
+    with pytest.raises(sw.CheckpointError, match="neither a folder nor a file"):
+        Source.open("/dev/null")
+
+
+def test_files_are_listed_by_the_manifest_or_the_folder(folder: Path, tmp_path: Path) -> None:
+    (folder / "stranger").touch()
+    with Source.open(folder) as source:
+        assert "stranger" not in source.listed()
+        assert "model.safetensors" in source.listed()
+    with Source.open(plain(tmp_path, {})) as source:
+        assert source.listed() == ["model.safetensors.index.json", "x.safetensors"]
+    with Source.open(tmp_path / "x.safetensors") as source:
+        assert source.listed() == []

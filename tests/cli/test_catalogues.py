@@ -56,9 +56,9 @@ def test_parameters_with_unlike_state_are_told_apart(tmp_path: Path) -> None:
     saved(net, 1, tmp_path / "step-2", make=only_some)
     text = "\n".join(lines_of(Catalogue.read(tmp_path / "step-2")))
     assert "for each of 42 parameters:\n    momentum_buffer, square_avg: in its shape" in text
-    assert "for each of 1 parameters:\n    square_avg: in its shape" in text
+    assert "for 1 parameter:\n    square_avg: in its shape" in text
     assert "      lm_head.weight" in text
-    assert "group 1: 1 parameters" in text
+    assert "group 1: 1 parameter, " in text
 
 
 def test_what_a_crash_left_is_explained(tmp_path: Path) -> None:
@@ -98,3 +98,21 @@ def test_long_values_are_cut() -> None:
 @pytest.mark.parametrize(("code", "name"), [("BF16", "bfloat16"), ("F8_E5M2", "float8_e5m2")])
 def test_dtypes_have_torch_s_names(code: str, name: str) -> None:
     assert dtype_name(code) == name
+
+
+def test_what_could_not_be_read_is_not_called_damaged() -> None:
+    found = Damage("m.safetensors", 0, 9, ("a",), header=False, unreadable="the disk fails.")
+    (first, second) = damage_lines([found])
+    assert first.startswith("NOT READ m.safetensors: bytes 0 to 9 could not be read")
+    assert "the disk fails. They hold" in first
+    assert second == "    a"
+
+
+def test_no_tensors_and_a_name_of_nothing_are_words(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "none.safetensors")
+    assert "weights: 0 tensors, 0 B" in lines_of(Catalogue.read(tmp_path / "none.safetensors"))
+    save_file({"": torch.zeros(2)}, tmp_path / "one.safetensors")
+    for every in (False, True):
+        lines = lines_of(Catalogue.read(tmp_path / "one.safetensors"), every)
+        assert "weights: 1 tensor, 8 B (1 float32 8 B)" in lines
+        assert lines[-1].startswith('  ""  ')

@@ -56,7 +56,7 @@ def test_names_that_only_one_has() -> None:
         "only in A, model: 2 tensors",
         "  h.{0…1}.w",
         "",
-        "only in B, optimizer: 1 tensors",
+        "only in B, optimizer: 1 tensor",
     ]
     assert lines(True, only=only)[-1] == "  step/w"
 
@@ -70,3 +70,15 @@ def test_fields_are_shown_up_to_twenty() -> None:
     assert len(lines(True, fields=fields)) == 3 + 25
     assert lines(files=(Change("config.json", "0" * 64, "1" * 64),))[-1].startswith("  config.json")
     assert lines(fields=(Change("", ABSENT, {}),))[-1] == "  all of it: nothing in A, {} in B"
+
+
+def test_equal_says_if_tensors_alone_were_compared() -> None:
+    (line,) = lines(alike=1, nbytes=4, read=4, tensors_alone=True)
+    alone = "equal; configuration, tokenizer and training were not compared"
+    assert line == f"1 tensor, 4 B, compared: {alone}"
+
+
+def test_ties_that_differ_and_a_name_of_nothing_are_shown() -> None:
+    said = lines(ties=(Change("head", "a", "b"),), only=({"model": [""]}, {}))
+    assert said[-2:] == ["tied names: 1 differ", '  head: "a" in A, "b" in B']
+    assert '  ""' in said

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from shardwise.cli import main
 from shardwise.cli.export import nbytes_of
@@ -39,7 +40,7 @@ def test_a_run_s_newest_whole_checkpoint_is_merged(
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith(f"wrote    {tmp_path / 'out'}: 42 tensors, ")
     assert out[0].endswith("in 1 file")
-    assert out[1] == f"from     {run / 'step-2'}, checked on the way"
+    assert out[1] == f"from     {run / 'step-2'}, what was read compared with its checksums"
     assert out[2].startswith("missing  config.json")
     assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors(run / "step-2", "model"))
 
@@ -72,7 +73,7 @@ def test_a_file_of_torch_becomes_a_folder(
 
 
 def test_dcp_there_and_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert export(run, tmp_path / "dcp", "--format", "dcp") == 0
+    assert export(run, tmp_path / "dcp", "--format", "dcp", "--with-optimizer") == 0
     assert f"wrote    {tmp_path / 'dcp'}" in capsys.readouterr().out
     assert export(tmp_path / "dcp", tmp_path / "out", "--with-optimizer") == 1
     assert "--trust-source" in capsys.readouterr().err
@@ -89,9 +90,72 @@ def test_options_that_do_not_go_together_are_refused(
 ) -> None:
     assert export(run, tmp_path / "dcp", "--format", "dcp", "--dtype", "float16") == 1
     assert "it knows no --dtype" in capsys.readouterr().err
-    assert export(run, tmp_path / "out", "--optimizer-file", "o.pt") == 1
-    assert "goes with a source of torch" in capsys.readouterr().err
+    for option in (["--optimizer-file", "o.pt"], ["--optimizer-class", "SGD"], ["--trust-source"]):
+        assert export(run, tmp_path / "out", *option) == 1
+        assert f"{option[0]} goes with a source of torch" in capsys.readouterr().err
+    for form in ("pt", "dcp"):
+        assert export(run, tmp_path / "out", "--format", form, "--max-file-size", "5GB") == 1
+        assert "knows no --max-file-size" in capsys.readouterr().err
+    assert export(run, tmp_path / "model.pt") == 1
+    assert "Pass --format pt" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dcp_holds_weights_alone_unless_told(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(run, tmp_path / "dcp", "--format", "dcp") == 0
+    assert export(tmp_path / "dcp", tmp_path / "out", "--trust-source") == 0
+    assert not list((tmp_path / "out").glob("optimizer*"))
+    assert not (tmp_path / "out" / "training.json").exists()
+    assert export(tmp_path / "out", tmp_path / "no", "--format", "dcp", "--with-optimizer") == 1
+    assert "it has weights alone" in capsys.readouterr().err
+
+
+def test_a_run_s_folder_may_be_called_as_a_file_of_torch(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, tmp_path / "run.ckpt")
+    assert export(tmp_path / "run.ckpt", tmp_path / "out") == 0
+
+
+def test_where_it_came_from_is_said_by_the_name_that_was_given(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"x": torch.ones(3)}, tmp_path / "plain.pt")
+    assert export(tmp_path / "plain.pt", tmp_path / "out") == 0
+    said = (
+        f"from     {tmp_path / 'plain.pt'}, of torch, which has no checksums: nothing was checked"
+    )
+    assert said in capsys.readouterr().out.splitlines()
+    one = tmp_path / "out" / "model.safetensors"
+    assert export(one, tmp_path / "again") == 0
+    said = f"from     {one}, which has no manifest, so nothing was checked"
+    assert said in capsys.readouterr().out.splitlines()
+
+
+def test_that_tied_weights_have_one_name_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    assert export(tmp_path, tmp_path / "model.pt", "--format", "pt") == 0
+    assert "tied     config.json says tie_word_embeddings" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    assert export(tmp_path, tmp_path / "other.pt", "--format", "pt") == 0
+    assert "tied  " not in capsys.readouterr().out
+
+
+def test_the_destination_is_looked_at_before_a_source_of_torch_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.pt").write_text("no pickle at all")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    assert export(tmp_path / "bad.pt", tmp_path / "out", "--overwrite") == 1
+    assert "no checkpoint of shardwise, so it is left alone" in capsys.readouterr().err
+    assert export(tmp_path / "bad.pt", tmp_path / "o.pt", "--format", "pt", "--with-optimizer") == 1
+    assert "weights alone" in capsys.readouterr().err
 
 
 def test_what_is_there_is_refused(
@@ -134,7 +198,9 @@ def test_sizes_are_written_as_people_write_them(text: str, nbytes: int) -> None:
     assert nbytes_of(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "many", "-5GB", "0", "5PB", "1e9"])
+@pytest.mark.parametrize(
+    "text", ["", "many", "-5GB", "0", "5PB", "1e9", "5iB", "9" * 400, "5000000TB"]
+)
 def test_other_sizes_are_errors(text: str) -> None:
     with pytest.raises(ConfigError, match="say a size such as 5GB"):
         nbytes_of(text)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli.folded import Fold, fold, shown, shown_lines
+from shardwise.cli.folded import Fold, counted, fold, named, shown, shown_lines
 
 
 def folded(*names: str) -> list[str]:
@@ -85,3 +85,13 @@ def test_nothing_that_a_terminal_obeys_or_hides_is_shown(text: str, safe: str) -
 def test_what_is_shown_is_printable(text: str) -> None:
     assert shown(text).isprintable()
     assert shown_lines(text).count("\n") == text.count("\n")
+
+
+def test_a_name_of_very_many_numbers_is_shown_as_it_is() -> None:
+    deep = ".".join(["1"] * 1_500)
+    assert folded(deep, f"{deep}.w") == [deep, f"{deep}.w"]
+
+
+def test_words_count_and_an_empty_name_is_seen() -> None:
+    assert (counted(1, "tensor"), counted(1_000, "tensor")) == ("1 tensor", "1,000 tensors")
+    assert (named(""), named("a\x1b")) == ('""', "a\\x1b")

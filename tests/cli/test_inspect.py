@@ -90,7 +90,7 @@ def test_a_run_can_be_verified(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert inspect(run, "--verify") == 1
     said = capsys.readouterr().out
     assert "bytes of step-2: all that are there are as they were written" in said
-    assert "bytes of step-4: 1 blocks are damaged" in said
+    assert "bytes of step-4: 1 block is damaged" in said
     assert "DAMAGED model.safetensors: bytes 0 to " in said
 
 
@@ -315,8 +315,8 @@ def test_unlike_models_say_what_only_one_has(
     save_file(weights, tmp_path / "model.safetensors")
     assert inspect(made / "step-2", tmp_path / "model.safetensors", "--weights-only") == 1
     said = capsys.readouterr().out
-    assert "only in A, model: 1 tensors\n  lm_head.weight" in said
-    assert "only in B, model: 1 tensors\n  head.weight" in said
+    assert "only in A, model: 1 tensor\n  lm_head.weight" in said
+    assert "only in B, model: 1 tensor\n  head.weight" in said
     assert "42 equal, 0 not" in said
     assert inspect(made / "step-2", tmp_path / "model.safetensors") == 1
     assert "only in A, optimizer: 129 tensors" in capsys.readouterr().out
@@ -333,3 +333,95 @@ def test_what_cannot_be_compared_ends_with_2(run: Path, capsys: pytest.CaptureFi
     os.truncate(run / "step-2" / "model.safetensors", 100)
     assert inspect(run / "step-2", run / "step-4") == 2
     assert "is not complete" in capsys.readouterr().err
+
+
+def test_equal_checksums_of_damaged_bytes_are_not_equal_where_bytes_are_verified(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run / "step-2", run / "copy")
+    assert inspect(run / "step-2", run / "copy", "--verify") == 0
+    assert capsys.readouterr().out.count("all that are there are as they were written") == 2
+    damage(run / "copy" / "model.safetensors", 5000)
+    assert inspect(run / "step-2", run / "copy", "--verify") == 1
+    said = capsys.readouterr().out
+    assert "DAMAGED model.safetensors" in said
+    assert "compared" not in said
+    assert inspect(run / "step-2", run / "copy", "--verify", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["equal"], len(found["damage"][0]), len(found["damage"][1])) == (None, 0, 1)
+
+
+def test_nothing_is_not_equal_to_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    assert inspect(tmp_path / "a", tmp_path / "b") == 2
+    assert "holds no tensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", ["/dev/null", "pipe", "loop", "deep"])
+def test_whatever_is_named_ends_with_a_status_and_no_traceback(
+    tmp_path: Path, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").mkdir()
+    (tmp_path / "loop" / "manifest.json").symlink_to("manifest.json")
+    (tmp_path / "deep").mkdir()
+    save_file({".".join(["1"] * 1_500): torch.zeros(2)}, tmp_path / "deep" / "model.safetensors")
+    expected = {"loop": 1, "deep": 0}.get(other, 2)
+    assert inspect(tmp_path / other) == expected
+    assert (expected != 2) == (capsys.readouterr().err == "")
+
+
+def test_options_that_mean_nothing_are_refused(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect(made / "step-2", "--weights-only") == 2
+    assert "--weights-only is for two paths" in capsys.readouterr().err
+    assert inspect(made, "--all") == 2
+    assert "this is a run" in capsys.readouterr().err
+
+
+def test_json_has_no_infinity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("a", 0.0), ("b", float("inf"))):
+        save_file({"x": torch.tensor([value])}, tmp_path / f"{name}.safetensors")
+    assert inspect(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json") == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["tensors"][0]["largest"] == "inf"
+
+
+def test_a_run_with_nothing_whole_is_not_well(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "step-2")
+    (run / "step-4").rename(run / "step-4.replaced-0123456789abcdef")
+    assert inspect(run, "--verify") == 0
+    said = capsys.readouterr().out
+    assert "1 checkpoint, 1 complete" in said
+    assert "bytes of step-4: all that are there are as they were written" in said
+    shutil.rmtree(run / "step-4.replaced-0123456789abcdef")
+    (run / "step-5.partial-0123456789abcdef").mkdir()
+    assert inspect(run) == 1
+    assert "0 checkpoints, 0 complete" in capsys.readouterr().out
+
+
+def test_a_link_out_of_the_folder_is_a_problem_and_the_rest_is_shown(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "step-2" / "optimizer.safetensors"
+    path.rename(run.parent / "elsewhere")
+    path.symlink_to(run.parent / "elsewhere")
+    assert inspect(run / "step-2", "--verify") == 1
+    said = capsys.readouterr().out
+    assert "NOT READ optimizer.safetensors" in said
+    assert "weights: 43 tensors" in said
+
+
+def test_a_checkpoint_is_named_by_its_run(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made, tmp_path / "run" / "checkpoints", symlinks=True)
+    assert inspect(tmp_path / "run" / "latest") == 0
+    assert inspect(tmp_path / "run" / "step-2", made / "step-2") == 0
+    assert "equal" in capsys.readouterr().out

@@ -202,3 +202,21 @@ def test_merged_it_is_a_model_that_transformers_loads(tmp_path: Path) -> None:
     assert not [name for name in loaded.state_dict() if "lora" in name]
     torch.testing.assert_close(answer(loaded), told, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(answer(seeded(llama)), told, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("error", [AssertionError, AttributeError, ImportError, ValueError])
+def test_what_peft_raises_is_raised_on_every_rank(error: type[Exception], tmp_path: Path) -> None:
+    models = [adapted(lora()) for _ in range(WORLD)]
+
+    def rank(comm: Comm) -> str:
+        model: Any = models[comm.rank]
+        sharded = sw.shard(model, comm=comm)
+
+        def fails(*_: object, **__: object) -> None:
+            raise error("of its own")
+
+        model.save_pretrained = fails
+        return said(sw.CheckpointError, lambda: save_adapter(sharded, tmp_path / "adapter"))
+
+    texts = run_threads(WORLD, rank, timeout=10)
+    assert all(f"{error.__name__}: of its own" in text for text in texts)

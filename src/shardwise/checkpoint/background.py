@@ -101,15 +101,24 @@ class Saving:
                 return saved
 
     def take(self) -> None:
-        """Copy everything that this rank writes, and start to write it."""
-        self._thread.start()
+        """Copy everything that this rank writes, and start to write it.
+
+        Writing begins when all is copied, since both want the processor and training waits for
+        the copy; at once, where the copy has not enough room.
+        """
+        rank = self._comm.rank
+        fits = self._task.contents.total(rank) <= self._pool.room
+        if not fits:
+            self._thread.start()
         try:
-            for chunk in self._task.contents.chunks(self._comm.rank):
+            for chunk in self._task.contents.chunks(rank):
                 self._chunks.put(self._pool.keep(chunk))
         finally:
             self._pool.rewind()
             self._chunks.put(None)
-        reached("snapshot taken", self._comm.rank)
+            if fits:
+                self._thread.start()
+        reached("snapshot taken", rank)
 
     def cancel(self) -> None:
         """Give it up, on this rank: nothing is published, and what was written goes."""
@@ -220,6 +229,14 @@ class Background:
         self.settle()
         pool = together(sharded.comm, "memory", lambda: self._memory(options, sharded.comm))
         task = begin(sharded, path, optimizers, training, options)
+        if task.hold.is_split:
+            give_up(task)
+            raise CheckpointError(
+                f"{task.final.parent} is local to each host, and save_async() has no word from "
+                "other hosts of when they have published, without which an old checkpoint may go "
+                "too soon. Nothing was written. Call save(..., kind='local'), or save to a path "
+                "that all hosts share."
+            )
         saving = Saving(task, sharded.comm, pool)
         try:
             saving.take()

@@ -18,11 +18,11 @@ import torch
 
 from shardwise.checkpoint.complete import check_complete, read_manifest
 from shardwise.checkpoint.contents import MODEL
+from shardwise.checkpoint.disk import check_is_folder, explained, is_unreadable
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.folder import leftovers, resolve, step_of
 from shardwise.checkpoint.header import Stored
 from shardwise.checkpoint.manifest import NAME, Manifest
-from shardwise.checkpoint.names import inside
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.source import Bytes, Source
 from shardwise.checkpoint.state import NAME as TRAINING
@@ -68,11 +68,13 @@ class Listing(dict[str, tuple[str, Stored]]):
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes ``[start, stop)`` of a file that are not those that were written.
+    """Bytes ``[start, stop)`` of a file: others than were written, cut off, or not readable.
 
     Attributes:
         tensors: whose they are; empty where the file's header cannot be read.
         header: are bytes of the file's header among them?
+        unreadable: why they could not be read, so that nobody knows what they are; empty where
+            they could.
     """
 
     file: str
@@ -80,6 +82,7 @@ class Damage:
     stop: int
     tensors: tuple[str, ...]
     header: bool
+    unreadable: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,17 @@ class Catalogue:
         """Everything that can be read of the checkpoint that ``path`` means.
 
         Raises:
-            CheckpointError: there is nothing there.
+            CheckpointError: there is nothing there, or it may not be looked at.
         """
-        found = resolve(path)
-        if found.is_file():
-            return cls._of_file(found)
+        with explained(f"looking at {path}", reads=True):
+            found = resolve(path)
+            if found.is_file():
+                return cls._of_file(found)
+            check_is_folder(found)
+            return cls._of_folder(found)
+
+    @classmethod
+    def _of_folder(cls, found: Path) -> Self:
         problems: list[str] = []
         manifest = _tried(problems, lambda: _manifest(found))
         if manifest is not None:
@@ -136,8 +145,9 @@ class Catalogue:
             if any(file.name == TRAINING and file.size is not None for file in files):
                 training = _tried(problems, lambda: _object(source, TRAINING))
             scalars = {stem: _scalars(source, some, problems) for stem, some in groups.items()}
-            if manifest is None:
-                _tried(problems, lambda: source.tensors(MODEL))  # the index, and what is missing
+            if manifest is None or not problems:
+                for stem in {MODEL: None, **groups}:  # the index, and what is missing
+                    _tried(problems, partial(source.tensors, stem))
         if not groups and not problems:
             problems.append(_no_tensors(found))
         shown = tuple(dict.fromkeys(problems))
@@ -243,7 +253,8 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
 
     Yields:
         The bytes that were read since the last one, and damage where they are not as written.
-        Blocks that are damaged side by side are one damage each.
+        Blocks that are damaged side by side are one damage each; a file that cannot be opened, or
+        is a link out of its folder, is one as a whole.
     """
     if catalogue.manifest is None:
         return
@@ -251,19 +262,31 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
         for file in catalogue.files:
             if file.size is None or not file.expected:
                 continue
-            inside(catalogue.path, file.name)
+            if error := _error_of(source, file.name, 0, 0):
+                yield file.expected, _damage(catalogue, file.name, (0, file.expected), str(error))
+                continue
             for number in range(file.blocks):
-                start, stop = number * BLOCK, min(file.expected, (number + 1) * BLOCK)
-                try:
-                    for _ in source.read(file.name, start, stop):
-                        pass
-                except CheckpointError:
-                    yield stop - start, _damage(catalogue, file.name, start, stop)
-                else:
-                    yield stop - start, None
+                place = number * BLOCK, min(file.expected, (number + 1) * BLOCK)
+                error, found = _error_of(source, file.name, *place), None
+                if error is not None:
+                    why = str(error) if is_unreadable(error) else ""
+                    found = _damage(catalogue, file.name, place, why)
+                yield place[1] - place[0], found
 
 
-def _damage(catalogue: Catalogue, file: str, start: int, stop: int) -> Damage:
+def _error_of(source: Source, file: str, start: int, stop: int) -> CheckpointError | None:
+    """What is said when these bytes are read; with no bytes, when the file is opened."""
+    try:
+        source.read_into(file, start)  # opens it
+        for _ in source.read(file, start, stop):
+            pass
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _damage(catalogue: Catalogue, file: str, place: tuple[int, int], unreadable: str) -> Damage:
+    start, stop = place
     stored = [
         (name, place)
         for listing in catalogue.groups.values()
@@ -272,4 +295,4 @@ def _damage(catalogue: Catalogue, file: str, start: int, stop: int) -> Damage:
     ]
     first = min((place.start for _, place in stored), default=0)
     hit = tuple(name for name, p in stored if p.start < stop and start < p.stop)
-    return Damage(file, start, stop, hit, start < first)
+    return Damage(file, start, stop, hit, start < first, unreadable)

@@ -7,6 +7,7 @@ folder of the run. Code (``.py``) is never among them: to copy it would be to vo
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from shardwise.checkpoint.catalogue import SUFFIX
 from shardwise.checkpoint.disk import explained
-from shardwise.checkpoint.folder import step_of
+from shardwise.checkpoint.folder import LOCK, step_of
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.names import inside
 from shardwise.checkpoint.run import CHECKPOINTS
@@ -38,37 +39,56 @@ FROM_A_RUN = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-LARGEST = 100_000_000  # bytes of a small file
+LARGEST = 100_000_000  # bytes of all small files together: they are in memory at once
 INDEX = ".safetensors.index.json"
+OTHER_INDEX = ".index.json"  # of weights in pickles
 
 
-def companions(source: Source, all_of_it: bool) -> dict[str, bytes]:
-    """Configuration and tokenizer, from beside the weights or from the run; training state."""
-    found = {name: source.bytes(name) for name in _small_names(source, all_of_it)}
+def companions(source: Source, all_of_it: bool) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Configuration and tokenizer, from beside the weights or from the run; training state.
+
+    Returns:
+        Bytes by name; and the names of what lies there, too, and is no such file, or too much.
+
+    Raises:
+        CheckpointError: the training state is more than can be held.
+    """
+    names, left_out = _small_names(source, all_of_it)
+    found: dict[str, bytes] = {}
+    room = LARGEST
+    for name in names:
+        path = inside(source.folder, name)
+        with explained(f"reading {path}", reads=True):
+            nbytes = path.stat().st_size
+        if name != TRAINING and nbytes > room:
+            left_out.append(name)
+            continue
+        found[name] = source.bytes(name)
+        room -= nbytes
+    return found | _of_the_run(source, found, room), tuple(sorted(left_out))
+
+
+def _of_the_run(source: Source, there: Mapping[str, bytes], room: int) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
     for folder in _run_folders(source):
         for name in FROM_A_RUN:
-            if name in found:
+            if name in there or name in found:
                 continue
             path = inside(folder, name)
-            with explained(f"reading {path}"):
-                if path.is_file() and path.stat().st_size <= LARGEST:
+            with explained(f"reading {path}", reads=True):
+                if path.is_file() and path.stat().st_size <= room:
                     found[name] = path.read_bytes()
+                    room -= len(found[name])
     return found
 
 
-def _small_names(source: Source, all_of_it: bool) -> list[str]:
-    if source.manifest is not None:
-        names = list(source.manifest.files)
-    else:
-        there = sorted(source.folder.iterdir())
-        small = [path for path in there if path.is_file() and path.stat().st_size <= LARGEST]
-        names = [path.name for path in small if path.suffix in SMALL]
+def _small_names(source: Source, all_of_it: bool) -> tuple[list[str], list[str]]:
+    """Files to copy, what a run goes on from first; and those that are neither that nor weights."""
+    names = [n for n in source.listed() if not n.endswith((SUFFIX, INDEX)) and source.has(n)]
+    small = [name for name in names if name.endswith(SMALL) and not name.endswith(OTHER_INDEX)]
     no_copy = {MANIFEST} if all_of_it else {MANIFEST, TRAINING}
-    return [
-        name
-        for name in names
-        if not name.endswith((SUFFIX, INDEX)) and name not in no_copy and source.has(name)
-    ]
+    kept = sorted(set(small) - no_copy, key=lambda name: (name != TRAINING, names.index(name)))
+    return kept, [name for name in names if name not in small and name != LOCK]
 
 
 def _run_folders(source: Source) -> list[Path]:

@@ -39,7 +39,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         CheckpointError: it is damaged, or of a later version.
     """
     path = inside(folder, NAME)
-    with explained(f"reading {path}"):
+    with explained(f"reading {path}", reads=True):
         if not path.is_file():
             return None
         if path.stat().st_size > CAP:
@@ -68,8 +68,8 @@ def check_complete(folder: Path) -> Manifest:
         path = inside(folder, name)
         length = path.stat().st_size if path.is_file() else None
         if length != record.size:
-            there = "is missing" if length is None else f"has {length:,}"
-            wrong.append(f"{name} {there} of {record.size:,} bytes")
+            has = "is missing, and should have" if length is None else f"has {length:,} of"
+            wrong.append(f"{name} {has} {record.size:,} bytes")
     if wrong:
         raise CheckpointError(
             f"{folder} is not complete: {'; '.join(wrong)}. Nothing of it was used. Load another "

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from shardwise.checkpoint import checksum, manifest, rng, state
 from shardwise.checkpoint.accumulated import GRADIENTS, check_reduced, gradients_of
 from shardwise.checkpoint.holdings import Holding, homes, own_rows, persistent_buffers, weights
-from shardwise.checkpoint.local import LAYOUT, layout_of, local_files
-from shardwise.checkpoint.meeting import share
+from shardwise.checkpoint.local import LAYOUT, layout_file, local_files
+from shardwise.checkpoint.meeting import share, together
 from shardwise.checkpoint.names import is_plain
 from shardwise.checkpoint.optimizers import Named, contents
 from shardwise.checkpoint.plan import FilePlan, index_of, plan_files
@@ -50,7 +50,8 @@ class Contents:
 
     Attributes:
         files: the safetensors files, the same on every rank.
-        small: all other files but the manifest, whole; rank 0's are written.
+        small: all other files but the manifest, whole; those of the rank that keeps the folder
+            are written.
         aliases: further names of tied tensors → the stored one.
         metric: how good it is, where that was said.
     """
@@ -105,7 +106,9 @@ def collect(
     small = {**_model_config(model), **_checked(options.small())}
     if training is not None:
         places = homes(sharded.buckets)
-        groups[OPTIMIZER], records = contents(optimizers, Named(places))
+        groups[OPTIMIZER], records = together(
+            comm, "optimizer state", lambda: contents(optimizers, Named(places))
+        )
         if training.accumulating:
             groups[GRADIENTS] = gradients_of(sharded.buckets, places, comm)
         else:
@@ -121,7 +124,7 @@ def collect(
         plans[stem], some_segments = _files(stem, group, comm, options)
         segments += some_segments
     if options.kind == "local":
-        small[LAYOUT] = json.dumps(layout_of(sharded), indent=1).encode() + b"\n"
+        small[LAYOUT] = layout_file(sharded, groups)
     small |= {
         f"{stem}.safetensors.index.json": json.dumps(index_of(some), indent=2).encode() + b"\n"
         for stem, some in plans.items()

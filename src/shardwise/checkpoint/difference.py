@@ -17,13 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.accumulated import GRADIENTS
 from shardwise.checkpoint.catalogue import stem_of
-from shardwise.checkpoint.contents import MODEL
+from shardwise.checkpoint.contents import MODEL, OPTIMIZER, RANKS
 from shardwise.checkpoint.dtypes import DTYPES, itemsize
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import NAME as TRAINING
+from shardwise.errors import CheckpointError
 
 __all__ = ["ABSENT", "Change", "Difference", "Unlike", "compare", "unlike_fields"]
 
@@ -33,6 +35,7 @@ ABSENT = object()
 """Stands for a value that one side does not have."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDEX = ".safetensors.index.json"
+_TRAINING = (OPTIMIZER, RANKS, GRADIENTS)
 
 
 class Change(NamedTuple):
@@ -84,6 +87,8 @@ class Difference:
         files: small files, such as ``config.json``, and their digests.
         read, nbytes: bytes that had to be read of the first, and all of its tensors that the
             other has in the same shape.
+        ties: names that each side ties to a tensor, and not to the same one.
+        tensors_alone: nothing but tensors was compared.
     """
 
     only: tuple[Mapping[str, list[str]], Mapping[str, list[str]]]
@@ -93,11 +98,18 @@ class Difference:
     files: tuple[Change, ...]
     read: int
     nbytes: int
+    ties: tuple[Change, ...] = ()
+    tensors_alone: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Are they equal?"""
-        return not (any(self.only) or self.tensors or self.fields or self.files)
+        return not (any(self.only) or self.tensors or self.fields or self.files or self.ties)
+
+
+def _kind(stem: str) -> str:
+    """``"model.rank0" → "model"``, of local shards."""
+    return stem.split(".rank", maxsplit=1)[0]
 
 
 @dataclass
@@ -112,15 +124,26 @@ class _Side:
     @cached_property
     def tensors(self) -> dict[tuple[str, str], Place]:
         """By kind and name."""
-        manifest = self.source.manifest
-        stems = {MODEL: None}
-        if manifest is not None and not self.weights_only:
-            stems |= {stem: None for name in manifest.files if (stem := stem_of(name))}
-        return {
-            (stem, name): place
-            for stem in stems
-            for name, place in self.source.tensors(stem).items()
-        }
+        files: dict[str, list[str]] = {MODEL: []}
+        for name in self.source.listed():
+            if stem := stem_of(name):
+                files.setdefault(stem, []).append(name)
+        found = {stem: self._places(stem, some) for stem, some in files.items()}
+        if self.weights_only:
+            models = {stem: some for stem, some in found.items() if some and _kind(stem) == MODEL}
+            found = models or {s: some for s, some in found.items() if _kind(s) not in _TRAINING}
+        places = {(stem, name): p for stem, some in found.items() for name, p in some.items()}
+        if not places:
+            raise CheckpointError(
+                f"{self.source.folder} holds no tensors in safetensors files, so there is nothing "
+                "to compare. Name a folder or a file that holds some; `shardwise export` converts "
+                "those of torch."
+            )
+        return places
+
+    def _places(self, stem: str, files: list[str]) -> dict[str, Place]:
+        """By the stem's index or single file; numbered files without an index, as they are."""
+        return self.source.tensors(stem) or self.source.tensors_in(files)
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
@@ -185,7 +208,7 @@ def compare(one: Source, other: Source, weights_only: bool = False) -> Differenc
         weights_only: nothing but parameters and buffers.
 
     Raises:
-        CheckpointError: bytes that had to be read are missing or damaged.
+        CheckpointError: bytes that had to be read are missing or damaged, or a side has no tensors.
     """
     a, b = _Side(one, weights_only), _Side(other, weights_only)
     unlike, alike, nbytes = [], 0, 0
@@ -209,7 +232,17 @@ def compare(one: Source, other: Source, weights_only: bool = False) -> Differenc
         tuple(unlike_fields(a.small, b.small)) if both else (),
         a.read,
         nbytes,
+        tuple(_ties(a, b)),
+        weights_only or not both,
     )
+
+
+def _ties(a: _Side, b: _Side) -> Iterator[Change]:
+    """Names that both tie, and not to the same tensor. What one ties alone is found by ``find``."""
+    for alias in sorted(a.aliases.keys() & b.aliases.keys()):
+        one, other = a.aliases[alias], b.aliases[alias]
+        if b.aliases.get(one, one) != other:
+            yield Change(alias, one, other)
 
 
 def _only(side: _Side, other: _Side) -> dict[str, list[str]]:

@@ -10,7 +10,14 @@ from pathlib import Path
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["explained", "free_bytes", "sync_folder", "write_file"]
+__all__ = [
+    "check_is_folder",
+    "explained",
+    "free_bytes",
+    "is_unreadable",
+    "sync_folder",
+    "write_file",
+]
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free space there, or save elsewhere",
@@ -23,20 +30,44 @@ _ADVICE = {
     errno.ENOENT: "it is not there, or no longer: look whether it was moved or unmounted",
     errno.EIO: "the disk fails: look at the system's log, and save elsewhere",
 }
+_TO_READ = {
+    errno.EACCES: "this user may not read there: change its permissions",
+    errno.EPERM: "this user may not read there: change its permissions",
+    errno.EIO: "the disk fails: look at the system's log, and read a copy from elsewhere",
+}
 
 
 @contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turn an ``OSError`` inside into a ``CheckpointError`` that says ``what`` could not be."""
+def explained(what: str, reads: bool = False) -> Iterator[None]:
+    """Turn an ``OSError`` inside into a ``CheckpointError`` that says ``what`` could not be.
+
+    Args:
+        reads: nothing is written inside, and the advice is for somebody who reads.
+    """
     try:
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "look at that file system")
+        known = _ADVICE | _TO_READ if reads else _ADVICE
+        advice = known.get(error.errno or 0, "look at that file system")
         place = f" ({error.filename})" if error.filename else ""
+        kept = "" if reads else " Complete checkpoints that were there before are as they were."
         raise CheckpointError(
-            f"{what} failed: {error.strerror or error}{place}; {advice}. Complete checkpoints "
-            "that were there before are as they were."
+            f"{what} failed: {error.strerror or error}{place}; {advice}.{kept}"
         ) from error
+
+
+def is_unreadable(error: CheckpointError) -> bool:
+    """Did the disk refuse to read? Else it did read, and the bytes are not those expected."""
+    return isinstance(error.__cause__, OSError)
+
+
+def check_is_folder(path: Path) -> None:
+    """Raises ``CheckpointError`` for a device, a pipe or a socket: reading one may never end."""
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is neither a folder nor a file with bytes of its own, so it is not read. Name "
+            "a checkpoint, a run, or a .safetensors file."
+        )
 
 
 def free_bytes(folder: Path) -> int:

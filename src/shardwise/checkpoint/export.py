@@ -11,7 +11,6 @@ on many machines can be converted on none of them.
 from __future__ import annotations
 
 import json
-import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,19 +22,13 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import checksum
-from shardwise.checkpoint.catalogue import stem_of
+from shardwise.checkpoint.catalogue import OF_TORCH, stem_of
 from shardwise.checkpoint.companions import INDEX, companions, with_dtype
 from shardwise.checkpoint.contents import MODEL
+from shardwise.checkpoint.destination import Destination, clear
 from shardwise.checkpoint.disk import explained, sync_folder, write_file
 from shardwise.checkpoint.dtypes import DTYPES, code_of, itemsize
-from shardwise.checkpoint.folder import (
-    Partial,
-    check_replaceable,
-    is_alive,
-    leftovers,
-    new_token,
-    publish,
-)
+from shardwise.checkpoint.folder import Partial, is_leftover, new_token, publish, step_of
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.manifest import FileRecord, Manifest, record_of
 from shardwise.checkpoint.plan import BLOCK, Entry, FilePlan, Held, index_of, plan_files
@@ -45,7 +38,15 @@ from shardwise.checkpoint.state import NAME as TRAINING
 from shardwise.checkpoint.writer import Chunk, Writer, allocate, pieces_of, write_header
 from shardwise.errors import CheckpointError
 
-__all__ = ["ExportOptions", "Exported", "Progress", "export"]
+__all__ = [
+    "ExportOptions",
+    "Exported",
+    "Progress",
+    "check_whole",
+    "export",
+    "no_training",
+    "no_weights",
+]
 
 Progress = Callable[[int, int], object]
 
@@ -81,6 +82,7 @@ class Exported:
         files: their names.
         cast: names of tensors that were cast.
         small: names of other files.
+        left_out: names of files of the source that are not in the result.
     """
 
     path: Path
@@ -89,6 +91,7 @@ class Exported:
     files: tuple[str, ...]
     cast: tuple[str, ...]
     small: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class _Paper:
     places: Mapping[str, Mapping[str, Place]]  # where each tensor comes from, by kind
     small: Mapping[str, bytes]
     cast: tuple[str, ...]
+    left_out: tuple[str, ...]
 
     @property
     def files(self) -> Iterator[tuple[FilePlan, Mapping[str, Place]]]:
@@ -127,16 +131,17 @@ def export(
             dtype; the disk is full; the destination is there. Nothing is left behind.
     """
     chosen = options or ExportOptions()
-    final = Path(destination).expanduser().absolute()
-    _check_free(final, chosen.overwrite)
+    named = Destination.of(destination, chosen.with_optimizer, chosen.overwrite)
+    named.check_folder(None if source.manifest is None else source.folder)
+    final = named.path
     paper = _decided(source, chosen)
     token = new_token()
     with explained(f"making a folder beside {final}"):
-        _clear(final)
+        clear(final)
         partial = Partial.make(final, token)
     try:
         files = _write(source, partial.path, paper, progress)
-        made = _manifest(source, token, files)
+        made = _manifest(source, token, files, chosen.with_optimizer)
         with explained(f"publishing {final.name}"):
             write_file(partial.path / MANIFEST, made.encode())
             sync_folder(partial.path)
@@ -153,37 +158,19 @@ def export(
         tuple(plan.name for plan in plans),
         paper.cast,
         tuple(paper.small),
+        paper.left_out,
     )
-
-
-def _check_free(final: Path, overwrite: bool) -> None:
-    check_replaceable(final)
-    if not overwrite and final.exists() and any(final.iterdir()):
-        raise CheckpointError(
-            f"{final} is there already, and is left as it is. Name another folder, or pass "
-            "--overwrite to replace it when the new one is complete."
-        )
-
-
-def _clear(final: Path) -> None:
-    """Remove what exports to this name left that were killed; others' leftovers are theirs."""
-    for left in leftovers(final.parent) if final.parent.is_dir() else []:
-        if (left.kind, left.name) == ("partial", final.name) and not is_alive(left.path):
-            shutil.rmtree(left.path, ignore_errors=True)
 
 
 # --- decide ----------------------------------------------------------------------------------
 
 
 def _decided(source: Source, options: ExportOptions) -> _Paper:
-    _check_whole(source)
+    check_whole(source)
     stems = _stems(source, options.with_optimizer)
     places = {stem: source.tensors(stem) for stem in stems}
     if not places[MODEL]:
-        raise CheckpointError(
-            f"{source.folder} holds no model.safetensors and no index of several, so there are no "
-            "weights to export. Name a checkpoint, or a folder of safetensors files."
-        )
+        raise no_weights(source)
     target = None if options.dtype is None else code_of(options.dtype, "--dtype")
     if target not in (None, *FLOATS):
         known = ", ".join(str(DTYPES[code]).removeprefix("torch.") for code in FLOATS)
@@ -192,7 +179,7 @@ def _decided(source: Source, options: ExportOptions) -> _Paper:
     for stem, some in places.items():
         entries = [_entry(name, place, stem, target) for name, place in some.items()]
         plans[stem] = plan_files(stem, entries, options.max_file_size, {"format": "pt"})
-    small = companions(source, options.with_optimizer)
+    small, left_out = companions(source, options.with_optimizer)
     if target is not None and "config.json" in small:
         small["config.json"] = with_dtype(small["config.json"], options.dtype)
     for stem, some_plans in plans.items():
@@ -205,26 +192,63 @@ def _decided(source: Source, options: ExportOptions) -> _Paper:
         for name, stored in plan.tensors.items()
         if stored.dtype != places[MODEL][name].stored.dtype
     ]
-    return _Paper(plans, places, small, tuple(changed))
+    return _Paper(plans, places, small, tuple(changed), left_out)
 
 
-def _check_whole(source: Source) -> None:
+def check_whole(source: Source) -> None:
+    """Raises ``CheckpointError`` for what holds no whole tensors, or was not written to its end."""
     made = source.manifest
-    if made is not None and made.kind == "local":
+    if made is None:
+        _check_foreign(source)
+    elif made.kind == "local":
         raise CheckpointError(
             f"{source.folder} holds {made.line}; no whole tensors are in it. Load it with those "
             "ranks, and save it as kind='sharded'."
         )
 
 
+def _check_foreign(source: Source) -> None:
+    """A folder without a manifest must not be one of ours that lost it, as for ``load``.
+
+    One of its safetensors files can be exported by its own name.
+    """
+    name = source.folder.name
+    ours = is_leftover(name) or step_of(name) is not None or source.has(TRAINING)
+    if ours and type(source) is Source:
+        raise CheckpointError(
+            f"{source.folder} has no {MANIFEST}, and shardwise began it, so it was not written to "
+            "its end or was damaged since. Export another checkpoint; or, for its weights as they "
+            "are, one of its safetensors files."
+        )
+
+
+def no_training(source: Source) -> CheckpointError:
+    """What is said of a source that has weights alone."""
+    return CheckpointError(
+        f"{source.folder} holds no optimizer and training state; it has weights alone. Export it "
+        "without --with-optimizer."
+    )
+
+
+def no_weights(source: Source) -> CheckpointError:
+    """What is said of a source that has none in safetensors."""
+    of_torch = [name for name in source.listed() if name.endswith(OF_TORCH)]
+    if of_torch:
+        return CheckpointError(
+            f"{source.folder} holds no model.safetensors, but {of_torch[0]}, which is of torch. "
+            f"Name that file: {source.folder / of_torch[0]}."
+        )
+    return CheckpointError(
+        f"{source.folder} holds no model.safetensors and no index of several, so there are no "
+        "weights to export. Name a checkpoint, or a folder of safetensors files."
+    )
+
+
 def _stems(source: Source, all_of_it: bool) -> list[str]:
     if not all_of_it:
         return [MODEL]
     if source.manifest is None or not source.has(TRAINING):
-        raise CheckpointError(
-            f"{source.folder} holds no optimizer and training state; it has weights alone. Export "
-            "it without --with-optimizer."
-        )
+        raise no_training(source)
     return list(dict.fromkeys([MODEL, *filter(None, map(stem_of, source.manifest.files))]))
 
 
@@ -303,7 +327,7 @@ def _check_range(source: Source, wants: Sequence[tuple[str, Want]]) -> None:
             )
 
 
-def _manifest(source: Source, token: str, files: Mapping[str, FileRecord]) -> Manifest:
+def _manifest(source: Source, token: str, files: Mapping[str, FileRecord], whole: bool) -> Manifest:
     from shardwise import __version__
 
     made = datetime.now(UTC).isoformat(timespec="seconds")
@@ -320,5 +344,12 @@ def _manifest(source: Source, token: str, files: Mapping[str, FileRecord]) -> Ma
             aliases={},
             files=dict(files),
         )
-    changed = {"token": token, "created": made, "versions": versions, "files": dict(files)}
+    changed: dict[str, object] = {
+        "token": token,
+        "created": made,
+        "versions": versions,
+        "files": dict(files),
+    }
+    if not whole:  # whoever had what of the weights is over; a run's own state tells its ranks
+        changed |= {"world": 1, "strategy": "export", "kind": "full"}
     return before.model_copy(update=changed)

@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.checkpoint.disk import sync_folder
+from shardwise.checkpoint.manifest import CAP, Manifest
+from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.points import reached
 from shardwise.errors import CheckpointError
 
@@ -164,19 +166,21 @@ def _pointed(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Partial:
-    """A folder that is being written; rank 0 keeps it locked.
+    """A folder that is being written; the rank that made it keeps it locked.
 
     Attributes:
         path: the folder.
         final: what it will be called.
+        rank: who keeps it.
     """
 
     path: Path
     final: Path
     lock: int
+    rank: int = 0
 
     @classmethod
-    def make(cls, final: Path, token: str) -> Partial:
+    def make(cls, final: Path, token: str, rank: int = 0) -> Partial:
         """A new one beside ``final``, which must be free or a checkpoint. May raise ``OSError``."""
         check_replaceable(final)
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +201,7 @@ class Partial:
                 "by itself",
                 path,
             )
-        return cls(path, final, lock)
+        return cls(path, final, lock, rank)
 
     def close(self) -> None:
         """Let the lock go."""
@@ -233,11 +237,28 @@ def check_replaceable(final: Path) -> None:
         )
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
-    if not (final / "manifest.json").is_file():
+    if not _is_ours(final):
         raise CheckpointError(
             f"{final} exists and is no checkpoint of shardwise, so it is left alone. Choose "
             "another name, or remove it."
         )
+
+
+def _is_ours(folder: Path) -> bool:
+    """Many a folder of others holds a manifest.json, too: a web site does.
+
+    A damaged one in a folder that only a run calls so must not keep that run from saving again.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return False
+    if step_of(folder.name) is not None:
+        return True
+    try:
+        Manifest.decode(path.read_bytes() if path.stat().st_size <= CAP else b"", str(path))
+    except CheckpointError:
+        return False
+    return True
 
 
 def publish(partial: Partial) -> None:
@@ -247,7 +268,7 @@ def publish(partial: Partial) -> None:
     be synced. That the old one cannot be removed is no reason to raise.
     """
     final, old = partial.final, None
-    reached("about to publish", 0)
+    reached("about to publish", partial.rank)
     if not final.exists() or not any(final.iterdir()):
         partial.path.rename(final)
     elif _exchange(partial.path, final):
@@ -261,12 +282,12 @@ def publish(partial: Partial) -> None:
             old.rename(final)
             raise
     sync_folder(final.parent)
-    reached("published", 0)
+    reached("published", partial.rank)
     partial.close()
     try:
         (final / LOCK).unlink(missing_ok=True)
         if old is not None:
-            remove(old)
+            remove(old, partial.rank)
     except OSError as error:
         log.warning("%s is complete, and what it replaced could not be removed: %s", final, error)
 
@@ -281,7 +302,7 @@ def _exchange(one: Path, other: Path) -> bool:
     return failed == 0
 
 
-def move_latest(final: Path) -> None:
+def move_latest(final: Path, rank: int = 0) -> None:
     """Let ``latest`` point at ``final``: a link, or a text file where links cannot be."""
     latest, run = final.with_name(LATEST), final.parent
     unfinished = run / f".{LATEST}-{new_token()}"
@@ -293,20 +314,20 @@ def move_latest(final: Path) -> None:
         unfinished.write_text(final.name + "\n", "utf-8")
     unfinished.replace(latest)
     sync_folder(run)
-    reached("latest moved", 0)
+    reached("latest moved", rank)
 
 
 # --- what goes -------------------------------------------------------------------------------
 
 
-def remove(path: Path) -> None:
+def remove(path: Path, rank: int = 0) -> None:
     """Remove a checkpoint. It loses its name first, so half of it never looks like a whole one."""
     name = _LEFTOVER.fullmatch(path.name)
     going = path.with_name(f"{name['name'] if name else path.name}.removing-{new_token()}")
     path.rename(going)
-    reached("about to remove", 0)
+    reached("about to remove", rank)
     shutil.rmtree(going)
-    reached("removed", 0)
+    reached("removed", rank)
 
 
 def sweep(run: Path) -> list[str]:

@@ -5,7 +5,7 @@ Each asks first whether the model is between steps, and then hands over to the a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,19 +192,28 @@ def load_optimizer_state_dict(
     put_optimizer_state(self, optimizer, states)
 
 
-def save_file(self: Sharded, path: str | Path, **how: Any) -> SavedFile:
+def save_file(
+    self: Sharded, path: str | Path, names: Callable[[str], bool] | None = None, **how: Any
+) -> SavedFile:
     """Write the whole model as one file, which rank 0 must have room for. A collective.
 
     ``plain.load_state_dict(torch.load("mnist_cnn.pt", weights_only=True))`` reads it.
 
     Args:
         path: ends with ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``.
-        how: ``names=``: which tensors.
+        names: which tensors; ``None`` is all.
+        how: nothing else can be chosen.
 
     Raises:
+        ConfigError: it was tried.
         CheckpointError: on every rank alike; what was there before under this name still is.
     """
-    policy = StateDict.of("full", {"rank0_only": True, **how})
+    if how:
+        raise ConfigError(
+            f"save_file() has no option {', '.join(how)}: the file is whole, and rank 0's alone. "
+            "Leave it out; state_dict() gives the other kinds."
+        )
+    policy = StateDict("full", rank0_only=True, names=names)
     _between_steps(self, "save_file() was called")
     return save_one_file(self, path, policy)
 

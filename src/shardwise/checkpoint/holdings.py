@@ -21,7 +21,15 @@ from shardwise.checkpoint.plan import Entry, Held
 from shardwise.layout import Slot
 from shardwise.units import Member
 
-__all__ = ["Holding", "Home", "homes", "own_rows", "persistent_buffers", "weights"]
+__all__ = [
+    "Holding",
+    "Home",
+    "homes",
+    "own_rows",
+    "persistent_buffers",
+    "warn_of_extra_state",
+    "weights",
+]
 
 log = logging.getLogger("shardwise")
 
@@ -108,7 +116,7 @@ def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[Holding],
     for names, buffer in persistent_buffers(model):
         aliases |= dict.fromkeys(names[1:], names[0])
         found.append(whole_of_rank_0(names[0], buffer))
-    _warn_of_extra_state(model)
+    warn_of_extra_state(model, "checkpoint")
     return found, aliases
 
 
@@ -116,7 +124,8 @@ def whole_of_rank_0(name: str, value: Tensor) -> Holding:
     """A tensor that is stored as rank 0 has it."""
     shape, numel = tuple(value.shape), value.numel()
     held = (Held(0, numel, (0,)),) if numel else ()
-    return Holding(Entry(name, code_of(value.dtype, name), shape, held), value, 0)
+    entry = Entry(name, code_of(value.dtype, name), shape, held, everywhere=True)
+    return Holding(entry, value, 0)
 
 
 def own_rows(values: Mapping[str, Tensor], rank: int, world: int) -> list[Holding]:
@@ -142,12 +151,14 @@ def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]
     return [(tuple(found), buffers[key]) for key, found in names.items()]
 
 
-def _warn_of_extra_state(model: nn.Module) -> None:
+def warn_of_extra_state(model: nn.Module, what: str) -> None:
+    """Say that ``get_extra_state`` of modules is not in this ``what``."""
     plain = nn.Module.get_extra_state
     if odd := [name for name, m in model.named_modules() if type(m).get_extra_state is not plain]:
         log.warning(
             "%d modules keep extra state (get_extra_state), the first is %r; it may be any object, "
-            "which only pickle could write, so it is not in this checkpoint",
+            "which only pickle could write, so it is not in this %s",
             len(odd),
             odd[0],
+            what,
         )

@@ -8,6 +8,7 @@ local      LOCAL_STATE_DICT     its shards as they are                       the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
@@ -105,6 +106,10 @@ class StateDict:
         """Is a tensor of these names asked for?"""
         return self.names is None or any(map(self.names, names))
 
+    def facts(self) -> dict[str, str]:
+        """What every rank must ask for alike, as short texts to compare."""
+        return {"kind of state dict": self.kind, "rank0_only": str(self.rank0_only)}
+
     def put(self, value: Tensor) -> Tensor:
         """Where it shall be, in memory of its own: a view would keep its whole bucket."""
         value = value.detach()
@@ -117,34 +122,81 @@ StateDict.SHARDED = StateDict("sharded")
 StateDict.LOCAL = StateDict("local")
 
 
-def join(states: Sequence[Mapping[str, Piece]]) -> dict[str, Tensor]:
+def join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Whole tensors from every rank's ``"sharded"`` state dict, in any order.
 
+    Args:
+        states: of a model, name → ``Piece``; or of an optimizer, ``{"state", "param_groups"}``.
+
+    Returns:
+        The same of kind ``"full"``. What is one value for a parameter (``step``) is as in the
+        first.
+
     Raises:
-        CheckpointError: pieces are missing, overlap, or are of unlike wholes.
+        CheckpointError: pieces are missing, are of unlike wholes, or differ where they overlap.
     """
-    found: dict[str, list[Piece]] = {}
+    if states and all(isinstance(state.get("param_groups"), list) for state in states):
+        return {
+            "state": _joined_state([state["state"] for state in states]),
+            "param_groups": copy.deepcopy(states[0]["param_groups"]),
+        }
+    return {name: _joined(name, pieces) for name, pieces in _collected(states).items()}
+
+
+def _joined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of optimizers: parameter → key → whole."""
+    found: dict[str, Any] = {}
+    for name, ones in _collected(states).items():
+        found[name] = {
+            key: _joined(f"{key} of {name}", values) if _is_piece(values[0]) else values[0]
+            for key, values in _collected(ones).items()
+        }
+    return found
+
+
+def _collected(states: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
     for state in states:
-        for name, piece in state.items():
-            found.setdefault(name, []).append(piece)
-    return {name: _joined(name, pieces) for name, pieces in found.items()}
+        for name, one in state.items():
+            found.setdefault(name, []).append(one)
+    return found
 
 
-def _joined(name: str, pieces: Sequence[Piece]) -> Tensor:
-    first = pieces[0]
-    whole = torch.empty(tuple(first["shape"]), dtype=first["value"].dtype)
+def _is_piece(value: object) -> bool:
+    return isinstance(value, Mapping) and set(value) == {"value", "start", "shape"}
+
+
+def _joined(name: str, pieces: Sequence[Any]) -> Tensor:
+    if odd := [piece for piece in pieces if not _is_piece(piece)]:
+        raise CheckpointError(
+            f"{name!r} is a {type(odd[0]).__qualname__}, and no piece with value, start and shape. "
+            "Pass state dicts of kind 'sharded': those of 'full' are whole, and those of 'local' "
+            "do not say where in the whole they are."
+        )
+    shape, dtype = tuple(pieces[0]["shape"]), pieces[0]["value"].dtype
+    whole = torch.empty(shape, dtype=dtype)
     flat, at = whole.view(-1), 0
-    for piece in sorted(pieces, key=lambda p: (p["start"], len(p["value"]))):
+    alike = all((tuple(p["shape"]), p["value"].dtype) == (shape, dtype) for p in pieces)
+    for piece in sorted(pieces, key=lambda p: (p["start"], len(p["value"]))) if alike else ():
         start, stop = piece["start"], piece["start"] + len(piece["value"])
-        same = (tuple(piece["shape"]), piece["value"].dtype) == (tuple(whole.shape), whole.dtype)
-        if not same or start > at or stop > prod(whole.shape):
+        if start > at or stop > prod(shape):
             break
+        if not _same_bits(flat[start : min(at, stop)], piece["value"][: max(0, at - start)]):
+            raise CheckpointError(
+                f"the pieces of {name!r} overlap from element {start:,} on, and do not hold the "
+                "same there, so they are not of one moment. Pass the state dicts that all ranks "
+                "made at once."
+            )
         flat[start:stop] = piece["value"]
         at = max(at, stop)
-    if at != prod(whole.shape):
+    if not alike or at != prod(shape):
         raise CheckpointError(
-            f"the pieces of {name!r} do not make up a tensor of shape {tuple(whole.shape)}: "
-            f"elements from {at:,} on are not there, or a piece is of another shape or dtype. "
-            "Pass the state dicts of all ranks that made them, each once."
+            f"the pieces of {name!r} do not make up a tensor of shape {shape}: elements from "
+            f"{at:,} on are not there, or a piece is of another shape or dtype. Pass the state "
+            "dicts of all ranks that made them, each once."
         )
     return whole
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.contiguous().cpu().view(torch.uint8))

@@ -11,6 +11,7 @@ all raise the same error.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,10 +21,11 @@ from shardwise.checkpoint import manifest, state
 from shardwise.checkpoint.complete import newest
 from shardwise.checkpoint.fit import Fitted, Found, Loaded, Wish, open_found
 from shardwise.checkpoint.folder import is_leftover
-from shardwise.checkpoint.meeting import from_rank_0, together
+from shardwise.checkpoint.local import check_own
+from shardwise.checkpoint.meeting import from_rank_0, one_message, share, together
 from shardwise.checkpoint.reader import fill
 from shardwise.checkpoint.source import Source
-from shardwise.comm.protocol import Label
+from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def load(sharded: Sharded, path: str | Path, wish: Wish) -> Loaded:
         found = together(
             comm, "opening", lambda: _opened(path, wish, stack, comm.rank), DamagedCheckpoint
         )
-        comm.agree({"checkpoint": found.identity})
+        _check_identity(comm, found)
         fitted = together(comm, "comparing", lambda: _fitted(sharded, found, wish))
         together(comm, "reading", lambda: _read(found, fitted), DamagedCheckpoint)
         report = together(comm, "restoring", lambda: _restored(found, fitted, wish))
@@ -68,6 +70,7 @@ def _opened(path: str | Path, wish: Wish, stack: ExitStack, rank: int) -> Found:
     with _understood(path):
         found = open_found(path, wish, stack)
     source = found.source
+    check_own(source, rank)
     if source.manifest is None:
         _check_foreign(source)
     elif rank == 0:
@@ -76,6 +79,23 @@ def _opened(path: str | Path, wish: Wish, stack: ExitStack, rank: int) -> Found:
                 for _ in source.read(name, 0, record.size):
                     pass
     return found
+
+
+def _check_identity(comm: Comm, found: Found) -> None:
+    """Every rank must have opened the same checkpoint, also where each host has its own folder.
+
+    Between two hosts' publications a crash may leave one of them with an older one of that name.
+    """
+    here = f"{found.identity} on {socket.gethostname()}"
+    said = share(comm, here, "identity of a checkpoint")
+    first = said[0].rpartition(" on ")[0]
+    other = {rank: text for rank, text in enumerate(said) if text.rpartition(" on ")[0] != first}
+    if other:
+        raise DamagedCheckpoint(
+            f"the ranks opened different checkpoints: rank 0 {said[0]}; "
+            f"{one_message(other, comm.size)}. It is not whole on all hosts, or the path means "
+            "another folder on each. Nothing of it was used. Load one that all hosts have."
+        )
 
 
 def _check_foreign(source: Source) -> None:
@@ -102,6 +122,7 @@ def resume(sharded: Sharded, run: str | Path, wish: Wish) -> Loaded | None:
     while True:
         name = from_rank_0(comm, _candidate(folder, broken, comm.rank), "checkpoint to resume")
         if not name:
+            _warn_of_others(folder, broken, comm.rank)
             return None
         try:
             return load(sharded, folder / name, wish)
@@ -119,6 +140,17 @@ def _candidate(folder: Path, broken: Sequence[str], rank: int) -> str:
         if path.name not in broken:
             log.warning("SKIPPED %s, which is not complete: %s", path, reason)
     return found.path.name if found.path else ""
+
+
+def _warn_of_others(folder: Path, broken: Sequence[str], rank: int) -> None:
+    """Rank 0 has nothing to resume; where each host has a folder of its own, this one may."""
+    if rank and (found := newest(folder, broken).path):
+        log.warning(
+            "SKIPPED %s on %s: the host of rank 0 has no such checkpoint, so nothing is resumed. "
+            "Was its disk replaced, or do the ranks run on other hosts now?",
+            found,
+            socket.gethostname(),
+        )
 
 
 def _fitted(sharded: Sharded, found: Found, wish: Wish) -> Fitted:

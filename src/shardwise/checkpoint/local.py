@@ -3,13 +3,15 @@
     model.rank0.safetensors   model.rank1.safetensors   optimizer.rank0.safetensors …
 
 Every tensor is flat, ``[n]``: the rank's piece, and the file's header says of which whole and from
-which element on. What all ranks have alike is in rank 0's file. Only the same layout can take the
-pieces back, so it is stored, too (``layout.json``), and another one is refused.
+which element on. What all ranks have alike is in the file of each, so a rank needs no other's, and
+each host may have a folder of its own. Only the same layout can take the pieces back, so it is
+stored, too (``layout.json``), with the shapes of the wholes, and another one is refused.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -28,9 +30,10 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.fit import Found
     from shardwise.shard import Sharded
 
-__all__ = ["LAYOUT", "is_local", "layout_of", "local_files", "placed"]
+__all__ = ["LAYOUT", "check_own", "is_local", "layout_file", "layout_of", "local_files", "placed"]
 
 LAYOUT = "layout.json"
+WHOLES = "wholes"  # what ``LAYOUT`` calls the table of dtypes and shapes, by stem
 PIECES = "pieces"  # what a header's free text calls the table of pieces
 STEMS = ("model", "optimizer", "ranks", GRADIENTS)
 WHOLE = 1 << 62  # bytes: a rank has one file of each kind, however large
@@ -47,6 +50,15 @@ def layout_of(sharded: Sharded) -> dict[str, Any]:
 # --- to save ---------------------------------------------------------------------------------
 
 
+def layout_file(sharded: Sharded, groups: Mapping[str, Sequence[Holding]]) -> bytes:
+    """``LAYOUT``: the layout, and each stem's tensors, of some of which a rank holds nothing."""
+    wholes = {
+        stem: {h.entry.name: [h.entry.dtype, list(h.entry.shape)] for h in group}
+        for stem, group in groups.items()
+    }
+    return json.dumps({**layout_of(sharded), WHOLES: wholes}, indent=1).encode() + b"\n"
+
+
 def local_files(
     stem: str, group: Sequence[Holding], rank: int, world: int
 ) -> tuple[list[FilePlan], list[Segments]]:
@@ -60,15 +72,15 @@ def local_files(
         entries = [_piece(entry, held, owner) for entry, held in found]
         about = {"format": "pt", PIECES: json.dumps(pieces, separators=(",", ":"))}
         for plan in plan_files(f"{stem}.rank{owner}", entries, WHOLE, about):
-            plans.append(plan)
+            plans.append(replace(plan, owner=owner))
             here = plan if owner == rank else replace(plan, tensors={})
             segments.append(Segments(here, _own(here, mine)))
     return plans, segments
 
 
 def _held(entry: Entry, rank: int) -> Held | None:
-    if not entry.held:  # without elements: rank 0 says that it is there
-        return Held(0, 0, (0,)) if rank == 0 else None
+    if entry.everywhere:
+        return Held(0, prod(entry.shape), (rank,))
     return next((held for held in entry.held if rank in held.ranks), None)
 
 
@@ -85,17 +97,14 @@ def _own(plan: FilePlan, mine: Mapping[str, Holding]) -> dict[str, Holding]:
 
 
 def is_local(source: Source) -> bool:
-    """Is it of this kind?
+    """Is it of this kind?"""
+    return source.manifest is not None and source.manifest.kind == "local"
 
-    Raises:
-        CheckpointError: it is, and a rank's file cannot be read at all.
-    """
-    if source.manifest is None or source.manifest.kind != "local":
-        return False
-    for owner in range(source.manifest.world):
-        for stem in STEMS:
-            source.tensors(f"{stem}.rank{owner}")
-    return True
+
+def check_own(source: Source, rank: int) -> None:
+    """Raises ``CheckpointError`` where a file of this rank's cannot be read at all."""
+    for stem in STEMS if is_local(source) else ():
+        source.tensors(f"{stem}.rank{rank}")
 
 
 def placed(found: Found, sharded: Sharded) -> Found:
@@ -104,23 +113,38 @@ def placed(found: Found, sharded: Sharded) -> Found:
     Checkpoints of other kinds stay as they are.
 
     Raises:
-        CheckpointError: another layout saved them.
+        CheckpointError: another layout saved them, or they are in another host's folder.
     """
     source, here = found.source, layout_of(sharded)
     if not is_local(source):
         return found
-    there = source.json(LAYOUT)
-    if there != here:
+    stored = source.json(LAYOUT)
+    there = {key: stored.get(key) for key in here} if isinstance(stored, dict) else None
+    if stored is None or there != here:
         raise CheckpointError(
             f"{source.folder} is of kind 'local': each rank's shards as they were, and only the "
             f"same layout can take them back. It was saved by {_described(there)}; this is "
             f"{_described(here)}{_first_difference(there, here)}. Load it as it was saved, and "
             "save it with kind='sharded' or kind='full', which load anywhere."
         )
-    rank, world = sharded.comm.rank, sharded.comm.size
+    _check_here(source, sharded.comm.rank)
     _check_pieces(source, sharded)
-    weights, states, own, gradients = (_places(source, stem, rank, world) for stem in STEMS)
+    weights, states, own, gradients = (
+        _places(source, stem, sharded.comm.rank, stored) for stem in STEMS
+    )
     return replace(found, weights=weights, states=states, own=own, gradients=gradients)
+
+
+def _check_here(source: Source, rank: int) -> None:
+    """A folder that is local to a host holds the files of the ranks that ran there."""
+    ranks = source.manifest.ranks if source.manifest else None
+    if ranks is not None and rank not in ranks:
+        raise CheckpointError(
+            f"{source.folder} on {socket.gethostname()} holds the shards of ranks "
+            f"{', '.join(map(str, ranks))}, and rank {rank} loads it: each host has only the files "
+            "of the ranks that ran there. Start the ranks on the hosts that saved them, or copy "
+            "each folder to the host where its ranks run now."
+        )
 
 
 def _check_pieces(source: Source, sharded: Sharded) -> None:
@@ -173,12 +197,19 @@ class _Piece(NamedTuple):
         return Place(file, Stored(stored.dtype, self.shape, first, stop))
 
 
-def _places(source: Source, stem: str, rank: int, world: int) -> dict[str, Place]:
-    """Every tensor of a stem: this rank's piece, or else another's, of which it needs nothing."""
+def _places(source: Source, stem: str, rank: int, layout: Any) -> dict[str, Place]:
+    """Every tensor of a stem: this rank's piece, or that there is one of which it holds nothing."""
     found: dict[str, Place] = {}
-    for owner in [*(r for r in reversed(range(world)) if r != rank), rank]:
-        found |= {name: one.as_whole for name, one in _pieces(source, stem, owner).items()}
-    return found
+    try:
+        for name, (dtype, shape) in layout[WHOLES].get(stem, {}).items():
+            size = prod(map(int, shape)) * itemsize(dtype)
+            found[name] = Place("", Stored(dtype, tuple(map(int, shape)), 0, size))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{source.folder / LAYOUT} does not say which tensors there are ({error!r}). Load "
+            "another checkpoint."
+        ) from None
+    return found | {name: one.as_whole for name, one in _pieces(source, stem, rank).items()}
 
 
 def _pieces(source: Source, stem: str, rank: int) -> dict[str, _Piece]:

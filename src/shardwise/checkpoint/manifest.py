@@ -55,6 +55,7 @@ class Manifest(_Frozen):
     world: int = Field(ge=1, description="ranks that wrote it")
     strategy: str
     kind: Literal["sharded", "full", "local"] = "sharded"
+    ranks: list[Count] | None = Field(default=None, description="whose files are here, if not all")
     versions: dict[str, str]
     checksum: Literal["crc32"] = "crc32"
     block: Literal[4194304] = 4_194_304
@@ -66,6 +67,13 @@ class Manifest(_Frozen):
     def line(self) -> str:
         """What kind of checkpoint it is, who wrote it, and who can load it."""
         ranks = f"{self.world} rank{'s' * (self.world != 1)}"
+        if self.ranks is not None:
+            return (
+                f"local shards of rank{'s' * (len(self.ranks) != 1)} "
+                f"{', '.join(map(str, self.ranks))} of {ranks}; the others' are on other hosts. "
+                f"Only {ranks} with {self.strategy} and the same units can load it, each on its "
+                "host"
+            )
         texts = {
             "sharded": f"sharded safetensors, written by {ranks}; any number of ranks loads it",
             "full": f"full safetensors, written by one of {ranks}; any number of ranks loads it",

@@ -11,7 +11,7 @@ import json
 import logging
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from shardwise.buffers import Bucket
 from shardwise.checkpoint.dtypes import DTYPES, code_of
 from shardwise.checkpoint.header import Stored
-from shardwise.checkpoint.holdings import homes, persistent_buffers
+from shardwise.checkpoint.holdings import homes, persistent_buffers, warn_of_extra_state
 from shardwise.checkpoint.kinds import StateDict
-from shardwise.checkpoint.match import Wanted, match
+from shardwise.checkpoint.match import Matched, Wanted, match
 from shardwise.checkpoint.meeting import from_rank_0, share, together
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
@@ -46,7 +46,14 @@ def model_state(sharded: Sharded, how: StateDict) -> dict[str, Any]:
     Returns:
         ``"full"``: name → whole tensor; empty on ranks that ``rank0_only`` leaves out.
         ``"sharded"``: name → ``Piece``. ``"local"``: name → this rank's shard.
+
+    Raises:
+        RanksDisagree: the ranks do not ask for the same.
     """
+    asked = [bucket.unit for bucket in sharded.buckets if _wants(bucket, how)]
+    sharded.comm.agree({**how.facts(), "units of it": ", ".join(asked)})
+    if how.names is None:
+        warn_of_extra_state(sharded.model, "state dict")
     if how.kind == "full":
         found = _full(sharded, how)
     elif how.kind == "sharded":
@@ -61,7 +68,7 @@ def _full(sharded: Sharded, how: StateDict) -> dict[str, Any]:
     kept = sharded.comm.rank == 0 or not how.rank0_only
     found: dict[str, Any] = {}
     for bucket in sharded.buckets:
-        if any(how.wants(member.aliases) for member in bucket.members):
+        if _wants(bucket, how):
             found |= _whole(bucket, how) if kept else _nothing(bucket)
     if kept:
         for names, buffer in persistent_buffers(sharded.model):
@@ -70,6 +77,10 @@ def _full(sharded: Sharded, how: StateDict) -> dict[str, Any]:
     if not how.rank0_only:
         warn_of_copies(sharded.comm, found.values())
     return found
+
+
+def _wants(bucket: Bucket, how: StateDict) -> bool:
+    return any(how.wants(member.aliases) for member in bucket.members)
 
 
 def _whole(bucket: Bucket, how: StateDict) -> dict[str, Tensor]:
@@ -93,8 +104,9 @@ def _pieces(sharded: Sharded, how: StateDict) -> dict[str, Any]:
             found[name] = {"value": value, "start": home.start, "shape": shape}
     for names, buffer in persistent_buffers(sharded.model):
         for name in filter(lambda n: how.wants([n]), names):
-            value, shape = how.put(buffer).reshape(-1), tuple(buffer.shape)
-            found[name] = {"value": value, "start": 0, "shape": shape}
+            # Ranks may differ in it, as in statistics of batch norm: rank 0's counts.
+            mine = buffer.reshape(-1)[: None if sharded.comm.rank == 0 else 0]
+            found[name] = {"value": how.put(mine), "start": 0, "shape": tuple(buffer.shape)}
     return found
 
 
@@ -138,6 +150,7 @@ def put_model_state(sharded: Sharded, states: Mapping[str, Tensor]) -> None:
         CheckpointError: on every rank alike, naming all that does not fit; nothing was changed.
     """
     comm, model = sharded.comm, sharded.model
+    states = _without_extra_state(states) if comm.rank == 0 else {}
     stored = offered(comm, states)
     places, buffers = homes(sharded.buckets), persistent_buffers(model)
     asked = [
@@ -150,7 +163,8 @@ def put_model_state(sharded: Sharded, states: Mapping[str, Tensor]) -> None:
         lines = "".join(f"\n  {line}" for line in problems)
         raise CheckpointError(
             f"rank 0's state dict does not fit the model, in {len(problems)} points; nothing was "
-            f"changed:{lines}\nPass the whole state dict of this model, on rank 0 at least."
+            f"changed:{lines}\nPass this model's state dict of kind 'full', on rank 0 at least; "
+            f"one of kind 'local' only fits model.load_state_dict().{_how_to_cast(matched, asked)}"
         )
     for home in places:
         name = matched.pairs[home.member.name]
@@ -162,6 +176,22 @@ def put_model_state(sharded: Sharded, states: Mapping[str, Tensor]) -> None:
         buffer.copy_(send(comm, name, stored[name], states.get(name)).view(buffer.shape))
     for bucket in sharded.buckets:
         bucket.expire()
+
+
+def _without_extra_state(states: Any) -> Any:
+    """What modules made themselves (``get_extra_state``) is not ours to give to others."""
+    if not isinstance(states, Mapping):  # which all ranks shall hear of
+        return states
+    return {n: v for n, v in states.items() if str(n).rpartition(".")[2] != "_extra_state"}
+
+
+def _how_to_cast(matched: Matched, asked: Sequence[Wanted]) -> str:
+    if not matched.cast:
+        return ""
+    name, other = matched.cast[0], len(matched.cast) - 1
+    dtype = next(DTYPES[one.dtype] for one in asked if one.names[0] == name)
+    more = f", and so the {other} others of another dtype" if other else ""
+    return f" Convert first: states[{name!r}] = states[{name!r}].to({dtype}){more}."
 
 
 def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
@@ -179,12 +209,21 @@ def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
 
 
 def _index(tensors: Mapping[str, Any]) -> str:
+    if not isinstance(tensors, Mapping):
+        raise CheckpointError(
+            f"rank 0's state dict is a {type(tensors).__qualname__}. Pass a dict of names and "
+            "whole tensors there; what other ranks pass is not looked at."
+        )
     for name, value in tensors.items():
-        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+        if not isinstance(name, str):
+            raise CheckpointError(f"the state dict has the key {name!r:.80}. Names must be texts.")
+        # Exactly these: the memory of a subclass (DTensor, FakeTensor) is not its values.
+        known = type(value) in (Tensor, nn.Parameter)
+        if not known or value.layout is not torch.strided or value.is_meta:
             raise CheckpointError(
                 f"{name!r} in the state dict is a {type(value).__name__}, and no whole, dense "
                 "tensor with values. Pass what state_dict('full') gave; join() makes whole tensors "
-                "of the pieces of 'sharded'."
+                "of the pieces of 'sharded', and full_tensor() one of a DTensor, on every rank."
             )
     return json.dumps({n: (code_of(v.dtype, n), tuple(v.shape)) for n, v in tensors.items()})
 
@@ -192,7 +231,8 @@ def _index(tensors: Mapping[str, Any]) -> str:
 def send(comm: Comm, name: str, stored: Stored, value: Tensor | None) -> Tensor:
     """Rank 0's ``value``, ``[numel]`` on the comm's device, on every rank. A collective."""
     shape, dtype = (prod(stored.shape),), DTYPES[stored.dtype]
-    if comm.rank == 0 and value is not None:
+    if comm.rank == 0:
+        assert value is not None, name  # rank 0 offered it
         flat = value.detach().to(comm.device).contiguous().view(-1)
     else:
         flat = torch.empty(shape, dtype=dtype, device=comm.device)

@@ -31,7 +31,8 @@ def inside(folder: Path, name: object) -> Path:
     ``models--…/snapshots/…/model.safetensors → ../../blobs/…``.
 
     Raises:
-        CheckpointError: the name is not plain, or a link leads elsewhere.
+        CheckpointError: the name is not plain, a link leads elsewhere or in a circle, or the
+            folder may not be looked at.
     """
     if not is_plain(name):
         raise CheckpointError(
@@ -39,12 +40,18 @@ def inside(folder: Path, name: object) -> Path:
             "could be any file of this machine; it is not read. Do not trust this folder."
         )
     path = folder / str(name)
-    if path.is_symlink():
-        home, real = folder.resolve(), path.resolve()
-        cached = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
-        if real.parent != home and not cached:
-            raise CheckpointError(
-                f"{path} is a link out of its folder, to {real}, and is not read. Do not trust "
-                "this folder, or copy the file to where the link is."
-            )
+    try:
+        real = path.resolve() if path.is_symlink() else None
+        home = folder.resolve() if real else folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, in Python's words
+        raise CheckpointError(
+            f"{path} could not be looked at: {error}. Look at its permissions and at where its "
+            "links lead, or copy the file to where the link is."
+        ) from error
+    cached = home.parent.name == "snapshots" and home.parent.parent / "blobs"
+    if real and real.parent not in (home, cached):
+        raise CheckpointError(
+            f"{path} is a link out of its folder, to {real}, and is not read. Do not trust "
+            "this folder, or copy the file to where the link is."
+        )
     return path

@@ -23,7 +23,14 @@ from shardwise.checkpoint.holdings import homes
 from shardwise.checkpoint.kinds import StateDict
 from shardwise.checkpoint.meeting import from_rank_0, together
 from shardwise.checkpoint.model_dict import offered, send, warn_of_copies
-from shardwise.checkpoint.optimizers import Named, is_scalar, part_of, states_of
+from shardwise.checkpoint.optimizers import (
+    AS_BUILT,
+    Named,
+    check_key,
+    is_scalar,
+    part_of,
+    states_of,
+)
 from shardwise.checkpoint.restore import restored
 from shardwise.checkpoint.source import Place
 from shardwise.comm.protocol import Comm
@@ -36,6 +43,9 @@ __all__ = ["by_name", "numbered", "optimizer_state", "put_optimizer_state"]
 
 States = dict[str, dict[str, Any]]  # parameter → key → value
 
+ADDED_LATER = frozenset({"maximize", "decoupled_weight_decay"})
+"""Options that state of older releases of torch lacks; they stay as the optimizer was made."""
+
 
 # --- out -------------------------------------------------------------------------------------
 
@@ -47,15 +57,13 @@ def optimizer_state(sharded: Sharded, optimizer: Optimizer, how: StateDict) -> d
         ``{"state": …, "param_groups": …}``; the tensors of ``state`` are whole, pieces or shards,
         as those of the model's; empty on ranks that ``rank0_only`` leaves out.
     """
-    named = Named(homes(sharded.buckets))
-    groups = [
-        {
-            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-            "params": [named.home(param, optimizer).member.name for param in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-    parts, state = _sorted_out(optimizer, named, how)
+    comm, named = sharded.comm, Named(homes(sharded.buckets))
+    comm.agree(how.facts())
+    groups, parts, state = together(
+        comm,
+        "sorting optimizer state",
+        lambda: (_groups(optimizer, named), *_sorted_out(optimizer, named, how)),
+    )
     if how.kind == "full":
         _gather(sharded, parts, state, how)
     else:
@@ -66,10 +74,20 @@ def optimizer_state(sharded: Sharded, optimizer: Optimizer, how: StateDict) -> d
     state = dict(sorted(state.items(), key=lambda item: order[item[0]]))
     if how.kind == "full" and not how.rank0_only:
         tensors = [v for one in state.values() for v in one.values() if isinstance(v, Tensor)]
-        warn_of_copies(sharded.comm, tensors)
-    if how.rank0_only and sharded.comm.rank:
+        warn_of_copies(comm, tensors)
+    if how.rank0_only and comm.rank:
         return {}
     return {"state": state, "param_groups": groups}
+
+
+def _groups(optimizer: Optimizer, named: Named) -> list[dict[str, Any]]:
+    return [
+        {
+            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+            "params": [named.home(param, optimizer).member.name for param in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def _sorted_out(optimizer: Optimizer, named: Named, how: StateDict) -> tuple[States, States]:
@@ -96,18 +114,23 @@ def _gather(sharded: Sharded, parts: States, into: States, how: StateDict) -> No
     sharded.comm.agree({"optimizer state": json.dumps(dict(sorted(facts.items())))})
     for bucket in sharded.buckets:
         names = [member.name for member in bucket.members]
-        for key in sorted({key for name in names for key in parts.get(name, {})}):
-            for name, whole in zip(names, _whole(bucket, parts, key), strict=True):
-                if kept and key in parts.get(name, {}):
+        found = {(k, v.dtype) for name in names for k, v in parts.get(name, {}).items()}
+        for key, dtype in sorted(found, key=str):
+            values = [_of_dtype(parts.get(name, {}).get(key), dtype) for name in names]
+            wholes = _wholes(bucket, values, dtype)
+            for name, value, whole in zip(names, values, wholes, strict=True):
+                if kept and value is not None:
                     into[name][key] = how.put(whole)
 
 
-def _whole(bucket: Bucket, parts: States, key: str) -> list[Tensor]:
+def _of_dtype(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return value if value is not None and value.dtype == dtype else None
+
+
+def _wholes(bucket: Bucket, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
     """One state of all the bucket's parameters, whole; zeros for those that have none."""
-    found = [parts.get(member.name, {}).get(key) for member in bucket.members]
-    dtype = next(value.dtype for value in found if value is not None)
     flat = torch.zeros_like(bucket.shard, dtype=dtype)
-    for view, value in zip(bucket.spec.rest_views(flat), found, strict=True):
+    for view, value in zip(bucket.spec.rest_views(flat), values, strict=True):
         if value is not None:
             view.copy_(value.view(view.shape))
     return bucket.whole_of(flat)
@@ -166,19 +189,20 @@ def put_optimizer_state(sharded: Sharded, optimizer: Optimizer, states: Mapping[
         CheckpointError: on every rank alike, naming all that does not fit; nothing was changed.
     """
     comm = sharded.comm
+    record = _record(comm, optimizer, states)  # looks at all of it first
     tensors = _tensors(states) if comm.rank == 0 else {}
     stored = offered(comm, tensors)
     places = {name: Place(name, one) for name, one in stored.items()}
     named = Named(homes(sharded.buckets))
-    record = _record(comm, optimizer, states)
     fitted = together(
         comm, "comparing", lambda: restored((optimizer,), named, [record], places, {})
     )
-    if fitted.problems:
-        lines = "".join(f"\n  {line}" for line in fitted.problems)
+    if problems := [*_of_another(optimizer, record), *fitted.problems]:
+        lines = "".join(f"\n  {line}" for line in problems)
         raise CheckpointError(
-            f"rank 0's optimizer state dict does not fit, in {len(fitted.problems)} points; "
-            f"nothing was changed:{lines}\nPass the state of this model's optimizer, by name."
+            f"rank 0's optimizer state dict does not fit, in {len(problems)} points; nothing was "
+            f"changed:{lines}\nPass the state of this model's optimizer by name, of kind 'full'; "
+            "nothing loads one of kind 'local'."
         )
     wants = {want.place.file: want for want in fitted.wants()}
     for name, one in stored.items():
@@ -191,10 +215,20 @@ def put_optimizer_state(sharded: Sharded, optimizer: Optimizer, states: Mapping[
 def _tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
         f"{key}/{name}": value
-        for name, one in states.get("state", {}).items()
+        for name, one in states["state"].items()
         for key, value in one.items()
         if isinstance(value, Tensor)
     }
+
+
+def _of_another(optimizer: Optimizer, record: Mapping[str, Any]) -> list[str]:
+    """Options that the optimizer needs and a group lacks: it is that of another class."""
+    needed = set(optimizer.defaults) - AS_BUILT - ADDED_LATER
+    return [
+        f"group {number}: it has no {', '.join(absent)}, so it is not of {record['class']}"
+        for number, group in enumerate(record["groups"])
+        if (absent := sorted(needed - set(group["options"])))
+    ]
 
 
 def _record(comm: Comm, optimizer: Optimizer, states: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,31 +241,53 @@ def _record(comm: Comm, optimizer: Optimizer, states: Mapping[str, Any]) -> dict
 
 
 def _described(states: Mapping[str, Any]) -> str:
-    groups = states.get("param_groups")
-    if not isinstance(groups, list) or not all(
-        isinstance(name, str) for group in groups for name in group.get("params", ())
-    ):
-        raise CheckpointError(
-            "an optimizer state dict by parameter name is needed, with param_groups that list "
-            "names; a plain optimizer's has numbers there. Pass by_name(state, names), or what "
-            "optimizer_state_dict() gave."
-        )
+    _check_form(states)
+    groups = states["param_groups"]
     options = [
         {
             "params": list(group["params"]),
             "options": {
                 key: plain.encode(value, f"option {key!r}")
                 for key, value in group.items()
-                if key != "params"
+                if key not in AS_BUILT
             },
         }
         for group in groups
     ]
     values = {
         name: {k: plain.encode(v, f"{k} of {name}") for k, v in one.items() if not _is_tensor(v)}
-        for name, one in states.get("state", {}).items()
+        for name, one in states["state"].items()
     }
     return json.dumps({"groups": options, "values": values})
+
+
+def _check_form(states: object) -> None:
+    groups = states.get("param_groups") if isinstance(states, Mapping) else None
+    state = states.get("state") if isinstance(states, Mapping) else None
+    by_names = isinstance(groups, list) and all(
+        isinstance(group, Mapping) and _are_names(list(group)) and _are_names(group.get("params"))
+        for group in groups
+    )
+    if not by_names or not isinstance(state, Mapping) or not _are_names(list(state)):
+        raise CheckpointError(
+            "an optimizer state dict by parameter name is needed on rank 0, with a state by names "
+            "and param_groups whose params list names; a plain optimizer's has numbers there. Pass "
+            "by_name(state, names), or what optimizer_state_dict() gave."
+        )
+    for name, one in state.items():
+        if not isinstance(one, Mapping):
+            raise CheckpointError(f"the state of {name!r} is a {type(one).__qualname__}, no dict.")
+        for key, value in one.items():
+            check_key(key, name)
+            if isinstance(value, Mapping):
+                raise CheckpointError(
+                    f"{key} of {name} is a dict, and no whole tensor: the state dict is of kind "
+                    "'sharded'. Pass one of kind 'full', or what join() makes of all ranks'."
+                )
+
+
+def _are_names(found: object) -> bool:
+    return isinstance(found, list | tuple) and all(isinstance(name, str) for name in found)
 
 
 def _is_tensor(value: object) -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "Named",
     "Optimizers",
     "as_optimizers",
+    "check_key",
     "contents",
     "is_scalar",
     "params_of",
@@ -36,8 +37,8 @@ __all__ = [
 Optimizers = Sequence[Optimizer]
 Given = Optimizer | Iterable[Optimizer] | None
 
-AS_BUILT = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Options that say how to compute, not what: they stay as the optimizer was made."""
+AS_BUILT = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Options that say of what or how to compute, not what: they stay as the optimizer was made."""
 
 
 def as_optimizers(given: Given) -> tuple[Optimizer, ...]:
@@ -108,7 +109,7 @@ def states_of(optimizer: Optimizer, named: Named) -> Iterator[tuple[Home, str, A
     for param in params_of(optimizer):
         home = named.home(param, optimizer)
         for key, value in optimizer.state.get(param, {}).items():
-            _check_key(key, home.member.name)
+            check_key(key, home.member.name)
             yield home, key, value
 
 
@@ -152,7 +153,8 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _check_key(key: object, name: str) -> None:
+def check_key(key: object, name: str) -> None:
+    """Raises ``CheckpointError`` if no tensor can be stored under this key."""
     if not isinstance(key, str) or not key or "/" in key:
         raise CheckpointError(
             f"the optimizer keeps state under the key {key!r} for {name!r}; only texts without "

@@ -7,18 +7,26 @@ no more memory than an export does.
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.contents import MODEL
+from shardwise.checkpoint.destination import Destination, check_room, workplace
 from shardwise.checkpoint.disk import explained, sync_folder
-from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.export import Exported, ExportOptions, Progress, export
-from shardwise.checkpoint.folder import new_token
+from shardwise.checkpoint.dtypes import DTYPES, itemsize
+from shardwise.checkpoint.export import (
+    FLOATS,
+    Exported,
+    ExportOptions,
+    Progress,
+    check_whole,
+    export,
+)
 from shardwise.checkpoint.source import Place, Source
 from shardwise.errors import CheckpointError
 
@@ -33,37 +41,58 @@ def export_pickled(
 ) -> Exported:
     """Write parameters and buffers as a state dict that ``torch.load(weights_only=True)`` takes.
 
-    Tied weights are there under each of their names, and share memory when loaded.
+    Tied weights are there under each of their names, and share memory when loaded, where a
+    manifest tells the names; a Hugging Face folder has none, and stores one of them alone. While
+    it is written, the disk holds the weights twice.
 
     Raises:
         CheckpointError: as ``export``; or optimizer state was asked for.
     """
     chosen = options or ExportOptions()
-    final = Path(destination).expanduser().absolute()
+    named = Destination.of(destination, False, chosen.overwrite)
+    final = named.path
     if chosen.with_optimizer:
         raise CheckpointError(
             "a single file holds weights alone. Leave --with-optimizer out, or choose another "
             "--format."
         )
-    if final.is_dir() or (final.exists() and not chosen.overwrite):
-        raise CheckpointError(
-            f"{final} is there already, and is left as it is. Name another file, or pass "
-            "--overwrite to replace a file."
-        )
-    beside = final.with_name(f".{final.name}.{new_token()}")
-    try:
-        made = export(source, beside, replace(chosen, max_file_size=1 << 62), progress)
-        with explained(f"writing {final}"), Source.open(beside) as written:
-            unfinished = beside / "unfinished"
-            with unfinished.open("wb") as file:
-                torch.save(_mapped(written), file)
-                file.flush()
+    named.check_file()
+    check_whole(source)
+    check_room(final, 2 * _nbytes(source, chosen.dtype))
+    with workplace(final) as folder:
+        between, unfinished = folder / "weights", folder / "unfinished"
+        whole = replace(chosen, max_file_size=1 << 62, overwrite=False)
+        made = export(source, between, whole, progress)
+        with explained(f"writing {final}"), Source.open(between) as written:
+            _save(_mapped(written), unfinished)
             _sync(unfinished)
+            nbytes = unfinished.stat().st_size
+            named.check_file()  # it may have come while this was written
             unfinished.replace(final)
             sync_folder(final.parent)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return Exported(final, made.tensors, final.stat().st_size, (final.name,), made.cast, ())
+    return Exported(final, made.tensors, nbytes, (final.name,), made.cast, ())
+
+
+def _nbytes(source: Source, dtype: torch.dtype | None) -> int:
+    total = 0
+    for place in source.tensors(MODEL).values():
+        cast = dtype is not None and place.stored.dtype in FLOATS
+        size = dtype.itemsize if cast and dtype is not None else itemsize(place.stored.dtype)
+        total += prod(place.stored.shape) * size
+    return total
+
+
+def _save(states: dict[str, Tensor], unfinished: Path) -> None:
+    try:
+        torch.save(states, unfinished)
+    except Exception as error:
+        if isinstance(error, OSError):
+            raise
+        # How torch says that a disk is full; it is no OSError.
+        raise CheckpointError(
+            f"writing {unfinished} failed: {error}. Look whether the disk is full, or export "
+            "elsewhere. What was there before is as it was."
+        ) from error
 
 
 def _mapped(source: Source) -> dict[str, Tensor]:

@@ -78,12 +78,14 @@ class Entry:
         dtype: as safetensors calls it.
         shape: whole and unpadded.
         held: who holds which elements, from the first to the last without a gap.
+        everywhere: is it whole on every rank, though only those that ``held`` names store it?
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     held: tuple[Held, ...]
+    everywhere: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +103,7 @@ class FilePlan:
         spans: who writes what, from the header's end to the file's, in order, each from a page's
             start.
         moves: what must reach its writer first.
+        owner: the rank of which it holds the shards; ``None``: it is of all ranks.
     """
 
     name: str
@@ -108,6 +111,7 @@ class FilePlan:
     tensors: Mapping[str, Stored]
     spans: tuple[Span, ...]
     moves: tuple[Move, ...]
+    owner: int | None = None
 
     @cached_property
     def size(self) -> int:

@@ -8,6 +8,7 @@ brings its own options, and a group whose parameters disagree is an error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,16 +54,20 @@ class Restored:
         left_out: names of parameters whose state is not loaded, in the model or in the files.
     """
 
-    def __init__(self, targets: Sequence[_Target], saved: Mapping[str, _Saved]) -> None:
+    def __init__(
+        self, targets: Sequence[_Target], saved: Mapping[str, _Saved], loose: Sequence[str] = ()
+    ) -> None:
+        """``loose``: names of parameters with state, but in no group."""
         self._targets = targets
         used = {id(target.saved) for target in targets}
         absent = [target.home.member.name for target in targets if target.saved is None]
         extra = [name for name, found in saved.items() if id(found) not in used]
         self.problems = [f"{name}: its optimizer state is not stored" for name in absent]
         self.problems += [f"{name}: stored, and no optimizer has this parameter" for name in extra]
+        self.problems += [f"{name}: it has state, and is in no stored group" for name in loose]
         self.problems += [line for target in targets for line in _misfits(target)]
         self.problems += _conflicts(targets)
-        self.left_out = tuple(absent + extra)
+        self.left_out = (*absent, *extra, *loose)
         self._states: list[tuple[_Target, dict[str, Any]]] = []
 
     def wants(self) -> list[Want]:
@@ -114,7 +119,16 @@ def restored(
             names = [n for alias in home.member.aliases for n in (alias, aliases.get(alias, alias))]
             found = next((saved[name] for name in names if name in saved), None)
             targets.append(_Target(optimizer, groups[id(param)], param, home, found))
-    return Restored(targets, saved)
+    return Restored(targets, saved, _loose(records, places, saved))
+
+
+def _loose(
+    records: Sequence[Mapping[str, Any]], places: Mapping[str, Place], saved: Mapping[str, _Saved]
+) -> list[str]:
+    held = [name.partition("/")[2] for name in places]
+    with _well_formed():
+        held += [name for record in records for name, one in record["values"].items() if one]
+    return [name for name in dict.fromkeys(held) if name not in saved]
 
 
 def _saved(records: Sequence[Mapping[str, Any]], places: Mapping[str, Place]) -> dict[str, _Saved]:
@@ -122,7 +136,7 @@ def _saved(records: Sequence[Mapping[str, Any]], places: Mapping[str, Place]) ->
     for name, place in places.items():
         key, _, param = name.partition("/")
         tensors.setdefault(param, {})[key] = place
-    try:
+    with _well_formed():
         return {
             name: _Saved(
                 record["class"],
@@ -134,6 +148,12 @@ def _saved(records: Sequence[Mapping[str, Any]], places: Mapping[str, Place]) ->
             for group in record["groups"]
             for name in group["params"]
         }
+
+
+@contextmanager
+def _well_formed() -> Iterator[None]:
+    try:
+        yield
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the training state's record of optimizers is malformed ({error!r}). Load another "

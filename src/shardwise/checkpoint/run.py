@@ -13,18 +13,21 @@ from pathlib import Path
 from shardwise.checkpoint.complete import check_complete, newest, read_manifest
 from shardwise.checkpoint.disk import explained
 from shardwise.checkpoint.folder import (
+    LATEST,
     LOCK,
     Leftover,
     is_alive,
     leftovers,
+    resolve,
     step_of,
     steps,
+    steps_to_resume,
     target_of,
 )
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.errors import CheckpointError
 
-__all__ = ["Listed", "Run", "checkpoint_of", "folder_of_run", "survey"]
+__all__ = ["Listed", "Run", "checkpoint_of", "folder_of_run", "meant", "survey"]
 
 log = logging.getLogger("shardwise")
 
@@ -39,7 +42,7 @@ class Listed:
     Attributes:
         path: where it is.
         step: its number.
-        nbytes: of its files, as they are on the disk.
+        nbytes: of its files, as they are on the disk; 0 where that cannot be seen.
         manifest: who wrote it, if that can be read.
         problem: why it is not complete; empty if it is.
     """
@@ -49,6 +52,11 @@ class Listed:
     nbytes: int
     manifest: Manifest | None
     problem: str
+
+    @property
+    def name(self) -> str:
+        """What it is called, also where a crash took its name away."""
+        return f"step-{self.step}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Run:
 
 def folder_of_run(path: Path) -> Path | None:
     """The folder that holds a run's checkpoints, if ``path`` is a run: itself, or one in it."""
-    with explained(f"looking into {path}"):
+    with explained(f"looking into {path}", reads=True):
         if not path.is_dir() or (path / NAME).exists():
             return None
         for folder in (path, path / CHECKPOINTS):
@@ -81,9 +89,18 @@ def folder_of_run(path: Path) -> Path | None:
 
 def survey(folder: Path) -> Run:
     """Look at every checkpoint in ``folder``: at names and sizes, not at bytes."""
-    with explained(f"looking into {folder}"):
+    with explained(f"looking into {folder}", reads=True):
         left = tuple((found, _is_being_written(found)) for found in leftovers(folder))
-        return Run(folder, tuple(map(_listed, steps(folder))), target_of(folder), left)
+        return Run(folder, tuple(map(_listed, steps_to_resume(folder))), target_of(folder), left)
+
+
+def meant(path: Path) -> Path:
+    """``RUN/step-100`` and ``RUN/latest`` mean those in ``RUN/checkpoints``, if RUN has none."""
+    inner = path.parent / CHECKPOINTS
+    is_one = path.name == LATEST or step_of(path.name) is not None
+    with explained(f"looking for {path}", reads=True):
+        there = path.exists() or path.is_symlink() or not inner.is_dir()
+        return inner / path.name if is_one and not there else path
 
 
 def checkpoint_of(path: Path) -> Path:
@@ -92,6 +109,7 @@ def checkpoint_of(path: Path) -> Path:
     Raises:
         CheckpointError: a run has no complete checkpoint.
     """
+    path = meant(path)
     folder = folder_of_run(path)
     if folder is None:
         return path
@@ -107,14 +125,17 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def _listed(path: Path) -> Listed:
-    nbytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    manifest, problem = None, ""
+    """``path`` has the name of a checkpoint; one that lost it is found under another."""
+    found, nbytes, manifest, problem = path, 0, None, ""
     try:
-        manifest = read_manifest(path)
-        check_complete(path)
+        with explained(f"looking into {path}", reads=True):
+            found = resolve(path)
+            nbytes = sum(file.stat().st_size for file in found.iterdir() if file.is_file())
+            manifest = read_manifest(found)
+            check_complete(found)
     except CheckpointError as error:
         problem = str(error)
-    return Listed(path, step_of(path.name) or 0, nbytes, manifest, problem)
+    return Listed(found, step_of(path.name) or 0, nbytes, manifest, problem)
 
 
 def _is_being_written(leftover: Leftover) -> bool:

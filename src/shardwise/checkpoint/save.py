@@ -4,10 +4,13 @@
     2. begin       rank 0 makes a partial folder and empty files; every rank must see it
     3. exchange    the bytes at the edges of pages
     4. write       every rank its own bytes, checksums on the way, synced
-    5. publish     rank 0: headers → small files → manifest → rename → folder → latest
+    5. publish     rank 0: headers → small files → manifest → rename → folder
+    6. settle      rank 0: latest, and old checkpoints go
 
 Nothing under the checkpoint's name changes before the rename, which is one step. If any rank
-fails, all raise together, what was written goes, and training can go on.
+fails, all raise together, what was written goes, and training can go on. Where folders are local
+to hosts (kind ``"local"`` alone), a rank on each host does what rank 0 does here, and settles when
+all have published: so at any moment all hosts have a complete checkpoint in common.
 """
 
 from __future__ import annotations
@@ -15,9 +18,8 @@ from __future__ import annotations
 import json
 import logging
 import platform
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,15 +45,17 @@ from shardwise.checkpoint.folder import (
     sweep,
 )
 from shardwise.checkpoint.gathered import write_gathered
+from shardwise.checkpoint.keepers import Hold, beginning, on_all_hosts, take_back
 from shardwise.checkpoint.manifest import Manifest, record_of
 from shardwise.checkpoint.meeting import from_rank_0, one_message, share, together
 from shardwise.checkpoint.optimizers import Optimizers
-from shardwise.checkpoint.plan import BLOCK
+from shardwise.checkpoint.plan import BLOCK, FilePlan
 from shardwise.checkpoint.points import reached
 from shardwise.checkpoint.saving import Saved, SaveOptions
 from shardwise.checkpoint.segments import exchange_edges
 from shardwise.checkpoint.state import Training
 from shardwise.checkpoint.writer import Part, Writer, allocate, pieces_of, write_header
+from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -72,7 +76,7 @@ class Task:
         contents: what is stored.
         facts: what the manifest says of who saved it.
         options: how.
-        partial: rank 0's hold on the folder that is being written.
+        hold: on the folder that is being written.
     """
 
     final: Path
@@ -80,12 +84,32 @@ class Task:
     contents: Contents
     facts: Mapping[str, Any]
     options: SaveOptions
-    partial: Partial | None
+    hold: Hold
 
     @property
     def folder(self) -> Path:
         """Where everybody writes."""
-        return self.final.with_name(f"{self.final.name}.partial-{self.token}")
+        return _folder(self.final, self.token)
+
+    @property
+    def partial(self) -> Partial | None:
+        """The folder, on a rank that keeps one: rank 0, unless folders are local to hosts."""
+        return self.hold.partial
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Whose files are in the folder that this rank keeps."""
+        return () if self.partial is None else self.hold.ranks(self.partial.rank)
+
+    @property
+    def files(self) -> tuple[FilePlan, ...]:
+        """Those in the folder that this rank keeps."""
+        ranks = {None, *self.ranks}
+        return tuple(file for file in self.contents.files if file.owner in ranks)
+
+
+def _folder(final: Path, token: str) -> Path:
+    return final.with_name(f"{final.name}.partial-{token}")
 
 
 def save(
@@ -110,15 +134,27 @@ def save(
             part = write_part(task, comm.rank)
         parts = [Part.decode(text) for text in share(comm, part.encode(), "parts of a checkpoint")]
         check_parts(parts)
-        removed = together(
-            comm, "publishing", lambda: finish(task, parts) if comm.rank == 0 else ()
-        )
+        removed = _published(comm, task, parts)
     except BaseException:
         give_up(task)
         raise
     removed = tuple(json.loads(from_rank_0(comm, json.dumps(removed), "what was removed")))
     nbytes = sum(file.size for file in task.contents.files)
     return Saved(task.final, nbytes, time.perf_counter() - start, removed)
+
+
+def _published(comm: Comm, task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
+    """Phases 5 and 6. A collective."""
+    if not task.hold.is_split:
+        return together(comm, "publishing", lambda: finish(task, parts) if task.partial else ())
+    try:
+        together(comm, "publishing", lambda: _publish(task, parts) if task.partial else None)
+    except CheckpointError:
+        if task.partial is not None and not task.partial.path.exists():
+            take_back(task.final, task.token)
+        raise
+    common = on_all_hosts(comm, task.final.parent, task.hold)
+    return together(comm, "settling", lambda: _settle(task, common) if task.partial else ())
 
 
 def begin(
@@ -137,18 +173,30 @@ def begin(
     step = step_of(final.name) if training is None or training.step is None else training.step
     if optimizers or training is not None:
         training = replace(training or Training(), step=step)
+    # First what decides which collectives follow.
+    asked = {"kind of checkpoint": options.kind, "optimizers": str(len(optimizers))}
+    comm.agree({**asked, "training state": str(training is not None)})
     contents = collect(sharded, optimizers, training, options)
     comm.agree({"checkpoint": str(path), **contents.facts()})
-    token = from_rank_0(comm, new_token(), "token of a checkpoint")
+    said = json.dumps([new_token(), contents.metric])
+    token, metric = json.loads(from_rank_0(comm, said, "token of a checkpoint"))
+    contents = replace(contents, metric=metric)
     facts = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
     facts["kind"] = options.kind
-    partial = together(
-        comm, "beginning", lambda: _begin(final, token, contents) if comm.rank == 0 else None
-    )
-    task = Task(final, token, contents, facts, options, partial)
+    own_files = options.kind == "local"  # who makes them, depends on who sees the folder
+
+    def make() -> Partial:
+        partial = _make_folder(final, token, comm.rank)
+        if not own_files:
+            _make_files(partial, contents.files, contents)
+        return partial
+
+    hold = beginning(comm, _folder(final, token), make, options.kind)
+    task = Task(final, token, contents, facts, options, hold)
     try:
-        if options.kind != "full":  # then only rank 0 needs to see it, and all of it moves
-            together(comm, "looking", lambda: _check_seen(task))
+        if own_files:
+            together(comm, "making files", lambda: _make_own(task))
+        elif options.kind != "full":  # then all of it moves as it is written
             exchange_edges(comm, contents.segments)
     except BaseException:
         give_up(task)
@@ -157,40 +205,35 @@ def begin(
 
 
 def give_up(task: Task) -> None:
-    """What was written goes, unless it was published. Rank 0 does it."""
+    """What was written goes, unless it was published. Whoever keeps it does it."""
     if task.partial is not None and task.partial.path.exists():
         task.partial.abandon()
 
 
-def _begin(final: Path, token: str, contents: Contents) -> Partial:
+def _make_folder(final: Path, token: str, rank: int) -> Partial:
     with explained(f"making a folder beside {final}"):
         check_replaceable(final)
         if gone := sweep(final.parent):
             log.info("removed what an interrupted save left: %s", ", ".join(gone))
-        partial = Partial.make(final, token)
+        return Partial.make(final, token, rank)
+
+
+def _make_files(partial: Partial, files: Sequence[FilePlan], contents: Contents) -> None:
     try:
-        with explained(f"making the files of {final.name}"):
-            blocks = sum(file.size for file in contents.files) // BLOCK
+        with explained(f"making the files of {partial.final.name}"):
+            blocks = sum(file.size for file in files) // BLOCK
             more = sum(map(len, contents.small.values())) + 8 * blocks + (1 << 16)  # the manifest
-            allocate(partial.path, contents.files, more)
+            allocate(partial.path, files, more)
             sync_folder(partial.path)
     except BaseException:
         partial.abandon()
         raise
-    reached("folder made", 0)
-    return partial
+    reached("folder made", partial.rank)
 
 
-def _check_seen(task: Task) -> None:
-    """Every rank must see the files that rank 0 made."""
-    absent = [f.name for f in task.contents.files if not (task.folder / f.name).is_file()]
-    if absent:
-        raise CheckpointError(
-            f"on {socket.gethostname()}, {task.folder.parent} does not show the folder that rank 0 "
-            "has just made there: it is local to each host, not a shared file system. A checkpoint "
-            "is one folder that every rank writes to. Save to a path that all hosts share, or run "
-            "all ranks on one host."
-        )
+def _make_own(task: Task) -> None:
+    if task.partial is not None:
+        _make_files(task.partial, task.files, task.contents)
 
 
 def write_part(task: Task, rank: int) -> Part:
@@ -210,35 +253,51 @@ def check_parts(parts: Sequence[Part]) -> None:
         raise CheckpointError(one_message(failed, len(parts)))
 
 
-# --- rank 0 ----------------------------------------------------------------------------------
+# --- who keeps the folder: rank 0, or a rank on each host -------------------------------------
 
 
 def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
-    """Phase 5: make it whole, give it its name, and let old ones go; their names.
+    """Phases 5 and 6, where all is in one folder: publish it, and let old ones go; their names.
 
     Raises:
         CheckpointError: it is not published; or it is, and ``latest`` could not be moved.
     """
-    assert task.partial is not None  # rank 0 has it
-    reached("all parts known", 0)
+    _publish(task, parts)
+    return _settle(task)
+
+
+def _publish(task: Task, parts: Sequence[Part]) -> None:
+    """Phase 5: make it whole, and give it its name."""
+    assert task.partial is not None  # who keeps it has it
+    rank = task.partial.rank
+    reached("all parts known", rank)
     with explained(f"publishing {task.final.name}"):
         files = {}
-        for file in task.contents.files:
+        for file in task.files:
             pieces = [*write_header(task.folder, file), *pieces_of(parts, file.name)]
             blocks = checksum.block_checksums(pieces, file.size, file.name)
             files[file.name] = record_of(blocks, file.size)
-        reached("headers written", 0)
+        reached("headers written", rank)
         for name, data in task.contents.small.items():
             write_file(task.folder / name, data)
             files[name] = record_of(checksum.of_bytes(data), len(data))
         sync_folder(task.folder)
-        reached("small files written", 0)
-        _write_manifest(task.folder, _manifest(task, files))
+        reached("small files written", rank)
+        _write_manifest(task.folder, _manifest(task, files), rank)
         publish(task.partial)
+
+
+def _settle(task: Task, common: Collection[str] | None = None) -> tuple[str, ...]:
+    """Phase 6: ``latest``, and old ones go; their names.
+
+    Args:
+        common: names of those that all hosts have, of which some stay; ``None``: one host has all.
+    """
+    assert task.partial is not None
     if step_of(task.final.name) is not None:
         with explained(f"pointing {LATEST} at {task.final.name}, which is complete,"):
-            move_latest(task.final)
-    return _retire(task)
+            move_latest(task.final, task.partial.rank)
+    return _retire(task, common)
 
 
 def _manifest(task: Task, files: Mapping[str, manifest.FileRecord]) -> Manifest:
@@ -255,29 +314,34 @@ def _manifest(task: Task, files: Mapping[str, manifest.FileRecord]) -> Manifest:
         versions=versions,
         metric=task.contents.metric,
         aliases=dict(task.contents.aliases),
+        ranks=list(task.ranks) if task.hold.is_split else None,
         files=dict(files),
         **task.facts,
     )
 
 
-def _write_manifest(folder: Path, made: Manifest) -> None:
+def _write_manifest(folder: Path, made: Manifest, rank: int) -> None:
     unfinished = folder / f".{manifest.NAME}.unfinished"
     write_file(unfinished, made.encode())
-    reached("manifest unfinished", 0)
+    reached("manifest unfinished", rank)
     unfinished.rename(folder / manifest.NAME)
     sync_folder(folder)
-    reached("manifest written", 0)
+    reached("manifest written", rank)
 
 
-def _retire(task: Task) -> tuple[str, ...]:
+def _retire(task: Task, common: Collection[str] | None) -> tuple[str, ...]:
     """Old checkpoints go. That this fails is no reason to lose the new one."""
     limit = task.options.save_total_limit
     if limit is None or step_of(task.final.name) is None:
         return ()
     gone = []
-    for path in surplus(metrics(task.final.parent), limit, task.options.keep_best):
+    there = metrics(task.final.parent)
+    if common is not None:
+        there = [(path, metric) for path, metric in there if path.name in common]
+    rank = 0 if task.partial is None else task.partial.rank
+    for path in surplus(there, limit, task.options.keep_best):
         try:
-            remove(path)
+            remove(path, rank)
             gone.append(path.name)
         except OSError as error:
             log.warning("%s is no longer needed and could not be removed: %s", path, error)

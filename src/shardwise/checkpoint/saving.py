@@ -20,7 +20,8 @@ class SaveOptions:
     Attributes:
         kind: ``"sharded"``: every rank writes what it holds, into files that any number of ranks
             loads. ``"full"``: the same files, which rank 0 alone writes, so that others need no
-            disk. ``"local"``: each rank its shards as they are, for the same layout alone.
+            disk. ``"local"``: each rank its shards as they are, for the same layout alone, also
+            where each host sees only a folder of its own (not in the background).
         max_file_size: bytes of tensors in one file at most, unless one tensor has more.
         save_total_limit: of the folders ``step-N`` beside this one, how many stay.
         keep_best: ``"lowest"`` or ``"highest"``: the checkpoint with that ``Training.metric``

@@ -55,6 +55,11 @@ class Pool:
         self._open: Slab | None = None  # the one that is being filled
 
     @property
+    def room(self) -> int:
+        """Bytes that surely fit, however they are cut into chunks of at most a block."""
+        return self._most * (self._slab - BLOCK)
+
+    @property
     def nbytes(self) -> int:
         """What it holds now."""
         return self._made * self._slab

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,11 +21,11 @@ import numpy as np
 
 from shardwise.checkpoint import checksum
 from shardwise.checkpoint.complete import check_complete
-from shardwise.checkpoint.disk import explained
+from shardwise.checkpoint.disk import check_is_folder, explained, is_unreadable
 from shardwise.checkpoint.folder import resolve
 from shardwise.checkpoint.header import CAP, Header, Stored, decode, length_of
 from shardwise.checkpoint.manifest import NAME, Manifest
-from shardwise.checkpoint.names import inside
+from shardwise.checkpoint.names import inside, is_plain
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.errors import CheckpointError
 
@@ -77,10 +77,11 @@ class Source:
             CheckpointError: there is none, or it is not complete.
         """
         given = Path(path).expanduser().absolute()
-        with explained(f"opening {given}"):
+        with explained(f"opening {given}", reads=True):
             found = resolve(given)
             if found.is_file():
                 return _Single(found.parent, None, only=found.name)
+            check_is_folder(found)
             present = (found / NAME).exists() or (found / NAME).is_symlink()
             return cls(found, check_complete(found) if present else None)
 
@@ -103,26 +104,75 @@ class Source:
 
     def names(self, stem: str) -> list[str]:
         """The safetensors files of ``"model"`` or another stem; none if there are none."""
-        index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
-        if not self.has(index):
-            return [single] if self.has(single) else []
-        found = self.json(index)
+        if (index := self._index(stem)) is not None:
+            return list(dict.fromkeys(index.values()))
+        single = f"{stem}.safetensors"
+        return [single] if self.has(single) else []
+
+    def listed(self) -> list[str]:
+        """The names of its files: those of the manifest, or all that are in the folder."""
+        if self.manifest is not None:
+            return list(self.manifest.files)
+        with explained(f"looking into {self.folder}", reads=True):
+            return sorted(path.name for path in self.folder.iterdir() if path.is_file())
+
+    def _index(self, stem: str) -> dict[str, str] | None:
+        """Which file of a stem holds which tensor; ``None`` where no index says it."""
+        name = f"{stem}.safetensors.index.json"
+        if not self.has(name):
+            return None
+        found = self.json(name)
         weights = found.get("weight_map") if isinstance(found, dict) else None
         if not isinstance(weights, dict) or not weights:
             raise CheckpointError(
-                f"{self.folder / index} has no weight_map that says which file holds what. Fetch "
+                f"{self.folder / name} has no weight_map that says which file holds what. Fetch "
                 "or write it again."
             )
-        return list(dict.fromkeys(weights.values()))
+        for file in weights.values():
+            if not is_plain(file):
+                inside(self.folder, file)  # raises, and says why
+        return weights
 
     def tensors(self, stem: str) -> dict[str, Place]:
         """Every tensor of a stem, by name.
 
         Raises:
+            CheckpointError: a file is missing or malformed, two hold a tensor of one name, the
+                index names one that is in none, or the manifest ties a name to such a one.
+        """
+        index = self._index(stem) or {}
+        found = self.tensors_in(self.names(stem))
+        if lost := [name for name in index if name not in found]:
+            more = f" and {len(lost) - 1:,} more" * (len(lost) > 1)
+            raise CheckpointError(
+                f"{self.folder}: the index says that {lost[0]!r:.200}{more} is in "
+                f"{index[lost[0]]!r:.80}, and it is not. The index or the file is of another "
+                "model; fetch both again."
+            )
+        if stem == "model":
+            self._check_ties(found)
+        return found
+
+    def _check_ties(self, found: Mapping[str, Place]) -> None:
+        """Local shards have the names of their ranks, and each rank has a part of them only."""
+        if self.manifest is None or self.manifest.kind == "local":
+            return
+        for alias, name in self.manifest.aliases.items():
+            if alias in found or name not in found:
+                fact = f"{alias!r:.200} is stored, too" if alias in found else "that is not stored"
+                raise CheckpointError(
+                    f"{self.folder / NAME} ties {alias!r:.200} to {name!r:.200}, and {fact}. It "
+                    "does not fit the files beside it; load another checkpoint."
+                )
+
+    def tensors_in(self, names: Iterable[str]) -> dict[str, Place]:
+        """Every tensor of some files, by name.
+
+        Raises:
             CheckpointError: a file is missing or malformed, or two hold a tensor of one name.
         """
         found: dict[str, Place] = {}
-        for name in self.names(stem):
+        for name in names:
             inside(self.folder, name)
             if not self.has(name):
                 raise CheckpointError(
@@ -194,13 +244,17 @@ class Source:
             at += count
 
     def damaged(self, name: str) -> list[int]:
-        """The blocks of a file whose bytes are not those that were written. Reads all of it."""
+        """The blocks of a file whose bytes are not those that were written. Reads all of it.
+
+        Raises:
+            CheckpointError: the disk does not let it be read, so nobody knows.
+        """
         return self._file(name).damaged()
 
     def _file(self, name: str) -> _File:
         if name not in self._files:
             path = inside(self.folder, name)
-            with explained(f"opening {path}"):
+            with explained(f"opening {path}", reads=True):
                 opened = os.open(path, os.O_RDONLY)
             self._stack.callback(os.close, opened)
             record = None if self.manifest is None else self.manifest.files[name]
@@ -221,6 +275,9 @@ class _Single(Source):
 
     def has(self, name: str) -> bool:
         return name == self.only
+
+    def listed(self) -> list[str]:
+        return []  # what lies beside it is not its own
 
 
 @dataclass(eq=False)
@@ -286,13 +343,15 @@ class _File:
             first, last = number * BLOCK, min(self.size, (number + 1) * BLOCK)
             try:
                 self.some(first, last)
-            except CheckpointError:
+            except CheckpointError as error:
+                if is_unreadable(error):
+                    raise
                 found.append(number)
         return found
 
     def _fill(self, at: int, *pieces: Bytes) -> None:
         left = deque(pieces)
-        with explained(f"reading {self.title}"):
+        with explained(f"reading {self.title}", reads=True):
             while left:
                 views = [piece.data for piece in islice(left, VECTORS)]
                 done = os.preadv(self.opened, views, at)

@@ -17,7 +17,7 @@ from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.header import Stored
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.run import Listed, Run
-from shardwise.cli.folded import fold, shown
+from shardwise.cli.folded import counted, fold, named, shown
 from shardwise.cli.lines import table
 from shardwise.errors import CheckpointError
 from shardwise.listing import size
@@ -57,8 +57,8 @@ def run_lines(run: Run) -> list[str]:
     """A line for each checkpoint, and what else lies there."""
     whole = sum(not listed.problem for listed in run.checkpoints)
     nbytes = size(sum(listed.nbytes for listed in run.checkpoints))
-    count = len(run.checkpoints)
-    lines = [f"{shown(run.folder)}: {count} checkpoints, {whole} complete, {nbytes}", ""]
+    count = counted(len(run.checkpoints), "checkpoint")
+    lines = [f"{shown(run.folder)}: {count}, {whole} complete, {nbytes}", ""]
     head = ["checkpoint", "step", "size", "ranks", "strategy", "metric", "saved"]
     body = [[shown(cell) for cell in _run_row(listed)] for listed in run.checkpoints]
     states = ["state", "-" * 8, *(_state(listed, run) for listed in run.checkpoints)]
@@ -66,8 +66,8 @@ def run_lines(run: Run) -> list[str]:
         lines += [f"{row}  {state}" for row, state in zip(table(head, body), states, strict=True)]
     for listed in run.checkpoints:
         if listed.problem:
-            lines += ["", f"{shown(listed.path.name)}: {shown(listed.problem)}"]
-    if run.latest is not None and run.latest not in {c.path.name for c in run.checkpoints}:
+            lines += ["", f"{listed.name}: {shown(listed.problem)}"]
+    if run.latest is not None and run.latest not in {c.name for c in run.checkpoints}:
         lines += ["", f"latest points at {shown(run.latest)}, which is not there"]
     lines += [""] if run.leftovers else []
     for found, written in run.leftovers:
@@ -79,7 +79,7 @@ def run_lines(run: Run) -> list[str]:
 
 def _run_row(listed: Listed) -> list[object]:
     made = listed.manifest
-    cells = [listed.path.name, f"{listed.step:,}", size(listed.nbytes)]
+    cells = [listed.name, f"{listed.step:,}", size(listed.nbytes)]
     if made is None:
         return [*cells, "", "", "", ""]
     metric = "" if made.metric is None else f"{made.metric:.5g}"
@@ -89,7 +89,7 @@ def _run_row(listed: Listed) -> list[object]:
 
 def _state(listed: Listed, run: Run) -> str:
     state = "NOT COMPLETE" if listed.problem else "complete"
-    return f"{state}, latest" if listed.path.name == run.latest else state
+    return f"{state}, latest" if listed.name == run.latest else state
 
 
 def _what_is_left(kind: str, is_lost: bool, written: bool) -> str:
@@ -178,7 +178,8 @@ def _group(catalogue: Catalogue, stem: str, every_name: bool) -> list[str]:
         dtypes[stored.dtype] += 1
     parts = [f"{dtypes[code]:,} {dtype_name(code)} {size(nbytes[code])}" for code in nbytes]
     title = TITLES.get(stem, shown(stem))
-    lines = [f"{title}: {len(listing):,} tensors, {size(nbytes.total())} ({', '.join(parts)})"]
+    what = f" ({', '.join(parts)})" * bool(parts)
+    lines = [f"{title}: {counted(len(listing), 'tensor')}, {size(nbytes.total())}{what}"]
     if every_name:
         return lines + [_one(name, *found) for name, found in listing.items()]
     if stem == OPTIMIZER:
@@ -191,13 +192,13 @@ def _group(catalogue: Catalogue, stem: str, every_name: bool) -> list[str]:
 
 def _one(name: str, file: str, stored: Stored) -> str:
     what = f"{list(stored.shape)} {dtype_name(stored.dtype)}"
-    return f"  {shown(name)}  {what}  {shown(file)} {stored.start:,}–{stored.stop:,}"
+    return f"  {named(name)}  {what}  {shown(file)} {stored.start:,}–{stored.stop:,}"
 
 
 def _row(name: str, count: int, shape: tuple[int, ...], dtype: str) -> str:
     times = f"{count:,} × " if count > 1 else ""
     what = f"{times + str(list(shape)):>24}  {dtype_name(dtype)}"
-    return _behind(shown(name), what)
+    return _behind(named(name), what)
 
 
 def _behind(name: str, what: str) -> str:
@@ -219,14 +220,15 @@ def _states(listing: Listing, weights: Listing, scalars: Mapping[str, Any]) -> l
         kinds.setdefault(tuple(sorted(kind)), []).append(param)
     lines = []
     for states, names in kinds.items():
-        lines.append(f"  for each of {len(names):,} parameters:")
+        each = f"each of {len(names):,} parameters" if len(names) > 1 else "1 parameter"
+        lines.append(f"  for {each}:")
         forms = dict.fromkeys(form for form, _ in states)
         for form in forms:
             keys = [key for other, key in states if other == form]
             values = [scalars[n] for key in keys for p in names if (n := f"{key}/{p}") in scalars]
             lines.append(f"    {shown(', '.join(keys))}: {form}{_span(values)}")
         if len(kinds) > 1:
-            lines += [f"      {shown(name)}" for name, _, _ in fold((n, ()) for n in names)]
+            lines += [f"      {named(name)}" for name, _, _ in fold((n, ()) for n in names)]
     return lines
 
 
@@ -256,7 +258,7 @@ def _training(found: Mapping[str, Any]) -> list[str]:
             count, options = len(_list(group.get("params"))), group.get("options")
             parts = options.items() if isinstance(options, dict) else ()
             text = ", ".join(f"{key} {_decoded(value)}" for key, value in parts)
-            word = f"  group {number}: {count:,} parameters, "
+            word = f"  group {number}: {counted(count, 'parameter')}, "
             lines.append("  " + _wrapped(word + shown(text)))
     return lines
 
@@ -296,10 +298,13 @@ def damage_lines(damage: Iterable[Damage]) -> list[str]:
 
 
 def _damaged(one: Damage) -> Sequence[str]:
-    whose = [shown(name) for name, _, _ in fold((name, ()) for name in one.tensors)]
+    whose = [named(name) for name, _, _ in fold((name, ()) for name in one.tensors)]
     whose = ["the header", *whose] if one.header else whose
     bytes_of = f"bytes {one.start:,} to {one.stop:,}"
-    return (
-        f"DAMAGED {shown(one.file)}: {bytes_of} are not those that were written; they hold",
-        f"    {', '.join(whose) or 'no tensors'}",
-    )
+    what = f"DAMAGED {shown(one.file)}: {bytes_of} are not those that were written; they hold"
+    if one.unreadable:
+        what = (
+            f"NOT READ {shown(one.file)}: {bytes_of} could not be read, so nobody knows whether "
+            f"they are as they were written: {shown(one.unreadable)} They hold"
+        )
+    return what, f"    {', '.join(whose) or 'no tensors'}"

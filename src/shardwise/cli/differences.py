@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.difference import ABSENT, Change, Difference, Unlike
 from shardwise.cli.catalogues import WIDTH, dtype_name, short
-from shardwise.cli.folded import fold, shown
+from shardwise.cli.folded import counted, fold, named, shown
 from shardwise.listing import size
 
 __all__ = ["difference_lines"]
@@ -22,13 +22,16 @@ def difference_lines(found: Difference, names: tuple[str, str], every: bool = Fa
     known = found.nbytes - found.read
     how = f", {size(known)} of them by their checksums alone" if known else ""
     lines = [f"A  {shown(names[0])}", f"B  {shown(names[1])}", ""]
-    compared = f"{found.alike + len(found.tensors):,} tensors, {size(found.nbytes)}, compared{how}"
+    tensors = counted(found.alike + len(found.tensors), "tensor")
+    compared = f"{tensors}, {size(found.nbytes)}, compared{how}"
     if found.is_empty:
-        return [*lines, f"{compared}: equal"]
+        alone = "; configuration, tokenizer and training were not compared" * found.tensors_alone
+        return [*lines, f"{compared}: equal{alone}"]
     lines.append(f"{compared}: {found.alike:,} equal, {len(found.tensors):,} not")
     for side, only in zip("AB", found.only, strict=True):
         lines += _only(side, only, every)
     lines += _unlike(found.tensors, every)
+    lines += _changes("tied names", found.ties, every)
     lines += _changes("training state", found.fields, every)
     lines += _changes("files", found.files, every)
     return lines
@@ -37,8 +40,8 @@ def difference_lines(found: Difference, names: tuple[str, str], every: bool = Fa
 def _only(side: str, only: Mapping[str, Sequence[str]], every: bool) -> list[str]:
     lines = []
     for stem, names in only.items():
-        lines += ["", f"only in {side}, {shown(stem)}: {len(names):,} tensors"]
-        rows = [f"  {shown(name)}" for name, _, _ in _folded(((n, ()) for n in names), every)]
+        lines += ["", f"only in {side}, {shown(stem)}: {counted(len(names), 'tensor')}"]
+        rows = [f"  {named(name)}" for name, _, _ in _folded(((n, ()) for n in names), every)]
         lines += _first(rows, every) if every or stem == MODEL else []
     return lines
 
@@ -57,7 +60,7 @@ def _unlike(tensors: Sequence[Unlike], every: bool) -> list[str]:
         rows = []
         for name, count, (shapes, dtypes) in _folded(kinds, every):
             times = f"  {count:,} tensors" if count > 1 else ""
-            rows.append(f"  {shown(name)}{times}{_forms(shapes, dtypes)}")
+            rows.append(f"  {named(name)}{times}{_forms(shapes, dtypes)}")
         lines += _first(rows, every)
         rest = [one for name, one in some.items() if name not in cut]
         if rest:
@@ -91,7 +94,7 @@ def _worst(some: Sequence[Unlike], most: int = 5) -> list[Unlike]:
 
 def _one(one: Unlike) -> str:
     return (
-        f"{shown(one.name)}: {one.differing:,} of {one.numel:,}, by {one.largest:.3g}, "
+        f"{named(one.name)}: {one.differing:,} of {one.numel:,}, by {one.largest:.3g}, "
         f"relatively {one.relative:.3g}"
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +11,11 @@ from pathlib import Path
 
 import click
 import torch
+from click.core import ParameterSource
 
 from shardwise.checkpoint.catalogue import OF_TORCH
+from shardwise.checkpoint.destination import Destination, workplace
 from shardwise.checkpoint.export import Exported, ExportOptions, export
-from shardwise.checkpoint.folder import new_token
 from shardwise.checkpoint.pickled import export_pickled
 from shardwise.checkpoint.run import checkpoint_of
 from shardwise.checkpoint.source import Source
@@ -47,22 +47,24 @@ Examples:
   shardwise export fsdp.pt model --optimizer-file optim.pt --optimizer-class AdamW --with-optimizer
 """
 
+CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+LARGEST = 1 << 62  # bytes; more is in no file
+_SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 
 
 def nbytes_of(text: str) -> int:
     """``"5GB" → 5_000_000_000``, ``"64MiB" → 67_108_864``.
 
     Raises:
-        ConfigError: it is no size, or less than one byte.
+        ConfigError: it is no size, less than one byte, or more than any file has.
     """
     found = _SIZE.fullmatch(text.strip())
-    unit = found[2].upper() if found else ""
-    factor = 1024 ** " KMGT".index(unit) if found and found[3] and unit else UNITS[unit]
+    unit = (found[2] or "").upper() if found else ""
+    factor = 1024 ** " KMGT".index(unit) if found and found[3] else UNITS[unit]
     number = int(float(found[1]) * factor) if found else 0
-    if number < 1:
+    if not 1 <= number < LARGEST:
         raise ConfigError(f"--max-file-size is {text!r}; say a size such as 5GB or 512MiB.")
     return number
 
@@ -102,12 +104,52 @@ def export_command(context: click.Context, /, source: Path, destination: Path, *
         with_optimizer=given["with_optimizer"],
         overwrite=given["overwrite"],
     )
+    form = given["form"]
+    sized = context.get_parameter_source("max_file_size") is not ParameterSource.DEFAULT
+    _check_options(options, form, sized)
+    source, destination = source.expanduser(), destination.expanduser()
+    _check_destination(destination, options, form)
     foreign = Foreign(given["trust_source"], given["optimizer_file"], given["optimizer_class"])
-    with _ours(source.expanduser(), destination.expanduser(), foreign) as path:
-        if given["form"] == "dcp":
-            _to_dcp(path, destination.expanduser(), options)
+    with _ours(source, destination, foreign) as path:
+        if form == "dcp":
+            _to_dcp(path, destination, options)
         else:
-            _to_files(path, destination.expanduser(), options, given["form"])
+            _to_files(path, source, destination, options, form)
+
+
+def _check_options(options: ExportOptions, form: str, sized: bool) -> None:
+    """Raises ``ConfigError`` for options that this format has no use for."""
+    if form == "dcp" and (options.dtype is not None or options.overwrite):
+        raise ConfigError(
+            "--format dcp writes what is stored, to a folder that is not there yet: it knows no "
+            "--dtype and no --overwrite. Export with --dtype first, and that result as dcp."
+        )
+    if form != "hf" and sized:
+        raise ConfigError(
+            f"--format {form} knows no --max-file-size: it is for safetensors. Leave it out."
+        )
+    if form == "pt" and options.with_optimizer:
+        raise ConfigError(
+            "a single file holds weights alone. Leave --with-optimizer out, or choose another "
+            "--format."
+        )
+
+
+def _check_destination(destination: Path, options: ExportOptions, form: str) -> None:
+    """Before anything is read: a source of torch may take an hour."""
+    whole = options.with_optimizer and form == "hf"
+    named = Destination.of(destination, whole, options.overwrite)
+    if form == "pt":
+        named.check_file()
+    elif form == "dcp":
+        named.check_new()
+    elif destination.suffix in OF_TORCH:
+        raise ConfigError(
+            f"{destination.name} is called as a file of torch is, and a folder of safetensors "
+            "would be written. Pass --format pt, or name a folder."
+        )
+    else:
+        named.check_folder()
 
 
 @dataclass(frozen=True)
@@ -118,44 +160,54 @@ class Foreign:
     optimizer_file: Path | None
     optimizer_class: str | None
 
+    @property
+    def given(self) -> list[str]:
+        """The options of it that were passed."""
+        said = {
+            "--trust-source": self.trust,
+            "--optimizer-file": self.optimizer_file is not None,
+            "--optimizer-class": self.optimizer_class is not None,
+        }
+        return [name for name, is_there in said.items() if is_there]
+
+
+def _is_of_torch(source: Path) -> bool:
+    """By its name, and by what it is: a run's folder may be called run.ckpt."""
+    return (source.suffix in OF_TORCH and source.is_file()) or (source / ".metadata").exists()
+
 
 @contextmanager
 def _ours(source: Path, destination: Path, foreign: Foreign) -> Iterator[Path]:
     """The checkpoint that ``source`` means; one of torch is converted first, and goes later."""
-    if not (source.suffix in OF_TORCH or (source / ".metadata").exists()):
-        if foreign.optimizer_file is not None:
+    if not _is_of_torch(source):
+        if foreign.given:
             raise ConfigError(
-                f"--optimizer-file goes with a source of torch, and {source} is none: it has its "
-                "optimizer state beside its weights. Leave it out."
+                f"{' and '.join(foreign.given)} goes with a source of torch, and {source} is none: "
+                "it says itself what is in it. Leave it out."
             )
         yield checkpoint_of(source)
         return
     from shardwise.checkpoint.dcp import import_checkpoint
 
-    between = destination.with_name(f".{destination.name}.{new_token()}")
-    try:
+    with workplace(destination.absolute()) as folder:
         sources = [source] if foreign.optimizer_file is None else [source, foreign.optimizer_file]
+        between = folder / "imported"
         made = import_checkpoint(sources, between, foreign.trust, foreign.optimizer_class)
         _say_left_out(made.left_out)
         yield between
-    finally:
-        shutil.rmtree(between, ignore_errors=True)
 
 
 def _to_dcp(path: Path, destination: Path, options: ExportOptions) -> None:
-    if options.dtype is not None or options.overwrite:
-        raise ConfigError(
-            "--format dcp writes what is stored, to a folder that is not there yet: it knows no "
-            "--dtype and no --overwrite. Export with --dtype first, and that result as dcp."
-        )
     from shardwise.checkpoint.dcp import export_dcp
 
-    made = export_dcp(path, destination)
+    made = export_dcp(path, destination, options.with_optimizer)
     _say_left_out(made.left_out)
     click.echo(f"wrote    {shown(made.path)}: {made.tensors:,} tensors, {size(made.nbytes)}")
 
 
-def _to_files(path: Path, destination: Path, options: ExportOptions, form: str) -> None:
+def _to_files(
+    path: Path, given: Path, destination: Path, options: ExportOptions, form: str
+) -> None:
     write = export_pickled if form == "pt" else export
     hidden, label = not sys.stderr.isatty(), f"writing {shown(destination.name)}"
     with Source.open(path) as source:
@@ -166,20 +218,42 @@ def _to_files(path: Path, destination: Path, options: ExportOptions, form: str) 
                 bar.update(more)
 
             made = write(source, destination, options, progress)
-        for line in _lines(source, made, form):
+        for line in _lines(made, form, _origin(source, given), *_ties(source, form)):
             click.echo(line)
 
 
-def _lines(source: Source, made: Exported, form: str) -> Iterator[str]:
-    checked = "checked on the way" if source.manifest else "has no manifest, so nothing was checked"
+def _origin(source: Source, given: Path) -> str:
+    """Where it came from, by a name that lasts, and what vouched for its bytes."""
+    if _is_of_torch(given):
+        return f"from     {shown(given)}, of torch, which has no checksums: nothing was checked"
+    name = given.absolute() if given.is_file() else source.folder
+    if source.manifest is None:
+        return f"from     {shown(name)}, which has no manifest, so nothing was checked"
+    return f"from     {shown(name)}, what was read compared with its checksums"
+
+
+def _ties(source: Source, form: str) -> Iterator[str]:
+    """A manifest tells further names of tied weights; a Hugging Face folder leaves it to code."""
+    if form == "pt" and source.manifest is None and source.has(CONFIG):
+        config = source.json(CONFIG)
+        if isinstance(config, dict) and config.get("tie_word_embeddings"):
+            yield (
+                "tied     config.json says tie_word_embeddings: the file has such weights under "
+                "one name, as its source; call model.tie_weights() after loading"
+            )
+
+
+def _lines(made: Exported, form: str, *source: str) -> Iterator[str]:
     files = f"{len(made.files):,} file{'s' * (len(made.files) != 1)}"
     yield f"wrote    {shown(made.path)}: {made.tensors:,} tensors, {size(made.nbytes)} in {files}"
-    yield f"from     {shown(source.folder)}, {checked}"
+    yield from source
     if made.cast:
         yield f"cast     {len(made.cast):,} tensors"
     if made.small:
         yield f"beside   {', '.join(map(shown, made.small))}"
-    if form == "hf" and "config.json" not in made.small:
+    if made.left_out:
+        yield f"left out {', '.join(map(shown, made.left_out))}"
+    if form == "hf" and CONFIG not in made.small:
         yield "missing  config.json, without which transformers does not know the model's class"
 
 

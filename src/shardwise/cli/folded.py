@@ -10,9 +10,10 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Fold", "fold", "shown", "shown_lines"]
+__all__ = ["Fold", "counted", "fold", "named", "shown", "shown_lines"]
 
 _NUMBER = re.compile(r"(?<![^./])(0|[1-9][0-9]{0,8})(?![^.])")
+DEEPEST = 16  # numbers in a name; one with more is shown as it is
 MOST = 6  # ranges of numbers that are written out
 
 Numbers = tuple[int, ...]
@@ -42,6 +43,16 @@ def shown(text: object) -> str:
     return "".join(c if c.isprintable() else _escaped(c) for c in str(text))
 
 
+def named(text: str) -> str:
+    """A tensor's name; an empty one can be seen."""
+    return shown(text) or '""'
+
+
+def counted(count: int, word: str) -> str:
+    """``"1 tensor"``, ``"1,000 tensors"``."""
+    return f"{count:,} {word}{'s' * (count != 1)}"
+
+
 def shown_lines(text: str) -> str:
     """The same for a text of several lines."""
     return "\n".join(map(shown, text.split("\n")))
@@ -59,6 +70,7 @@ def fold(names: Iterable[tuple[str, Hashable]]) -> list[Fold]:
     families: dict[tuple[tuple[str, ...], Hashable], list[Numbers]] = {}
     for name, kind in names:
         parts = _NUMBER.split(name)
+        parts = parts if len(parts) <= 2 * DEEPEST + 1 else [name]
         numbers = tuple(int(part) for part in parts[1::2])
         families.setdefault((tuple(parts[::2]), kind), []).append(numbers)
     return [

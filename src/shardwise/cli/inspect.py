@@ -14,12 +14,12 @@ import click
 
 from shardwise.checkpoint.catalogue import Catalogue, Damage, damage_of
 from shardwise.checkpoint.difference import ABSENT, Difference, compare
-from shardwise.checkpoint.run import Run, checkpoint_of, folder_of_run, survey
+from shardwise.checkpoint.run import Listed, Run, checkpoint_of, folder_of_run, meant, survey
 from shardwise.checkpoint.source import Source
 from shardwise.cli.catalogues import damage_lines, lines_of, run_lines
 from shardwise.cli.differences import difference_lines
-from shardwise.cli.folded import shown, shown_lines
-from shardwise.errors import ShardwiseError
+from shardwise.cli.folded import counted, shown, shown_lines
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 
 __all__ = ["inspect_command"]
 
@@ -35,11 +35,14 @@ its newest complete checkpoint is compared.
 Examples:
   shardwise inspect run                      the checkpoints of a run
   shardwise inspect run/step-100 --verify    one of them, every byte checked
-  shardwise inspect run/step-100 run/step-200
+  shardwise inspect run/step-100 run/step-200 [--verify]
+
+A run's checkpoints may lie in run or in run/checkpoints, where `shardwise train` puts them.
 
 \b
 Exit status: 0 if all is well, or the two are equal;
-             1 if something is not complete or damaged, or the two differ;
+             1 if something is not complete, damaged or cannot be read, a run has no complete
+               checkpoint, or the two differ;
              2 if it could not be looked at.
 """
 
@@ -61,30 +64,58 @@ def inspect_command(
 ) -> None:
     """The command; ``HELP`` is what people read."""
     try:
+        path = meant(path.expanduser())
+        folder = folder_of_run(path) if other is None else None
+        _check_options(other is None and weights_only, folder is not None and every)
         if other is not None:
-            status = _compare((path, other), weights_only, every, as_json)
-        elif (folder := folder_of_run(path.expanduser())) is not None:
+            paths = checkpoint_of(path), checkpoint_of(other.expanduser())
+            status = (verify and _compare_bytes(paths, as_json)) or _compare(
+                paths, weights_only, every, as_json
+            )
+        elif folder is not None:
             status = _show_run(survey(folder), verify, as_json)
         else:
-            status = _show(path.expanduser(), verify, every, as_json)
+            status = _show(path, verify, every, as_json)
     except ShardwiseError as error:
         click.echo(f"error: {shown_lines(str(error))}", err=True)
+        sys.exit(FAILED)
+    except RecursionError:
+        click.echo("error: JSON in a file there is nested too deep to be shown", err=True)
         sys.exit(FAILED)
     sys.exit(status)
 
 
+def _check_options(weights_only_of_one: bool, all_of_a_run: bool) -> None:
+    if weights_only_of_one:
+        raise ConfigError(
+            "--weights-only is for two paths, and there is one. Leave it out, or name a second."
+        )
+    if all_of_a_run:
+        raise ConfigError(
+            "--all lists the tensors of a checkpoint, and this is a run. Name one of its "
+            "checkpoints, such as RUN/latest."
+        )
+
+
 def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=1))  # in ASCII: no name can reach a terminal as it is
+    """In ASCII, so that no name reaches a terminal as it is; JSON has no infinity, so as text."""
+    click.echo(json.dumps(_finite(value), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- a run -----------------------------------------------------------------------------------
 
 
 def _show_run(run: Run, verify: bool, as_json: bool) -> int:
-    broken = {listed.path.name: listed.problem for listed in run.checkpoints if listed.problem}
-    damage: dict[str, list[Damage]] = {}
-    for listed in run.checkpoints if verify else ():
-        damage[listed.path.name] = _verified(Catalogue.read(listed.path))
+    broken = {listed.name: listed.problem for listed in run.checkpoints if listed.problem}
+    damage = {listed.name: _damage_of(listed) for listed in run.checkpoints if verify}
     if as_json:
         _print_json(_run_json(run, damage if verify else None))
     else:
@@ -95,13 +126,23 @@ def _show_run(run: Run, verify: bool, as_json: bool) -> int:
                 click.echo(_verdict(found, f"bytes of {shown(name)}"))
             for line in damage_lines(found):
                 click.echo(line)
-    return WRONG if broken or any(damage.values()) else FINE
+    return WRONG if broken or any(damage.values()) or not run.checkpoints else FINE
+
+
+def _damage_of(listed: Listed) -> list[Damage]:
+    """None is found in a folder that may not be looked at; that is its problem already."""
+    try:
+        return _verified(Catalogue.read(listed.path))
+    except CheckpointError:
+        if listed.problem:
+            return []
+        raise
 
 
 def _run_json(run: Run, damage: dict[str, list[Damage]] | None) -> dict[str, Any]:
     found = []
     for listed in run.checkpoints:
-        made, name = listed.manifest, listed.path.name
+        made, name = listed.manifest, listed.name
         entry: dict[str, Any] = {
             "name": name,
             "step": listed.step,
@@ -146,7 +187,11 @@ def _verdict(damage: list[Damage] | None, what: str) -> str:
     if damage is None:
         return f"{what}: not compared with their checksums; --verify reads all of them"
     if damage:
-        return f"{what}: {len(damage):,} blocks are damaged"
+        unread = sum(bool(one.unreadable) for one in damage)
+        hit = len(damage) - unread
+        parts = [f"{counted(hit, 'block')} {'is' if hit == 1 else 'are'} damaged"] * (hit > 0)
+        parts += [f"{counted(unread, 'part')} could not be read"] * (unread > 0)
+        return f"{what}: {', '.join(parts)}"
     return f"{what}: all that are there are as they were written"
 
 
@@ -201,8 +246,28 @@ def _is_json(value: object) -> bool:
 # --- two -------------------------------------------------------------------------------------
 
 
+def _compare_bytes(paths: tuple[Path, Path], as_json: bool) -> int:
+    """``WRONG`` and what is damaged, if bytes of either are: no word on whether they are equal."""
+    catalogues = [Catalogue.read(path) for path in paths]
+    damage = [_verified(catalogue) for catalogue in catalogues]
+    if any(damage) and as_json:
+        found = [[dataclasses.asdict(one) for one in some] for some in damage]
+        _print_json({"paths": list(map(str, paths)), "equal": None, "damage": found})
+    if as_json:
+        return WRONG if any(damage) else FINE
+    for catalogue, some in zip(catalogues, damage, strict=True):
+        title = f"bytes of {shown(catalogue.path)}"
+        if catalogue.manifest is None:
+            click.echo(f"{title}: there is no manifest, so nothing can tell whether they changed")
+        else:
+            click.echo(_verdict(some, title))
+        for line in damage_lines(some):
+            click.echo(line)
+    return WRONG if any(damage) else FINE
+
+
 def _compare(paths: tuple[Path, Path], weights_only: bool, every: bool, as_json: bool) -> int:
-    a, b = (checkpoint_of(path.expanduser()) for path in paths)
+    a, b = paths
     with Source.open(a) as one, Source.open(b) as other:
         found = compare(one, other, weights_only)
     if as_json:
@@ -228,6 +293,8 @@ def _difference_json(found: Difference, names: tuple[str, str]) -> dict[str, Any
         "alike": found.alike,
         "training": changes(found.fields),
         "files": changes(found.files),
+        "ties": changes(found.ties),
+        "tensors_alone": found.tensors_alone,
         "bytes_read": found.read,
         "bytes": found.nbytes,
     }

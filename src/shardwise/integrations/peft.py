@@ -84,12 +84,23 @@ def is_adapters(sharded: Sharded, adapter: str = "default") -> Callable[[str], b
     return wanted
 
 
+_PEFTS = (
+    AssertionError,
+    AttributeError,
+    ImportError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
 @contextmanager
 def _told_to_all() -> Iterator[None]:
     """What peft itself raises, as one that every rank hears of."""
     try:
         yield
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+    except _PEFTS as error:
         raise CheckpointError(
             f"peft could not save the adapter: {type(error).__name__}: {error}. Look whether peft "
             "can save it from an unsharded model."

@@ -5,15 +5,18 @@ from __future__ import annotations
 import pickle
 import warnings
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import shardwise as sw
+from shardwise.checkpoint import destination
 from shardwise.checkpoint.dcp import export_dcp, exported, import_checkpoint
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.dcp import theirs
@@ -105,6 +108,43 @@ def test_no_tensor_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     export_dcp(tmp_path / "hf", tmp_path / "dcp")
     assert len(most) == 8
     assert max(most) < 24 << 20  # of 64 MiB
+
+
+def test_weights_alone_if_told(tmp_path: Path) -> None:
+    saved(tmp_path / "step-2", world=1)
+    assert export_dcp(tmp_path / "step-2", tmp_path / "dcp", with_optimizer=False).tensors == 9
+    with (tmp_path / "dcp" / ".metadata").open("rb") as file:
+        names = set(pickle.load(file).state_dict_metadata)
+    assert {name.partition(".")[0] for name in names} == {"model"}
+
+
+def test_shards_as_they_were_are_no_whole_tensors(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm).save(tmp_path / "step-2", kind="local")
+
+    on_ranks(2, TIED.build, rank)
+    with pytest.raises(sw.CheckpointError, match="no whole tensors are in it"):
+        export_dcp(tmp_path / "step-2", tmp_path / "dcp")
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_disk_that_is_full_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapped: bool
+) -> None:
+    """torch says it as no ``OSError``, and wraps it as what is no ``Exception``."""
+    saved(tmp_path / "step-2", world=1)
+
+    def full(*_: object, **__: object) -> None:
+        error = RuntimeError("unexpected pos 64 vs 0")
+        raise CheckpointException("write", {0: (error, StackSummary())}) if wrapped else error
+
+    monkeypatch.setattr(exported, "save", full)
+    with pytest.raises(sw.CheckpointError, match=r"unexpected pos 64 vs 0\. Look whether the disk"):
+        export_dcp(tmp_path / "step-2", tmp_path / "dcp")
+    monkeypatch.setattr(destination, "free_bytes", lambda folder: 100)
+    with pytest.raises(sw.CheckpointError, match="while it is written"):
+        export_dcp(tmp_path / "step-2", tmp_path / "dcp")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-2"]
 
 
 def test_what_is_there_is_left_alone(tmp_path: Path) -> None:

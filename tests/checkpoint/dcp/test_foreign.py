@@ -11,6 +11,8 @@ import io
 import json
 import os
 import pickle
+import platform
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,45 +106,107 @@ def test_with_trust_it_fires_in_the_other_process_alone(kind: str, tmp_path: Pat
         (process,) = [
             n for n in [*parts, *(v.value for v in found.values)] if type(n) is int and n > 3
         ]
-        assert process == found._process.pid
+        assert process == found._talk.process.pid
         assert process != os.getpid()
         assert found.read(found.tensors[0]).view("float32").tolist() == [0, 1, 2, 3]
 
 
-def test_what_it_may_do_there_is_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET_TOKEN", "x")
-    (tmp_path / "mine").write_text("mine")
-    code = f"""
-import os
+TRIES = """
+import os, resource, socket
 def tried(act):
     try:
         return str(act())
     except OSError as error:
         return type(error).__name__
-mine = {str(tmp_path / "mine")!r}
-told = {{
+told = {
     "environment": sorted(os.environ),
     "folder": os.getcwd(),
-    "write": tried(lambda: os.write(os.open(mine, os.O_WRONLY | os.O_CREAT), b"x" * 99)),
-    "remove": tried(lambda: os.remove(mine)),
+    "file size": resource.getrlimit(resource.RLIMIT_FSIZE),
+    "processes": resource.getrlimit(resource.RLIMIT_NPROC),
+    "write": tried(lambda: os.write(os.open(MINE, os.O_WRONLY | os.O_CREAT), b"x" * 99)),
+    "signal": tried(lambda: os.kill(os.getppid(), 0)),
+    "fork": tried(lambda: os.fork() or os._exit(0)),
     "execute": tried(lambda: os.execv("/bin/true", ["true"])),
-    "make": tried(lambda: os.mkdir(mine + "s")),
-}}
+    "socket": tried(lambda: socket.socket(socket.AF_UNIX)),
+    "limits": tried(lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CORE)),
+    "remove": tried(lambda: os.remove(MINE)),
+    "make": tried(lambda: os.mkdir(MINE + "s")),
+}
 """
-    torch.save({"w": torch.ones(1), "extra": Canary(tmp_path, "told", code)}, tmp_path / "a.pt")
-    with opened(tmp_path / "a.pt", trust=True) as found:
-        told = {value.path[1]: value.value for value in found.values}
+
+
+def told_by(code: str, folder: Path) -> dict[str, Any]:
+    """What code in a pickle found out."""
+    torch.save({"w": torch.ones(1), "extra": Canary(folder, "told", code)}, folder / "a.pt")
+    with opened(folder / "a.pt", trust=True) as found:
+        return {str(value.path[1]): value.value for value in found.values}
+
+
+def test_what_it_may_do_there_is_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    (tmp_path / "mine").write_text("mine")
+    told = told_by(f"MINE = {str(tmp_path / 'mine')!r}\n{TRIES}", tmp_path)
     assert "SECRET_TOKEN" not in told["environment"]
     assert "HOME" not in told["environment"]
     assert told["folder"] == "/"
+    assert told["file size"] == told["processes"] == {"$tuple": [0, 0]}
     assert "Error" in told["write"]
-    if landlock():  # Linux 5.13
-        assert [told[act] for act in ("remove", "execute", "make")] == ["PermissionError"] * 3
-    assert (tmp_path / "mine").read_text() == "mine"
+    acts = ["signal", "fork", "execute", "socket", "limits"] if seccomp() else []
+    acts += ["execute", "remove", "make"] if landlock() else []
+    assert {act: told[act] for act in acts} == dict.fromkeys(acts, "PermissionError")
+    if landlock():
+        assert (tmp_path / "mine").read_text() == "mine"
+
+
+def seccomp() -> bool:
+    return sys.platform == "linux" and platform.machine() in worker.CALLS
 
 
 def landlock() -> bool:
     return bool(ctypes.CDLL(None).syscall(worker.CREATE_RULESET, None, 0, 1) >= 1)
+
+
+def test_without_trust_it_has_no_more_memory_than_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[int, Any] = {}
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    (tmp_path / "a.pt").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    worker.bound(tmp_path / "a.pt", trust=False)
+    assert 1 << 30 < limits[resource.RLIMIT_AS][0] < 1 << 45
+
+
+@pytest.mark.parametrize("shape", [(1 << 31,), (4, 3)])
+def test_a_tensor_larger_than_what_the_file_holds_is_refused(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    torch.save({"a": torch.ones(shape[-1] if len(shape) > 1 else 1).expand(shape)}, tmp_path / "a")
+    with (
+        pytest.raises(sw.CheckpointError, match="repeats them"),
+        opened(tmp_path / "a", trust=False),
+    ):
+        pass
+
+
+def test_very_many_names_for_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    shared = torch.ones(1000)
+    torch.save({"a": shared, "tied": shared}, tmp_path / "a")
+    with opened(tmp_path / "a", trust=False) as found:
+        assert len(found.tensors) == 2
+    torch.save({str(n): shared for n in range(65)}, tmp_path / "a")
+    with pytest.raises(sw.CheckpointError, match="many names"), opened(tmp_path / "a", trust=False):
+        pass
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), 5, {}], ids=["a tensor", "a number", "nothing"])
+def test_a_file_without_names_is_said(value: Any, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "a.pt")
+    with (
+        pytest.raises(sw.CheckpointError, match="and no names"),
+        opened(tmp_path / "a.pt", trust=False),
+    ):
+        pass
 
 
 def test_nothing_of_torch_is_pickled_where_training_runs() -> None:
@@ -194,6 +258,14 @@ LIES: dict[str, Any] = {
     "no list": {"items": 3},
     "no path": {"items": [{"dtype": "float32", "shape": [1]}]},
     "a path of dicts": {"items": [{"path": [{}], "value": 1}]},
+    "no path in it": {"items": [{"path": [], "value": 1}]},
+    "a refusal of numbers": {"refused": 5},
+    "a refusal of dicts": {"refused": {"a": 1}},
+    "no texts": {"items": [{"path": ["\ud800"], "dtype": "float32", "shape": [1]}]},
+    "no number": '{"items": [{"path": ["a"], "value": 1e999}]}',
+    "a value too deep": '{"items": [{"path": ["a"], "value": ' + "[" * 99 + "]" * 99 + "}]}",
+    "far too deep": "[" * 100_000,
+    "more than the file": {"items": [{"path": ["a"], "dtype": "uint8", "shape": [1 << 30]}]},
     "a negative shape": {"items": [{"path": ["a"], "dtype": "float32", "shape": [-1]}]},
     "a huge shape": {"items": [{"path": ["a"], "dtype": "float32", "shape": [1 << 40, 1 << 40]}]},
     "a shape of texts": {"items": [{"path": ["a"], "dtype": "float32", "shape": ["1"]}]},
@@ -214,18 +286,28 @@ def test_a_worker_that_was_taken_over_is_not_believed(
         pass
 
 
-def test_a_worker_that_ends_too_early_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+READS: dict[str, tuple[str, str]] = {
+    "ends": ("", "'a' could not be read: it ended with status 0"),
+    "ends with fewer": ('{"nbytes": 8}\n123', "it ended with status 0"),
+    "says another size": ('{"nbytes": 9}\n', "it has 9 bytes"),
+    "says why not": ('{"refused": ["OSError: gone"]}\n', "OSError: gone"),
+    "says nonsense": ("[]\n", "it is no object"),
+}
+
+
+@pytest.mark.parametrize(("said", "why"), READS.values(), ids=READS)
+def test_a_tensor_that_does_not_come_is_an_error_that_says_why(
+    said: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = json.dumps({"items": [{"path": ["a"], "dtype": "float32", "shape": [2]}]})
     script = tmp_path / "worker.py"
-    lines = f"sys.stdin.readline()\nprint({answer!r}, flush=True)\nsys.stdout.write('123')\n"
-    script.write_text(f"import sys\n{lines}")
+    lines = f"print({answer!r}, flush=True)\nsys.stdin.readline()\nsys.stdout.write({said!r})\n"
+    script.write_text(f"import sys\nsys.stdin.readline()\n{lines}")
     monkeypatch.setattr(worker, "__file__", str(script))
-    (tmp_path / "a.pt").touch()
+    (tmp_path / "a.pt").write_bytes(b"x" * 8)
     with (
         opened(tmp_path / "a.pt", trust=True) as found,
-        pytest.raises(sw.CheckpointError, match="'a' could not be read"),
+        pytest.raises(sw.CheckpointError, match=why),
     ):
         found.read(found.tensors[0])
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.dcp import import_checkpoint
+from shardwise.checkpoint.dcp import import_checkpoint, imported
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.dcp import theirs
 from tests.checkpoint.dcp.theirs import Told, adamw, net
@@ -95,12 +96,11 @@ def test_a_script_of_ddp_with_a_plain_optimizer(tmp_path: Path) -> None:
     assert_same(loaded(made.path, 2), torchs)
 
 
-def test_weights_alone_and_config_json_beside_them(tmp_path: Path) -> None:
+def test_weights_alone_without_what_lies_beside_them(tmp_path: Path) -> None:
     torch.save(net().state_dict(), tmp_path / "model.pt")
-    (tmp_path / "config.json").write_text('{"model_type": "net"}')
+    (tmp_path / "config.json").write_text('{"model_type": "somebody else\'s"}')
     made = import_checkpoint(tmp_path / "model.pt", tmp_path / "weights")
     assert sorted(path.name for path in made.path.iterdir()) == [
-        "config.json",
         "manifest.json",
         "model.safetensors",
     ]
@@ -112,6 +112,31 @@ def test_weights_alone_and_config_json_beside_them(tmp_path: Path) -> None:
     checked, states = on_ranks(2, lambda: net(seed=7), rank)[0]
     assert checked
     assert all(torch.equal(states[name], value) for name, value in net().state_dict().items())
+
+
+def test_config_json_of_a_folder_is_kept_if_it_is_one(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text('{"token": 1}')
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "net"}')
+    assert imported._small([tmp_path]) == {"config.json": b'{"model_type": "net"}'}
+    config.write_text("[1]")
+    assert imported._small([tmp_path]) == {}
+    config.unlink()
+    config.symlink_to(tmp_path / "secret")
+    assert imported._small([tmp_path]) == {}
+
+
+def test_moments_go_to_the_parameters_that_the_groups_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    made = torch.optim.AdamW(reversed(list(model.named_parameters())))
+    model(torch.tensor([[1.0, 2.0]])).square().sum().backward()
+    made.step()
+    states = {"model": model.state_dict(), "optimizer": made.state_dict()}
+    torch.save(states, tmp_path / "a.pt")
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "out")
+    told = load_file(tmp_path / "out" / "optimizer.safetensors")
+    for name, param in model.named_parameters():
+        assert torch.equal(told[f"exp_avg/{name}"], made.state[param]["exp_avg"]), name
 
 
 def test_a_class_that_it_does_not_tell_must_be_named(tmp_path: Path) -> None:
@@ -132,6 +157,6 @@ def test_a_broken_dcp_folder_leaves_nothing_behind(fsdp: tuple[Path, Told], tmp_
     shutil.copytree(fsdp[0] / "dcp", broken)
     cut = max(broken.glob("*.distcp"), key=lambda path: path.stat().st_size)
     cut.write_bytes(cut.read_bytes()[:-3000])
-    with pytest.raises(sw.CheckpointError, match="could not be read"):
+    with pytest.raises(sw.CheckpointError, match=r"could not be read: \w+"):
         import_checkpoint(broken, tmp_path / "out", trust=True)
     assert [path.name for path in tmp_path.iterdir()] == ["dcp"]

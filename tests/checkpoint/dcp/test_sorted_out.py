@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,8 +28,7 @@ NAMES = [name for name, _ in Net().named_parameters()]
 def foreign_of(states: Any, name: str = "a.pt") -> Foreign:
     """As if a worker had read it from a file."""
     items = [worker.told(path, found) for path, found in worker._walked((), states)]
-    said = cast("IO[bytes]", None)
-    return foreign._foreign(Path(name), json.loads(json.dumps(items)), cast("Any", None), said)
+    return foreign._foreign(Path(name), json.loads(json.dumps(items)), cast("Any", None))
 
 
 def trained(make: Any = torch.optim.AdamW, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
@@ -93,6 +92,29 @@ def test_how_many_steps_were_taken(key: str) -> None:
     assert sort_out([foreign_of({"model": net().state_dict(), key: 7})]).step == 7
 
 
+def test_steps_of_something_else_are_not_the_runs() -> None:
+    states = {"step": 5, "model": net().state_dict(), "scheduler": {"step": 999}}
+    found = sort_out([foreign_of(states)])
+    assert (found.step, found.left_out) == (5, ["scheduler.step"])
+    assert sort_out([foreign_of({"model": net().state_dict(), "step": -1})]).step is None
+
+
+def test_names_that_would_be_one_without_wrappers_are_refused() -> None:
+    states = {"a._orig_mod.w": torch.zeros(2), "a.w": torch.ones(2)}
+    with pytest.raises(sw.CheckpointError, match=r"are both 'a\.w'"):
+        sort_out([foreign_of(states)])
+
+
+GROUPS = [[1, 2], [{"params": 5}], [{"params": [[1]]}], [{"params": [0.5]}], [None]]
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_groups_that_are_none_are_refused(groups: Any) -> None:
+    optim = {"state": {}, "param_groups": groups}
+    with pytest.raises(sw.CheckpointError, match=r"optimizer (is|are) "):
+        sort_out([foreign_of({"model": {"a": torch.ones(2)}, "optim": optim})])
+
+
 def test_what_has_no_place_is_listed() -> None:
     states = {"model": net().state_dict(), "ema": {"w": torch.ones(2)}, "args": {"lr": 0.1}}
     assert sort_out([foreign_of(states)]).left_out == ["ema.w", "args.lr"]
@@ -125,6 +147,44 @@ def test_numbers_that_could_be_other_parameters_are_refused(parts: tuple[str, ..
         named_numbers(with_groups(*parts))
 
 
+def test_several_groups_by_the_names_that_they_give() -> None:
+    model = net()
+    up = list(model.up.named_parameters("up"))
+    rest = [(n, p) for n, p in model.named_parameters() if not n.startswith("up.")]
+    groups: list[dict[str, Any]] = [{"params": rest[::-1], "lr": 0.5}, {"params": up}]
+    optimizer = torch.optim.AdamW(groups)
+    steps(model, optimizer)
+    states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    found = sort_out([foreign_of(states)])
+    named_numbers(found)
+    assert found.groups[0].params == [name for name, _ in rest[::-1]]
+    assert found.groups[1].params == ["up.weight", "up.bias"]
+    assert set(found.state) == set(NAMES)
+    assert all("param_names" not in g["options"] for g in records(found, "AdamW")[0]["groups"])
+
+
+def test_an_order_that_was_assumed_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = trained()
+    states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    named_numbers(sort_out([foreign_of(states)]))
+    assert "6 parameters, and these have only 4 different shapes" in caplog.text
+
+
+@pytest.mark.parametrize("owner", ["a", "b"])
+def test_state_by_name_must_fit_the_weight(owner: str) -> None:
+    optim = {"state": {owner: {"exp_avg": torch.ones(7)}}, "param_groups": [{"params": ["a", "b"]}]}
+    found = sort_out([foreign_of({"model": {"a": torch.ones(2)}, "optim": optim})])
+    with pytest.raises(sw.CheckpointError, match=f"state of '{owner}', and there is no weight"):
+        named_numbers(found)
+
+
+def test_state_of_a_number_that_no_group_has_is_refused() -> None:
+    optim = {"state": {7: {"m": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+    found = sort_out([foreign_of({"model": {"a": torch.ones(2)}, "optim": optim})])
+    with pytest.raises(sw.CheckpointError, match="not sure"):
+        named_numbers(found)
+
+
 def test_shapes_must_fit_the_order_of_numbers() -> None:
     model = net()
     optimizer = torch.optim.AdamW(reversed(list(model.parameters())))
@@ -147,6 +207,14 @@ def test_the_class_is_known_by_what_it_keeps(make: Any, options: Any, kind: str)
     model, optimizer = trained(make, **options)
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     assert class_of(sort_out([foreign_of(states)])) == kind
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RAdam])
+def test_a_class_that_keeps_the_same_as_adam_is_not_taken_for_it(make: Any) -> None:
+    model, optimizer = trained(make)
+    states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    with pytest.raises(sw.CheckpointError, match="--optimizer"):
+        class_of(sort_out([foreign_of(states)]))
 
 
 def test_groups_that_were_flattened_are_put_together_again() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import io
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
@@ -26,9 +26,10 @@ from shardwise.checkpoint import plain, state
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER
 from shardwise.checkpoint.dcp.imported import Converted
 from shardwise.checkpoint.dcp.sorted_out import default_options
+from shardwise.checkpoint.destination import Destination, check_room, workplace
 from shardwise.checkpoint.disk import explained, sync_folder
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.folder import new_token
+from shardwise.checkpoint.export import check_whole, no_training, no_weights
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import Document
 from shardwise.errors import CheckpointError
@@ -36,7 +37,9 @@ from shardwise.errors import CheckpointError
 __all__ = ["export_dcp"]
 
 
-def export_dcp(folder: str | Path, destination: str | Path) -> Converted:
+def export_dcp(
+    folder: str | Path, destination: str | Path, with_optimizer: bool | None = None
+) -> Converted:
     """Write what ``torch.distributed.checkpoint.load`` reads.
 
     ``{"model": {NAME: …}, "optimizer": {"state": {NAME: …}, "param_groups": […]}, "step": …}``, as
@@ -45,31 +48,50 @@ def export_dcp(folder: str | Path, destination: str | Path) -> Converted:
     Args:
         folder: a checkpoint of ours, or a Hugging Face folder (weights alone).
         destination: a folder that does not exist yet.
+        with_optimizer: optimizer state and step, too; ``None``: if there are any.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the destination is there. Nothing is left
-            behind.
+        CheckpointError: the checkpoint is damaged, or has no optimizer state to go with it; the
+            disk is full; or the destination is there. Nothing is left behind.
     """
-    final = Path(destination).expanduser().absolute()
-    if final.exists():
-        raise CheckpointError(f"{final} is there already, and is left as it is. Name another.")
-    unfinished = final.with_name(f".{final.name}.unfinished-{new_token()}")
-    try:
-        with Source.open(folder) as source, explained(f"writing {final}"):
-            states, places = _decided(source)
-            final.parent.mkdir(parents=True, exist_ok=True)
-            writer = FileSystemWriter(unfinished, thread_count=1, sync_files=True)
-            planner = _Late(lambda name: _read(source, places[name]))
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
-                save(states, storage_writer=writer, planner=planner, no_dist=True)
+    named = Destination.of(destination)
+    final = named.path
+    named.check_new()
+    with Source.open(folder) as source:
+        if source.manifest is not None:
+            named.check_folder(source.folder)
+        states, places = _decided(source, with_optimizer)
+        check_room(final, sum(p.stored.stop - p.stored.start for p in places.values()))
+        with workplace(final) as work, explained(f"writing {final}"):
+            unfinished = work / "unfinished"
+            _write(states, unfinished, _Late(lambda name: _read(source, places[name])))
             nbytes = sum(path.stat().st_size for path in unfinished.iterdir())
             sync_folder(unfinished)
+            named.check_new()  # it may have come while this was written
             unfinished.rename(final)
             sync_folder(final.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return Converted(final, len(places), nbytes)
+
+
+def _write(states: dict[str, Any], folder: Path, planner: _Late) -> None:
+    writer = FileSystemWriter(folder, thread_count=1, sync_files=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
+            save(states, storage_writer=writer, planner=planner, no_dist=True)
+    except (OSError, CheckpointError):
+        raise
+    except (Exception, CheckpointException) as error:
+        # How torch says that a disk is full, or that what it calls failed. Its own is no Exception.
+        causes = error.failures.values() if isinstance(error, CheckpointException) else ()
+        for cause, _ in causes:
+            if isinstance(cause, CheckpointError):
+                raise cause from error
+        told = next((str(cause) for cause, _ in causes), str(error))
+        raise CheckpointError(
+            f"writing {folder} failed: {told:.300}. Look whether the disk is full, or export "
+            "elsewhere."
+        ) from error
 
 
 class _Late(DefaultSavePlanner):
@@ -87,17 +109,21 @@ class _Late(DefaultSavePlanner):
         return found
 
 
-def _decided(source: Source) -> tuple[dict[str, Any], dict[str, Place]]:
+def _decided(source: Source, whole: bool | None) -> tuple[dict[str, Any], dict[str, Place]]:
     """The state dict with tensors on the meta device, and where each is, by its flat name."""
+    check_whole(source)
     weights = source.tensors(MODEL)
     if not weights:
-        raise CheckpointError(f"{source.folder} holds no model.safetensors to export.")
+        raise no_weights(source)
     if source.manifest is not None:
         aliases = source.manifest.aliases.items()
         weights |= {alias: weights[name] for alias, name in aliases if name in weights}
     states: dict[str, Any] = {"model": {name: _meta(place) for name, place in weights.items()}}
     places = {f"model.{name}": place for name, place in weights.items()}
-    if source.manifest is None or not source.has(state.NAME):
+    has_more = source.manifest is not None and source.has(state.NAME)
+    if whole and not has_more:
+        raise no_training(source)
+    if whole is False or not has_more:
         return states, places
     document = Document.decode(source.bytes(state.NAME), str(source.folder / state.NAME))
     if document.step is not None:

@@ -7,23 +7,23 @@ the header of a file from the net, and nothing of it is ever unpickled, called o
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.checkpoint.dcp import worker
+from shardwise.checkpoint.dcp.talk import Bytes, Silent, Talk
 from shardwise.checkpoint.disk import explained
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.header import CAP
 from shardwise.errors import CheckpointError
 
 __all__ = ["FLAG", "Foreign", "Tensor", "Value", "opened"]
@@ -32,7 +32,8 @@ FLAG = "trust=True (on the command line: --trust-source)"
 WORDS = {str(dtype).removeprefix("torch."): code for code, dtype in DTYPES.items()}
 
 Part = str | int
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+DEEPEST = 64
+"""Lists and dicts inside of each other; options have two or three."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ class Foreign:
     tensors: tuple[Tensor, ...]
     values: tuple[Value, ...]
     odd: tuple[str, ...]
-    _process: subprocess.Popen[bytes]
-    _said: IO[bytes]
+    _talk: Talk
 
     def read(self, tensor: Tensor) -> Bytes:
         """A tensor's bytes, ``[nbytes]``; one tensor at a time is in memory.
@@ -86,17 +86,16 @@ class Foreign:
         Raises:
             CheckpointError: the worker could not read it.
         """
-        _ask(self._process, f"{tensor.number}\n")
-        found = np.empty(tensor.nbytes, np.uint8)
-        at, out = 0, self._process.stdout
-        assert out is not None
-        while at < len(found):
-            data = out.read(min(1 << 22, len(found) - at))
-            if not data:
-                name = ".".join(map(str, tensor.path))
-                raise _failed(self.source, f"{name!r} could not be read", self._said)
-            found[at : at + len(data)] = np.frombuffer(data, np.uint8)
-            at += len(data)
+        name = ".".join(map(str, tensor.path))
+        try:
+            self._talk.ask(f"{tensor.number}\n")
+            told = _answer(self._talk.line())
+            if told.get("nbytes") != tensor.nbytes:
+                raise Silent(_why(told) or f"it has {told.get('nbytes')!s:.40} bytes")
+            found = np.empty(tensor.nbytes, np.uint8)
+            self._talk.fill(found)
+        except (Silent, ValueError, RecursionError) as error:
+            raise _failed(self.source, f"{name!r:.200} could not be read: {error}") from None
         return found
 
 
@@ -117,52 +116,78 @@ def opened(source: Path, trust: bool) -> Iterator[Foreign]:
     # -I: without the user's environment and packages, and without what lies in this folder.
     command = [sys.executable, "-I", worker.__file__]
     environment = {"OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
-    with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen(  # noqa: S603 - our own file
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env=environment,
-            cwd="/",
-            start_new_session=True,
-        ) as process,
-    ):
+    with subprocess.Popen(  # noqa: S603 - our own file
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        env=environment,
+        cwd="/",
+        start_new_session=True,
+    ) as process:
+        talk = Talk(process)
         try:
-            _ask(process, json.dumps({"source": str(source), "trust": trust}) + "\n")
-            assert process.stdout is not None
-            answer = process.stdout.readline(CAP)
-            items = _items(source, answer, said)
-            yield _foreign(source, items, process, said)
+            items = _items(source, talk, trust)
+            found = _foreign(source, items, talk)
+            _check_size(found)
+            yield found
         finally:
-            process.kill()
-            with suppress(BrokenPipeError):
-                assert process.stdin is not None
-                process.stdin.close()
+            talk.end()
 
 
-def _ask(process: subprocess.Popen[bytes], text: str) -> None:
-    assert process.stdin is not None
+def _items(source: Path, talk: Talk, trust: bool) -> list[Any]:
     try:
-        process.stdin.write(text.encode())
-        process.stdin.flush()
-    except BrokenPipeError:
-        return  # it has ended, and what it did not send says so
-
-
-def _items(source: Path, answer: bytes, said: IO[bytes]) -> list[Any]:
-    try:
-        found = json.loads(answer)
-        refused = found.get("refused")
-    except (ValueError, RecursionError, AttributeError):
-        raise _failed(source, "the process that opened it gave no answer", said) from None
-    if refused is not None:
-        raise _refusal(source, str(refused[0])[:500] if refused else "")
+        talk.ask(json.dumps({"source": str(source), "trust": trust}) + "\n")
+        found = _answer(talk.line())
+    except (Silent, ValueError, RecursionError) as error:
+        fact = f"the process that opened it gave no answer: {error!s:.200}"
+        raise _failed(source, fact) from None
+    if "refused" in found:
+        raise _refusal(source, _why(found))
     items = found.get("items")
     if not isinstance(items, list):
-        raise _failed(source, "the process that opened it gave no list", said)
+        raise _failed(source, "the process that opened it gave no list")
     return items
+
+
+def _answer(line: bytes) -> dict[str, Any]:
+    """A line of the worker's, as an object that can be looked through, and written again."""
+    found = json.loads(line)
+    if not isinstance(found, dict) or not _sound(found, DEEPEST):
+        raise ValueError("it is no object, or holds what no checkpoint does")
+    return found
+
+
+def _sound(value: Any, deep: int) -> bool:
+    if isinstance(value, str):
+        return value.isascii() or not any("\ud800" <= mark <= "\udfff" for mark in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return deep > 0 and all(
+            _sound(key, 0) and _sound(inner, deep - 1) for key, inner in value.items()
+        )
+    return not isinstance(value, list) or (
+        deep > 0 and all(_sound(inner, deep - 1) for inner in value)
+    )
+
+
+def _why(told: dict[str, Any]) -> str:
+    match told.get("refused"):
+        case [str(why)]:
+            return "".join(mark if mark.isprintable() else " " for mark in why[:500])
+    return ""
+
+
+def _check_size(found: Foreign) -> None:
+    """No more is read, and written, than such a file or folder can hold."""
+    total = sum(tensor.nbytes for tensor in found.tensors)
+    inside = found.source.rglob("*") if found.source.is_dir() else (found.source,)
+    with explained(f"looking through {found.source}", reads=True):
+        there = sum(path.stat().st_size for path in inside if path.is_file())
+    if total > worker.MOST_TIMES * there:
+        raise _failed(found.source, f"it is {there:,} bytes, and its tensors would be {total:,}")
 
 
 def _refusal(source: Path, text: str) -> CheckpointError:
@@ -181,29 +206,28 @@ def _refusal(source: Path, text: str) -> CheckpointError:
     )
 
 
-def _failed(source: Path, fact: str, said: IO[bytes]) -> CheckpointError:
-    said.seek(0, 2)
-    said.seek(max(0, said.tell() - 2000))
-    last = said.read(2000).decode("utf-8", "replace").strip().splitlines()[-1:]
-    more = f" ({last[0][:300]})" if last and last[0].isprintable() else ""
-    return CheckpointError(f"{source}: {fact}{more}. Look whether it is complete, and of torch.")
+def _failed(source: Path, fact: str) -> CheckpointError:
+    return CheckpointError(f"{source}: {fact}. Look whether it is complete, and of torch.")
 
 
-def _foreign(
-    source: Path, items: list[Any], process: subprocess.Popen[bytes], said: IO[bytes]
-) -> Foreign:
+def _foreign(source: Path, items: list[Any], talk: Talk) -> Foreign:
     tensors, values, odd = [], [], []
     for number, item in enumerate(items):
         path = item.get("path") if isinstance(item, dict) else None
         if not isinstance(path, list) or not all(type(part) in (str, int) for part in path):
-            raise _failed(source, f"item {number} has no path", said)
+            raise _failed(source, f"item {number} has no path")
+        if not path:
+            raise CheckpointError(
+                f"{source} holds one value, or nothing, and no names. Save a dict of tensors by "
+                "name, as state_dict() makes it."
+            )
         if "dtype" in item:
             tensors.append(_tensor(source, tuple(path), item, number))
         elif "value" in item:
             values.append(Value(tuple(path), item["value"]))
         else:
             odd.append(f"{'.'.join(map(str, path))} ({item.get('type', '?')!s:.80})")
-    return Foreign(source, tuple(tensors), tuple(values), tuple(odd), process, said)
+    return Foreign(source, tuple(tensors), tuple(values), tuple(odd), talk)
 
 
 def _tensor(source: Path, path: tuple[Part, ...], item: dict[str, Any], number: int) -> Tensor:

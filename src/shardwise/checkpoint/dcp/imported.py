@@ -6,7 +6,9 @@ What is made is an ordinary folder: any number of ranks loads it, and ``transfor
 from __future__ import annotations
 
 import json
+import os
 import platform
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from shardwise.checkpoint.dcp.sorted_out import (
     records,
     sort_out,
 )
+from shardwise.checkpoint.destination import clear
 from shardwise.checkpoint.disk import explained, sync_folder, write_file
 from shardwise.checkpoint.folder import Partial, check_replaceable, new_token, publish
 from shardwise.checkpoint.manifest import NAME as MANIFEST
@@ -129,11 +132,27 @@ def _training(found: Sorted, optimizer: str | None) -> bytes:
 
 
 def _small(paths: Sequence[Path]) -> dict[str, bytes]:
-    for path in paths:
-        config = (path if path.is_dir() else path.parent) / CONFIG
-        if config.is_file() and config.stat().st_size < 1 << 24:
-            return {CONFIG: config.read_bytes()}
+    """The folder's ``config.json``. What lies beside a lone file need not be of it."""
+    for folder in filter(Path.is_dir, paths):
+        text = _own_text(folder / CONFIG)
+        try:
+            if isinstance(json.loads(text), dict):
+                return {CONFIG: text}
+        except (ValueError, RecursionError):
+            continue
     return {}
+
+
+def _own_text(path: Path) -> bytes:
+    """A small file's; nothing of a link, which could lead to anything that the user can read."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    with os.fdopen(file, "rb") as opened_file:
+        found = os.fstat(file)
+        small = stat.S_ISREG(found.st_mode) and found.st_size < 1 << 24
+        return opened_file.read(1 << 24) if small else b""
 
 
 def _planned(stem: str, tensors: Mapping[str, Origin]) -> tuple[FilePlan, ...]:
@@ -155,6 +174,7 @@ Files = Sequence[tuple[FilePlan, Mapping[str, Origin]]]
 def _write(final: Path, files: Files, small: Mapping[str, bytes], step: int | None) -> None:
     token = new_token()
     with explained(f"making a folder beside {final}"):
+        clear(final)
         partial = Partial.make(final, token)
     try:
         with explained(f"writing {final.name}"):

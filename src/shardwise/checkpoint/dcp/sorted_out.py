@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +30,13 @@ __all__ = [
     "sort_out",
 ]
 
+log = logging.getLogger("shardwise")
+
 MODELS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_module"})
 """Parts of names that wrappers put there, and that no model has."""
+NOT_KEPT = AS_BUILT | {"param_names"}
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -119,23 +123,42 @@ def _place_value(found: Sorted, value: Value, *, bare: bool) -> None:
             found.values.setdefault(name, {})[key] = value.value
         case ["param_groups"] if inner is not None and isinstance(value.value, list):
             for number, options in enumerate(value.value):
-                found.groups[number] = Group(list(options.pop("params", [])), options)
+                found.groups[number] = _group(options)
         case ["param_groups", int(number)] if inner is not None:
-            options = dict(value.value)
-            found.groups[number] = Group(list(options.pop("params", [])), options)
+            found.groups[number] = _group(value.value)
         case ["param_groups", int(number), str(key)] if inner is not None:
             _set(found.groups.setdefault(number, Group([], {})), key, value.value)
         case ["param_groups", str(name), str(key)] if inner is not None:
             _set_of_one(found, name, key, value.value)
-        case [*_, "step" | "global_step" | "iteration"] if type(value.value) is int and not inner:
-            found.step = value.value
+        case ["step" | "global_step" | "iteration"] if inner is None and _is_step(value.value):
+            found.step = value.value  # of the run: a scheduler has one of its own, further inside
         case _:
             found.left_out.append(_dotted(value.path))
 
 
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _group(options: Any) -> Group:
+    if not isinstance(options, dict):
+        raise CheckpointError(f"a group of the optimizer is {options!r:.80}, and no dict.")
+    rest = {key: value for key, value in options.items() if key != "params"}
+    return Group(_params(options.get("params", [])), rest)
+
+
+def _params(value: Any) -> list[Any]:
+    if not isinstance(value, list) or not all(type(param) in (str, int) for param in value):
+        raise CheckpointError(
+            f"the parameters of a group of the optimizer are {value!r:.80}: no list of names or "
+            "numbers. Save optimizer.state_dict(), or import the weights alone."
+        )
+    return list(value)
+
+
 def _set(group: Group, key: str, value: Any) -> None:
     if key == "params":
-        group.params[:] = value
+        group.params[:] = _params(value)
     else:
         group.options[key] = value
 
@@ -189,11 +212,23 @@ def _unwrap(found: Sorted) -> None:
         name = name.removeprefix("module.") if module else name
         return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
-    found.weights = {bare(name): value for name, value in found.weights.items()}
-    found.state = {bare(name): value for name, value in found.state.items()}
-    found.values = {bare(name): value for name, value in found.values.items()}
+    found.weights = _renamed(found.weights, bare)
+    found.state = _renamed(found.state, bare)
+    found.values = _renamed(found.values, bare)
     for group in found.groups.values():
         group.params = [bare(name) for name in group.params]
+
+
+def _renamed(given: dict[Any, Any], name: Callable[[Any], Any]) -> dict[Any, Any]:
+    made: dict[Any, Any] = {}
+    for old, value in given.items():
+        if name(old) in made:
+            raise CheckpointError(
+                f"{old!r} and another name are both {name(old)!r} without what wrappers add to "
+                "names. Remove one of them."
+            )
+        made[name(old)] = value
+    return made
 
 
 # --- the optimizer ---------------------------------------------------------------------------
@@ -202,26 +237,70 @@ def _unwrap(found: Sorted) -> None:
 def named_numbers(found: Sorted) -> None:
     """Give numbered parameters their names, where it is sure which they are.
 
+    Their groups say it (``param_names``), or else the order of the weights does; the latter is
+    said by a warning where shapes would fit another order, too.
+
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: it is not, or state does not fit the weight of its name.
     """
     numbers = [param for group in found.groups.values() for param in group.params]
-    if all(isinstance(number, str) for number in numbers):
-        return
+    if not all(isinstance(number, str) for number in numbers):
+        names = _told_names(found) or _names_in_order(found, numbers)
+        name = dict(zip(numbers, names, strict=False))
+        unknown = (set(found.state) | set(found.values)) - set(name)
+        if unknown or len(set(names)) < len(numbers) or len(name) < len(numbers):
+            raise _not_sure(found, numbers, names)
+        found.state = {name[number]: value for number, value in found.state.items()}
+        found.values = {name[number]: value for number, value in found.values.items()}
+        for group in found.groups.values():
+            group.params = [name[number] for number in group.params]
+    for owner in found.state:
+        if owner not in found.weights or not _fits(owner, found, owner):
+            raise CheckpointError(
+                f"the optimizer has state of {owner!r}, and there is no weight of that name and "
+                "the state's shape. It is another model's; or import the weights alone."
+            )
+
+
+def _told_names(found: Sorted) -> list[str]:
+    """What ``param_names`` says, as the weights are called; nothing if a group has none."""
+    names: list[str] = []
+    for group in found.groups.values():
+        told = group.options.get("param_names")
+        if not isinstance(told, list) or len(told) != len(group.params):
+            return []
+        names += map(str, told)
+    bare = [".".join(p for p in name.split(".") if p not in WRAPPERS) for name in names]
+    if not set(bare) <= set(found.weights):
+        bare = [name.removeprefix("module.") for name in bare]
+    return bare
+
+
+def _names_in_order(found: Sorted, numbers: Sequence[Any]) -> list[str]:
     names = [name for name, (_, tensor) in found.weights.items() if _is_parameter(name, tensor)]
     sure = len(found.groups) == 1 and len(names) == len(numbers)
     if not sure or not all(map(_fits, names, [found] * len(names), numbers)):
-        raise CheckpointError(
-            f"the optimizer's state numbers its {len(numbers)} parameters in {len(found.groups)} "
-            f"groups, and the weights are {len(names)} tensors: which is which is not sure. Save "
-            "it by name (FSDP.full_optim_state_dict, FSDP.optim_state_dict, or "
-            "get_optimizer_state_dict), or import the weights alone."
+        raise _not_sure(found, numbers, names)
+    shapes = [found.weights[name][1].shape for name in names]
+    if found.state and len(set(shapes)) < len(shapes):
+        log.warning(
+            "the optimizer's state numbers its %d parameters, and these have only %d different "
+            "shapes, so that some could change places. The order of the weights was assumed, which "
+            "is right for an optimizer over model.parameters(). To be sure, make it over "
+            "model.named_parameters(), or save it by name (get_optimizer_state_dict).",
+            len(shapes),
+            len(set(shapes)),
         )
-    name = dict(zip(numbers, names, strict=True))
-    found.state = {name[number]: value for number, value in found.state.items()}
-    found.values = {name[number]: value for number, value in found.values.items()}
-    for group in found.groups.values():
-        group.params = [name[number] for number in group.params]
+    return names
+
+
+def _not_sure(found: Sorted, numbers: Sequence[Any], names: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"the optimizer's state numbers its {len(numbers)} parameters in {len(found.groups)} "
+        f"groups, and the weights are {len(names)} tensors: which is which is not sure. Save "
+        "it by name (FSDP.full_optim_state_dict, FSDP.optim_state_dict, or "
+        "get_optimizer_state_dict), or import the weights alone."
+    )
 
 
 def _is_parameter(name: str, tensor: Tensor) -> bool:
@@ -241,9 +320,13 @@ def class_of(found: Sorted) -> str:
     """
     keys = {key for one in (*found.state.values(), *found.values.values()) for key in one}
     options = {key for group in found.groups.values() for key in group.options}
-    decoupled = {group.options.get("decoupled_weight_decay") for group in found.groups.values()}
-    if {"exp_avg", "exp_avg_sq"} <= keys and decoupled in ({True}, {False}):
-        return "AdamW" if decoupled == {True} else "Adam"
+    decoupled = [group.options.get("decoupled_weight_decay") for group in found.groups.values()]
+    # NAdam and RAdam keep the same
+    adam = {"exp_avg", "exp_avg_sq"} <= keys and "amsgrad" in options
+    if adam and "momentum_decay" not in options and decoupled:
+        for decays, kind in ((True, "AdamW"), (False, "Adam")):
+            if all(one is decays for one in decoupled):
+                return kind
     if {"momentum", "nesterov"} <= options:
         return "SGD"
     raise CheckpointError(
@@ -258,7 +341,7 @@ def records(found: Sorted, kind: str) -> list[dict[str, Any]]:
     groups = [
         {
             "params": list(group.params),
-            "options": {key: v for key, v in group.options.items() if key not in AS_BUILT},
+            "options": {key: v for key, v in group.options.items() if key not in NOT_KEPT},
         }
         for group in _merged(found.groups)
     ]

@@ -1,0 +1,152 @@
+"""What an export may replace, and that nothing of a killed one stays for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.checkpoint.destination import Destination, workplace
+from shardwise.checkpoint.export import ExportOptions, export
+from shardwise.checkpoint.source import Source
+from tests.checkpoint.runs import saved
+from tests.nets import NETS
+
+DECODER = NETS[0]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    saved(DECODER, 1, tmp_path / "run" / "step-2")
+    return tmp_path / "run" / "step-2"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def exported(source: Path, destination: Path, **options: Any) -> None:
+    with Source.open(source) as opened:
+        export(opened, destination, ExportOptions(**options))
+
+
+def test_a_web_site_with_a_manifest_is_left_alone(made: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "manifest.json").write_text('{"name": "pwa"}')
+    (site / "index.html").write_text("<p>")
+    with pytest.raises(sw.CheckpointError, match="is no checkpoint of shardwise"):
+        exported(made, site, overwrite=True)
+    assert names(site) == ["index.html", "manifest.json"]
+
+
+def test_what_a_manifest_does_not_list_is_not_removed(made: Path, tmp_path: Path) -> None:
+    exported(made, tmp_path / "out")
+    (tmp_path / "out" / "notes.md").write_text("mine")
+    with pytest.raises(sw.CheckpointError, match=r"also holds notes\.md, which its manifest"):
+        exported(made, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "notes.md").read_text() == "mine"
+
+
+def test_weights_alone_are_no_step_of_a_run(made: Path) -> None:
+    with pytest.raises(sw.CheckpointError, match="`resume` would take it up and fail"):
+        exported(made, made.with_name("step-9"))
+    exported(made, made.with_name("step-9"), with_optimizer=True)
+    with pytest.raises(sw.CheckpointError, match="`resume` would take it up and fail"):
+        Destination.of(made.with_name("step-10"), whole=True).check_new()  # of torch
+
+
+def test_weights_alone_do_not_replace_training_state(made: Path, tmp_path: Path) -> None:
+    exported(made, tmp_path / "out", with_optimizer=True)
+    with pytest.raises(sw.CheckpointError, match="weights alone would replace it"):
+        exported(made, tmp_path / "out", overwrite=True)
+    exported(made, tmp_path / "out", with_optimizer=True, overwrite=True)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_refused_before_anything_is_written(
+    made: Path, tmp_path: Path, there: bool
+) -> None:
+    if there:
+        (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("elsewhere")
+    named = Destination.of(link, overwrite=True)
+    for check in (named.check_folder, named.check_file, named.check_new):
+        with pytest.raises(sw.CheckpointError, match="is a link, to elsewhere"):
+            check()
+    with pytest.raises(sw.CheckpointError, match="is a link, to elsewhere"):
+        exported(made, link, overwrite=True)
+    assert link.is_symlink()
+
+
+def test_a_workplace_that_is_in_use_stays(tmp_path: Path) -> None:
+    with workplace(tmp_path / "out") as one, workplace(tmp_path / "out") as other:
+        assert one.is_dir()
+        assert other.is_dir()
+    assert names(tmp_path) == []
+
+
+def test_what_killed_exports_left_the_next_ones_remove(made: Path, tmp_path: Path) -> None:
+    """Each is killed when all but the last name is there."""
+    torch.save({"x": torch.ones(3)}, tmp_path / "x.pt")
+    before = names(tmp_path)
+    command = [sys.executable, "-m", "tests.checkpoint.test_destination", str(made), str(tmp_path)]
+    subprocess.run(command, check=True)
+    hidden = [name for name in names(tmp_path) if name not in before]
+    assert sorted(name.partition(".unfinished")[0] for name in hidden) == [".dcp", ".k.pt", ".of"]
+    run(made, tmp_path, lambda act: act())
+    assert [name for name in names(tmp_path) if name not in before] == ["dcp", "k.pt", "of"]
+
+
+def run(made: Path, folder: Path, do: Callable[[Callable[[], object]], object]) -> None:
+    """One export of each kind that is written in a hidden folder first."""
+    from shardwise.checkpoint.dcp import export_dcp
+    from shardwise.checkpoint.pickled import export_pickled
+    from shardwise.cli import export as cli
+
+    def pickled() -> None:
+        with Source.open(made) as source:
+            export_pickled(source, folder / "k.pt")
+
+    do(pickled)
+    do(lambda: export_dcp(made, folder / "dcp"))
+    command = [str(folder / "x.pt"), str(folder / "of")]
+    do(lambda: cli.export_command.main(command, standalone_mode=False))
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(act: Callable[[], object]) -> None:
+    """In a process of its own, at the last moment before the result has its name."""
+    from shardwise.checkpoint import pickled
+    from shardwise.checkpoint.dcp import exported
+    from shardwise.cli import export as cli
+
+    child = os.fork()
+    if child == 0:
+        last: tuple[tuple[Any, str], ...] = (
+            (pickled, "_sync"),
+            (exported, "sync_folder"),
+            (cli, "_to_files"),
+        )
+        for module, name in last:
+            setattr(module, name, die)
+        act()
+        os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), Path(sys.argv[2]), killed)
