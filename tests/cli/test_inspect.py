@@ -143,8 +143,11 @@ def test_latest_is_a_checkpoint_and_ties_are_named(
 
 def test_every_tensor_has_its_place(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect(made / "step-2", "--all") == 0
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("  embed.weight")]
-    assert line == "  embed.weight  [37, 16] float32  model.safetensors 4,096–6,464"
+    said = capsys.readouterr().out.splitlines()
+    (line,) = [x for x in said if x.startswith("  embed.weight")]
+    assert line == "  embed.weight  [37, 16] float32  model.safetensors 4,096–6,464  rank 0"
+    assert any(x.endswith("  ranks 0, 1") for x in said)  # pages of one tensor, by two ranks
+    assert any(x.endswith("  rank 1") for x in said)
 
 
 def test_the_whole_state_of_training_is_shown(

@@ -114,6 +114,11 @@ class Catalogue:
         """Further names of tied tensors → the stored one."""
         return {} if self.manifest is None else self.manifest.aliases
 
+    def ranks_of(self, file: str, stored: Stored) -> list[int]:
+        """Which ranks wrote a tensor; empty where that is not known."""
+        record = None if self.manifest is None else self.manifest.files.get(file)
+        return record.ranks(stored.start, stored.stop) if record else []
+
     @classmethod
     def read(cls, path: Path) -> Self:
         """Everything that can be read of the checkpoint that ``path`` means.

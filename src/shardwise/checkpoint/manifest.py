@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -38,10 +38,22 @@ class FileRecord(_Frozen):
     size: Count
     digest: str = Field(pattern=r"^[0-9a-f]{64}$", description="of size and block checksums")
     blocks: str = Field(pattern=r"^([0-9a-f]{8})*$", description="8 hex digits for each block")
+    writers: list[list[Count]] = Field(
+        default_factory=list, description="[stop, rank]: who wrote the bytes up to there, in order"
+    )
 
     def checksums(self) -> list[int]:
         """Of each block of the file, in order."""
         return [int(self.blocks[k : k + 8], 16) for k in range(0, len(self.blocks), 8)]
+
+    def ranks(self, start: int, stop: int) -> list[int]:
+        """Who wrote the bytes ``[start, stop)``; empty where that was not said."""
+        found, at = set(), 0
+        for end, rank in self.writers:
+            if at < stop and start < end:
+                found.add(rank)
+            at = end
+        return sorted(found)
 
 
 class Manifest(_Frozen):
@@ -116,7 +128,8 @@ class Manifest(_Frozen):
         for name, record in self.files.items():
             blocks = record.checksums()
             whole = len(blocks) == -(-record.size // self.block)
-            if not (is_plain(name) and whole and digest_fits(record, blocks)):
+            pairs = all(len(pair) == 2 for pair in record.writers)
+            if not (is_plain(name) and whole and pairs and digest_fits(record, blocks)):
                 raise CheckpointError(
                     f"{where} lists {name!r:.80} with checksums that do not fit its size, or by a "
                     "name that is no plain file name. Load another checkpoint."
@@ -128,10 +141,12 @@ def digest_fits(record: FileRecord, blocks: Sequence[int]) -> bool:
     return record.digest == checksum.digest_of(blocks, record.size)
 
 
-def record_of(blocks: Sequence[int], size: int) -> FileRecord:
-    """A file's record from the checksums of its blocks."""
-    digest = checksum.digest_of(blocks, size)
-    return FileRecord(size=size, digest=digest, blocks="".join(f"{block:08x}" for block in blocks))
+def record_of(
+    blocks: Sequence[int], size: int, writers: Iterable[tuple[int, int]] = ()
+) -> FileRecord:
+    """A file's record from the checksums of its blocks, and ``(stop, rank)`` of its writers."""
+    digest, texts = checksum.digest_of(blocks, size), "".join(f"{block:08x}" for block in blocks)
+    return FileRecord(size=size, digest=digest, blocks=texts, writers=list(map(list, writers)))
 
 
 def _check_version(fields: dict[str, Any], where: str) -> None:

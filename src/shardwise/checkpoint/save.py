@@ -276,7 +276,8 @@ def _publish(task: Task, parts: Sequence[Part]) -> None:
         for file in task.files:
             pieces = [*write_header(task.folder, file), *pieces_of(parts, file.name)]
             blocks = checksum.block_checksums(pieces, file.size, file.name)
-            files[file.name] = record_of(blocks, file.size)
+            writers = ((span.stop, span.rank) for span in file.spans)
+            files[file.name] = record_of(blocks, file.size, writers)
         reached("headers written", rank)
         for name, data in task.contents.small.items():
             write_file(task.folder / name, data)

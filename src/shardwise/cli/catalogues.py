@@ -181,7 +181,9 @@ def _group(catalogue: Catalogue, stem: str, every_name: bool) -> list[str]:
     what = f" ({', '.join(parts)})" * bool(parts)
     lines = [f"{title}: {counted(len(listing), 'tensor')}, {size(nbytes.total())}{what}"]
     if every_name:
-        return lines + [_one(name, *found) for name, found in listing.items()]
+        return lines + [
+            _one(name, *found) + _by(catalogue.ranks_of(*found)) for name, found in listing.items()
+        ]
     if stem == OPTIMIZER:
         weights = catalogue.groups.get(MODEL, Listing())
         return lines + _states(listing, weights, catalogue.scalars.get(stem, {}))
@@ -193,6 +195,15 @@ def _group(catalogue: Catalogue, stem: str, every_name: bool) -> list[str]:
 def _one(name: str, file: str, stored: Stored) -> str:
     what = f"{list(stored.shape)} {dtype_name(stored.dtype)}"
     return f"  {named(name)}  {what}  {shown(file)} {stored.start:,}–{stored.stop:,}"
+
+
+def _by(ranks: list[int]) -> str:
+    """Which ranks wrote it, where that is known."""
+    if not ranks:
+        return ""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"  ranks {ranks[0]}–{ranks[-1]}"
+    return f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _row(name: str, count: int, shape: tuple[int, ...], dtype: str) -> str:

@@ -225,7 +225,10 @@ def _catalogue_json(catalogue: Catalogue, damage: list[Damage] | None) -> dict[s
         "not_of_the_checkpoint": catalogue.strangers,
         "aliases": dict(catalogue.aliases),
         "tensors": {
-            stem: {name: {"file": file, **place._asdict()} for name, (file, place) in some.items()}
+            stem: {
+                name: {"file": file, **place._asdict(), "ranks": catalogue.ranks_of(file, place)}
+                for name, (file, place) in some.items()
+            }
             for stem, some in catalogue.groups.items()
         },
         "training": catalogue.training,
