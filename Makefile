@@ -1,7 +1,8 @@
 # Five verbs. Each builds .venv by itself, once, from pyproject.toml and constraints.txt.
 #
 #   make demo    train a small language model, sharded over two CPU processes
-#   make test    the whole test suite; `make test ARGS="-k layout"` runs a part of it
+#   make test    the whole test suite in two processes; `make test ARGS="-k layout"` runs a part of it,
+#                `make test JOBS=8` runs it in more, and JOBS=0 in one, as a debugger wants it
 #   make check   format, lint, types, import arrows and line budgets, documentation: `make -k check` goes on
 #                after a failure, and each part is a target (format, lint, types, shape, docs)
 #   make bench   the side-by-side measurements in benchmarks/, a short version in under three minutes;
@@ -17,6 +18,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -29,7 +31,7 @@ demo: $(STAMP)
 	$(BIN)/shardwise train recipes/demo.yaml --nproc 2 --restarts 1 --kill-rank 1@66
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 check: format lint types shape docs
 
