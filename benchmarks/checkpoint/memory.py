@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.state import Size
 from benchmarks.checkpoint.traffic import remove
-from benchmarks.checkpoint.ways import Way, trainee_of, way
+from benchmarks.checkpoint.ways import Way, synchronous, trainee_of, way
 from benchmarks.crew import Crew, Seat
 
 __all__ = ["Extra", "extra_memory"]
@@ -73,7 +73,7 @@ def held(pid: int | str) -> int:
 def _hold(seat: Seat, name: str, size: Size, place: str) -> None:
     with seat.group():
         folder, trainee = Path(place) / "step-1", trainee_of(name, size)
-        first = way(name.removesuffix("_async"), trainee)  # its memory for later saves is measured
+        first = way(synchronous(name), trainee)  # its memory for later saves is measured
         chosen = way(name, trainee)
         _save(first, folder)
         trainee.renew()

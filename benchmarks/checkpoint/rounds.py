@@ -8,6 +8,7 @@ later trains on meanwhile, so its checkpoint must have the state of before.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,8 @@ def _steps(trainee: Trainee, batch: Batch) -> float:
 
 def _save(way: Way, folder: Path, batch: Batch) -> tuple[float, float, float]:
     """Stall, the steps meanwhile, and all of it. The clocks of all ranks begin together."""
+    if dist.get_rank() == 0:
+        os.sync()  # what others left to be written, or removed, is not this way's to wait for
     dist.barrier()
     start = perf_counter()
     wait = way.save(folder)

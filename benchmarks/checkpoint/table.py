@@ -8,6 +8,7 @@ from statistics import median
 
 from benchmarks.checkpoint.memory import Extra
 from benchmarks.checkpoint.results import Report, Row
+from benchmarks.checkpoint.ways import synchronous
 from benchmarks.step.table import aligned
 
 __all__ = ["lines", "verdicts"]
@@ -28,7 +29,8 @@ load s      into a model without values and an optimizer without state; files in
 cold s      files on the disk only; GB fetched: from there, as the kernel counts, all ranks
 ÷ dcp       DCP's median ÷ this one, of the same kind: how many times faster
 full        full state dict on rank 0, torch.save; back by torch.load(mmap) and broadcast
-stall ms    until save_async returns; ÷ its sync: of the save above it, of the same engine
+stall ms    until save_async returns; ÷ its sync: of the save above it, of the same engine. With
+            ours_step_async the next step waits for what is not copied yet: that is in steps ×
 durable s   of a save with two training steps meanwhile, from its begin
 steps ×     two steps right after the stall ÷ two steps with nothing under way
 lost ms     stall + what those steps took longer; of sync: ÷ the synchronous save
@@ -88,7 +90,7 @@ def _named(rows: Sequence[Row], way: str) -> Row:
 def _later(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for row in rows:
         if row.times.alone:
-            sync = median(_named(rows, row.way.removesuffix("_async")).times.save)
+            sync = median(_named(rows, synchronous(row.way)).times.save)
             stall, lost = median(row.times.stall), _lost(row)
             yield (
                 row.way,
@@ -151,9 +153,9 @@ def _judged(rows: Sequence[Row], bucket: int) -> Iterator[tuple[str, str, str, b
         if seconds:
             times = _faster(seconds, getattr(rival.times, name))
             yield f"{name}: times faster than DCP", "≥ 3", f"{times:.2f}", times >= 3
-    for later in [row for row in rows if row.way == "ours_async"]:
+    for later in [row for row in rows if row.way.startswith("ours_")]:
         share = median(later.times.stall) / median(mine.times.save)
-        yield "stall of save_async ÷ save", "≤ 5%", f"{share:.1%}", share <= 0.05
+        yield f"stall of {later.way} ÷ save", "≤ 5%", f"{share:.1%}", share <= 0.05
     extras: dict[str, Extra | None] = {"save": mine.save_memory, "load": mine.load_memory}
     for name, extra in extras.items():
         if extra is not None:

@@ -1,6 +1,7 @@
 """Every way to save and to load as the same three calls, on the same state.
 
     ours, ours_async    Sharded.save, save_async and load, with sw.optim.AdamW
+    ours_step_async     save_async(copied_by="next_step")
     dcp, dcp_async      torch.distributed.checkpoint.save, async_save and load of FSDP2's
                         get_state_dict, with the defaults: one writing thread, files synced
     full                FSDP2's full state dict in host memory of rank 0, torch.save, and back by
@@ -16,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ import shardwise as sw
 from benchmarks.checkpoint.state import Size
 from benchmarks.checkpoint.trainees import Trainee, fsdp2, ours
 
-__all__ = ["WAYS", "Way", "trainee_of", "way"]
+__all__ = ["WAYS", "Way", "synchronous", "trainee_of", "way"]
 
 Wait = Callable[[], object]
 
@@ -61,6 +63,11 @@ def trainee_of(name: str, size: Size) -> Trainee:
     return ours(size) if name.startswith("ours") else fsdp2(size)
 
 
+def synchronous(name: str) -> str:
+    """The way of the same engine that returns when all is durable."""
+    return name.partition("_")[0]
+
+
 # ---- ours ----------------------------------------------------------------------------------
 
 Calls = tuple[Callable[[Path], Wait], Callable[[Path], object]]
@@ -76,11 +83,12 @@ def _ours(trainee: Trainee) -> Calls:
     return save, _loads(trainee)
 
 
-def _ours_async(trainee: Trainee) -> Calls:
+def _ours_async(trainee: Trainee, copied_by: str = "return") -> Calls:
     sharded = _sharded(trainee)
 
     def save(folder: Path) -> Wait:
-        saving = sharded.save_async(folder, trainee.optimizer, sw.Training(step=1))
+        what = (trainee.optimizer, sw.Training(step=1))
+        saving = sharded.save_async(folder, *what, copied_by=copied_by)
         assert saving is not None  # when_busy is "wait"
         return saving.wait
 
@@ -185,5 +193,6 @@ WAYS: dict[str, Callable[[Trainee], Calls]] = {
     "dcp": _dcp,
     "full": _full,
     "ours_async": _ours_async,
+    "ours_step_async": partial(_ours_async, copied_by="next_step"),
     "dcp_async": _dcp_async,
 }

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from shardwise.checkpoint.points import POINTS
 
 __all__ = [
-    "ALL",
     "EVERYBODY",
     "HOWS",
     "STEPS",
@@ -48,6 +47,8 @@ class How:
         again: each step's checkpoint is saved twice, so that it replaces one of its name.
         limit: ``save_total_limit``.
         exchanges: the file system can swap two names in one step; those of networks cannot.
+        kind: of checkpoint.
+        copied_by: when all is copied, in the background.
     """
 
     name: str
@@ -55,6 +56,12 @@ class How:
     again: bool = False
     limit: int | None = None
     exchanges: bool = True
+    kind: str = "sharded"
+    copied_by: str = "return"
+
+    def ranks(self, point: str) -> tuple[int, ...]:
+        """Who comes to this point: of two ranks, and of kind ``"full"`` rank 0 alone writes."""
+        return (0, 1) if point in ON_EVERY_RANK and self.kind != "full" else (0,)
 
     @property
     def removes(self) -> bool:
@@ -68,7 +75,10 @@ TWICE = How("same name, two renames", again=True, exchanges=False)
 BACKGROUND = How("background", background=True)
 LIMIT = How("old ones go", limit=1)
 BOTH = How("background, old ones go", background=True, limit=1)
-HOWS = (NEW, AGAIN, TWICE, BACKGROUND, LIMIT, BOTH)
+NEXT = How("copied by the next step", background=True, limit=1, copied_by="next_step")
+FULL = How("kind full", limit=1, kind="full")
+LOCAL = How("kind local", limit=1, kind="local")
+HOWS = (NEW, AGAIN, TWICE, BACKGROUND, LIMIT, BOTH, NEXT, FULL, LOCAL)
 
 
 @dataclass(frozen=True)
@@ -104,21 +114,16 @@ class Case:
     kill: Kill
 
 
-ALL = (*range(2), EVERYBODY)
-
-
 def matrix() -> list[Case]:
     """Every point, every rank that comes there and all at once, and every way to save."""
     found = [
         Case(how, Kill(who, point, nth_of(how, point)))
         for how in HOWS
         for point in reached_by(how)
-        for who in (ALL if point in ON_EVERY_RANK else (0, EVERYBODY))
+        for who in (*how.ranks(point), EVERYBODY)
     ]
     first = [
-        Case(NEW, Kill(who, point, 1))
-        for point in reached_by(NEW)
-        for who in ((0, 1) if point in ON_EVERY_RANK else (0,))
+        Case(NEW, Kill(who, point, 1)) for point in reached_by(NEW) for who in NEW.ranks(point)
     ]
     return found + first
 
@@ -173,7 +178,7 @@ def moments(count: int, seed: int = 0) -> list[Case]:
     """Kills at random times, of random ranks, with random ways to save."""
     chance = random.Random(seed)  # noqa: S311 - repeatable, not secret
     return [
-        Case(chance.choice(HOWS), Kill(chance.choice(ALL), share=chance.random()))
+        Case(chance.choice(HOWS), Kill(chance.choice((0, 1, EVERYBODY)), share=chance.random()))
         for _ in range(count)
     ]
 
@@ -185,5 +190,5 @@ def launcher_cases() -> list[Case]:
         for how in (LIMIT, BOTH)
         for point in reached_by(how)
         if how is LIMIT or point in ON_EVERY_RANK
-        for who in ((0, 1) if point in ON_EVERY_RANK else (0,))
+        for who in how.ranks(point)
     ]

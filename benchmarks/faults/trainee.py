@@ -128,7 +128,8 @@ class _Saver:
         begin = self.sharded.save_async if how.background else self.sharded.save
         for _ in range(1 + how.again):
             self.calls.append(self.made)
-            begin(path, optimizer, training, save_total_limit=how.limit)
+            options = {"kind": how.kind, "copied_by": how.copied_by, "save_total_limit": how.limit}
+            begin(path, optimizer, training, **options)
 
     def end(self) -> None:
         """Wait for what is still being written."""

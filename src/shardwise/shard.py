@@ -304,6 +304,7 @@ class Sharded:
 
     def _idle(self, asked: str) -> None:
         self._hooks.check_idle(asked)
+        self._background.secure()
         self.runtime.let_go()
 
     def _state_asked(self) -> bool:

@@ -73,7 +73,12 @@ def test_the_table_tells_every_way_and_every_target(report: Report) -> None:
     text = "\n".join(table.lines(report))
     for name in WAYS:
         assert f"\n{name} " in text
-    for target in ("save: times faster", "load: times faster", "stall of save_async"):
+    for target in (
+        "save: times faster",
+        "load: times faster",
+        "stall of ours_async",
+        "stall of ours_step_async",
+    ):
         assert f"\n{target}" in text
     assert f"digest {report.digest[:12]}" in text
 

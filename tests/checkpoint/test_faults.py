@@ -20,6 +20,7 @@ from benchmarks.faults.case import (
     HOWS,
     LIMIT,
     NEW,
+    NEXT,
     ON_EVERY_RANK,
     TWICE,
     Case,
@@ -56,9 +57,10 @@ def short() -> list[Case]:
     """Every point on every rank, in the foreground and behind it; and what is special elsewhere."""
     every = [
         aimed(how, who, point)
-        for how in (LIMIT, BOTH)
+        for how in (LIMIT, BOTH, NEXT)
         for point in reached_by(how)
-        for who in ((0, 1) if point in ON_EVERY_RANK else (0,))
+        for who in how.ranks(point)
+        if how is not NEXT or point in ON_EVERY_RANK
     ]
     late = POINTS[POINTS.index("about to publish") :]
     again = [aimed(how, EVERYBODY, point) for how in (AGAIN, TWICE) for point in late]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.checkpoint.folder import LOCK
+from shardwise.checkpoint.folder import LOCK, resolve
 from shardwise.checkpoint.run import checkpoint_of, folder_of_run, meant, survey
 from tests.checkpoint.runs import saved
 from tests.nets import NETS
@@ -46,6 +46,17 @@ def test_checkpoints_are_listed_newest_first_with_who_wrote_them(run: Path) -> N
     assert (ten.manifest.world, ten.manifest.strategy, ten.problem) == (1, "no_shard", "")
     assert two.nbytes == sum(file.stat().st_size for file in (run / "step-2").iterdir())
     assert (found.latest, found.leftovers) == ("step-11", ())
+
+
+@pytest.mark.parametrize("said", ["../elsewhere", "", "x" * 10_000, "\udcff"])
+def test_whatever_latest_says_the_run_is_listed(run: Path, said: str) -> None:
+    (run / "latest").unlink()
+    (run / "latest").write_bytes(said.encode(errors="surrogateescape"))
+    found = survey(run)
+    assert len(found.checkpoints) == 3
+    assert found.latest == said[:4096].replace("\udcff", "\ufffd")
+    with pytest.raises(sw.CheckpointError, match="latest"):
+        resolve(run / "latest")
 
 
 def test_a_file_that_is_cut_off_is_the_reason_why(run: Path) -> None:

@@ -78,7 +78,7 @@ def test_what_a_crash_left_is_explained(tmp_path: Path) -> None:
         "on its way out when something stopped it; the next save removes it",
         "the only one of its name, and found by it; a crash came between two renames",
     ]
-    assert "latest points at step-9, which is not there" in run_lines(run)
+    assert "latest points at step-9, which is none of them" in run_lines(run)
 
 
 def test_damage_says_whose_bytes(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""To save while training goes on: a snapshot now, the writing on a thread of its own.
+"""To save while training goes on: on a thread of its own, which writes what was there at the call.
 
     main thread   begin · exchange edges · copy      step      step      step      step
     writer                              write ─────────── sync ─ part
     rank 0's writer                     write ─────────── sync ─ parts of all ─ publish
+
+``copying`` draws what ``copied_by="next_step"`` makes of the copy.
 
 The writers never use the comm, which belongs to the steps: they leave their parts as files in the
 folder that is being written. How far they are, the ranks tell each other at each optimizer step,
@@ -15,13 +17,14 @@ import atexit
 import json
 import logging
 import time
+from contextlib import closing, suppress
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.checkpoint.copying import Copying, Watched
 from shardwise.checkpoint.disk import explained
 from shardwise.checkpoint.meeting import (
     await_parts,
@@ -35,9 +38,9 @@ from shardwise.checkpoint.optimizers import Optimizers
 from shardwise.checkpoint.points import reached
 from shardwise.checkpoint.save import Task, begin, check_parts, finish, give_up
 from shardwise.checkpoint.saving import Saved, SaveOptions
-from shardwise.checkpoint.snapshot import Pool, Slab
+from shardwise.checkpoint.snapshot import Pool
 from shardwise.checkpoint.state import Training
-from shardwise.checkpoint.writer import Chunk, Part, Writer
+from shardwise.checkpoint.writer import Part, Writer
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
 
@@ -53,15 +56,19 @@ GLANCE = 0.05  # seconds between two looks while all ranks wait
 
 
 class Saving:
-    """A save on its way. All methods are collectives."""
+    """A save on its way. ``check`` and ``wait`` are collectives."""
 
     def __init__(self, task: Task, comm: Comm, pool: Pool) -> None:
         self.path: Path = task.final
         self._task, self._comm, self._pool = task, comm, pool
+        self._watched: Watched | None = None
+        self._copying = Copying(task.contents.chunks(comm.rank), pool)
+        self._stream: torch.Stream | None = None
         self._start = time.perf_counter()
-        self._chunks: SimpleQueue[tuple[Chunk, Slab] | None] = SimpleQueue()
         self._cancelled = Event()
-        self._error = ""
+        self._copied = Event()  # all of it, and nothing had changed; or ``_lost`` says why not
+        self._lost = ""  # why it cannot be saved; the main thread's
+        self._error = ""  # why it was not written; the writer's
         self._removed: tuple[str, ...] = ()
         self._saved: Saved | None = None
         self.told = False  # has it raised what went wrong? Whoever waited for it knows, then
@@ -78,13 +85,16 @@ class Saving:
         """
         if self._saved is not None:
             return self._saved
-        mine = BUSY if self._thread.is_alive() else FAILED if self._error else DONE
+        if self._copying.over.is_set():
+            self.secure()  # it costs nothing now, and the writer waits for it
+        wrong = self._lost or self._error
+        mine = FAILED if wrong else BUSY if self._thread.is_alive() else DONE
         flags = torch.zeros(self._comm.size, dtype=torch.uint8, device=self._comm.device)
         flags[self._comm.rank] = mine
         self._comm.all_gather(flags, Label("agree", "saving")).wait()
         found = set(flags.tolist())
         if FAILED in found:
-            self._fail(mine == FAILED)
+            self._fail()
         if found == {DONE}:
             self._close()
             text = from_rank_0(self._comm, json.dumps(self._removed), "what was removed")
@@ -96,39 +106,60 @@ class Saving:
     def wait(self) -> Saved:
         """Return when it is complete. Raises as ``check`` does."""
         while True:
-            self._thread.join(GLANCE)
+            if self._copied.is_set():
+                self._thread.join(GLANCE)
+            else:  # the writer copies in its own time: while this thread waits, nothing changes
+                self._copying.over.wait(GLANCE)
             if (saved := self.check()) is not None:
                 return saved
 
-    def take(self) -> None:
-        """Copy everything that this rank writes, and start to write it.
+    def begin(self, watched: Watched | None) -> None:
+        """Start to write.
 
-        Writing begins when all is copied, since both want the processor and training waits for
-        the copy; at once, where the copy has not enough room.
+        Where training waits for the copy, writing begins when all is copied, since both want the
+        processor; at once, where the copy has not enough room.
+
+        Args:
+            watched: what must not change until all is copied; ``None``: all is copied now.
         """
-        rank = self._comm.rank
-        fits = self._task.contents.total(rank) <= self._pool.room
-        if not fits:
-            self._thread.start()
+        if watched is not None:
+            self._watched, self._stream = watched, _stream_beside(self._comm.device)
+        elif self._task.contents.total(self._comm.rank) <= self._pool.room:
+            self.secure()
+        self._thread.start()
+        if watched is None:
+            self.secure()
+
+    def secure(self) -> None:
+        """Copy what is not copied yet: from now on, training may change everything. No collective.
+
+        What goes wrong, ``check`` raises.
+        """
+        if self._copied.is_set():
+            return
         try:
-            for chunk in self._task.contents.chunks(rank):
-                self._chunks.put(self._pool.keep(chunk))
+            self._copying.rest()
+            self._lost = _torn(self._watched)
+            reached("snapshot taken", self._comm.rank)
+        except Exception as failure:  # noqa: BLE001 - check raises it, on all ranks
+            self._lost = _told(failure)
+        except BaseException:
+            self._lost = "it was interrupted"
+            raise
         finally:
-            self._pool.rewind()
-            self._chunks.put(None)
-            if fits:
-                self._thread.start()
-        reached("snapshot taken", rank)
+            self._copied.set()
 
     def cancel(self) -> None:
         """Give it up, on this rank: nothing is published, and what was written goes."""
         self._cancelled.set()
-        self._thread.join(10.0)
+        self._copied.set()
+        if self._thread.is_alive():
+            self._thread.join(10.0)
         give_up(self._task)
         self._close()
 
-    def _fail(self, here: bool) -> None:
-        said = share(self._comm, self._error if here else "", "why saving failed")
+    def _fail(self) -> None:
+        said = share(self._comm, self._lost or self._error, "why saving failed")
         self.told = True
         self.cancel()
         told = {rank: text for rank, text in enumerate(said) if text}
@@ -152,39 +183,39 @@ class Saving:
     # ---- on the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        part = self._write()
-        self._error = part.error
         try:
-            with explained(f"leaving word of what was written in {self._task.folder.name}"):
-                leave_part(self._task.folder, self._comm.rank, part.encode())
-        except CheckpointError as failure:  # the others learn it at the next step
-            self._error = self._error or str(failure)
-            return
-        if self._task.partial is not None:
-            try:
-                self._publish()
-            except Exception as failure:  # noqa: BLE001 - the main thread raises it
-                self._error = _told(failure)
+            if self._stream is not None:
+                torch.accelerator.set_stream(self._stream)
+            self._leave(self._write())
+        except BaseException as failure:  # noqa: BLE001 - the main thread raises it
+            self._error = _told(failure)
+            with suppress(Exception):  # else the others wait for it in vain, and then say so
+                self._leave(Part({}, self._error))
 
     def _write(self) -> Part:
-        """Write what comes. After an error the rest is only let go, or the copying would wait."""
-        error, rank = "", self._comm.rank
-        with Writer(self._task.folder, rank, self._task.contents.total(rank)) as writer:
-            while (item := self._chunks.get()) is not None:
-                chunk, slab = item
-                try:
-                    if not error and not self._cancelled.is_set():
-                        writer.write(chunk)
-                except Exception as failure:  # noqa: BLE001 - the main thread raises it
-                    error = _told(failure)
-                finally:
-                    self._pool.give_back(slab)
-            try:
-                if not error and not self._cancelled.is_set():
-                    return writer.finish()
-            except Exception as failure:  # noqa: BLE001 - the main thread raises it
-                error = _told(failure)
-        return Part({}, error or "it was given up")
+        rank = self._comm.rank
+        with (
+            Writer(self._task.folder, rank, self._task.contents.total(rank)) as writer,
+            closing(self._copying.chunks()) as chunks,
+        ):
+            for chunk in chunks:
+                self._check_wanted()
+                writer.write(chunk)
+            part = writer.finish()
+        self._copied.wait()
+        self._check_wanted()
+        return part
+
+    def _check_wanted(self) -> None:
+        if self._lost or self._cancelled.is_set():
+            raise CheckpointError(self._lost or "it was given up")
+
+    def _leave(self, part: Part) -> None:
+        """Leave word of what was written; rank 0 waits for all, and publishes."""
+        with explained(f"leaving word of what was written in {self._task.folder.name}"):
+            leave_part(self._task.folder, self._comm.rank, part.encode())
+        if self._task.partial is not None and not part.error:
+            self._publish()
 
     def _publish(self) -> None:
         texts = await_parts(self._task.folder, self._comm.size, self._cancelled)
@@ -193,7 +224,27 @@ class Saving:
         self._removed = finish(self._task, parts)
 
 
-def _told(failure: Exception) -> str:
+def _stream_beside(device: torch.device) -> torch.Stream | None:
+    """On an accelerator, a stream to copy on, that begins where the current one is now."""
+    if device.type == "cpu":
+        return None
+    stream = torch.Stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    return stream
+
+
+def _torn(watched: Watched | None) -> str:
+    """What is wrong with what was copied."""
+    if watched is None or not (names := watched.changed()):
+        return ""
+    return (
+        f"{names} changed after save_async(copied_by='next_step') was called and before an "
+        "optimizer stepped, so what was copied may be torn, and is not kept. Change it after "
+        "saving.wait(), or pass copied_by='return'."
+    )
+
+
+def _told(failure: BaseException) -> str:
     """What the ranks tell each other of it; an error that is not ours is logged in full."""
     if isinstance(failure, CheckpointError):
         return str(failure)
@@ -238,8 +289,10 @@ class Background:
                 "that all hosts share."
             )
         saving = Saving(task, sharded.comm, pool)
+        # In the middle of an accumulation, backward passes change what is saved.
+        at_once = options.copied_by == "return" or (training and training.accumulating)
         try:
-            saving.take()
+            saving.begin(None if at_once else Watched(sharded, optimizers))
         except BaseException:
             saving.cancel()
             raise
@@ -252,6 +305,11 @@ class Background:
         if saving is not None and saving.check() is None:
             self._saving = saving
         return self._saving is None
+
+    def secure(self) -> None:
+        """Parameters or optimizer state may change now. No collective."""
+        if self._saving is not None:
+            self._saving.secure()
 
     def settle(self) -> None:
         """Wait for what is under way. Raises what went wrong, once. A collective."""

@@ -102,7 +102,8 @@ def collect(
     """
     comm, model = sharded.comm, sharded.model
     found, aliases = weights(sharded.buckets, model)
-    groups = {MODEL: found}
+    live = options.copied_by == "next_step"  # forward passes change buffers before all is copied
+    groups = {MODEL: [h.apart() if live and h.entry.everywhere else h for h in found]}
     small = {**_model_config(model), **_checked(options.small())}
     if training is not None:
         places = homes(sharded.buckets)
@@ -115,7 +116,8 @@ def collect(
             check_reduced(sharded.buckets)
         own = {RNG + name: value for name, value in rng.capture(comm.device).items()}
         own |= {BUFFER + name: value for name, value in _differing_buffers(comm, model).items()}
-        groups[RANKS] = own_rows(own, comm.rank, comm.size)
+        rows = own_rows(own, comm.rank, comm.size)
+        groups[RANKS] = [row.apart() for row in rows] if live else rows
         local = share(comm, state.local_text(training), "values of each rank")
         small[state.NAME] = state.encode(training, records, local)
     plans: dict[str, Sequence[FilePlan]] = {}

@@ -59,6 +59,7 @@ __all__ = [
 log = logging.getLogger("shardwise")
 
 LATEST = "latest"
+LONGEST, LONGEST_NAME = 4096, 255  # characters of what it says that are looked at; of a name
 LOCK = ".lock"
 TRIES = 5  # to make a folder, while others remove what they find there
 
@@ -145,15 +146,22 @@ def resolve(path: Path) -> Path:
 
 
 def target_of(run: Path) -> str | None:
-    """The name that ``latest`` points at in a run's folder, if it does."""
+    """What ``latest`` says in a run's folder, if it is there: usually a name beside it."""
     path = run / LATEST
-    return _pointed(path).name if path.is_symlink() or path.is_file() else None
+    return _said(path) if path.is_symlink() or path.is_file() else None
+
+
+def _said(path: Path) -> str:
+    if path.is_symlink():
+        return str(path.readlink())
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(LONGEST).strip()
 
 
 def _pointed(path: Path) -> Path:
     """Where ``latest`` leads: a sibling, by a link, or by its name as text."""
-    name = str(path.readlink()) if path.is_symlink() else path.read_text("utf-8").strip()
-    if "/" in name or name in ("", ".", ".."):
+    name = _said(path)
+    if "/" in name or name in ("", ".", "..") or len(name) > LONGEST_NAME:
         raise CheckpointError(
             f"{path} points at {name!r:.80}, which is no folder beside it, and is not followed. "
             "Name the checkpoint itself."

@@ -74,7 +74,7 @@ def save_async(
     training: Training | None = None,
     **options: Any,
 ) -> Saving | None:
-    """``save``, but return when all is copied, and write while training goes on.
+    """``save``, but write while training goes on; ``copied_by`` says when it returns.
 
     If that fails, the next optimizer step raises, on every rank alike.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,10 @@ class Holding:
     def data(self) -> Tensor:
         """The bytes of ``value``, ``[bytes]`` uint8, where they lie."""
         return self.value.detach().reshape(-1).view(torch.uint8)
+
+    def apart(self) -> Holding:
+        """The same, of the value as it is now."""
+        return replace(self, value=self.value.detach().clone())
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,6 +29,10 @@ class SaveOptions:
         files: further small files for the folder: name → text or bytes.
         snapshot_bytes: host memory that a rank may use to save in the background; what does not
             fit is copied as the writing goes on, and ``save_async`` returns later.
+        copied_by: when, in the background, all is copied that training may change: ``"return"`` of
+            ``save_async``; or the ``"next_step"`` of an optimizer, which waits for what is left.
+            Until then nothing else may change parameters or optimizer state; that it did is an
+            error, but for writing through ``param.data``, which nothing can see.
         when_busy: to save in the background while the save before is still being written:
             ``"wait"`` for that one, or ``"skip"`` this one.
     """
@@ -39,6 +43,7 @@ class SaveOptions:
     keep_best: str | None = None
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     snapshot_bytes: int = 16 << 30
+    copied_by: str = "return"
     when_busy: str = "wait"
 
     def __post_init__(self) -> None:
@@ -49,6 +54,8 @@ class SaveOptions:
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.copied_by not in ("return", "next_step"):
+            raise ConfigError(f"copied_by is {self.copied_by!r}; choose 'return' or 'next_step'.")
         if self.when_busy not in ("wait", "skip"):
             raise ConfigError(f"when_busy is {self.when_busy!r}; choose 'wait' or 'skip'.")
         if self.keep_best not in (None, "lowest", "highest"):

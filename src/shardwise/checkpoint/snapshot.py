@@ -68,9 +68,13 @@ class Pool:
         """A copy of the chunk; waits for room. Give the slab back once it is written."""
         length = chunk.stop - chunk.start
         slab, at = self._take(length)
-        for piece in chunk.pieces:
-            slab.memory[at : at + len(piece)].copy_(piece)
-            at += len(piece)
+        try:
+            for piece in chunk.pieces:
+                slab.memory[at : at + len(piece)].copy_(piece)
+                at += len(piece)
+        except BaseException:
+            self.give_back(slab)
+            raise
         return chunk._replace(pieces=(slab.memory[at - length : at],)), slab
 
     def give_back(self, slab: Slab) -> None:
@@ -96,8 +100,8 @@ class Pool:
         while not self._free and self._made == self._most:
             self._changed.wait()
         if not self._free:
-            self._made += 1
             memory = torch.empty(self._slab, dtype=torch.uint8, pin_memory=self._pinned)
+            self._made += 1
             return Slab(memory)
         return self._free.pop()
 

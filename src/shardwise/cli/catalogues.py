@@ -68,7 +68,7 @@ def run_lines(run: Run) -> list[str]:
         if listed.problem:
             lines += ["", f"{listed.name}: {shown(listed.problem)}"]
     if run.latest is not None and run.latest not in {c.name for c in run.checkpoints}:
-        lines += ["", f"latest points at {shown(run.latest)}, which is not there"]
+        lines += ["", f"latest points at {shown(run.latest)}, which is none of them"]
     lines += [""] if run.leftovers else []
     for found, written in run.leftovers:
         lines.append(

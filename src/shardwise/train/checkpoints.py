@@ -192,7 +192,8 @@ class Checkpoints:
             self._say(Warned(f"NOT SAVED, and the run goes on: {error}"))
 
     def _begin(self, path: Path, point: Point, metric: float | None) -> None:
-        what, how = self._what(point, metric), self._how()
+        # Between two steps this trainer changes nothing that is saved.
+        what, how = self._what(point, metric), self._how() | {"copied_by": "next_step"}
         before = self._saving
         try:
             saving = self._job.sharded.save_async(path, *what, **how)
