@@ -19,6 +19,8 @@ import shardwise as sw
 from shardwise.checkpoint import background, points
 from shardwise.checkpoint.complete import check_complete
 from shardwise.checkpoint.plan import BLOCK
+from shardwise.checkpoint.snapshot import Pool
+from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import adamw, same, saved, steps, tensors
 from tests.copies import clones, on_ranks, said, seeded
@@ -289,6 +291,97 @@ def test_a_mistake_of_ours_in_the_background_is_no_silence(
         return said(sw.CheckpointError, saving.wait)
 
     assert "rank 0: ZeroDivisionError: oops" in on_ranks(2, DECODER.build, rank)[1]
+
+
+def test_rank_0_hears_from_another_why_it_did_not_write(
+    tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
+) -> None:
+    listen(fails("data written", 1))
+
+    def rank(comm: Comm, model: nn.Module) -> list[str]:
+        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
+        assert saving is not None
+        saving._thread.join(20)
+        here = saving._error
+        texts = [said(sw.CheckpointError, saving.wait) for _ in range(2)]
+        assert texts[0] == texts[1]  # whoever asks again hears it again
+        return [here, texts[0]]
+
+    (first, told), (_, same_told) = on_ranks(2, DECODER.build, rank)
+    assert first.startswith("rank 1: ")
+    assert "No space left" in first
+    assert told == same_told
+    assert names(tmp_path) == []
+
+
+def test_after_an_interrupted_save_the_next_has_all_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep(self: Pool, chunk: Chunk) -> Any:
+        kept.append(chunk.start)
+        if len(kept) == 5:
+            raise KeyboardInterrupt
+        return real(self, chunk)
+
+    kept: list[int] = []
+    real = Pool.keep
+    monkeypatch.setattr(Pool, "keep", keep)
+    sharded = sw.shard(wide())
+    with pytest.raises(KeyboardInterrupt):
+        sharded.save_async(tmp_path / "step-1", snapshot_bytes=16 * BLOCK)
+    pool = sharded._background._pool
+    assert pool is not None
+    assert len(pool._free) == pool._made
+    for step in range(2, 5):
+        saving = sharded.save_async(tmp_path / f"step-{step}", snapshot_bytes=16 * BLOCK)
+        assert saving is not None
+        saving.wait()
+    assert names(tmp_path) == ["latest", "step-2", "step-3", "step-4"]
+
+
+def test_a_system_without_room_for_a_thread_is_an_error_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            if self.name == "saving step-1, rank 1":
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(background, "Thread", Refused)
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
+        assert saving is not None
+        return said(sw.CheckpointError, saving.wait)
+
+    texts = on_ranks(2, DECODER.build, rank)
+    assert texts[0] == texts[1]
+    assert "rank 1: RuntimeError: can't start new thread" in texts[0]
+    assert names(tmp_path) == []
+
+
+def test_a_writer_that_ends_without_a_word_has_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background.Saving, "_run", lambda self: None)
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
+        assert saving is not None
+        return said(sw.CheckpointError, saving.wait)
+
+    assert "its writer died" in on_ranks(2, DECODER.build, rank)[0]
+    assert names(tmp_path) == []
+
+
+def test_a_save_in_inference_mode_leaves_memory_for_the_next(tmp_path: Path) -> None:
+    sharded = sw.shard(wide())
+    for step, mode in enumerate((True, False, True)):
+        with torch.inference_mode(mode):
+            saving = sharded.save_async(tmp_path / f"step-{step}")
+            assert saving is not None
+            saving.wait()
 
 
 def limited(comm: Comm, path: str) -> str:

@@ -88,22 +88,39 @@ def test_the_writer_never_waits_for_room() -> None:
             found = super().empty()
             if found and not begun:
                 begun.append(True)
-                main.start()
-                while self.qsize() < 2:  # chunks are in the pool, and it is full
-                    time.sleep(0.001)
+                with copying._lock:  # as that thread would; then the pool is full
+                    copying._copy_one()
+                    copying._copy_one()
             return found
 
     begun: list[bool] = []
     copying = Copying(chunks(8), Pool(BLOCK))
     copying._copied = Late()
-    main = threading.Thread(target=copying.rest, daemon=True)
     found: list[int] = []
     writer = threading.Thread(target=lambda: found.extend(drain(copying)), daemon=True)
     writer.start()
     writer.join(20)
     assert found == list(range(8))
-    main.join(20)
-    assert not main.is_alive()
+
+
+def test_a_chunk_that_cannot_be_copied_keeps_no_memory() -> None:
+    def broken() -> Iterator[Chunk]:
+        yield from chunks(1)
+        yield Chunk("file", 0, BLOCK, (torch.empty(BLOCK, dtype=torch.uint8, device="meta"),))
+
+    pool = Pool(64 * BLOCK)
+    with pytest.raises(NotImplementedError, match="meta"):
+        drain(Copying(broken(), pool))
+    assert len(pool._free) == pool._made == 1
+
+
+def test_where_nobody_writes_all_can_be_let_go() -> None:
+    pool = Pool(64 * BLOCK)
+    copying = Copying(chunks(20), pool)
+    copying.rest()
+    for _ in range(2):
+        copying.let_go()
+    assert len(pool._free) == pool._made == 3
 
 
 def test_when_the_other_thread_cannot_copy_the_writer_learns_it_at_the_end() -> None:

@@ -69,9 +69,10 @@ class Saving:
         self._copied = Event()  # all of it, and nothing had changed; or ``_lost`` says why not
         self._lost = ""  # why it cannot be saved; the main thread's
         self._error = ""  # why it was not written; the writer's
+        self._ended = False  # it was written, and published where that is this rank's task
         self._removed: tuple[str, ...] = ()
         self._saved: Saved | None = None
-        self.told = False  # has it raised what went wrong? Whoever waited for it knows, then
+        self.failure = ""  # what check() raised; whoever waited for it knows, then
         name = f"saving {task.final.name}, rank {comm.rank}"
         self._thread = Thread(target=self._run, name=name, daemon=True)
         atexit.register(self._at_exit)
@@ -83,18 +84,21 @@ class Saving:
             CheckpointError: on every rank alike, if any failed. Nothing is published, and
                 training can go on.
         """
+        if self.failure:
+            raise CheckpointError(self.failure)
         if self._saved is not None:
             return self._saved
         if self._copying.over.is_set():
             self.secure()  # it costs nothing now, and the writer waits for it
-        wrong = self._lost or self._error
-        mine = FAILED if wrong else BUSY if self._thread.is_alive() else DONE
+        alive = self._thread.is_alive()  # first: what it says last, it says before it ends
+        wrong = self._lost or self._error or ("" if alive or self._ended else "its writer died")
+        mine = FAILED if wrong else BUSY if alive else DONE
         flags = torch.zeros(self._comm.size, dtype=torch.uint8, device=self._comm.device)
         flags[self._comm.rank] = mine
         self._comm.all_gather(flags, Label("agree", "saving")).wait()
         found = set(flags.tolist())
         if FAILED in found:
-            self._fail()
+            self._fail(wrong)
         if found == {DONE}:
             self._close()
             text = from_rank_0(self._comm, json.dumps(self._removed), "what was removed")
@@ -106,7 +110,7 @@ class Saving:
     def wait(self) -> Saved:
         """Return when it is complete. Raises as ``check`` does."""
         while True:
-            if self._copied.is_set():
+            if self._thread.is_alive() and self._copied.is_set():
                 self._thread.join(GLANCE)
             else:  # the writer copies in its own time: while this thread waits, nothing changes
                 self._copying.over.wait(GLANCE)
@@ -126,7 +130,11 @@ class Saving:
             self._watched, self._stream = watched, _stream_beside(self._comm.device)
         elif self._task.contents.total(self._comm.rank) <= self._pool.room:
             self.secure()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as failure:  # check raises it, on all ranks
+            self._lost = _told(failure)
+            self._copied.set()
         if watched is None:
             self.secure()
 
@@ -151,24 +159,30 @@ class Saving:
 
     def cancel(self) -> None:
         """Give it up, on this rank: nothing is published, and what was written goes."""
-        self._cancelled.set()
-        self._copied.set()
-        if self._thread.is_alive():
-            self._thread.join(10.0)
+        self._stop()
         give_up(self._task)
         self._close()
 
-    def _fail(self) -> None:
-        said = share(self._comm, self._lost or self._error, "why saving failed")
-        self.told = True
-        self.cancel()
+    def _stop(self) -> None:
+        self._cancelled.set()
+        self._copied.set()
+        if self._thread.ident is None:
+            self._copying.let_go()
+        else:
+            self._thread.join(10.0)
+
+    def _fail(self, wrong: str) -> None:
+        self._stop()  # on every rank, before the folder goes
+        said = share(self._comm, wrong, "why saving failed")
+        give_up(self._task)
+        self._close()
         told = {rank: text for rank, text in enumerate(said) if text}
         # Rank 0 repeats what it heard from another; the other says it better.
         if len(told) > 1:
             told = {rank: text for rank, text in told.items() if rank} or told
-        raise CheckpointError(
-            f"saving {self.path} in the background failed: {one_message(told, self._comm.size)}"
-        )
+        text = one_message(told, self._comm.size)
+        self.failure = f"saving {self.path} in the background failed: {text}"
+        raise CheckpointError(self.failure)
 
     def _close(self) -> None:
         atexit.unregister(self._at_exit)
@@ -187,8 +201,10 @@ class Saving:
             if self._stream is not None:
                 torch.accelerator.set_stream(self._stream)
             self._leave(self._write())
+            self._ended = True
         except BaseException as failure:  # noqa: BLE001 - the main thread raises it
             self._error = _told(failure)
+            self._copying.let_go()
             with suppress(Exception):  # else the others wait for it in vain, and then say so
                 self._leave(Part({}, self._error))
 
@@ -319,7 +335,7 @@ class Background:
 
     def _taken(self) -> Saving | None:
         saving, self._saving = self._saving, None
-        return None if saving is None or saving.told else saving
+        return None if saving is None or saving.failure else saving
 
     def _memory(self, options: SaveOptions, comm: Comm) -> Pool:
         if self._pool is None or self._budget != options.snapshot_bytes:

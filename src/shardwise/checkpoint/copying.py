@@ -43,7 +43,7 @@ class Copying:
         self._chunks, self._pool = chunks, pool
         self._copied: SimpleQueue[tuple[Chunk, Slab] | None] = SimpleQueue()
         self._lock = Lock()
-        self._stopped = self._failed = False
+        self._stopped = self._failed = self._drained = False
         self.over = Event()
         """All is copied, or no more will be."""
 
@@ -66,12 +66,20 @@ class Copying:
                 slab, item = item[1], None
                 self._pool.give_back(slab)
         finally:
-            self._stopped = True  # the rest is let go, or whoever copies would wait for room
-            while item is not None:
+            if item is not None:
                 self._pool.give_back(item[1])
-                item = self._next()
+            self.let_go()
         if self._failed:
             raise CheckpointError("what was to be saved could not all be copied")
+
+    def let_go(self) -> None:
+        """Copy no more, and give all slabs back, or whoever copies would wait for room.
+
+        Of the thread that iterates over ``chunks``; of any, where none does.
+        """
+        self._stopped = True
+        while not self._drained and (item := self._next()) is not None:
+            self._pool.give_back(item[1])
 
     def _next(self) -> tuple[Chunk, Slab] | None:
         # Where the lock is taken, the other thread is copying, and something will come. Where it
@@ -82,7 +90,9 @@ class Copying:
                     self._copy_one()
             finally:
                 self._lock.release()
-        return self._copied.get()
+        item = self._copied.get()
+        self._drained = item is None
+        return item
 
     def _copy_one(self) -> None:
         if self.over.is_set():

@@ -32,7 +32,8 @@ class SaveOptions:
         copied_by: when, in the background, all is copied that training may change: ``"return"`` of
             ``save_async``; or the ``"next_step"`` of an optimizer, which waits for what is left.
             Until then nothing else may change parameters or optimizer state; that it did is an
-            error, but for writing through ``param.data``, which nothing can see.
+            error, but for what is written through ``param.data`` or ``numpy()``, or by a collective
+            of torch.distributed, which nothing can see.
         when_busy: to save in the background while the save before is still being written:
             ``"wait"`` for that one, or ``"skip"`` this one.
     """

@@ -100,7 +100,10 @@ class Pool:
         while not self._free and self._made == self._most:
             self._changed.wait()
         if not self._free:
-            memory = torch.empty(self._slab, dtype=torch.uint8, pin_memory=self._pinned)
+            with torch.inference_mode(False):  # else nobody could write to it outside that mode
+                memory = torch.empty(
+                    self._slab, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+                )
             self._made += 1
             return Slab(memory)
         return self._free.pop()
@@ -116,3 +119,4 @@ class Pool:
             last, self._open = self._open, None
             if last is not None:
                 self._free_if_done(last)
+                self._changed.notify_all()
