@@ -17,6 +17,7 @@ __all__ = [
     "is_unreadable",
     "sync_folder",
     "write_file",
+    "written_by_library",
 ]
 
 _ADVICE = {
@@ -53,6 +54,24 @@ def explained(what: str, reads: bool = False) -> Iterator[None]:
         kept = "" if reads else " Complete checkpoints that were there before are as they were."
         raise CheckpointError(
             f"{what} failed: {error.strerror or error}{place}; {advice}.{kept}"
+        ) from error
+
+
+@contextlib.contextmanager
+def written_by_library(path: Path, act: str) -> Iterator[None]:
+    """``explained``, for what torch and safetensors raise where a disk is full: no ``OSError``.
+
+    Args:
+        act: what to do elsewhere, such as ``"save"``.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"writing {path} failed: {error}. Look whether the disk is full, or {act} elsewhere. "
+            "What was there before is as it was."
         ) from error
 
 

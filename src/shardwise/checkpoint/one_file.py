@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwise.checkpoint.disk import explained, sync_folder
+from shardwise.checkpoint.disk import explained, sync_folder, written_by_library
 from shardwise.checkpoint.folder import new_token
 from shardwise.checkpoint.kinds import StateDict
 from shardwise.checkpoint.meeting import from_rank_0, together
@@ -110,19 +110,11 @@ def write_one_file(path: Path, states: Mapping[str, Any]) -> SavedFile:
 
 def _write(unfinished: Path, suffix: str, states: Mapping[str, Any]) -> int:
     found = _once(states) if suffix == ".safetensors" else dict(states)
-    try:
+    with written_by_library(unfinished, "save"):
         if suffix == ".safetensors":
             save_file(found, unfinished, metadata={"format": "pt"})
         else:
             torch.save(found, unfinished)
-    except Exception as error:
-        if isinstance(error, OSError):
-            raise
-        # How torch and safetensors say that a disk is full; theirs are no OSError.
-        raise CheckpointError(
-            f"writing {unfinished} failed: {error}. Look whether the disk is full, or save "
-            "elsewhere. What was there before is as it was."
-        ) from error
     return len(found)
 
 

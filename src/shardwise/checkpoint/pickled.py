@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.destination import Destination, check_room, workplace
-from shardwise.checkpoint.disk import explained, sync_folder
+from shardwise.checkpoint.disk import explained, sync_folder, written_by_library
 from shardwise.checkpoint.dtypes import DTYPES, itemsize
 from shardwise.checkpoint.export import (
     FLOATS,
@@ -83,16 +83,8 @@ def _nbytes(source: Source, dtype: torch.dtype | None) -> int:
 
 
 def _save(states: dict[str, Tensor], unfinished: Path) -> None:
-    try:
+    with written_by_library(unfinished, "export"):
         torch.save(states, unfinished)
-    except Exception as error:
-        if isinstance(error, OSError):
-            raise
-        # How torch says that a disk is full; it is no OSError.
-        raise CheckpointError(
-            f"writing {unfinished} failed: {error}. Look whether the disk is full, or export "
-            "elsewhere. What was there before is as it was."
-        ) from error
 
 
 def _mapped(source: Source) -> dict[str, Tensor]:
