@@ -216,7 +216,7 @@ def test_a_folder_that_vanishes_while_it_is_written(
         found = list(tmp_path.glob("step-2.partial-*"))
         if (at, rank) == (point, 0) and found and not gone.is_set():
             gone.set()
-            shutil.rmtree(found[0])
+            shutil.rmtree(found[0].rename(tmp_path / "gone"))  # at once, also while others write
 
     def fault() -> Callable[[], None]:
         listen(remove)

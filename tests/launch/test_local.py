@@ -52,8 +52,15 @@ with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     assert len({rank["MASTER_PORT"] for rank in told}) == 1
 
 
-def test_the_reason_is_that_of_the_rank_that_failed_first() -> None:
-    code = """
+def test_the_reason_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    code = f"""
+def leave(status, leave=os._exit):  # when both have told
+    open(os.path.join({str(tmp_path)!r}, str(rank)), "w").close()
+    for _ in range(3000):
+        if len(os.listdir({str(tmp_path)!r})) == 2:
+            leave(status)
+        time.sleep(0.01)
+os._exit = leave
 now = 1_700_000_000.0  # in one second: only the exact moment tells them apart
 fail("came second", now + 0.2) if rank == 0 else fail("came first", now + 0.1)
 """
