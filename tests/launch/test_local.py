@@ -52,19 +52,25 @@ with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     assert len({rank["MASTER_PORT"] for rank in told}) == 1
 
 
-def test_the_reason_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
-    code = f"""
-def leave(status, leave=os._exit):  # when both have told
-    open(os.path.join({str(tmp_path)!r}, str(rank)), "w").close()
+def when_both_have_told(folder: Path) -> str:
+    """Code that lets neither of two ranks end before the other has said why it does."""
+    return f"""
+def leave(status, leave=os._exit):
+    open(os.path.join({str(folder)!r}, str(rank)), "w").close()
     for _ in range(3000):
-        if len(os.listdir({str(tmp_path)!r})) == 2:
+        if len(os.listdir({str(folder)!r})) == 2:
             leave(status)
         time.sleep(0.01)
 os._exit = leave
+"""
+
+
+def test_the_reason_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    code = """
 now = 1_700_000_000.0  # in one second: only the exact moment tells them apart
 fail("came second", now + 0.2) if rank == 0 else fail("came first", now + 0.1)
 """
-    assert reason_for(code) == "rank 1: came first"
+    assert reason_for(when_both_have_told(tmp_path) + code) == "rank 1: came first"
 
 
 def test_a_rank_that_was_killed_is_the_reason_for_the_others_errors() -> None:
@@ -79,12 +85,12 @@ fail("my peer is gone")
     assert "was killed by SIGKILL. If nobody did so on purpose, the system was out of" in said
 
 
-def test_what_a_rank_says_of_another_is_a_consequence() -> None:
+def test_what_a_rank_says_of_another_is_a_consequence(tmp_path: Path) -> None:
     code = """
 now = 1_700_000_000.0
 fail("no such folder", now + 0.2) if rank == 0 else fail("rank 0 has left", now + 0.1)
 """
-    assert reason_for(code) == "rank 0: no such folder"
+    assert reason_for(when_both_have_told(tmp_path) + code) == "rank 0: no such folder"
 
 
 def test_a_rank_that_leaves_no_reason_is_named_with_its_status() -> None:
