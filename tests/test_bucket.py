@@ -10,7 +10,7 @@ import shardwise as sw
 from shardwise.bucket import BucketSpec, specs_of
 from shardwise.comm.fake import FakeComm
 from shardwise.options import Options
-from shardwise.schedule import Placement
+from shardwise.strategies import Placement
 from shardwise.units import choose_units
 from tests.nets import NETS, Net, decoder, mostly_frozen
 

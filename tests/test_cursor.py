@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shardwise.cursor import Cursor, Step, steps
 from shardwise.order import mirror
-from shardwise.schedule import Cue, Event, Op, Order, Phase, Placement, Policy, Weight, events
+from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, Weight, events
+from shardwise.strategies import Placement
 
 FORWARD = tuple(
     Cue(op, unit, Phase.FORWARD) for unit in ("a", "b", "c") for op in (Op.ENTER, Op.EXIT)

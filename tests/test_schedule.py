@@ -20,12 +20,12 @@ from shardwise.schedule import (
     Op,
     Order,
     Phase,
-    Placement,
     Policy,
     Prefetch,
     Weight,
     events,
 )
+from shardwise.strategies import Placement
 
 FULL = Placement.named("full_shard")
 ZERO2 = Placement.named("shard_grad_op")

@@ -25,14 +25,19 @@ PACKAGE = ROOT / "src" / "shardwise"
 LONGEST_FUNCTION = 60  # lines, docstring included
 LONGEST_FILE = 400  # lines
 MOST_PARAMETERS = 8  # counting self; the aim is 6
-ENGINE_BUDGET = 7_250  # a ratchet: lines with docstrings, without blanks and comments
+ENGINE_BUDGET = 7_700  # a ratchet: lines with docstrings, without blanks and comments
 NAMES_THAT_EXPLAIN_NOTHING = {"utils", "helpers", "common", "misc", "base"}
 
 # file or folder of the package → what of the package it may import (itself always)
-ONLY: dict[str, set[str]] = {"errors": set(), "layout": {"errors"}, "schedule": {"errors"}}
+ONLY: dict[str, set[str]] = {
+    "errors": set(),
+    "layout": {"errors"},
+    "schedule": {"errors", "strategies"},
+    "strategies": {"errors"},
+}
 NEVER = {"plan": {"buffers", "runtime", "comm"}}
 MAY_IMPORT_TORCH_DISTRIBUTED = {"comm", "launch", "integrations", "checkpoint/dcp"}
-WITHOUT_TORCH = {"errors", "schedule"}
+WITHOUT_TORCH = {"errors", "schedule", "strategies"}
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

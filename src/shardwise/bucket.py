@@ -22,7 +22,7 @@ from shardwise.guard import Sharding
 from shardwise.layout import Layout, Slot
 from shardwise.options import Options
 from shardwise.precision import Dtypes
-from shardwise.schedule import Placement
+from shardwise.strategies import Placement
 from shardwise.units import Member, Unit
 
 __all__ = ["BucketSpec", "specs_of"]

@@ -22,7 +22,7 @@ from shardwise.errors import ConfigError
 from shardwise.guard import sharding_of
 from shardwise.materialise import checksums, give_values, sync
 from shardwise.options import Options
-from shardwise.schedule import Placement
+from shardwise.strategies import Placement
 from shardwise.unit_state import UnitState
 from shardwise.units import Member, Unit, Units
 

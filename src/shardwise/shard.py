@@ -31,8 +31,9 @@ from shardwise.optim.norm import clip_gradients
 from shardwise.options import Options
 from shardwise.recompute import check_own_checkpointing, checkpoint_units
 from shardwise.runtime import Mode, Runtime
-from shardwise.schedule import Order, Placement, Policy
+from shardwise.schedule import Order, Policy
 from shardwise.state import StateHooks, full_params, local_state, whole_copy
+from shardwise.strategies import Placement
 from shardwise.unit_state import UnitState
 from shardwise.units import Units, choose_units
 from shardwise.wrap import Wrap

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from shardwise.errors import ConfigError
-from shardwise.schedule import Placement
+from shardwise.strategies import Placement
 
 __all__ = [
     "BatchConfig",

@@ -1,0 +1,64 @@
+"""Strategies by name: a strategy is where things live, and nothing else.
+
+Parameters, gradients and optimizer state are each replicated or split. Everything that a strategy
+does in a step follows from that in ``schedule``, so a new one is a row of this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError, nearest
+
+__all__ = ["Placement"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where parameters, gradients and optimizer state live; nothing else.
+
+    Attributes:
+        name: the preset's name.
+        splits: at rest a rank holds one shard, and the optimizer sees that.
+        resident: the full bucket keeps its memory between uses (its values may be stale).
+        frees: a unit is freed after each use, not only at its last.
+    """
+
+    name: str
+    splits: bool
+    resident: bool
+    frees: bool
+
+    @classmethod
+    def named(cls, name: str) -> Placement:
+        """The preset of this name; any case, ``-`` for ``_``, and the field's other names.
+
+        Raises:
+            ConfigError: no such strategy; the message lists those there are.
+        """
+        key = str(name).strip().lower().replace("-", "_").lstrip("_")
+        key = _ALSO_CALLED.get(key, key)
+        if key not in _PRESETS:
+            known = ", ".join(_PRESETS)
+            raise ConfigError(
+                f"strategy {name!r} does not exist; nearest is {nearest(key, _PRESETS)[0]!r}. "
+                f"Choose one of {known}."
+            )
+        return _PRESETS[key]
+
+
+_PRESETS = {
+    "no_shard": Placement("no_shard", splits=False, resident=True, frees=False),
+    "zero1": Placement("zero1", splits=True, resident=True, frees=False),
+    "shard_grad_op": Placement("shard_grad_op", splits=True, resident=False, frees=False),
+    "full_shard": Placement("full_shard", splits=True, resident=False, frees=True),
+}
+_ALSO_CALLED = {
+    "ddp": "no_shard",
+    "zero_1": "zero1",
+    "zero2": "shard_grad_op",
+    "zero_2": "shard_grad_op",
+    "zero3": "full_shard",
+    "zero_3": "full_shard",
+    "fsdp": "full_shard",
+}
