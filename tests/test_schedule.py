@@ -7,14 +7,23 @@ a root with three or four layers, gathers, frees ("reshard") and reduces ("post_
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
+from types import FrameType
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from shardwise import schedule
 from shardwise.cursor import steps
 from shardwise.errors import ConfigError
 from shardwise.order import mirror
 from shardwise.schedule import (
+    CUES,
     Cue,
     Event,
     Op,
@@ -399,6 +408,98 @@ def test_every_use_lies_between_a_gather_and_a_free(placement: Placement, depth:
             gathered.remove(event.unit)
         elif event.op is Op.ENTER:
             assert event.unit in gathered
+
+
+# ---- any order -------------------------------------------------------------------------------
+
+
+@st.composite
+def any_order(draw: st.DrawFn) -> Order:
+    """Units around units, used again, also inside themselves."""
+    cues, around = list[Cue](), list[str]()
+    for unit in draw(st.lists(st.sampled_from(["root", "a", "b", "c", None, None]), max_size=24)):
+        if unit is not None:
+            around.append(unit)
+            cues.append(Cue(Op.ENTER, unit, Phase.FORWARD))
+        elif around:
+            cues.append(Cue(Op.EXIT, around.pop(), Phase.FORWARD))
+    cues += [Cue(Op.EXIT, unit, Phase.FORWARD) for unit in reversed(around)]
+    return Order(tuple(cues), mirror(cues))
+
+
+def wanted_next(cues: Sequence[Cue], around: Sequence[str]) -> str | None:
+    """The next unit to compute, besides those around it."""
+    entered = (cue.unit for cue in cues if cue.op is Op.ENTER and cue.unit not in around)
+    return next(entered, None)
+
+
+@given(
+    order=any_order(),
+    placement=st.sampled_from([FULL, ZERO2, ZERO1]),
+    depth=st.sampled_from([None, 0, 100, 250, 10**9]),
+    when=st.sampled_from(["pre", "post"]),
+)
+def test_in_any_order_what_is_needed_next_is_gathered_next_and_kept_and_reduced_once(
+    order: Order, placement: Placement, depth: int | None, when: str
+) -> None:
+    cues = [*order.forward, *order.backward]
+    gathered, around, reduced, at = set[str](), list[str](), list[str](), 0
+    built = listed(order, Policy(placement, Prefetch(depth, depth, when)))
+    for number, event in enumerate(built):
+        if event.op is Op.GATHER:
+            assert event.unit == wanted_next(cues[at:], list(gathered))
+            gathered.add(event.unit)
+        elif event.op is Op.FREE:
+            assert event.unit not in around
+            gathered.remove(event.unit)
+        elif event.op is Op.REDUCE:
+            assert not any(cue.unit == event.unit for cue in cues[at:])
+            reduced.append(event.unit)
+        elif event.op in (Op.ENTER, Op.EXIT):
+            assert Cue(*event[:3]) == cues[at]
+            assert event.unit in gathered
+            at += 1
+        if event.op is Op.ENTER:
+            around.append(event.unit)
+        elif event.op is Op.EXIT:
+            around.remove(event.unit)
+            if placement.frees and event.unit not in around:
+                after = takewhile(lambda e: e.op not in CUES, built[number + 1 :])
+                freed = any((e.op, e.unit) == (Op.FREE, event.unit) for e in after)
+                assert freed is (wanted_next(cues[at:], around) != event.unit)
+    assert at == len(cues)
+    assert sorted(reduced) == sorted({cue.unit for cue in cues})
+    assert gathered == set()
+
+
+def lines_run(order: Order, policy: Policy) -> int:
+    """How many lines of the builder run."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace if frame.f_code.co_filename == schedule.__file__ else None
+
+    before, heavy = sys.gettrace(), weights(order)
+    sys.settrace(trace)
+    try:
+        events(order, policy, heavy)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("placement", [FULL, ZERO2, ZERO1, DDP])
+@pytest.mark.parametrize("depth", [None, 10**9])
+def test_a_schedule_of_twice_the_units_is_twice_the_work(
+    placement: Placement, depth: int | None
+) -> None:
+    """A model that deviates at every step has it built at every step."""
+    once, twice = (
+        lines_run(layers(n), Policy(placement, Prefetch(depth, depth))) for n in (50, 100)
+    )
+    assert twice < 2.1 * once
 
 
 # ---- cutting at cues ---------------------------------------------------------------------------

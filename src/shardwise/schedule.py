@@ -17,9 +17,11 @@ in bytes, not in units, because units differ in size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from shardwise.errors import ConfigError
@@ -157,33 +159,75 @@ class Policy:
 
 @dataclass
 class _Writer:
-    """The list while it grows, and what is gathered at its end."""
+    """The list while it grows, and what is gathered at its end.
+
+    A model that deviates at every step has its schedule built at every step, so no question is
+    answered by a search through the cues: where each unit is used next is known beforehand, and
+    two heaps hold the next uses of the units that are not gathered and of those that are not open.
+    """
 
     cues: tuple[Cue, ...]
     policy: Policy
     weights: Mapping[str, Weight]
     events: list[Event] = field(default_factory=list)
     gathered: set[str] = field(default_factory=set)
-    ahead: list[str] = field(default_factory=list)  # gathered, not entered yet
-    open: list[str] = field(default_factory=list)  # entered, not left yet
+    ahead: set[str] = field(default_factory=set)  # gathered, not entered yet
+    ahead_bytes: int = 0
+    open: Counter[str] = field(default_factory=Counter)  # entered, not left yet
     reducing: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.next_use, first_uses = _uses(self.cues)
+        self.largest = max((weight.gathered for weight in self.weights.values()), default=0)
+        # Positions of cues. One that is past, or whose unit is gathered by now, is stale.
+        self.not_open = list(first_uses.values())
+        self.not_gathered = [at for unit, at in first_uses.items() if unit not in self.gathered]
+        heapify(self.not_open)
+        heapify(self.not_gathered)
 
     def add(self, op: Op, unit: str, phase: Phase, reason: str) -> None:
         self.events.append(Event(op, unit, phase, reason))
 
     def gather(self, unit: str, phase: Phase, reason: str) -> None:
         self.gathered.add(unit)
-        self.ahead.append(unit)
+        self.ahead.add(unit)
+        self.ahead_bytes += self.weights[unit].gathered
         self.add(Op.GATHER, unit, phase, reason)
 
-    def free(self, unit: str, phase: Phase, reason: str) -> None:
+    def enter(self, unit: str) -> None:
+        self.used.add(unit)
+        self.open[unit] += 1
+        if unit in self.ahead:
+            self.ahead.remove(unit)
+            self.ahead_bytes -= self.weights[unit].gathered
+
+    def exit(self, unit: str, again: int | None) -> None:
+        self.open[unit] -= 1
+        if not self.open[unit] and again is not None:
+            heappush(self.not_open, again)
+
+    def free(self, unit: str, again: int | None, phase: Phase, reason: str) -> None:
         self.gathered.discard(unit)
+        if again is not None:
+            heappush(self.not_gathered, again)
         self.add(Op.FREE, unit, phase, reason)
 
     def settle(self, keep: int, phase: Phase, reason: str) -> None:
         while len(self.reducing) > keep:
             self.add(Op.SETTLE, self.reducing.pop(0), phase, reason)
+
+
+def _uses(cues: Sequence[Cue]) -> tuple[list[int | None], dict[str, int]]:
+    """For each cue, where its unit is entered next; and for each unit, where it is first."""
+    upcoming: dict[str, int] = {}
+    next_use: list[int | None] = [None] * len(cues)
+    for position in reversed(range(len(cues))):
+        cue = cues[position]
+        next_use[position] = upcoming.get(cue.unit)
+        if cue.op is Op.ENTER:
+            upcoming[cue.unit] = position
+    return next_use, upcoming
 
 
 def events(order: Order, policy: Policy, weights: Mapping[str, Weight]) -> tuple[Event, ...]:
@@ -218,21 +262,21 @@ def _enter(writer: _Writer, position: int, cue: Cue) -> None:
     if cue.phase is Phase.FORWARD or writer.policy.prefetch.when == "pre":
         _prefetch(writer, position, f"ahead, while {cue.unit or '(root)'} computes")
     writer.events.append(Event(*cue))
-    writer.used.add(cue.unit)
-    writer.open.append(cue.unit)
-    if cue.unit in writer.ahead:
-        writer.ahead.remove(cue.unit)
+    writer.enter(cue.unit)
 
 
 def _exit(writer: _Writer, position: int, cue: Cue) -> None:
+    again = writer.next_use[position]
     writer.events.append(Event(*cue))
-    writer.open.remove(cue.unit)
+    writer.exit(cue.unit, again)
     if cue.phase is Phase.BACKWARD and writer.policy.prefetch.when == "post":
         _prefetch(writer, position, f"ahead, {cue.unit or '(root)'} has computed")
-    if cue.unit not in writer.open and _releases(writer, position, cue):
-        last = not _comes_again(writer, position, cue.unit)
-        writer.free(cue.unit, cue.phase, "last use" if last else "not needed soon")
-    if _is_last_backward(writer, position, cue):
+    if writer.open[cue.unit]:
+        return
+    if _releases(writer, position, cue):
+        reason = "last use" if again is None else "not needed soon"
+        writer.free(cue.unit, again, cue.phase, reason)
+    if _is_reduced(writer, cue) and again is None:
         writer.reducing.append(cue.unit)
         writer.add(Op.REDUCE, cue.unit, cue.phase, "its gradients are complete")
         writer.settle(1, cue.phase, "one reduce stays in flight")
@@ -243,7 +287,7 @@ def _end(writer: _Writer, cue: Cue) -> None:
     writer.settle(0, cue.phase, "the optimizer may run next")
     if not _stays_gathered(writer.policy):
         for unit in sorted(writer.gathered):
-            writer.free(unit, cue.phase, "the step is over")
+            writer.free(unit, None, cue.phase, "the step is over")
 
 
 def _stays_gathered(policy: Policy) -> bool:
@@ -252,60 +296,54 @@ def _stays_gathered(policy: Policy) -> bool:
 
 
 def _prefetch(writer: _Writer, position: int, reason: str) -> None:
-    prefetch, phase = writer.policy.prefetch, writer.cues[position].phase
-    budget = prefetch.forward if phase is Phase.FORWARD else prefetch.backward
+    prefetch, cue = writer.policy.prefetch, writer.cues[position]
+    budget = prefetch.forward if cue.phase is Phase.FORWARD else prefetch.backward
     if not writer.policy.gathers or budget == 0:
         return
-    if budget is None:
-        budget = max((weight.gathered for weight in writer.weights.values()), default=0)
-    for cue in writer.cues[position + 1 :]:
-        if cue.phase is not phase:
+    budget = writer.largest if budget is None else budget
+    if cue.unit in writer.ahead:  # used now, so not ahead of its use
+        budget += writer.weights[cue.unit].gathered
+    while (wanted := _first_to_gather(writer, position)) is not None:
+        if wanted.phase is not cue.phase:
             return
-        if cue.op is not Op.ENTER or cue.unit in writer.gathered:
-            continue
-        mine = writer.cues[position].unit  # used now, so not ahead of its use
-        ahead = sum(writer.weights[unit].gathered for unit in writer.ahead if unit != mine)
-        if ahead + writer.weights[cue.unit].gathered > budget:
+        if writer.ahead_bytes + writer.weights[wanted.unit].gathered > budget:
             return
         if prefetch.limit is not None and len(writer.ahead) >= prefetch.limit:
             return
-        writer.gather(cue.unit, phase, reason)
+        writer.gather(wanted.unit, cue.phase, reason)
+
+
+def _first_to_gather(writer: _Writer, position: int) -> Cue | None:
+    """The first use after ``position`` of a unit that is not gathered."""
+    while writer.not_gathered:
+        at = writer.not_gathered[0]
+        if at > position and writer.cues[at].unit not in writer.gathered:
+            return writer.cues[at]
+        heappop(writer.not_gathered)
+    return None
 
 
 def _releases(writer: _Writer, position: int, cue: Cue) -> bool:
     policy, placement = writer.policy, writer.policy.placement
     if not policy.gathers or placement.resident or cue.unit not in writer.gathered:
         return False
+    again = writer.next_use[position]
     if not placement.frees:
-        return policy.reduces and not _comes_again(writer, position, cue.unit)
-    if policy.kept is None or not _crosses(writer, position, cue):
-        return not _comes_next(writer, position, cue.unit)
+        return policy.reduces and again is None
+    crosses = again is not None and writer.cues[again].phase is not cue.phase
+    if policy.kept is None or not crosses:
+        return not _comes_next(writer, position)
     return cue.unit not in policy.kept
 
 
-def _crosses(writer: _Writer, position: int, cue: Cue) -> bool:
-    """Is this the unit's last forward use before a backward one?"""
-    later = [
-        c.phase for c in writer.cues[position + 1 :] if c.unit == cue.unit and c.op is Op.ENTER
-    ]
-    return cue.phase is Phase.FORWARD and bool(later) and later[0] is Phase.BACKWARD
+def _comes_next(writer: _Writer, position: int) -> bool:
+    """Is the unit that is left at ``position`` the next to compute, besides those around it?"""
+    while writer.not_open and writer.not_open[0] <= position:
+        heappop(writer.not_open)
+    return bool(writer.not_open) and writer.not_open[0] == writer.next_use[position]
 
 
-def _comes_again(writer: _Writer, position: int, unit: str) -> bool:
-    return any(c.op is Op.ENTER and c.unit == unit for c in writer.cues[position + 1 :])
-
-
-def _comes_next(writer: _Writer, position: int, unit: str) -> bool:
-    """Is ``unit`` the next to compute, besides those around it?"""
-    for cue in writer.cues[position + 1 :]:
-        if cue.op is Op.ENTER and cue.unit == unit:
-            return True
-        if cue.op is Op.ENTER and cue.unit not in writer.open:
-            return False
-    return False
-
-
-def _is_last_backward(writer: _Writer, position: int, cue: Cue) -> bool:
-    if cue.phase is Phase.FORWARD or not writer.policy.reduces or cue.unit in writer.open:
+def _is_reduced(writer: _Writer, cue: Cue) -> bool:
+    if cue.phase is Phase.FORWARD or not writer.policy.reduces:
         return False
-    return writer.weights[cue.unit].gradients > 0 and not _comes_again(writer, position, cue.unit)
+    return writer.weights[cue.unit].gradients > 0
