@@ -16,6 +16,7 @@ from shardwise.comm.disagree import (
     left,
     mismatch,
     named,
+    slow,
 )
 
 A, B, C, D = (Collective(seq, "all_gather", "gather", f"blocks.{seq}", 1024) for seq in range(4))
@@ -158,3 +159,17 @@ def test_a_tag_depends_on_every_field_and_is_never_the_unused_one() -> None:
     many = {A._replace(seq=seq).tag for seq in range(10_000)}
     assert len(many) > 9_990
     assert all(0 <= tag < NO_TAG for tag in many)
+
+
+def test_the_lowest_rank_that_waits_says_it_for_all() -> None:
+    cursors = {0: at(A), 1: at(A, waits=0), 2: at(A, waits=0), 3: at(A, ended="done")}
+    assert [slow(rank, cursors, [4], 5.2, A) for rank in (1, 2)] == [
+        "ranks 1 and 2 have waited 5 s for rank 4 at gather blocks.0 (collective 0, 1,024 bytes)",
+        "",
+    ]
+
+
+def test_a_backend_that_every_rank_waits_for_is_named() -> None:
+    assert slow(1, {1: at(A, waits=0)}, [], 20.0, A).startswith(
+        "rank 1 has waited 20 s for the backend, though every rank has come, at gather blocks.0"
+    )

@@ -109,6 +109,18 @@ def test_a_log_line_names_the_peer_whose_message_is_missing(
     assert "for rank 2 at" in caplog.messages[-1]
 
 
+def test_a_comm_that_notes_its_wait_at_every_poll_is_told_of_at_doubling_times(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, since = group.add(2), time.monotonic()
+    mine.issue(A)
+    while time.monotonic() < since + 0.35:
+        mine.waits = Wait(A, since, peer=1)
+        time.sleep(0.002)
+    mine.waits = None
+    assert 1 <= len(caplog.messages) <= 3  # at 0.1, 0.2 and perhaps 0.4 s, not at every poll
+
+
 def test_nothing_is_written_while_nobody_waits_long(group: Group) -> None:
     mine, theirs = group.add(2), group.add(2)
     before = group.store.num_keys()

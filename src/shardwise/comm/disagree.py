@@ -24,6 +24,7 @@ __all__ = [
     "left",
     "mismatch",
     "named",
+    "slow",
 ]
 
 DEAD = "This group cannot be used any more."
@@ -155,6 +156,25 @@ def late(ranks: Sequence[int], seconds: float, waiting: Mapping[int, Collective]
         "processes are doing (py-spy dump --pid …), or give the slow part more time: "
         "connect(timeout=…)."
     )
+
+
+def slow(
+    rank: int,
+    cursors: Mapping[int, Cursor],
+    missing: Sequence[int],
+    seconds: float,
+    collective: Collective,
+) -> str:
+    """That ``rank`` waits for ``missing`` ranks, or for the backend if every rank has come.
+
+    Of the ranks that wait for the same, the lowest says it for all; the others say ``""``.
+    """
+    waiting = [r for r, c in sorted(cursors.items()) if c.waits == collective.seq and not c.ended]
+    if waiting[:1] != [rank]:
+        return ""
+    verb = "has" if len(waiting) == 1 else "have"
+    who = named(missing) if missing else "the backend, though every rank has come,"
+    return f"{named(waiting)} {verb} waited {seconds:,.0f} s for {who} at {collective.in_full}"
 
 
 def facts_differ(facts: Sequence[Mapping[str, str]]) -> str:

@@ -28,7 +28,7 @@ from shardwise.comm.disagree import (
     gone,
     late,
     left,
-    named,
+    slow,
 )
 from shardwise.errors import RanksDisagree
 
@@ -182,21 +182,22 @@ class Watch:
             waits = self.waits
             if waits is None or self._dead or waits.over():
                 continue
-            if waits is not watched:
+            if watched is None or waits.since != watched.since:  # a comm that polls makes many
                 watched, look, say = waits, PATIENCE, SAY
             age = monotonic() - waits.since
             if age < look:
                 continue
-            look = age + min(SLOWEST, age / 4)
-            reason, missing = self._look(waits, age)
+            reason, text = self._look(waits, age)
             if reason:
                 self.fail(reason)
-            elif age >= say:
-                say = 2 * age
-                log.warning("%s", missing)
+            elif text and age >= say:
+                log.warning("%s", text)
+            while say <= age:
+                say *= 2
+            look = min(say, age + min(SLOWEST, age / 4))
 
     def _look(self, waits: Wait, age: float) -> tuple[str, str]:
-        """Why the wait can never end (or ``""``), and for whom it lasts."""
+        """Why the wait can never end (or ``""``), and what ``slow`` says of it."""
         collective = waits.collective
         try:
             self._tell(waits=collective.seq)
@@ -207,10 +208,7 @@ class Watch:
         missing = [waits.peer] if waits.peer >= 0 else absent(cursors, self._size, collective)
         if not reason and age > self._timeout:
             reason = late(missing, age, {self._rank: collective})
-        who = named(missing) if missing else "the backend, though every rank has come,"
-        return reason, (
-            f"rank {self._rank} has waited {age:,.0f} s for {who} at {collective.in_full}"
-        )
+        return reason, slow(self._rank, cursors, missing, age, collective)
 
     # --- the store -------------------------------------------------------------------------
 

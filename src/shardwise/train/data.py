@@ -72,7 +72,7 @@ def prepare(recipe: Recipe, comm: Comm, folder: Folder | None) -> Data:
     start = time.perf_counter()
     read = None if folder is None else _read(recipe, folder)
     text = text_from_rank_0(
-        comm, None if read is None else read.tokenizer, "tokenizer that rank 0 learns"
+        comm, None if read is None else read.tokenizer, "tokenizer, which rank 0 trains"
     )
     training = from_rank_0(comm, None if read is None else read.training, "training tokens")
     validation = from_rank_0(comm, None if read is None else read.validation, "validation tokens")

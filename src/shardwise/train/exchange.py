@@ -23,7 +23,7 @@ def from_rank_0(comm: Comm, values: Tokens | None, what: str) -> Tokens:
     """Rank 0's ``values`` (int32, any length) on every rank; the others pass ``None``."""
     mine = np.empty(0, np.int32) if values is None else values
     length = torch.tensor([len(mine)], dtype=torch.int64, device=comm.device)
-    comm.broadcast(length, 0, Label("broadcast", f"length of {what}")).wait()
+    comm.broadcast(length, 0, Label("broadcast", what)).wait()
     whole = torch.empty(int(length), dtype=torch.int32, device=comm.device)
     if values is not None:
         whole.copy_(torch.from_numpy(np.ascontiguousarray(values)))
