@@ -14,10 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
-from shardwise.comm.protocol import Comm
-from shardwise.materialise import Init, default_init
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.local import Done
+from shardwise.comm.protocol import Comm, Label, Pending
+from shardwise.materialise import Init, default_init, sync
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.devices import DEVICES
 from tests.nets import NETS, Decoder, Net
 from tests.parity.meta import built_on_meta, made_whole
 from tests.ranks import run_threads
@@ -388,6 +391,60 @@ def test_without_it_equal_ranks_start_without_a_word(strategy: str) -> None:
         assert comm.counters.calls == {}
 
     on_ranks(2, nets.odd_convnet, rank)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_that_was_built_on_the_cpu_is_sent_from_the_comms_device(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    comm = FakeComm(1, 2, device)
+    sent: list[str] = []
+
+    def strict(tensor: Tensor, root: int, label: Label) -> Pending:
+        assert tensor.device.type == device  # as NCCL asks
+        sent.append(label.unit)
+        return Done()
+
+    monkeypatch.setattr(comm, "broadcast", strict)
+    model = nets.odd_convnet()
+    train(model, nets.odd_convnet_batch(0, 2))  # gradients follow their parameters
+    sw.shard(model, comm=comm)
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    assert sorted(sent) == sorted(names)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert {t.device.type for t in (*model.parameters(), *model.buffers(), *grads)} == {device}
+
+
+def test_a_value_is_moved_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value can be there; where it is sent from is what counts."""
+    elsewhere = FakeComm(1, 2, "meta")
+    sent: list[str] = []
+
+    def strict(tensor: Tensor, root: int, label: Label) -> Pending:
+        sent.append(tensor.device.type)
+        return Done()
+
+    monkeypatch.setattr(elsewhere, "broadcast", strict)
+    assert sync(torch.ones(3), elsewhere, "weight").is_meta
+    assert sent == ["meta"]
+
+
+def test_each_value_that_was_sent_is_let_go_before_the_next_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comm = FakeComm(1, 2)
+    alive: list[int] = []
+    last: list[StorageWeakRef] = []
+
+    def watched(tensor: Tensor, root: int, label: Label) -> Pending:
+        alive.append(sum(not ref.expired() for ref in last))
+        last[:] = [StorageWeakRef(tensor.untyped_storage())]
+        return Done()
+
+    monkeypatch.setattr(comm, "broadcast", watched)
+    sw.shard(nets.decoder(), comm=comm)
+    assert set(alive) == {0}
+    assert len(alive) > 10
 
 
 class Slices(nn.Module):

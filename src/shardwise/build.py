@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.bucket import BucketSpec
 from shardwise.buffers import Bucket
 from shardwise.comm.memory import give_back
-from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
 from shardwise.guard import sharding_of
 from shardwise.materialise import checksums, give_values, sync
@@ -85,21 +85,19 @@ def cut(
     """Give every parameter its value and cut it; afterwards each rank holds its shards alone."""
     states: dict[str, UnitState] = {}
     sends = options.sync_module_states and comm.size > 1
-    sent = [0, 0]  # tensors, bytes
 
     def finished(unit: Unit) -> None:
-        if sends:
-            sent[0] += len(unit.members)
-            sent[1] += sync(unit.members, comm)
-        states[unit.name] = UnitState(unit.name, tuple(map(_cut_bucket, specs[unit.name])))
+        buckets = (_cut_bucket(spec, sends) for spec in specs[unit.name])
+        states[unit.name] = UnitState(unit.name, tuple(buckets))
         if comm.device.type == "cpu" and unit.numel >= GIVEN_BACK:
             give_back()
 
+    given = [m.param.numel() * m.param.element_size() for unit in units for m in unit.members]
     give_values(model, units, comm.device, options.init, finished)
-    for nbytes in _place_buffers(model, options.precision.buffers, comm, sends):
-        sent[0], sent[1] = sent[0] + 1, sent[1] + nbytes
+    given += _place_buffers(model, options.precision.buffers, comm, sends)
     if sends:
-        log.info("states synchronised from rank 0 (%d tensors, %d bytes)", *sent)
+        text = "states synchronised from rank 0 (%d tensors, %d bytes)"
+        log.info(text, len(given), sum(given))
     numel = sum(unit.numel for unit in units)
     if not any(spec.placement.splits for held in specs.values() for spec in held) and numel >= 1e9:
         log.warning(
@@ -111,11 +109,12 @@ def cut(
     return {unit.name: states[unit.name] for unit in units}
 
 
-def _cut_bucket(spec: BucketSpec) -> Bucket:
-    """Cut whole parameters into this rank's shards, and let them go."""
+def _cut_bucket(spec: BucketSpec, sends: bool) -> Bucket:
+    """Cut whole parameters into this rank's shards, and let each go before the next one."""
     bucket = Bucket(spec)
     for index, member in enumerate(spec.members):
-        bucket.take(index, member.param)
+        value = member.param.data
+        bucket.take(index, sync(value, spec.comm, member.name) if sends else value)
         _rest(bucket, index, member)
     return bucket
 
@@ -127,24 +126,23 @@ def _rest(bucket: Bucket, index: int, member: Member) -> None:
     param.sharding = sharding  # type: ignore[attr-defined]
     if gradient is not None:
         local = sharding.cut(gradient, param.shape)
-        param.grad = local.to(bucket.dtypes.stored, copy=True)
+        param.grad = local.to(param.device, bucket.dtypes.stored, copy=True)
 
 
 def _place_buffers(
     model: nn.Module, dtype: torch.dtype | None, comm: Comm, sends: bool
 ) -> Iterable[int]:
-    """Buffers stay whole on each rank: moved, cast, and sent by rank 0 once. Yields bytes sent."""
+    """Buffers stay whole on each rank: moved, cast, and sent by rank 0 once. Yields their bytes."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
             placed = buffer.to(comm.device, cast)
-            if sends and placed.numel():
-                placed = placed.contiguous()
-                comm.broadcast(placed, 0, Label("broadcast", f"{prefix}.{name}".lstrip("."))).wait()
-                yield placed.numel() * placed.element_size()
+            if sends:
+                placed = sync(placed, comm, f"{prefix}.{name}".lstrip("."))
             module._buffers[name] = placed
+            yield placed.nbytes
 
 
 def uncut(buckets: Iterable[Bucket]) -> None:

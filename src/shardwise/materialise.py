@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
-from shardwise.units import Member, Unit
+from shardwise.units import Unit
 
 __all__ = ["Init", "checksums", "default_init", "give_values", "sync"]
 
@@ -139,14 +139,13 @@ def _has_mark(piece: Tensor) -> bool:
     return piece.dtype is not torch.bool and bool((piece == torch.iinfo(piece.dtype).max).any())
 
 
-def sync(members: Sequence[Member], comm: Comm) -> int:
-    """Send rank 0's values of ``members`` to every rank. Returns bytes."""
-    for member in members:
-        # As a message has it: a parameter may be a slice or a transpose of something.
-        value = member.param.data.contiguous()
-        comm.broadcast(value, 0, Label("broadcast", member.name)).wait()
-        member.param.data = value
-    return sum(m.param.numel() * m.param.element_size() for m in members)
+def sync(value: Tensor, comm: Comm, name: str) -> Tensor:
+    """Rank 0's ``value`` on every rank, contiguous and on the comm's device. A collective."""
+    # Moved first: what a model was built on may be no place that the comm's backend serves.
+    moved = value.to(comm.device).contiguous()
+    if moved.numel():
+        comm.broadcast(moved, 0, Label("broadcast", name)).wait()
+    return moved
 
 
 def checksums(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
