@@ -53,7 +53,9 @@ def test_what_this_machine_has(
 
 def test_each_process_gets_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     made_current: list[int] = []
-    module = SimpleNamespace(device_count=lambda: 4, set_device=made_current.append)
+    module = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 4, set_device=made_current.append
+    )
     asked: list[str] = []
 
     def get_device_module(device: str) -> SimpleNamespace:
@@ -62,7 +64,7 @@ def test_each_process_gets_the_device_of_its_local_rank(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch, "get_device_module", get_device_module)
     assert device_of(row("xpu"), 3) == torch.device("xpu", 3)
-    assert (asked, made_current) == (["xpu"], [3])
+    assert (asked, made_current) == (["xpu"] * 2, [3])
     with pytest.raises(ConfigError, match="local rank 4 wants xpu:4, but torch sees 4 here"):
         device_of(row("xpu"), 4)
     assert made_current == [3]

@@ -7,12 +7,24 @@ device calls only (``torch.accelerator``, ``torch.get_device_module``). A new de
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from shardwise.errors import ConfigError, nearest
 
-__all__ = ["ROWS", "Accelerator", "Backend", "detect", "device_of", "row"]
+__all__ = [
+    "ROWS",
+    "Accelerator",
+    "Backend",
+    "detect",
+    "device_module",
+    "device_of",
+    "imported",
+    "row",
+]
 
 
 @dataclass(frozen=True)
@@ -38,12 +50,14 @@ class Accelerator:
         alignment: bytes at whose multiples a slot starts.
         averages: whether to use the backend's AVG, once it has passed a self-test. XCCL has
             divided twice for some sizes (intel/torch-xpu-ops#3020): there we sum and divide.
+        plugin: the module whose import lets torch know the device; ``""`` if torch always does.
     """
 
     device: str
     backends: tuple[Backend, ...]
     alignment: int
     averages: bool
+    plugin: str = ""
 
 
 ROWS = (
@@ -54,12 +68,14 @@ ROWS = (
         (Backend("xccl"), Backend("ccl", plugin="oneccl_bindings_for_pytorch")),
         alignment=128,
         averages=False,
+        plugin="intel_extension_for_pytorch",
     ),
     Accelerator(
         "hpu",
         (Backend("hccl", plugin="habana_frameworks.torch.distributed.hccl"),),
         alignment=128,
         averages=False,
+        plugin="habana_frameworks.torch",
     ),
 )
 
@@ -82,7 +98,14 @@ def row(device: torch.device | str) -> Accelerator:
 
 
 def detect() -> Accelerator:
-    """The row of the accelerator that torch sees here; the CPU's if none has a row."""
+    """The row of the accelerator that torch sees here; the CPU's if none has a row.
+
+    Raises:
+        ConfigError: a device's plug-in is installed, and cannot be imported.
+    """
+    if not torch.accelerator.is_available():
+        for known in ROWS:
+            imported(known.plugin)
     if torch.accelerator.is_available():
         found = torch.accelerator.current_accelerator()
         if found is not None and found.type in {known.device for known in ROWS}:
@@ -96,11 +119,11 @@ def device_of(accelerator: Accelerator, local_rank: int) -> torch.device:
     Always with its index: a bare ``xpu`` has sent libraries down the CUDA path.
 
     Raises:
-        ConfigError: this machine has fewer devices than processes.
+        ConfigError: torch does not know the device, or sees fewer of it than there are processes.
     """
     if accelerator.device == "cpu":
         return torch.device("cpu")
-    module = torch.get_device_module(accelerator.device)
+    module = device_module(accelerator)
     count = module.device_count()
     if local_rank >= count:
         raise ConfigError(
@@ -110,6 +133,49 @@ def device_of(accelerator: Accelerator, local_rank: int) -> torch.device:
         )
     module.set_device(local_rank)
     return torch.device(accelerator.device, local_rank)
+
+
+def device_module(accelerator: Accelerator) -> Any:
+    """What ``torch.get_device_module`` gives, after the import of the device's plug-in.
+
+    Raises:
+        ConfigError: torch does not know the device, and no plug-in is installed that teaches it.
+    """
+    if not _is_available(accelerator.device):
+        imported(accelerator.plugin)
+    try:
+        return torch.get_device_module(accelerator.device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"this torch does not know the device {accelerator.device}: it needs "
+            f"{accelerator.plugin}, which is not installed here. Install it, or pass "
+            'device="cpu".'
+        ) from error
+
+
+def imported(plugin: str) -> bool:
+    """Import ``plugin`` if its package is installed. Returns whether it is.
+
+    Raises:
+        ConfigError: it is installed, and its import fails.
+    """
+    if not plugin or find_spec(plugin.split(".", maxsplit=1)[0]) is None:
+        return False
+    try:
+        import_module(plugin)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"{plugin} is installed, but its import failed ({error}), so its devices cannot be "
+            'used. Repair or remove that package, or pass device="cpu".'
+        ) from error
+    return True
+
+
+def _is_available(device: str) -> bool:
+    try:
+        return bool(torch.get_device_module(device).is_available())
+    except RuntimeError:  # torch does not know this kind of device
+        return False
 
 
 def _backends(accelerator: Accelerator) -> str:

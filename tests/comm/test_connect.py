@@ -198,11 +198,11 @@ def test_an_existing_group_a_mesh_axis_and_a_part_of_the_world_will_do() -> None
 # --- who carries the collectives -------------------------------------------------------------
 
 
-def stub(folder: Path, module: str) -> None:
-    """A package that imports, and nothing else."""
+def stub(folder: Path, module: str, code: str = "") -> None:
+    """A package that imports, and runs ``code``."""
     place = folder.joinpath(*module.split("."))
     place.mkdir(parents=True)
-    (place / "__init__.py").write_text("")
+    (place / "__init__.py").write_text(code)
 
 
 @pytest.fixture
@@ -211,7 +211,12 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
+    monkeypatch.setattr(torch, "hpu", None, raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: torch.hpu is not None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
+    torch.get_device_module.cache_clear()
     yield tmp_path
+    torch.get_device_module.cache_clear()
     for name in set(sys.modules) - before:
         del sys.modules[name]
 
@@ -253,3 +258,49 @@ def test_a_missing_backend_is_named_with_where_it_comes_from(device: str, text: 
     with pytest.raises(ConfigError) as error:
         _load(row(device))
     assert text in str(error.value)
+
+
+HPU = """
+import torch
+from types import SimpleNamespace
+torch.hpu = SimpleNamespace(
+    is_available=lambda: True,
+    device_count=lambda: 2,
+    set_device=lambda index: None,
+)
+"""
+
+
+@pytest.mark.parametrize("device", ["hpu", None])
+def test_a_devices_plug_in_is_imported_before_the_device_is_looked_for(
+    plugins: Path, device: str | None
+) -> None:
+    stub(plugins, "habana_frameworks.torch", HPU)
+    with connect(device) as comm:
+        assert comm.device == torch.device("hpu", 0)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_without_the_plug_in_its_device_is_refused_and_the_cpu_is_what_there_is() -> None:
+    with pytest.raises(ConfigError) as error:
+        connect("hpu")
+    assert str(error.value) == (
+        "this torch does not know the device hpu: it needs habana_frameworks.torch, which is not "
+        'installed here. Install it, or pass device="cpu".'
+    )
+    with connect() as comm:
+        assert comm.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["hpu", None])
+def test_a_plug_in_that_cannot_be_imported_never_means_the_cpu_in_silence(
+    plugins: Path, device: str | None
+) -> None:
+    stub(plugins, "habana_frameworks.torch", "raise ImportError('libSynapse.so: not found')")
+    with pytest.raises(ConfigError) as error:
+        connect(device)
+    assert str(error.value) == (
+        "habana_frameworks.torch is installed, but its import failed (libSynapse.so: not found), "
+        "so its devices cannot be used. Repair or remove that package, or pass "
+        'device="cpu".'
+    )

@@ -11,8 +11,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardwise.accelerators import Accelerator, Backend, detect, device_of, row
+from shardwise.accelerators import (
+    Accelerator,
+    Backend,
+    detect,
+    device_module,
+    device_of,
+    imported,
+    row,
+)
 from shardwise.comm.local import LocalComm
 from shardwise.comm.memory import keep_mapped
 from shardwise.comm.native import NativeComm
@@ -196,7 +202,7 @@ def _here(group: ProcessGroup, device: str | None) -> torch.device:
     accelerator = row(device)
     if accelerator.device == "cpu":
         return torch.device("cpu")
-    return torch.device(accelerator.device, torch.get_device_module(device).current_device())
+    return torch.device(accelerator.device, device_module(accelerator).current_device())
 
 
 def _initialise(backend: Backend, device: torch.device, timeout: float) -> None:
@@ -222,8 +228,7 @@ def _load(accelerator: Accelerator) -> Backend:
     for backend in accelerator.backends:
         if not backend.plugin and dist.is_backend_available(backend.name):
             return backend
-        if backend.plugin and find_spec(backend.plugin.split(".")[0]):
-            import_module(backend.plugin)
+        if imported(backend.plugin):
             return backend
     wanted = " or ".join(
         f"{b.name} (import {b.plugin})" if b.plugin else f"{b.name} (built into torch)"
