@@ -155,7 +155,7 @@ def test_every_mode_has_an_order_of_its_own() -> None:
     with torch.no_grad():
         sharded.model(x, times=2)
     sharded.model(x).sum().backward()
-    orders = sharded.runtime.orders
+    orders = sharded.runtime.schedules.orders
     once = "(layers.2 ) (layers.1 ) (layers.0 ) (last )"
     assert read(orders["train"].forward) == once
     assert read(orders["forward"].forward) == f"{once[:-8]} {once}"

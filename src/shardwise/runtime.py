@@ -12,27 +12,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
-from shardwise.cursor import Cursor, Step, steps
+from shardwise.cursor import Cursor, Step
 from shardwise.errors import ScheduleError
 from shardwise.precision import Precision
-from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, Weight, events
+from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy
+from shardwise.schedules import Mode, Schedules
 from shardwise.unit_state import UnitState
 from shardwise.used import ask_used
 from shardwise.visits import Visit
 
-__all__ = ["Mode", "Runtime"]
+__all__ = ["Runtime"]
 
 log = logging.getLogger("shardwise")
-
-Mode = str
-"""``"train"``; ``"accumulate"`` and ``"last"`` micro-batch; ``"forward"`` without gradients."""
 
 
 class Runtime:
@@ -60,13 +57,7 @@ class Runtime:
         self.units, self.comm, self.policy, self.precision = units, comm, policy, precision
         self.participates = participates
         self.reduces = True  # accumulate() sets it
-        self.orders: dict[Mode, Order] = {
-            "train": order,
-            "accumulate": order,
-            "last": order,
-            "forward": Order(order.forward),
-        }
-        self._scripts: dict[Mode, tuple[Step, ...]] = {}
+        self.schedules = Schedules(units, policy, order)
         self._cursor = Cursor("train", ())
         self._settling: list[str] = []
         self._trainable = [b for state in units.values() for b in state.trainable]
@@ -82,30 +73,6 @@ class Runtime:
         self._warned: set[Mode] = set()
         self.listeners: list[Callable[[Event], None]] = []
 
-    # ---- which schedule ------------------------------------------------------------------
-
-    def weights(self) -> dict[str, Weight]:
-        """Bytes of each unit: gathered parameters, and gradients."""
-        return {name: state.weight() for name, state in self.units.items()}
-
-    def policy_of(self, mode: Mode) -> Policy:
-        stays = not self.policy.placement.frees
-        held = frozenset(self.units) if mode == "last" and stays else frozenset()
-        return replace(self.policy, reduces=mode != "accumulate", held=held)
-
-    def events(self, mode: Mode) -> tuple[Event, ...]:
-        """The schedule of ``mode``, as it stands now."""
-        return events(self.orders[mode], self.policy_of(mode), self.weights())
-
-    def set_order(self, mode: Mode, order: Order) -> None:
-        self.orders[mode] = order
-        self._scripts.pop(mode, None)
-
-    def _script(self, mode: Mode) -> tuple[Step, ...]:
-        if mode not in self._scripts:
-            self._scripts[mode] = steps(self.events(mode))
-        return self._scripts[mode]
-
     def _mode(self) -> Mode:
         if not torch.is_grad_enabled():
             return "forward"
@@ -119,13 +86,13 @@ class Runtime:
         """A forward pass starts with unit ``first``. Returns the cursor to ``resume`` after it."""
         before, mode = self._cursor, self._mode()
         if mode == "forward":
-            self._cursor = Cursor(mode, self._script(mode))
+            self._cursor = Cursor(mode, self.schedules.script(mode))
             return before
         self._read = True
         if before.mode == mode and not before.ended and self._goes_on(first):
             return before
         if before.ended:
-            self._cursor = Cursor(mode, self._script(mode))
+            self._cursor = Cursor(mode, self.schedules.script(mode))
         else:  # not "unless its graph is gone": how long a graph lives may differ by rank
             before.improvise()
         return self._cursor
@@ -363,7 +330,7 @@ class Runtime:
         self.steps_done += mode != "forward"
         if cursor.improvised and not self.participates:
             order = cursor.recorded()
-            if order != self.orders[mode]:
+            if order != self.schedules.orders[mode]:
                 self._re_record(mode, order)
 
     def _re_record(self, mode: Mode, order: Order) -> None:
@@ -376,7 +343,7 @@ class Runtime:
                 self.steps_done,
                 mode,
             )
-        self.set_order(mode, order)
+        self.schedules.set_order(mode, order)
 
     def abandon(self, why: str) -> None:
         """Forget a step that stopped half-way: nothing gathered, nothing collected."""

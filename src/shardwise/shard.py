@@ -30,8 +30,9 @@ from shardwise.optim.gate import Gate
 from shardwise.optim.norm import clip_gradients
 from shardwise.options import Options
 from shardwise.recompute import check_own_checkpointing, checkpoint_units
-from shardwise.runtime import Mode, Runtime
+from shardwise.runtime import Runtime
 from shardwise.schedule import Order, Policy
+from shardwise.schedules import Mode
 from shardwise.state import StateHooks, full_params, local_state, whole_copy
 from shardwise.strategies import Placement
 from shardwise.unit_state import UnitState
@@ -165,8 +166,8 @@ class Sharded:
         finally:
             self._hooks.suspended = False
         for mode in ("train", "accumulate", "last"):
-            self.runtime.set_order(mode, rehearsed)
-        self.runtime.set_order("forward", Order(rehearsed.forward))
+            self.runtime.schedules.set_order(mode, rehearsed)
+        self.runtime.schedules.set_order("forward", Order(rehearsed.forward))
         return self.schedule
 
     # ---- whole values --------------------------------------------------------------------------
@@ -290,10 +291,9 @@ class Sharded:
 
     def schedule_of(self, mode: Mode) -> Schedule:
         """The schedule of ``"train"``, ``"accumulate"``, ``"last"`` or ``"forward"``."""
-        runtime = self.runtime
-        listed = runtime.events(mode)
-        name, comm = self.placement.name, self.comm
-        return Schedule(listed, runtime.weights(), name, mode, comm.size, comm.shares)
+        schedules, name, comm = self.runtime.schedules, self.placement.name, self.comm
+        listed, weights = schedules.events(mode), schedules.weights()
+        return Schedule(listed, weights, name, mode, comm.size, comm.shares)
 
     def __repr__(self) -> str:
         params = sum(bucket.layout.used for bucket in self.buckets)
