@@ -1,6 +1,6 @@
 """Ranks for tests: threads where they will do, processes where only processes will.
 
-Both take a function of a comm and return what each rank returned, in rank order.
+All take a function of a comm and return what each rank returned, in rank order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from shardwise.comm import connect, threads
+from shardwise.comm.process_group import Ending
+from shardwise.comm.protocol import Comm
+from shardwise.comm.shared_memory import shared_memory
 
 T = TypeVar("T")
 
@@ -35,6 +38,19 @@ HUNG = "it did not end in time, and was killed"
 def run_threads(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
     """``fn(comm, *args)`` on ``world`` threads."""
     return threads.run(world, lambda comm: fn(comm, *args), timeout)
+
+
+def run_sharing(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+    """``fn(comm, *args)`` on ``world`` threads that share memory in the way of processes."""
+    store = HashStore()
+
+    def rank(threads: Comm) -> T:
+        comm = shared_memory(store, threads.rank, world, timeout, Ending())
+        assert comm is not None
+        with comm:
+            return fn(comm, *args)
+
+    return run_threads(world, rank, timeout=timeout)
 
 
 def run_processes(world: int, fn: Callable[..., T], *args: Any, timeout: float = 90.0) -> list[T]:

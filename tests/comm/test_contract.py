@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm import shared_memory
 from shardwise.comm.connect import over
 from shardwise.comm.local import LocalComm
 from shardwise.comm.native import NativeComm
@@ -18,7 +19,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import SharedMemoryComm
 from tests.comm import laws
 from tests.comm.laws import LAWS, NATIVE_LAWS, Law
-from tests.ranks import gloo_group, outcomes_of, run_threads
+from tests.ranks import gloo_group, outcomes_of, run_sharing, run_threads
 
 WORLDS_OF_PROCESSES = [2, 3]
 KINDS: dict[str, type] = {
@@ -77,6 +78,14 @@ def test_one_rank_alone_keeps_the_law(law: Law) -> None:
 @pytest.mark.parametrize("law", LAWS)
 def test_threads_keep_the_law(law: Law, world: int) -> None:
     run_threads(world, law)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_shared_memory_keeps_the_law_where_more_is_in_flight_than_it_has_rows(
+    law: Law, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "ROWS", 2)
+    run_sharing(3, law)
 
 
 @pytest.mark.spawn

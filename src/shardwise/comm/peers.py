@@ -159,7 +159,7 @@ class PeerComm:
 class InFlight:
     """A collective in flight: what completes it, then what finishes its result. Final."""
 
-    __slots__ = ("_complete", "_counters", "_finish", "_op")
+    __slots__ = ("__weakref__", "_complete", "_counters", "_finish", "_op")
 
     def __init__(
         self,

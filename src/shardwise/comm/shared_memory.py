@@ -21,7 +21,9 @@ import json
 import os
 import platform
 import select
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
@@ -43,7 +45,7 @@ __all__ = ["SharedMemoryComm", "shared_memory"]
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
-ROWS = 1024  # collectives in flight at most; a rank is never that far ahead of another
+ROWS = 1024  # collectives in flight at most: a rank that issues more settles its oldest
 CONTROL = 1 << 26  # bytes at the start of the common arena that hold the rows
 SPINS = 100  # looks, each giving way to other threads, before a rank goes to sleep
 NAP, LONGEST_NAP = 20e-6, 1e-3  # seconds
@@ -145,9 +147,11 @@ class SharedMemoryComm:
         rows = self._common.bytes(0, size * ROWS * 4 * 8).view(np.int64)
         self._rows = rows.reshape(size, ROWS, 4)
         self.dead: Numbers = self._common.bytes(CONTROL - 8, 8).view(np.int64)  # [1]
-        self._common_end = CONTROL
         self._heap = Heap(self._own[rank], self._is_being_read)
+        self._common_end = CONTROL
         self._issued = 0
+        self._room = ROWS  # the first collective whose row may still be in use
+        self._flying: list[weakref.ref[InFlight] | None] = [None] * ROWS  # by row
         atexit.register(self._at_exit)
         self._alive = {peer: os.pidfd_open(pids[peer]) for peer in self._peers}
 
@@ -227,12 +231,16 @@ class SharedMemoryComm:
         self._in_flight(collective, label, lambda: self._read(collective)).wait()
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        def share(text: str) -> list[str]:
-            collective = self._next("agree", Label("agree"), 0)
-            return self._watch.share(collective, text, is_gone=self._is_gone)
-
-        if difference := agree(facts, share):
+        if difference := agree(facts, self._share):
             raise self._watch.fail(difference)
+
+    def _share(self, text: str) -> list[str]:
+        """Every rank's ``text``."""
+        collective = self._next("agree", Label("agree"), 0)
+        self._post(collective, 0)
+        texts = self._watch.share(collective, text, is_gone=self._is_gone)
+        self._read(collective)
+        return texts
 
     # ---- rows ------------------------------------------------------------------------------
 
@@ -242,9 +250,28 @@ class SharedMemoryComm:
 
     def _post(self, collective: Collective, offset: int) -> None:
         self._watch.issue(collective)
+        if collective.seq >= self._room:
+            self._make_room(collective)
         row = self._rows[self.rank, collective.seq % ROWS]
         row[1], row[2] = collective.tag, offset
         row[0] = collective.seq + 1  # last: who sees it sees the others
+
+    def _make_room(self, collective: Collective) -> None:
+        """Return when nobody needs the row of ``collective`` any more for the one before in it.
+
+        A rank that has too many collectives in flight settles its own oldest, and waits for the
+        ranks that have not: until then they read there where their pieces are.
+        """
+        number, row = collective.seq - ROWS, collective.seq % ROWS
+        if self._rows[self.rank, row, 3] <= number:
+            flying = self._flying[row]
+            if pending := flying and flying():
+                pending.wait()
+            self._rows[self.rank, row, 3] = number + 1  # also if nobody will ever wait for it
+        self._until(collective, partial(self._reader, number))
+        read = np.roll(self._rows[:, :, 3].min(axis=0), -row)  # [ROWS], from this row on
+        in_use = np.flatnonzero(read <= np.arange(number, number + ROWS))
+        self._room = collective.seq + int(in_use[0] if len(in_use) else ROWS)
 
     def _shown(self, data: Tensor, collective: Collective) -> Tensor:
         """Let peers read ``data``, from where it lies if that is our arena, else from a copy."""
@@ -270,8 +297,12 @@ class SharedMemoryComm:
 
     def _is_being_read(self, number: int) -> bool:
         """May a peer still read what we showed in collective ``number``?"""
+        return number >= 0 and self._reader(number) is not None
+
+    def _reader(self, number: int) -> int | None:
+        """A peer that has not read what we showed in collective ``number``, if there is one."""
         rows = self._rows[:, number % ROWS, 3]
-        return number >= 0 and any(rows[peer] <= number for peer in self._peers)
+        return next((peer for peer in self._peers if rows[peer] <= number), None)
 
     def _arrived(self, collective: Collective) -> int | None:
         """A peer that has not issued ``collective``, if there is one."""
@@ -287,17 +318,23 @@ class SharedMemoryComm:
     def _in_flight(
         self, collective: Collective, label: Label, finish: Callable[[], None]
     ) -> Pending:
-        return InFlight(lambda: self._wait(collective), finish, self.counters, label.op)
+        missing = partial(self._arrived, collective)
+        pending = InFlight(
+            lambda: self._until(collective, missing), finish, self.counters, label.op
+        )
+        self._flying[collective.seq % ROWS] = weakref.ref(pending)
+        return pending
 
-    def _wait(self, collective: Collective) -> None:
+    def _until(self, collective: Collective, missing: Callable[[], int | None]) -> None:
+        """Wait at ``collective`` until no peer is missing."""
         for _ in range(SPINS):
             if self.dead[0]:
                 break
-            if self._arrived(collective) is None:
+            if missing() is None:
                 return
             os.sched_yield()
         since, nap = monotonic(), NAP
-        while (peer := self._arrived(collective)) is not None or self.dead[0]:
+        while (peer := missing()) is not None or self.dead[0]:
             self._watch.waits = Wait(collective, since, -1 if peer is None else peer)
             self._watch.raise_if_dead()
             if self.dead[0]:
