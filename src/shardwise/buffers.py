@@ -203,6 +203,17 @@ class Bucket:
         for param, whole in zip(self.params, wholes, strict=True):
             param.data = whole
 
+    def close(self) -> None:
+        """Let all memory go, once the parameters have other memory. Nothing works after it.
+
+        At once, and not when what refers to this object is found to be garbage: another layout may
+        be made next.
+        """
+        self.gradients.drop()
+        self.full = self.shard = self._writer = self._own = torch.empty(0)
+        self._storage = self.full.untyped_storage()
+        self._full_views = self._rest_views = []
+
     def holds(self, index: int, whole: Tensor) -> bool:
         """Is this rank's part of parameter ``index`` what ``whole`` says?"""
         view = self._rest_views[index]

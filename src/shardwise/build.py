@@ -153,3 +153,4 @@ def uncut(buckets: Iterable[Bucket]) -> None:
             param.__class__ = nn.Parameter
             param.data = whole.clone()
             del param.sharding  # type: ignore[attr-defined]
+        bucket.close()

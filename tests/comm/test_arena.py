@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.comm.arena import PAGE, Arena, Heap
+from shardwise.comm.arena import PAGE, Arena, CommonHeap, Heap
 
 
 def test_two_mappings_of_one_file_show_the_same_bytes() -> None:
@@ -84,3 +84,40 @@ def test_nothing_takes_no_block() -> None:
     own = heap(set())
     assert own.allocate(0, torch.float32).numel() == 0
     assert own.arena.offset_of(own.allocate(1, torch.uint8)) == 0
+
+
+# --- blocks that are the same on every rank --------------------------------------------------
+
+
+def starts(common: CommonHeap, *pages: int) -> list[int]:
+    """Where blocks of so many pages begin, in pages; they die at once."""
+    blocks = [common.allocate(PAGE * count, torch.uint8) for count in pages]
+    return [(common._arena.offset_of(block) or 0) // PAGE for block in blocks]
+
+
+def test_a_common_block_is_given_out_again_only_once_all_ranks_have_let_it_go() -> None:
+    common = CommonHeap(Arena.made(), PAGE)
+    assert starts(common, 1, 2) == [1, 2]
+    assert common.let_go == {PAGE, 2 * PAGE}  # on this rank
+    assert starts(common, 1) == [4]
+    common.reuse([2 * PAGE])
+    assert common.let_go == {PAGE, 4 * PAGE}
+    assert starts(common, 1, 1) == [2, 3]
+
+
+def test_common_blocks_are_merged_so_another_layout_fits_in_the_place_of_the_one_before() -> None:
+    common = CommonHeap(Arena.made(), 0)
+    for layout in ([3, 1, 2], [2, 2, 2], [1, 5], [6]):
+        assert starts(common, *layout)[0] == 0
+        common.reuse(set(common.let_go))
+        assert common._free[0][0] == 0
+    assert len(common._free) == 1
+
+
+def test_a_common_block_lives_as_long_as_a_view_of_it() -> None:
+    common = CommonHeap(Arena.made(), 0)
+    view = common.allocate(10, torch.float32)[3:]
+    assert common.let_go == set()
+    assert view.untyped_storage().nbytes() == 40  # or saving it would save the whole file
+    del view
+    assert common.let_go == {0}

@@ -18,9 +18,10 @@ from shardwise.comm import shared_memory as module
 from shardwise.comm.connect import over
 from shardwise.comm.peers import PeerComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.shared_memory import SharedMemoryComm
 from shardwise.errors import ConfigError
 from tests.nets import loss, tied_decoder, tied_decoder_batch
-from tests.ranks import gloo_group, outcomes_of
+from tests.ranks import gloo_group, outcomes_of, run_sharing
 
 pytestmark = pytest.mark.spawn
 
@@ -119,23 +120,20 @@ def test_a_gather_moves_nothing_and_parameters_exist_once_per_host() -> None:
     assert 2 * model <= total <= 2 * model + 2 * 5 * model // 16
 
 
-def cast(rank: int, world: int, folder: str) -> list[int]:
-    with gloo_group(rank, world, folder), over(dist.group.WORLD) as comm:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
-        precision = sw.Precision(compute=torch.bfloat16)
-        sharded = sw.shard(model, comm=comm, precision=precision)
-        copied = []
-        for _ in range(2):
-            model(torch.ones(1, 64)).sum().backward()
-            copied.append(sum(bucket.copied for bucket in sharded.buckets))
-        return copied
+def cast(comm: Comm) -> list[int]:
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    precision = sw.Precision(compute=torch.bfloat16)
+    sharded = sw.shard(model, comm=comm, precision=precision)
+    copied = []
+    for _ in range(2):
+        model(torch.ones(1, 64)).sum().backward()
+        copied.append(sum(bucket.copied for bucket in sharded.buckets))
+    return copied
 
 
 def test_each_rank_casts_its_slice_once_a_step() -> None:
-    outcomes = outcomes_of(2, cast)
     slices = 4 * 64 * 64 // 2 * 2  # bytes: half of each layer, in bf16
-    assert [o.value for o in outcomes] == [[slices, 2 * slices]] * 2
+    assert run_sharing(2, cast) == [[slices, 2 * slices]] * 2
 
 
 def cannot_share(rank: int, world: int, folder: str) -> tuple[bool, str]:
@@ -159,6 +157,27 @@ def test_nothing_of_it_has_a_name_in_dev_shm() -> None:
     assert not list(Path("/dev/shm").glob("*shardwise*"))
 
 
+def relayouts(comm: SharedMemoryComm) -> list[int]:
+    """How much of the common memory was ever in use after each of six, in bytes."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    sharded = sw.shard(model, comm=comm)
+    weight = model.get_parameter("0.weight")
+    kept = weight.detach() if comm.rank == 1 else torch.empty(0)
+    values, used = kept.clone(), []
+    for frozen in (True, False) * 3:
+        weight.requires_grad_(not frozen)  # other buckets, of other sizes
+        sharded.relayout()
+        used.append(comm._buckets._free[-1][0])
+        model(torch.ones(1, 64)).sum().backward()
+    assert torch.equal(kept, values)  # what a user looks at is not given out again
+    return used
+
+
+def test_a_layout_takes_the_place_of_the_one_before() -> None:
+    for used in run_sharing(2, relayouts):
+        assert used[2:] == [used[1]] * 4
+
+
 class Slow(nn.Module):
     """Computes late on rank 1, once it is told to."""
 
@@ -173,22 +192,19 @@ class Slow(nn.Module):
         return result
 
 
-def step_while_a_peer_computes(rank: int, world: int, folder: str) -> list[float]:
-    with gloo_group(rank, world, folder), over(dist.group.WORLD, transport="memory") as comm:
-        slow = Slow()
-        model = nn.Sequential(slow, nn.Linear(4, 4))
-        for param in model.parameters():
-            nn.init.ones_(param)
-        sw.shard(model, comm=comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model(torch.ones(2, 4)).sum().backward()
-        slow.delay = 0.5 * rank
-        logged = model(torch.ones(2, 4))  # with gradients, and without a backward pass
-        optimizer.step()
-        return list(logged[0].tolist())
+def step_while_a_peer_computes(comm: Comm) -> list[float]:
+    slow = Slow()
+    model = nn.Sequential(slow, nn.Linear(4, 4))
+    for param in model.parameters():
+        nn.init.ones_(param)
+    sw.shard(model, comm=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(2, 4)).sum().backward()
+    slow.delay = 0.5 * comm.rank
+    logged = model(torch.ones(2, 4))  # with gradients, and without a backward pass
+    optimizer.step()
+    return list(logged[0].tolist())
 
 
 def test_no_rank_updates_what_another_still_computes_with() -> None:
-    for outcome in outcomes_of(2, step_while_a_peer_computes):
-        assert outcome.error == ""
-        assert outcome.value == [21.0] * 4
+    assert run_sharing(2, step_while_a_peer_computes) == [[21.0] * 4] * 2

@@ -12,14 +12,14 @@ import os
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "Heap"]
+__all__ = ["Arena", "CommonHeap", "Heap"]
 
 SIZE = 1 << 40  # bytes of address space per file; pages that nobody touches cost nothing
 PAGE = mmap.PAGESIZE
@@ -106,3 +106,52 @@ class Heap:
             if not self._is_being_read(self._shown.get(offset, -1)):
                 return offsets.pop(index)
         return None
+
+
+class CommonHeap:
+    """Gives out blocks of the common arena: the same to every rank, if all ask in the same order.
+
+    A tensor dies at another moment on every rank. So a block is given out again only after the
+    ranks have told each other that it is in ``let_go`` of all of them. Blocks are merged: another
+    layout of the same model fits in the place of the one before.
+
+    Args:
+        arena: the common one.
+        start: its first byte that may be given out.
+    """
+
+    def __init__(self, arena: Arena, start: int) -> None:
+        self._arena = arena
+        self._free = [(start, SIZE)]  # start and stop of each range, ascending, none beside another
+        self._sizes: dict[int, int] = {}  # start → bytes of each block that is given out
+        self.let_go: set[int] = set()  # the starts of blocks whose tensors are gone on this rank
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """``[numel]``, uninitialised, with a storage of its own."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        nbytes = numel * dtype.itemsize
+        start = self._take(-(-nbytes // PAGE) * PAGE)
+        block = self._arena.bytes(start, nbytes)
+        weakref.finalize(block, self.let_go.add, start).atexit = False
+        return torch.from_numpy(block).view(dtype)
+
+    def reuse(self, starts: Iterable[int]) -> None:
+        """Take back the blocks that every rank has let go; the same ones on every rank."""
+        for start in sorted(starts):
+            self.let_go.remove(start)
+            self._free.append((start, start + self._sizes.pop(start)))
+        ascending, self._free = sorted(self._free), []
+        for start, stop in ascending:
+            if self._free and self._free[-1][1] == start:
+                start, _ = self._free.pop()  # noqa: PLW2901 - one range with the one before
+            self._free.append((start, stop))
+
+    def _take(self, size: int) -> int:
+        """The first range that is large enough."""
+        at = next(i for i, (start, stop) in enumerate(self._free) if stop - start >= size)
+        start, stop = self._free.pop(at)
+        if start + size < stop:
+            self._free.insert(at, (start + size, stop))
+        self._sizes[start] = size
+        return start

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardwise.comm.arena import Arena, Heap
+from shardwise.comm.arena import Arena, CommonHeap, Heap
 from shardwise.comm.disagree import Collective
 from shardwise.comm.peers import InFlight, agree, pieces_of, sum_in_rank_order
 from shardwise.comm.process_group import Ending
@@ -148,7 +148,7 @@ class SharedMemoryComm:
         self._rows = rows.reshape(size, ROWS, 4)
         self.dead: Numbers = self._common.bytes(CONTROL - 8, 8).view(np.int64)  # [1]
         self._heap = Heap(self._own[rank], self._is_being_read)
-        self._common_end = CONTROL
+        self._buckets = CommonHeap(self._common, CONTROL)
         self._issued = 0
         self._room = ROWS  # the first collective whose row may still be in use
         self._flying: list[weakref.ref[InFlight] | None] = [None] * ROWS  # by row
@@ -162,11 +162,12 @@ class SharedMemoryComm:
             return self._heap.allocate(numel, dtype)
 
     def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The same memory on every rank, because every rank asks in the same order."""
-        offset = self._common_end
-        self._common_end += -(-numel * dtype.itemsize // 4096) * 4096
+        """The same memory on every rank, because every rank asks in the same order.
+
+        It is given out again after its tensors are gone on every rank, and after an ``agree``.
+        """
         with torch.inference_mode(False):
-            return self._common.tensor(offset, numel, dtype)
+            return self._buckets.allocate(numel, dtype)
 
     # ---- collectives -----------------------------------------------------------------------
 
@@ -235,12 +236,15 @@ class SharedMemoryComm:
             raise self._watch.fail(difference)
 
     def _share(self, text: str) -> list[str]:
-        """Every rank's ``text``."""
+        """Every rank's ``text``; what every rank has let go by now may be given out again."""
         collective = self._next("agree", Label("agree"), 0)
         self._post(collective, 0)
-        texts = self._watch.share(collective, text, is_gone=self._is_gone)
+        mine = json.dumps([text, sorted(self._buckets.let_go)])
+        texts = self._watch.share(collective, mine, is_gone=self._is_gone)
         self._read(collective)
-        return texts
+        said = [json.loads(text) for text in texts]
+        self._buckets.reuse(set.intersection(*(set(let_go) for _, let_go in said)))
+        return [text for text, _ in said]
 
     # ---- rows ------------------------------------------------------------------------------
 
