@@ -17,36 +17,39 @@ back) and ``train``.
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-from shardwise import optim, wrap
-from shardwise.checkpoint import (
-    Loaded,
-    Saved,
-    SavedFile,
-    Saving,
-    StateDict,
-    Training,
-    by_name,
-    join,
-    numbered,
-)
-from shardwise.comm.connect import connect
-from shardwise.errors import (
-    CheckpointError,
-    ConfigError,
-    DamagedCheckpoint,
-    OptimizerError,
-    RanksDisagree,
-    ScheduleError,
-    ShardUseError,
-    ShardwiseError,
-)
-from shardwise.precision import Precision
-from shardwise.schedule import Prefetch
-from shardwise.shard import Sharded, shard
+if TYPE_CHECKING:
+    from shardwise import optim, wrap
+    from shardwise.checkpoint import (
+        Loaded,
+        Saved,
+        SavedFile,
+        Saving,
+        StateDict,
+        Training,
+        by_name,
+        join,
+        numbered,
+    )
+    from shardwise.comm.connect import connect
+    from shardwise.errors import (
+        CheckpointError,
+        ConfigError,
+        DamagedCheckpoint,
+        OptimizerError,
+        RanksDisagree,
+        ScheduleError,
+        ShardUseError,
+        ShardwiseError,
+    )
+    from shardwise.precision import Precision
+    from shardwise.schedule import Prefetch
+    from shardwise.sharded import Sharded, shard
 
-__version__ = version("shardwise")
+    __version__: str
 
 __all__ = [
     "CheckpointError",
@@ -74,3 +77,29 @@ __all__ = [
     "shard",
     "wrap",
 ]
+
+
+# --- imported when first used: the command line answers `--version` without torch ------------
+
+_HOMES = ("errors", "schedule", "precision", "comm.connect", "sharded", "checkpoint")
+
+if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+    def __getattr__(name: str) -> object:
+        """A public name from its module, or a module of the package."""
+        if name == "__version__":
+            return version("shardwise")
+        for home in _HOMES if name in __all__ else ():
+            module = import_module(f"shardwise.{home}")
+            if name in module.__all__:
+                return globals().setdefault(name, getattr(module, name))
+        try:
+            return import_module(f"shardwise.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"shardwise.{name}":
+                raise
+            raise AttributeError(f"shardwise has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -119,8 +119,7 @@ def run(made: Path, folder: Path, do: Callable[[Callable[[], object]], object]) 
 
     do(pickled)
     do(lambda: export_dcp(made, folder / "dcp"))
-    command = [str(folder / "x.pt"), str(folder / "of")]
-    do(lambda: cli.export_command.main(command, standalone_mode=False))
+    do(lambda: cli.run_export(folder / "x.pt", folder / "of", cli.Wanted()))
 
 
 def die(*_: object) -> None:

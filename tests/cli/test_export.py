@@ -92,7 +92,7 @@ def test_options_that_do_not_go_together_are_refused(
     assert "it knows no --dtype" in capsys.readouterr().err
     for option in (["--optimizer-file", "o.pt"], ["--optimizer-class", "SGD"], ["--trust-source"]):
         assert export(run, tmp_path / "out", *option) == 1
-        assert f"{option[0]} goes with a source of torch" in capsys.readouterr().err
+        assert f"{option[0]} is for PyTorch files" in capsys.readouterr().err
     for form in ("pt", "dcp"):
         assert export(run, tmp_path / "out", "--format", form, "--max-file-size", "5GB") == 1
         assert "knows no --max-file-size" in capsys.readouterr().err

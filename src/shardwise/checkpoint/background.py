@@ -45,7 +45,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["Background", "Saving"]
 

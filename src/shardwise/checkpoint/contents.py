@@ -36,7 +36,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["BUFFER", "MODEL", "OPTIMIZER", "RANKS", "RNG", "Contents", "collect"]
 

@@ -27,7 +27,7 @@ from shardwise.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["Copying", "Watched"]
 

@@ -31,7 +31,7 @@ from shardwise.checkpoint.state import Document, Training
 from shardwise.errors import CheckpointError, ConfigError, nearest
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["Fitted", "Found", "Loaded", "Wish", "open_found"]
 

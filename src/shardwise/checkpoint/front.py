@@ -26,7 +26,7 @@ from shardwise.checkpoint.state import Training
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = [
     "load",

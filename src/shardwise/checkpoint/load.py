@@ -29,7 +29,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["load", "resume"]
 

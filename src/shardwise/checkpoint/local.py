@@ -28,7 +28,7 @@ from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.fit import Found
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["LAYOUT", "check_own", "is_local", "layout_file", "layout_of", "local_files", "placed"]
 

@@ -30,7 +30,7 @@ from shardwise.errors import CheckpointError
 from shardwise.listing import size
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["model_state", "offered", "put_model_state", "send", "warn_of_copies"]
 

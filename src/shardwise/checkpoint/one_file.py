@@ -25,7 +25,7 @@ from shardwise.checkpoint.model_dict import model_state
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["PICKLED", "SavedFile", "save_one_file", "write_one_file"]
 

@@ -37,7 +37,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["by_name", "numbered", "optimizer_state", "put_optimizer_state"]
 

@@ -59,7 +59,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["Task", "begin", "check_parts", "finish", "give_up", "save", "write_part"]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import click
 import torch
-from click.core import ParameterSource
 
 from shardwise.checkpoint.catalogue import OF_TORCH
 from shardwise.checkpoint.destination import Destination, workplace
@@ -23,32 +22,9 @@ from shardwise.cli.folded import shown
 from shardwise.errors import ConfigError
 from shardwise.listing import size
 
-__all__ = ["export_command", "nbytes_of"]
-
-HELP = """\
-Write SOURCE again as DESTINATION, in a few megabytes of memory, whatever its size.
-
-SOURCE is a checkpoint, a run (its newest complete checkpoint), a Hugging Face folder or a
-.safetensors file. The result is a folder that transformers loads as it is, with a manifest;
-every byte that has a checksum is checked on the way.
-
-SOURCE may also be of torch: a .pt, .pth or .bin file, or a folder of
-torch.distributed.checkpoint. They hold pickles. A file is read by torch's restricted reader; what
-that refuses, and every such folder, can run anybody's code: pass --trust-source if you know
-whose it is.
-
-\b
-Examples:
-  shardwise export run model                          the weights, merged
-  shardwise export run/step-100 model --dtype bfloat16 --max-file-size 2GB
-  shardwise export run/step-100 other --with-optimizer
-  shardwise export run/step-100 model.pt --format pt
-  shardwise export dcp-folder model --trust-source --with-optimizer
-  shardwise export fsdp.pt model --optimizer-file optim.pt --optimizer-class AdamW --with-optimizer
-"""
+__all__ = ["Wanted", "nbytes_of", "run_export"]
 
 CONFIG = "config.json"
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 LARGEST = 1 << 62  # bytes; more is in no file
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
@@ -69,48 +45,47 @@ def nbytes_of(text: str) -> int:
     return number
 
 
-@click.command(
-    "export",
-    help=HELP,
-    short_help="Write a checkpoint as other files, dtypes or formats.",
-    context_settings={"max_content_width": 100},
-)
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("destination", type=click.Path(path_type=Path))
-@click.option("--dtype", type=click.Choice(DTYPES), help="Cast floating-point weights to this.")
-@click.option("--max-file-size", default="5GB", show_default=True, help="Bytes of one file.")
-@click.option(
-    "--with-optimizer/--weights-only", default=False, help="Training state, too.  [default: not]"
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["hf", "dcp", "pt"]),
-    default="hf",
-    show_default=True,
-    help="Safetensors; torch.distributed.checkpoint; one file of torch.save.",
-)
-@click.option("--trust-source", is_flag=True, help="Unpickle SOURCE, which can run any code.")
-@click.option("--optimizer-file", type=click.Path(path_type=Path), help="Of torch, beside SOURCE.")
-@click.option("--optimizer-class", help="Such as AdamW, where a SOURCE of torch does not say it.")
-@click.option("--overwrite", is_flag=True, help="Replace an earlier export of that name.")
-@click.pass_context
-def export_command(context: click.Context, /, source: Path, destination: Path, **_: object) -> None:
-    """The command; ``HELP`` is what people read."""
-    given = context.params
-    options = ExportOptions(
-        dtype=None if given["dtype"] is None else getattr(torch, given["dtype"]),
-        max_file_size=nbytes_of(given["max_file_size"]),
-        with_optimizer=given["with_optimizer"],
-        overwrite=given["overwrite"],
-    )
-    form = given["form"]
-    sized = context.get_parameter_source("max_file_size") is not ParameterSource.DEFAULT
-    _check_options(options, form, sized)
+@dataclass(frozen=True)
+class Wanted:
+    """The options of ``shardwise export``; ``None`` where one was not given."""
+
+    dtype: str | None = None
+    max_file_size: str | None = None
+    with_optimizer: bool = False
+    form: str = "hf"
+    trust_source: bool = False
+    optimizer_file: Path | None = None
+    optimizer_class: str | None = None
+    overwrite: bool = False
+
+    @property
+    def options(self) -> ExportOptions:
+        size = ExportOptions.max_file_size
+        return ExportOptions(
+            dtype=None if self.dtype is None else getattr(torch, self.dtype),
+            max_file_size=nbytes_of(self.max_file_size) if self.max_file_size else size,
+            with_optimizer=self.with_optimizer,
+            overwrite=self.overwrite,
+        )
+
+    @property
+    def for_torch(self) -> list[str]:
+        """Those that were given and that only a PyTorch source knows."""
+        given = {
+            "--trust-source": self.trust_source,
+            "--optimizer-file": self.optimizer_file is not None,
+            "--optimizer-class": self.optimizer_class is not None,
+        }
+        return [name for name, is_given in given.items() if is_given]
+
+
+def run_export(source: Path, destination: Path, wanted: Wanted) -> None:
+    """``shardwise export``; raises what the parts of it raise."""
+    options, form = wanted.options, wanted.form
+    _check_options(options, form, wanted.max_file_size is not None)
     source, destination = source.expanduser(), destination.expanduser()
     _check_destination(destination, options, form)
-    foreign = Foreign(given["trust_source"], given["optimizer_file"], given["optimizer_class"])
-    with _ours(source, destination, foreign) as path:
+    with _ours(source, destination, wanted) as path:
         if form == "dcp":
             _to_dcp(path, destination, options)
         else:
@@ -152,47 +127,28 @@ def _check_destination(destination: Path, options: ExportOptions, form: str) -> 
         named.check_folder()
 
 
-@dataclass(frozen=True)
-class Foreign:
-    """What somebody said of a source of torch."""
-
-    trust: bool
-    optimizer_file: Path | None
-    optimizer_class: str | None
-
-    @property
-    def given(self) -> list[str]:
-        """The options of it that were passed."""
-        said = {
-            "--trust-source": self.trust,
-            "--optimizer-file": self.optimizer_file is not None,
-            "--optimizer-class": self.optimizer_class is not None,
-        }
-        return [name for name, is_there in said.items() if is_there]
-
-
 def _is_of_torch(source: Path) -> bool:
     """By its name, and by what it is: a run's folder may be called run.ckpt."""
     return (source.suffix in OF_TORCH and source.is_file()) or (source / ".metadata").exists()
 
 
 @contextmanager
-def _ours(source: Path, destination: Path, foreign: Foreign) -> Iterator[Path]:
-    """The checkpoint that ``source`` means; one of torch is converted first, and goes later."""
+def _ours(source: Path, destination: Path, wanted: Wanted) -> Iterator[Path]:
+    """The checkpoint that ``source`` means; a PyTorch one is converted first, and goes later."""
     if not _is_of_torch(source):
-        if foreign.given:
+        if wanted.for_torch:
             raise ConfigError(
-                f"{' and '.join(foreign.given)} goes with a source of torch, and {source} is none: "
-                "it says itself what is in it. Leave it out."
+                f"{' and '.join(wanted.for_torch)} is for PyTorch files, and {source} is none. "
+                "Leave it out."
             )
         yield checkpoint_of(source)
         return
     from shardwise.checkpoint.dcp import import_checkpoint
 
     with workplace(destination.absolute()) as folder:
-        sources = [source] if foreign.optimizer_file is None else [source, foreign.optimizer_file]
+        sources = [source, *filter(None, [wanted.optimizer_file])]
         between = folder / "imported"
-        made = import_checkpoint(sources, between, foreign.trust, foreign.optimizer_class)
+        made = import_checkpoint(sources, between, wanted.trust_source, wanted.optimizer_class)
         _say_left_out(made.left_out)
         yield between
 

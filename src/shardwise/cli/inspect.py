@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,61 +22,25 @@ from shardwise.cli.differences import difference_lines
 from shardwise.cli.folded import counted, shown, shown_lines
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 
-__all__ = ["inspect_command"]
+__all__ = ["Look", "run_inspect"]
 
 FINE, WRONG, FAILED = 0, 1, 2
 
-HELP = """\
-Show what a run, a checkpoint, a Hugging Face folder or a .safetensors file holds.
 
-With a second path: where the two differ, in names, shapes, values and training state. For a run
-its newest complete checkpoint is compared.
+@dataclass(frozen=True)
+class Look:
+    """The options of ``shardwise inspect``."""
 
-\b
-Examples:
-  shardwise inspect run                      the checkpoints of a run
-  shardwise inspect run/step-100 --verify    one of them, every byte checked
-  shardwise inspect run/step-100 run/step-200 [--verify]
-
-A run's checkpoints may lie in run or in run/checkpoints, where `shardwise train` puts them.
-
-\b
-Exit status: 0 if all is well, or the two are equal;
-             1 if something is not complete, damaged or cannot be read, a run has no complete
-               checkpoint, or the two differ;
-             2 if it could not be looked at.
-"""
+    verify: bool = False
+    every: bool = False
+    weights_only: bool = False
+    as_json: bool = False
 
 
-@click.command(
-    "inspect",
-    help=HELP,
-    short_help="Show what a checkpoint holds, or where two differ.",
-    context_settings={"max_content_width": 100},
-)
-@click.argument("path", type=click.Path(path_type=Path))
-@click.argument("other", type=click.Path(path_type=Path), required=False)
-@click.option("--verify", is_flag=True, help="Read every byte and compare it with its checksum.")
-@click.option("--all", "every", is_flag=True, help="List every tensor, and fold no layers.")
-@click.option("--weights-only", is_flag=True, help="Compare parameters and buffers alone.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect_command(
-    path: Path, other: Path | None, verify: bool, every: bool, weights_only: bool, as_json: bool
-) -> None:
-    """The command; ``HELP`` is what people read."""
+def run_inspect(path: Path, other: Path | None, look: Look) -> None:
+    """``shardwise inspect``; ends the process with one of the three statuses."""
     try:
-        path = meant(path.expanduser())
-        folder = folder_of_run(path) if other is None else None
-        _check_options(other is None and weights_only, folder is not None and every)
-        if other is not None:
-            paths = checkpoint_of(path), checkpoint_of(other.expanduser())
-            status = (verify and _compare_bytes(paths, as_json)) or _compare(
-                paths, weights_only, every, as_json
-            )
-        elif folder is not None:
-            status = _show_run(survey(folder), verify, as_json)
-        else:
-            status = _show(path, verify, every, as_json)
+        status = _status(meant(path.expanduser()), other, look)
     except ShardwiseError as error:
         click.echo(f"error: {shown_lines(str(error))}", err=True)
         sys.exit(FAILED)
@@ -83,6 +48,18 @@ def inspect_command(
         click.echo("error: JSON in a file there is nested too deep to be shown", err=True)
         sys.exit(FAILED)
     sys.exit(status)
+
+
+def _status(path: Path, other: Path | None, look: Look) -> int:
+    folder = folder_of_run(path) if other is None else None
+    _check_options(other is None and look.weights_only, folder is not None and look.every)
+    if other is not None:
+        paths = checkpoint_of(path), checkpoint_of(other.expanduser())
+        broken = _compare_bytes(paths, look.as_json) if look.verify else FINE
+        return broken or _compare(paths, look)
+    if folder is not None:
+        return _show_run(survey(folder), look.verify, look.as_json)
+    return _show(path, look.verify, look.every, look.as_json)
 
 
 def _check_options(weights_only_of_one: bool, all_of_a_run: bool) -> None:
@@ -269,14 +246,14 @@ def _compare_bytes(paths: tuple[Path, Path], as_json: bool) -> int:
     return WRONG if any(damage) else FINE
 
 
-def _compare(paths: tuple[Path, Path], weights_only: bool, every: bool, as_json: bool) -> int:
+def _compare(paths: tuple[Path, Path], look: Look) -> int:
     a, b = paths
     with Source.open(a) as one, Source.open(b) as other:
-        found = compare(one, other, weights_only)
-    if as_json:
+        found = compare(one, other, look.weights_only)
+    if look.as_json:
         _print_json(_difference_json(found, (str(a), str(b))))
     else:
-        for line in difference_lines(found, (str(a), str(b)), every):
+        for line in difference_lines(found, (str(a), str(b)), look.every):
             click.echo(line)
     return FINE if found.is_empty else WRONG
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import click
 
@@ -24,45 +23,10 @@ from shardwise.train.config import Recipe
 from shardwise.train.desk import take_over
 from shardwise.train.loop import train
 from shardwise.train.metrics import Complete, Record
-from shardwise.train.recipe import keys, read_recipe
 from shardwise.train.requests import Requests
 from shardwise.train.start import Start, decide
 
-__all__ = ["train_command"]
-
-
-def _keys() -> str:
-    r"""Every key of a recipe with its default, by section; click keeps the lines after ``\b``."""
-    sections: dict[str, list[str]] = {}
-    for key in keys():
-        line = f"  {key.name}: {json.dumps(key.default)}"
-        sections.setdefault(key.name.split(".")[0], []).append(f"{line:<36}  {key.sentence}")
-    blocks = ("\b\n" + "\n".join(block) for block in sections.values())
-    return "\b\nKeys of a recipe, and their defaults:\n\n" + "\n\n".join(blocks)
-
-
-HELP = """\
-Train the language model that RECIPE (YAML or TOML) describes.
-
-Any value of the recipe can be overridden: --optimizer.lr 3e-4 or optimizer.lr=3e-4.
-
-\b
-Examples:
-  shardwise train recipes/demo.yaml --nproc 2
-  shardwise train recipes/demo.yaml --run.steps 50 --sharding.precision bf16
-  torchrun --nproc-per-node 2 -m shardwise.cli train recipes/demo.yaml
-
-\b
-The run's folder then holds metrics.jsonl, loss.png, the recipe with every default filled in,
-checkpoints, and the model as safetensors with the tokenizer, which transformers loads as it is.
-
-\b
-A run that was stopped or killed goes on when the same command is given again, on any number of
-ranks. While it runs:
-  kill -USR1 PID, or touch RUN/save             save, and go on
-  Ctrl-C, kill PID, or touch RUN/stop           save, and end with status 75
-  Ctrl-C again                                  end at once
-"""
+__all__ = ["Processes", "run_train"]
 
 
 @dataclass(frozen=True)
@@ -74,66 +38,34 @@ class Processes:
     kill_rank: tuple[int, int] | None
 
 
-def _rank_and_step(
-    _context: click.Context, _option: click.Parameter, text: str | None
-) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    rank, at, step = text.partition("@")
-    if not (at and rank.isdecimal() and step.isdecimal()):
-        raise click.BadParameter(f"{text!r} is not RANK@STEP, such as 1@80.")
-    return int(rank), int(step)
+def run_train(recipe: Recipe, arguments: Sequence[str], wanted: Processes) -> None:
+    """``shardwise train``; ends the process with the status that the documents list.
 
-
-@click.command(
-    "train",
-    help=HELP,
-    epilog=_keys(),
-    short_help="Train a language model, sharded.",
-    context_settings={"ignore_unknown_options": True, "max_content_width": 100},
-)
-@click.argument("recipe", type=click.Path())
-@click.option(
-    "--nproc",
-    type=click.IntRange(min=1),
-    help="Processes to start on this machine, one per rank.  [default: 1]",
-)
-@click.option(
-    "--restarts",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="How often to start all ranks again after one of them died.",
-)
-@click.option(
-    "--kill-rank",
-    callback=_rank_and_step,
-    metavar="RANK@STEP",
-    help="Rehearse a crash: this rank kills itself at this step, once.",
-)
-@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
-def train_command(recipe: str, overrides: tuple[str, ...], **processes: Any) -> None:
-    """The command; ``HELP`` is what people read."""
-    wanted, launch = Processes(**processes), launched(os.environ)
+    Args:
+        recipe: checked as a whole.
+        arguments: that it was read from: a file, and overrides.
+        wanted: how it runs.
+    """
+    launch = launched(os.environ)
     try:
         if launch is not None:
-            _be_a_rank(recipe, overrides, wanted, launch)
+            _be_a_rank(recipe, wanted, launch)
         elif wanted.nproc in (None, 1) and not wanted.restarts:
-            _run(read_recipe(recipe, overrides), _requests(wanted, rank=0))
+            _run(recipe, _requests(wanted, rank=0))
         else:
-            _start(recipe, overrides, wanted)
+            _start(recipe, arguments, wanted)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
 
-def _start(path: str, overrides: tuple[str, ...], wanted: Processes) -> None:
+def _start(recipe: Recipe, arguments: Sequence[str], wanted: Processes) -> None:
     """Check what can be known to fail without data, model or processes; then start the ranks."""
-    recipe, ranks = read_recipe(path, overrides), wanted.nproc or 1
+    ranks = wanted.nproc or 1
     accumulation(recipe.batch, ranks)
     if decide(recipe) is Start.FINISHED:
         _say(Complete(recipe.run.folder, recipe.run.steps))
         return
-    command = [sys.executable, "-m", "shardwise.cli", "train", path, *overrides]
+    command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
     if recipe.run.overwrite:  # once: ranks that are started again go on with what they find
         take_over(recipe)
         command += ["--run.overwrite", "false"]
@@ -147,7 +79,7 @@ def _say(record: Record) -> None:
         click.echo(line)
 
 
-def _be_a_rank(path: str, overrides: tuple[str, ...], wanted: Processes, launch: Launch) -> None:
+def _be_a_rank(recipe: Recipe, wanted: Processes, launch: Launch) -> None:
     """Inside a launcher: leave the reason of a failure where it will look for it."""
     end_with_launcher(os.environ)
     try:
@@ -157,8 +89,9 @@ def _be_a_rank(path: str, overrides: tuple[str, ...], wanted: Processes, launch:
                 "already; leave --nproc out, or start without the launcher."
             )
         if attempt(os.environ):
-            overrides = (*overrides, "--run.overwrite", "false")
-        _run(read_recipe(path, overrides), _requests(wanted, launch.rank))
+            found = recipe.run.model_copy(update={"overwrite": False})
+            recipe = recipe.model_copy(update={"run": found})
+        _run(recipe, _requests(wanted, launch.rank))
     except Exception as error:
         if leave_reason(error):
             sys.exit(1)

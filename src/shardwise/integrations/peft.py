@@ -23,7 +23,7 @@ from shardwise.checkpoint.meeting import together
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["is_adapters", "save_adapter"]
 

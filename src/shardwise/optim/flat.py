@@ -29,7 +29,7 @@ from shardwise.optim.norm import norm_of
 from shardwise.optim.update import Call, Key, Update, decide
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["FlatOptimizer"]
 
@@ -224,7 +224,7 @@ class FlatOptimizer(Optimizer, ABC):
 
 
 def _checked(sharded: object, kind: str) -> Sharded:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
     if isinstance(sharded, Sharded):
         return sharded

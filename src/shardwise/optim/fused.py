@@ -21,7 +21,7 @@ from shardwise.optim.held import STEP
 from shardwise.optim.update import Call
 
 if TYPE_CHECKING:
-    from shardwise.shard import Sharded
+    from shardwise.sharded import Sharded
 
 __all__ = ["SGD", "AdamW", "AdamWPolicy", "SGDPolicy"]
 

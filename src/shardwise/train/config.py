@@ -7,9 +7,8 @@ values at once is checked before any process starts.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-import torch
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -23,6 +22,9 @@ from pydantic import (
 
 from shardwise.errors import ConfigError
 from shardwise.strategies import Placement
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "BatchConfig",
@@ -164,13 +166,11 @@ class PrecisionConfig(Section):
 
     def dtypes(self) -> dict[str, torch.dtype | None]:
         """The dtype fields by name."""
+        import torch  # a recipe is read, and its mistakes are told, without it
+
         names = ("stored", "compute", "wire", "sum", "buffers", "output")
-        return {name: _dtype(getattr(self, name)) for name in names}
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    known = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    return next((dtype for dtype in known if str(dtype) == f"torch.{name}"), None)
+        values = {name: getattr(self, name) for name in names}
+        return {name: value and getattr(torch, value) for name, value in values.items()}
 
 
 def _short_precision(value: object) -> object:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
-from shardwise.shard import Sharded
+from shardwise.sharded import Sharded
 from shardwise.train.exchange import gathered
 from shardwise.train.metrics import Bytes, Placed
 

@@ -19,7 +19,7 @@ from shardwise import wrap as wraps
 from shardwise.comm.protocol import Comm
 from shardwise.precision import Precision
 from shardwise.schedule import Prefetch
-from shardwise.shard import Sharded, shard
+from shardwise.sharded import Sharded, shard
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, Rows
 from shardwise.train.config import OptimizerConfig, Recipe, ShardingConfig
 from shardwise.train.decoder import Decoder, initialiser

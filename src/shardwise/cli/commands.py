@@ -1,0 +1,235 @@
+"""The commands, their options and their help: all that is known without importing torch.
+
+Each command imports what it does when it is called, so that ``--version``, ``--help``, a misspelt
+option and completion answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.train.config import Recipe
+
+__all__ = ["commands"]
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+WIDE = {"max_content_width": 100}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="shardwise", message="%(package)s %(version)s")
+def commands() -> None:
+    """Fully sharded data-parallel training that can be planned, read and trusted."""
+
+
+# --- train -----------------------------------------------------------------------------------
+
+TRAIN = """\
+Train the language model that RECIPE (YAML or TOML) describes.
+
+Any value of the recipe can be overridden: --optimizer.lr 3e-4 or optimizer.lr=3e-4.
+
+\b
+Examples:
+  shardwise train recipes/demo.yaml --nproc 2
+  shardwise train recipes/demo.yaml --run.steps 50 --sharding.precision bf16
+  torchrun --nproc-per-node 2 -m shardwise.cli train recipes/demo.yaml
+
+\b
+The run's folder then holds metrics.jsonl, loss.png, the recipe with every default filled in,
+checkpoints, and the model as safetensors with the tokenizer, which transformers loads as it is.
+
+\b
+A run that was stopped or killed goes on when the same command is given again, on any number of
+ranks. While it runs:
+  kill -USR1 PID, or touch RUN/save             save, and go on
+  Ctrl-C, kill PID, or touch RUN/stop           save, and end with status 75
+  Ctrl-C again                                  end at once
+"""
+
+
+class _WithKeys(click.Command):
+    """Its help ends with every key of a recipe and its default, by section."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from shardwise.train.recipe import keys
+
+        sections: dict[str, list[str]] = {}
+        for key in keys():
+            line = f"  {key.name}: {json.dumps(key.default)}"
+            sections.setdefault(key.name.split(".")[0], []).append(f"{line:<36}  {key.sentence}")
+        blocks = ("\b\n" + "\n".join(block) for block in sections.values())  # click keeps the lines
+        self.epilog = "\b\nKeys of a recipe, and their defaults:\n\n" + "\n\n".join(blocks)
+        super().format_epilog(ctx, formatter)
+
+
+def _rank_and_step(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    rank, at, step = text.partition("@")
+    if not (at and rank.isdecimal() and step.isdecimal()):
+        raise click.BadParameter(f"{text!r} is not RANK@STEP, such as 1@80.")
+    return int(rank), int(step)
+
+
+@commands.command(
+    "train",
+    cls=_WithKeys,
+    help=TRAIN,
+    short_help="Train a language model, sharded.",
+    context_settings={"ignore_unknown_options": True, **WIDE},
+)
+@click.argument("recipe", type=click.Path())
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    help="Processes to start on this machine, one per rank.  [default: 1]",
+)
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often to start all ranks again after one of them died.",
+)
+@click.option(
+    "--kill-rank",
+    callback=_rank_and_step,
+    metavar="RANK@STEP",
+    help="Rehearse a crash: this rank kills itself at this step, once.",
+)
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
+def train(recipe: str, overrides: tuple[str, ...], **processes: Any) -> None:
+    """The command; ``TRAIN`` is what people read."""
+    read = _recipe(recipe, overrides)
+    from shardwise.cli.train import Processes, run_train
+
+    run_train(read, (recipe, *overrides), Processes(**processes))
+
+
+def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
+    """The recipe; a launcher tells its mistakes once, and not once for each rank."""
+    from shardwise.launch.reasons import leave_reason
+    from shardwise.train.recipe import read_recipe
+
+    try:
+        return read_recipe(path, overrides)
+    except ConfigError as error:
+        if leave_reason(error):
+            sys.exit(1)
+        raise
+
+
+# --- inspect ---------------------------------------------------------------------------------
+
+INSPECT = """\
+Show what a run, a checkpoint, a Hugging Face folder or a .safetensors file holds.
+
+With a second path: where the two differ, in names, shapes, values and training state. For a run
+its newest complete checkpoint is compared.
+
+\b
+Examples:
+  shardwise inspect run                      the checkpoints of a run
+  shardwise inspect run/step-100 --verify    one of them, every byte checked
+  shardwise inspect run/step-100 run/step-200 [--verify]
+
+A run's checkpoints may lie in run or in run/checkpoints, where `shardwise train` puts them.
+
+\b
+Exit status: 0 if all is well, or the two are equal;
+             1 if something is not complete, damaged or cannot be read, a run has no complete
+               checkpoint, or the two differ;
+             2 if it could not be looked at.
+"""
+
+
+@commands.command(
+    "inspect",
+    help=INSPECT,
+    short_help="Show what a checkpoint holds, or where two differ.",
+    context_settings=WIDE,
+)
+@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("other", type=click.Path(path_type=Path), required=False)
+@click.option("--verify", is_flag=True, help="Read every byte and compare it with its checksum.")
+@click.option("--all", "every", is_flag=True, help="List every tensor, and fold no layers.")
+@click.option("--weights-only", is_flag=True, help="Compare parameters and buffers alone.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(path: Path, other: Path | None, **options: bool) -> None:
+    """The command; ``INSPECT`` is what people read."""
+    from shardwise.cli.inspect import Look, run_inspect
+
+    run_inspect(path, other, Look(**options))
+
+
+# --- export ----------------------------------------------------------------------------------
+
+EXPORT = """\
+Write SOURCE again as DESTINATION, in a few megabytes of memory, whatever its size.
+
+SOURCE is a checkpoint, a run (its newest complete checkpoint), a Hugging Face folder or a
+.safetensors file. The result is a folder that transformers loads as it is, with a manifest;
+every byte that has a checksum is checked on the way.
+
+SOURCE may also be a PyTorch file (.pt, .pth, .bin) or a torch.distributed.checkpoint folder. They
+hold pickles. A file is read by torch's restricted loader (weights_only); what that refuses, and
+every such folder, can run arbitrary code: pass --trust-source only if you trust its author.
+
+\b
+Examples:
+  shardwise export run model                          the weights, merged
+  shardwise export run/step-100 model --dtype bfloat16 --max-file-size 2GB
+  shardwise export run/step-100 other --with-optimizer
+  shardwise export run/step-100 model.pt --format pt
+  shardwise export dcp-folder model --trust-source --with-optimizer
+  shardwise export fsdp.pt model --optimizer-file optim.pt --optimizer-class AdamW --with-optimizer
+"""
+
+
+@commands.command(
+    "export",
+    help=EXPORT,
+    short_help="Write a checkpoint as other files, dtypes or formats.",
+    context_settings=WIDE,
+)
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option("--dtype", type=click.Choice(DTYPES), help="Cast floating-point weights to this.")
+@click.option("--max-file-size", help="Bytes of one file.  [default: 5GB]")
+@click.option(
+    "--with-optimizer/--weights-only",
+    default=False,
+    help="Include optimizer and training state.  [default: --weights-only]",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["hf", "dcp", "pt"]),
+    default="hf",
+    show_default=True,
+    help="Safetensors; torch.distributed.checkpoint; one file of torch.save.",
+)
+@click.option("--trust-source", is_flag=True, help="Unpickle SOURCE, which can run any code.")
+@click.option(
+    "--optimizer-file",
+    type=click.Path(path_type=Path),
+    help="PyTorch file with the optimizer's state, where SOURCE has none.",
+)
+@click.option("--optimizer-class", help="Such as AdamW, where a PyTorch SOURCE does not name it.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export of that name.")
+def export(source: Path, destination: Path, **options: Any) -> None:
+    """The command; ``EXPORT`` is what people read."""
+    from shardwise.cli.export import Wanted, run_export
+
+    run_export(source, destination, Wanted(**options))

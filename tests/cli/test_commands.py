@@ -1,0 +1,61 @@
+"""What the command line answers without torch, and how it ends while it imports it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SRC = str(Path(__file__).parents[2] / "src")
+
+ANSWERED = """
+import os, sys
+from shardwise.cli import main
+os.environ.pop("_SHARDWISE_COMPLETE", None)
+for arguments in (
+    ["--version"],
+    ["--help"],
+    ["train", "--help"],
+    ["inspect", "--verfy"],
+    ["train", "nowhere.yaml"],
+    ["train", sys.argv[1], "--model.widht", "3", "--nproc", "2"],
+):
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        print(arguments[0], ended.code)
+print("torch" in sys.modules)
+"""
+
+
+def python(*arguments: str, path: str = SRC) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([path, SRC, *sys.path])}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def test_version_help_and_mistakes_are_answered_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").touch()
+    done = python("-c", ANSWERED, str(tmp_path / "r.yaml"))
+    ends = [line for line in done.stdout.splitlines() if line[:2] != "  " and line[-1:].isdigit()]
+    assert ends[1:] == ["--version 0", "--help 0", "train 0", "inspect 2", "train 1", "train 1"]
+    assert done.stdout.endswith("False\n")
+
+
+def test_the_package_itself_is_the_command() -> None:
+    done = python("-m", "shardwise", "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("shardwise ")
+
+
+def test_an_interrupt_while_torch_is_imported_leaves_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 2)", "utf-8")
+    done = python("-m", "shardwise", "inspect", "run", path=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
