@@ -129,7 +129,8 @@ def device_of(accelerator: Accelerator, local_rank: int) -> torch.device:
         raise ConfigError(
             f"local rank {local_rank} wants {accelerator.device}:{local_rank}, but torch sees "
             f"{count} here. Each process needs a device of its own: start at most {count} "
-            'processes on this machine, or pass device="cpu".'
+            'processes on this machine, or pass device="cpu". If the launcher shows each process '
+            "only a device of its own, let it show all of them (srun --gpu-bind=none)."
         )
     module.set_device(local_rank)
     return torch.device(accelerator.device, local_rank)

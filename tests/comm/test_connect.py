@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.accelerators import Backend, row
-from shardwise.comm.connect import Launch, _load, connect, launched, over
+from shardwise.comm.connect import _load, connect, over
 from shardwise.comm.local import LocalComm
 from shardwise.comm.native import NativeComm
 from shardwise.comm.peers import PeerComm
@@ -23,8 +23,6 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.shared_memory import SharedMemoryComm
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.ranks import gloo_group, outcomes_of
-
-MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def sum_of_ranks(comm: Comm) -> float:
@@ -34,41 +32,6 @@ def sum_of_ranks(comm: Comm) -> float:
 
 
 # --- the launcher's environment --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("environ", "launch"),
-    [
-        ({}, None),
-        (MASTER, None),  # set for the whole machine, perhaps
-        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **MASTER}, Launch(1, 4, 0)),
-        ({"RANK": "1", "WORLD_SIZE": "4", **MASTER}, Launch(1, 4, 1)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Launch(0, 1, 0)),
-    ],
-)
-def test_a_launcher_is_known_by_its_variables(
-    environ: dict[str, str], launch: Launch | None
-) -> None:
-    assert launched(environ) == launch
-
-
-@pytest.mark.parametrize(
-    ("environ", "text"),
-    [
-        ({"RANK": "0"}, "has RANK, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        ({"WORLD_SIZE": "1"}, "has WORLD_SIZE, but not RANK"),
-        ({"LOCAL_RANK": "0"}, "has LOCAL_RANK, but not RANK, WORLD_SIZE, MASTER_ADDR"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "but not MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": "2", "WORLD_SIZE": "2", **MASTER}, "RANK=2 and WORLD_SIZE=2"),
-        ({"RANK": "-1", "WORLD_SIZE": "2", **MASTER}, "RANK=-1 and WORLD_SIZE=2"),
-        ({"RANK": "0", "WORLD_SIZE": "two", **MASTER}, "WORLD_SIZE='two'"),
-    ],
-)
-def test_a_part_of_a_launcher_is_an_error(environ: dict[str, str], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        launched(environ)
-    assert text in str(error.value)
-    assert "torchrun" in str(error.value) or "Correct" in str(error.value)
 
 
 def test_without_a_launcher_there_is_one_rank_and_no_process_group() -> None:
@@ -112,13 +75,18 @@ def test_a_meeting_place_that_nobody_serves_is_named(monkeypatch: pytest.MonkeyP
 
 
 def launch(rank: int, world: int, folder: str, port: int, next_port: int) -> list[object]:
-    """Connect as torchrun's ranks would; the rank that serves the store raises while one waits."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    """Connect as ranks of torchrun, then of srun; the one that serves the store raises."""
+    torchrun = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in torchrun.items()})
+    os.environ.update(MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     with connect() as comm:
         seen: list[object] = [type(comm).__name__, comm.rank, comm.size, sum_of_ranks(comm)]
     seen.append(dist.is_initialized())
+    for name in torchrun:
+        del os.environ[name]
     os.environ["MASTER_PORT"] = str(next_port)  # or a rank may meet the store that is closing
+    os.environ.update(SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS=str(world), SLURM_PROCID=str(rank))
+    os.environ.update(SLURM_JOB_ID="1", SLURM_LOCALID=str(rank), SLURM_STEP_NUM_NODES="1")
     return seen + raise_on_rank_0(rank)
 
 

@@ -13,7 +13,8 @@ import click
 
 from shardwise.cli.lines import lines
 from shardwise.cli.progress import reporter
-from shardwise.comm.connect import Launch, connect, launched
+from shardwise.comm.connect import connect
+from shardwise.comm.environment import Launch, launched
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.launch.local import STOPPED, attempt, end_with_launcher, start
 from shardwise.launch.reasons import leave_reason, reasons_left

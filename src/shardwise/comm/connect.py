@@ -8,8 +8,6 @@ stays. The ordinary way leaves both to each script, and a raised error to a leak
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -27,6 +25,7 @@ from shardwise.accelerators import (
     imported,
     row,
 )
+from shardwise.comm.environment import Launch, launched
 from shardwise.comm.local import LocalComm
 from shardwise.comm.memory import keep_mapped
 from shardwise.comm.native import NativeComm
@@ -36,48 +35,11 @@ from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
 from shardwise.errors import ConfigError, RanksDisagree
 
-__all__ = ["Launch", "connect", "launched", "over"]
+__all__ = ["connect", "over"]
 
 TIMEOUT = 1800.0  # seconds for which a rank waits for a slow one
 TRANSPORTS = ("auto", "memory", "messages", "native")
 LINGER = 5.0  # seconds for which the rank that serves the store waits for the others to leave
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What a launcher told this process."""
-
-    rank: int
-    size: int
-    local_rank: int
-
-
-def launched(environ: Mapping[str, str]) -> Launch | None:
-    """Read torchrun's variables; ``None`` without a launcher.
-
-    Raises:
-        ConfigError: some of the variables are missing, or make no sense together.
-    """
-    needed = ["RANK", "WORLD_SIZE"]
-    if not any(name in environ for name in [*needed, "LOCAL_RANK"]):
-        return None
-    if environ.get("WORLD_SIZE") != "1":
-        needed += ["MASTER_ADDR", "MASTER_PORT"]
-    if missing := [name for name in needed if name not in environ]:
-        there = [name for name in [*needed, "LOCAL_RANK"] if name in environ]
-        raise ConfigError(
-            f"the environment has {', '.join(there)}, but not {', '.join(missing)}: a launcher "
-            "sets all or none, and with a part of them ranks could not meet. Start with torchrun, "
-            f"or set {', '.join(missing)}, or unset {', '.join(there)} to run one rank alone."
-        )
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
-    if not 0 <= rank < size:
-        raise ConfigError(
-            f"RANK={rank} and WORLD_SIZE={size}: ranks are numbered from 0 to {size - 1}. "
-            "Correct one of the two variables."
-        )
-    return Launch(rank, size, local_rank)
 
 
 def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str = "auto") -> Comm:
@@ -89,8 +51,9 @@ def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str 
         transport: how bytes travel; see ``over``.
 
     Returns:
-        With a process group that exists: a comm over it, which does not destroy it. With a
-        launcher's environment: a comm over a new group that ends with it. Else: one rank alone.
+        With a process group that exists: a comm over it, which does not destroy it. With the
+        environment of a launcher (torchrun, srun or mpirun): a comm over a new group that ends
+        with it. Else: one rank alone.
 
     Raises:
         ConfigError: the environment is incomplete, or there is no such device or backend.
@@ -103,7 +66,7 @@ def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str 
     here = device_of(accelerator, launch.local_rank if launch else 0)
     if launch is None or launch.size == 1:
         return LocalComm(here)
-    _initialise(_load(accelerator), here, timeout)
+    _initialise(_load(accelerator), here, timeout, launch)
     serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     ending = Ending(LINGER if serves else 0.0, dist.destroy_process_group)
     try:
@@ -205,21 +168,25 @@ def _here(group: ProcessGroup, device: str | None) -> torch.device:
     return torch.device(accelerator.device, device_module(accelerator).current_device())
 
 
-def _initialise(backend: Backend, device: torch.device, timeout: float) -> None:
+def _initialise(backend: Backend, device: torch.device, timeout: float, launch: Launch) -> None:
     # A vendor's own watchdog would end the process before our watch has said why.
     patience = timeout if device.type == "cpu" else timeout + 60
+    host = f"[{launch.address}]" if ":" in launch.address else launch.address  # of IPv6
     try:
         dist.init_process_group(
             backend.name,
+            init_method=f"tcp://{host}:{launch.port}",
+            rank=launch.rank,
+            world_size=launch.size,
             timeout=timedelta(seconds=patience),
             device_id=None if device.type == "cpu" else device,
         )
     except dist.DistError as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RanksDisagree(
-            f"the ranks did not all meet at {place} within {patience:,.0f} s ({error}). Nobody has "
-            "begun. Look whether every rank was started, with equal MASTER_ADDR, MASTER_PORT and "
-            "WORLD_SIZE, and whether a firewall or a wrong network interface lies between them."
+            f"the ranks did not all meet at {host}:{launch.port} within {patience:,.0f} s "
+            f"({error}). Nobody has begun. Look whether every rank was started, with equal "
+            "MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and whether a firewall or a wrong network "
+            "interface lies between them."
         ) from error
 
 
@@ -244,13 +211,3 @@ def _world() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None  # called only once it is initialised
     return world
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise ConfigError(
-            f"{name}={environ[name]!r} in the environment is not a whole number. "
-            "Start with torchrun, or correct it."
-        ) from None
