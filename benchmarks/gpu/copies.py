@@ -14,14 +14,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["MARK", "SIDES", "Copied", "Copies", "side_of"]
+import benchmarks
+import shardwise
+
+__all__ = ["MARK", "SIDES", "Copied", "Copies", "file_in_package", "side_of"]
 
 MARK = "copy: "  # begins the name under which the profiler shows a copy
 
@@ -32,24 +37,25 @@ SIDES = (*(f"{PARAMETERS}, {part}" for part in PARTS), GRADIENTS, ENGINE, UPDATE
 """Whose copies there are. ``engine``: of an engine, but neither side; ``peers``: what stands for
 a collective, and is no copy of an engine."""
 
-# end of a file's name → side
+# file → side
 FILES = {
     "shardwise/buffers.py": PARAMETERS,
     "shardwise/gradients.py": GRADIENTS,
     "shardwise/comm/native.py": GRADIENTS,  # the sum of what arrived
     "shardwise/comm/peers.py": GRADIENTS,
-    "_fully_shard/_fsdp_param.py": PARAMETERS,
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": PARAMETERS,
     "benchmarks/gpu/peers.py": PEERS,
 }
-# part of a file's name → side, for the rest of an engine
+# folder → side, for the rest of an engine
 FOLDERS = {
     "torch/optim/": UPDATE,
     "shardwise/optim/": UPDATE,
     "shardwise/train/": MODEL,
     "shardwise/": ENGINE,
-    "distributed/fsdp/": ENGINE,
+    "torch/distributed/fsdp/": ENGINE,
 }
-COLLECTIVES = "_fully_shard/_fsdp_collectives.py"  # both sides of fsdp2 are in this file
+# both sides of fsdp2 are in this file
+COLLECTIVES = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
 FUNCTIONS = {
     "foreach_all_gather": PARAMETERS,
     "foreach_all_gather_copy_out": PARAMETERS,
@@ -59,21 +65,35 @@ FUNCTIONS = {
 }
 
 Frame = tuple[str, str]
-"""A file's name with ``/``, and a function's name."""
+"""A file as ``file_in_package`` names it, and a function's name."""
+
+# name → the folder that it is in; not by name alone, since a checkout may be called shardwise
+PACKAGES = {
+    package.__name__: Path(str(package.__file__)).parents[1].as_posix()
+    for package in (shardwise, torch, benchmarks)
+}
+
+
+def file_in_package(file: str) -> str:
+    """``/src/shardwise/hooks.py`` → ``shardwise/hooks.py``; ``""`` outside of ``PACKAGES``."""
+    file = file.replace("\\", "/")
+    for name, folder in PACKAGES.items():
+        if file.startswith(f"{folder}/{name}/"):
+            return file[len(folder) + 1 :]
+    return ""
 
 
 def side_of(frames: Iterable[Frame]) -> str:
     """Whose work the innermost ``frames``, innermost first, are."""
     for file, function in frames:
-        if file.endswith(COLLECTIVES) and function in FUNCTIONS:
+        if file == COLLECTIVES and function in FUNCTIONS:
             return FUNCTIONS[function]
-        for end, side in FILES.items():
-            if file.endswith(end):
-                return side
-        if file.endswith(COLLECTIVES):
+        if file in FILES:
+            return FILES[file]
+        if file == COLLECTIVES:
             continue  # a small function of the file: who calls it knows
-        for part, side in FOLDERS.items():
-            if part in file:
+        for folder, side in FOLDERS.items():
+            if file.startswith(folder):
                 return side
     return MODEL
 
@@ -133,7 +153,7 @@ def _frames() -> Iterator[Frame]:
     """Of this thread, innermost first."""
     frame = sys._getframe()  # noqa: SLF001 - `traceback` reads source files
     while frame is not None:
-        yield frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+        yield file_in_package(frame.f_code.co_filename), frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]
 
 

@@ -25,7 +25,7 @@ from torch.profiler import record_function
 from benchmarks.__main__ import main
 from benchmarks.crew import Crew, Seat
 from benchmarks.gpu import copies, peers, plot, results, run, table
-from benchmarks.gpu.copies import Copies, side_of
+from benchmarks.gpu.copies import Copies, file_in_package, side_of
 from benchmarks.gpu.engines import ENGINES, Setup
 from benchmarks.gpu.models import SHAPES, batch_of, build, loss_of, says
 from benchmarks.gpu.peers import Echo, Link, Peers, link_of
@@ -174,28 +174,27 @@ def test_memory_on_the_cpu_is_counted_from_the_mark_on() -> None:
 
 # ---- copies --------------------------------------------------------------------------------
 
-SITE = "/env/site-packages/torch"
-FSDP = f"{SITE}/distributed/fsdp/_fully_shard"
+FSDP = "torch/distributed/fsdp/_fully_shard"
 
 
 @pytest.mark.parametrize(
     ("side", "frames"),
     [
-        ("parameters", [("/src/shardwise/buffers.py", "gather"), ("/src/shardwise/hooks.py", "f")]),
-        ("gradients", [(f"{SITE}/_ops.py", "__call__"), ("/src/shardwise/gradients.py", "write")]),
-        ("gradients", [("/src/shardwise/comm/native.py", "finish")]),
-        ("engine", [("/src/shardwise/runtime.py", "_deliver")]),
+        ("parameters", [("shardwise/buffers.py", "gather"), ("shardwise/hooks.py", "f")]),
+        ("gradients", [("torch/_ops.py", "__call__"), ("shardwise/gradients.py", "write")]),
+        ("gradients", [("shardwise/comm/native.py", "finish")]),
+        ("engine", [("shardwise/runtime.py", "_deliver")]),
         ("engine", [(f"{FSDP}/_fsdp_state.py", "_root_pre_forward")]),
-        ("update", [(f"{SITE}/optim/adamw.py", "step")]),
-        ("update", [("/src/shardwise/optim/flat.py", "step")]),
+        ("update", [("torch/optim/adamw.py", "step")]),
+        ("update", [("shardwise/optim/flat.py", "step")]),
         (
             "model",
-            [("/src/shardwise/train/decoder.py", "forward"), ("/src/shardwise/hooks.py", "")],
+            [("shardwise/train/decoder.py", "forward"), ("shardwise/hooks.py", "")],
         ),
-        ("model", [(f"{SITE}/nn/modules/linear.py", "forward")]),
+        ("model", [("torch/nn/modules/linear.py", "forward")]),
         (
             "peers",
-            [("/bench/benchmarks/gpu/peers.py", "arrive"), ("/src/shardwise/buffers.py", "")],
+            [("benchmarks/gpu/peers.py", "arrive"), ("shardwise/buffers.py", "")],
         ),
         ("parameters", [(f"{FSDP}/_fsdp_collectives.py", "foreach_all_gather_copy_out")]),
         ("parameters", [(f"{FSDP}/_fsdp_param.py", "init_unsharded_param")]),
@@ -213,6 +212,16 @@ def test_a_copy_is_put_down_to_the_innermost_code_of_an_engine(
     side: str, frames: list[tuple[str, str]]
 ) -> None:
     assert side_of(frames) == side
+
+
+def test_a_checkout_called_like_a_package_is_not_that_package() -> None:
+    installed = copies.__file__, torch.nn.__file__
+    assert [*map(file_in_package, installed)] == [
+        "benchmarks/gpu/copies.py",
+        "torch/nn/__init__.py",
+    ]
+    assert file_in_package("/home/me/shardwise/train/mine.py") == ""
+    assert file_in_package("/home/me/torch/optim/mine.py") == ""
 
 
 def test_a_copy_is_noted_with_what_it_writes() -> None:
