@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
-from shardwise.cli.lines import _LINES, clock, lines
+import pytest
+
+from shardwise.cli.lines import _LINES, clock, lines, step_line
 from shardwise.train.metrics import (
     Built,
+    Busy,
     Bytes,
     Complete,
     Evaluated,
     Finished,
+    LeftOut,
     Placed,
     Prepared,
     Record,
@@ -23,12 +28,13 @@ from shardwise.train.metrics import (
 PREPARED = Prepared(
     source="/data",
     files=12,
-    skipped=2,
     nbytes=3_400_000,
+    left_out=(LeftOut("not text", files=2, places=("/data/a.gif", "/data/b.zip")),),
     capped=True,
     documents=(10, 2),
     tokens=(1_234_567, 4_321),
     rows=(100, 4),
+    context=128,
     dropped=(7, 0),
     vocabulary=2048,
     cached=False,
@@ -38,40 +44,58 @@ PREPARED = Prepared(
 
 def test_the_data_is_accounted_for() -> None:
     assert lines(PREPARED) == [
-        "text      /data: 12 files, 2 left out (not UTF-8 text), 3.4 MB, up to data.max_bytes",
-        "split     10 documents to train on, 2 held out for validation, by a hash of their text",
+        "text      /data: 12 files, first 3.4 MB (data.max_bytes); more was not read",
+        "left out  2 files, not text (/data/a.gif, /data/b.zip)",
+        "split     10 train + 2 validation documents, by a hash of their text",
+        "tokenizer BPE vocabulary 2,048, trained on the training split",
+        "tokens    1,234,567 train + 4,321 validation tokens, last 7 + 0 dropped (1.3 s)",
         (
-            "tokens    1,234,567 and 4,321, 2,048 different, tokenizer learnt from the training "
-            "split (1.3 s)"
-        ),
-        (
-            "rows      packed into 100 and 4 rows; attention crosses documents within a row "
-            "(tails of 7 and 0 tokens dropped)"
+            "rows      100 train + 4 validation sequences of 128 tokens, packed without document "
+            "masking"
         ),
     ]
+
+
+def test_text_without_a_limit_is_read_whole() -> None:
+    one = replace(PREPARED, files=1, capped=False, left_out=(), cached=True)
+    assert lines(one)[0] == "text      /data: 1 file, 3.4 MB"
+    assert lines(one)[2] == "tokenizer BPE vocabulary 2,048, from the last run"
 
 
 def test_the_global_batch_is_a_product_that_can_be_checked() -> None:
     built = Built(31_392, "full_shard", 3, 12, 2, 2, 32, 30, 0.5)
     assert lines(built) == [
         "model     31,392 parameters, full_shard over 3 ranks",
-        (
-            "batch     12 rows = 2 micro × 2 accumulation × 3 ranks; 384 tokens a step, 30 steps, "
-            "0.50 epochs"
-        ),
-        "tokens/s  over all ranks, without the first 3 steps and without validation",
+        "batch     global batch 12 = micro-batch 2 × 2 accumulation steps × 3 ranks",
+        "schedule  30 steps of 384 tokens, 0.50 epochs",
+        "tokens/s  over all ranks, in recent steps, without validation and saving",
         "",
     ]
 
 
+STEPPED = Stepped(7, 150, 5.43219, 1.5e-3, 0.98765, 6_512.4, 640_000_000, 92.2)
+
+
 def test_a_step_is_one_line_with_everything() -> None:
-    stepped = Stepped(7, 150, 5.43219, 1.5e-3, 0.98765, 6_512.4, 640 * 2**20, 92.2)
-    assert lines(stepped) == [
+    assert lines(STEPPED) == [
         (
             "step   7/150  loss  5.4322  lr 1.50e-03  grad norm  0.988    6,512 tokens/s  "
-            "memory 640 MiB  ETA 1:32"
+            "memory 640 MB  ETA 1:32"
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (80, "step   7/150  loss  5.4322    6,512 tokens/s  memory 640 MB  ETA 1:32"),
+        (60, "step   7/150  loss  5.4322    6,512 tokens/s  ETA 1:32"),
+        (30, "step   7/150  ETA 1:32"),
+        (9, "step   7/150  ETA 1:32"),
+    ],
+)
+def test_on_a_narrow_terminal_the_time_that_is_left_goes_last(width: int, line: str) -> None:
+    assert step_line(STEPPED, width) == line
 
 
 def test_lines_of_steps_are_equally_long() -> None:
@@ -80,11 +104,11 @@ def test_lines_of_steps_are_equally_long() -> None:
     assert [*map(len, few)] == [*map(len, many)]
 
 
-def test_validation_stands_beside_the_entropy_it_should_beat() -> None:
+def test_validation_stands_beside_the_baseline_it_should_beat() -> None:
     assert lines(Evaluated(150, 4.25, 0.256, 6.2, 16_384, 1.0)) == [
         (
-            "step 150  validation loss 4.2500 (unigram entropy 6.2000 of the same 16,384 tokens)  "
-            "perplexity 70.11  accuracy 25.6%"
+            "step 150  validation loss 4.2500  unigram baseline 6.20  perplexity 70.11  "
+            "accuracy 25.6%"
         )
     ]
 
@@ -145,16 +169,27 @@ def test_where_a_run_goes_on_is_said_in_steps_and_samples() -> None:
 
 def test_a_stop_says_whether_anything_is_lost() -> None:
     assert lines(Stopped(80, 128, saved=True)) == [
-        "stopped at step 80/128 as asked; the same command goes on"
+        "stopped at step 80/128, checkpoint saved; rerun the same command to resume"
     ]
-    assert "NOT SAVED" in lines(Stopped(80, 128, saved=False))[0]
+    assert lines(Stopped(80, 128, saved=False)) == [
+        (
+            "stopped at step 80/128, NOT SAVED: rerun the same command to resume from the last "
+            "checkpoint"
+        )
+    ]
 
 
 def test_a_run_with_nothing_left_to_do_says_how_to_have_more() -> None:
-    (line,) = lines(Complete("runs/demo", 128))
-    assert line.startswith("done      the run in runs/demo has taken all its 128 steps.")
-    assert "run.steps" in line
-    assert "--run.overwrite true" in line
+    assert lines(Complete("runs/demo", 128)) == [
+        (
+            "done      runs/demo is already complete (128 steps): raise run.steps to train longer, "
+            "or start over with --run.overwrite true (deletes this run)"
+        )
+    ]
+
+
+def test_what_takes_long_is_said() -> None:
+    assert lines(Busy("reading text", 2.0)) == ["busy      reading text, 2 s so far"]
 
 
 def test_every_record_has_lines() -> None:

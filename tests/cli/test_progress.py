@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import pytest
@@ -58,17 +59,32 @@ def test_after_a_crash_what_was_said_before_is_not_said_again(
     assert "31,392" in told([known], 1, capsys)
 
 
-def test_a_terminal_gets_a_moving_line_and_keeps_what_lasts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("width", [80, 60, 30])
+def test_a_terminal_gets_a_moving_line_and_keeps_what_a_log_gets(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", str(width))
     said = told(story(25), 10, capsys)
     assert "\x1b[2K" in said  # a line was erased, to be written anew
     assert said.startswith("warning   [bold]text[/]")
-    lasting = said.rpartition("\x1b[2K")[2]
-    assert [line.split("  ")[0] for line in lasting.splitlines()] == ["step 25/25", "step 25"]
+    shown = [re.sub(r"\x1b\[[?0-9;]*[A-Za-z]|\r", "", line) for line in said.splitlines()]
+    steps = [line for line in shown if "/25" in line]
+    assert all(len(line) <= width and line.endswith("ETA 0:01") for line in steps)
+    kept = dict.fromkeys(line.split("  ETA")[0].split("/")[0] for line in steps)
+    assert [*kept] == ["step  1", "step 10", "step 20", "step 25"]
+    assert shown[-1].startswith("step 25  validation loss 4.0000")
+
+
+def test_a_dumb_terminal_gets_the_lines_of_a_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    said = told(story(25), 10, capsys)
+    assert "\x1b" not in said
+    assert len(said.splitlines()) == 6
 
 
 def test_a_terminal_is_restored_after_an_error(

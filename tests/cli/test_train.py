@@ -93,7 +93,10 @@ def test_a_batch_that_does_not_divide_ends_before_ranks_are_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert failed(str(recipe_file(tmp_path)), "--nproc", "5") == 1
-    assert "batch.rows is 12, and batch.micro 1 × 5 ranks = 5" in capsys.readouterr().err
+    assert (
+        "batch.rows is 12, and 5 ranks do not divide it; start 4 or 6 ranks"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_folder_in_use_ends_before_ranks_are_started(
@@ -175,12 +178,12 @@ def test_a_run_that_is_told_to_end_saves_and_says_with_what_status_it_goes_on(
         assert ended(recipe) == 75
     said = capsys.readouterr().out.splitlines()
     assert said[-2].startswith(f"saved {tmp_path}/run/checkpoints/step-3 (")
-    assert said[-1] == "stopped at step 3/4 as asked; the same command goes on"
+    assert said[-1] == "stopped at step 3/4, checkpoint saved; rerun the same command to resume"
     assert ended(recipe) == 0
     goes_on = capsys.readouterr().out
     assert f"resumed at step 3, sample 36, from {tmp_path}/run/checkpoints/step-3" in goes_on
     assert ended(recipe) == 0
-    assert "has taken all its 4 steps" in capsys.readouterr().out
+    assert "run is already complete (4 steps)" in capsys.readouterr().out
 
 
 def test_a_second_interrupt_ends_at_once(
@@ -231,7 +234,7 @@ def test_two_processes_train_and_only_one_speaks(two: Two) -> None:
     _, done = two
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("step 4/4") == 1
-    assert "1 micro × 6 accumulation × 2 ranks" in done.stdout
+    assert "micro-batch 1 × 6 accumulation steps × 2 ranks" in done.stdout
 
 
 @pytest.mark.spawn
@@ -381,7 +384,7 @@ def test_signals_to_the_launcher_save_and_stop_all_ranks_and_the_run_goes_on(
     assert sum(line.startswith("saved") for line in said) == 3
     stopped = said[-1]
     assert stopped.startswith("stopped at step ")
-    assert stopped.endswith("/40 as asked; the same command goes on")
+    assert stopped.endswith("/40, checkpoint saved; rerun the same command to resume")
     step = int(stopped.split()[3].partition("/")[0])
     assert ended(*command[1:]) == 0  # on one process: the ranks may be others
     assert f"resumed at step {step}, sample {12 * step}" in capsys.readouterr().out

@@ -59,18 +59,33 @@ def test_rows_are_micro_times_accumulation_times_ranks(micro: int, ranks: int, w
     assert accumulation(BatchConfig(rows=12, micro=micro), ranks) == wanted
 
 
-def test_a_batch_that_does_not_divide_names_the_three_numbers() -> None:
+@pytest.mark.parametrize(
+    ("rows", "micro", "ranks", "fact", "advice"),
+    [
+        (32, 5, 2, "batch.micro 5 × 2 ranks = 10 does not divide it", "batch.micro 4 or 8"),
+        (4, 8, 1, "batch.micro 8 × 1 rank = 8 does not divide it", "batch.micro 4"),
+    ],
+)
+def test_a_micro_batch_that_does_not_divide_names_those_that_do(
+    rows: int, micro: int, ranks: int, fact: str, advice: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        accumulation(BatchConfig(rows=32, micro=5), 2)
+        accumulation(BatchConfig(rows=rows, micro=micro), ranks)
+    assert str(caught.value) == f"batch.rows is {rows}, and {fact}; use {advice}."
+
+
+@pytest.mark.parametrize(
+    ("rows", "starts", "begins"), [(16, "2 or 4 ranks", "15 or 18"), (2, "2 ranks", "3")]
+)
+def test_ranks_that_do_not_divide_the_batch_are_told_how_many_do(
+    rows: int, starts: str, begins: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        accumulation(BatchConfig(rows=rows, micro=1), 3)
     assert str(caught.value) == (
-        "batch.rows is 32, and batch.micro 5 × 2 ranks = 10 rows at a time do not add up to it; "
-        "use batch.rows 30 or 40, or a batch.micro that fits."
+        f"batch.rows is {rows}, and 3 ranks do not divide it; start {starts}, or begin a run with "
+        f"batch.rows {begins}."
     )
-
-
-def test_a_batch_that_is_too_small_is_told_the_least_that_works() -> None:
-    with pytest.raises(ConfigError, match=r"use batch\.rows 10, or"):
-        accumulation(BatchConfig(rows=4, micro=5), 2)
 
 
 @pytest.mark.parametrize("step", [0, 1, 7])

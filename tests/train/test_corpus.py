@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
@@ -40,7 +38,7 @@ def test_reading_twice_gives_the_same_documents_in_the_same_order(tmp_path: Path
 def test_each_text_file_is_a_document(tmp_path: Path) -> None:
     found = read(text_folder(tmp_path / "text", count=5))
     assert sorted(found.documents) == sorted(documents(5))
-    assert (found.files, found.skipped, found.capped) == (5, 0, False)
+    assert (found.files, found.left_out, found.capped) == (5, (), False)
 
 
 def test_one_file_is_a_corpus_too(tmp_path: Path) -> None:
@@ -59,23 +57,36 @@ def test_a_limit_takes_a_sample_of_all_files_and_cuts_the_last(tmp_path: Path) -
     assert list(found.documents) != sorted(documents(40))[: len(found.documents)]
 
 
+def test_a_limit_that_the_text_just_meets_leaves_nothing_out(tmp_path: Path) -> None:
+    folder = text_folder(tmp_path / "text", count=5)
+    size = read(folder).nbytes
+    assert not read(folder, max_bytes=size).capped
+    assert read(folder, max_bytes=size - 1).capped
+
+
 def test_what_is_not_text_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text", "utf-8")
     (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
     (tmp_path / ".hidden").write_text("secret", "utf-8")
     found = read(tmp_path)
     assert found.documents == ("text",)
-    assert (found.files, found.skipped) == (2, 1)
+    assert found.files == 2
+    assert [*map(str, found.left_out)] == [f"1 file, not text ({tmp_path / 'b.bin'})"]
 
 
-def test_jsonl_gives_one_document_a_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n{"body": "two", "n": 2}\n', "utf-8")
-    assert read(tmp_path, field="body").documents == ("one", "two")
+def test_what_is_left_out_is_named_by_its_first_three_places(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n' + "oops\n" * 5, "utf-8")
+    places = ", ".join(f"{path}:{line}" for line in (2, 3, 4))
+    assert [*map(str, read(path).left_out)] == [f"5 rows, not JSON ({places}, …)"]
 
 
-def test_parquet_gives_one_document_a_row(tmp_path: Path) -> None:
-    parquet.write_table(pa.table({"body": ["one", "two"], "n": [1, 2]}), tmp_path / "a.parquet")
-    assert read(tmp_path, field="body").documents == ("one", "two")
+def test_links_to_folders_are_followed_each_folder_once(tmp_path: Path) -> None:
+    text_folder(tmp_path / "elsewhere", count=5)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "data")
+    assert sorted(read(tmp_path / "data").documents) == sorted(documents(5))
 
 
 # --- what cannot be read ---------------------------------------------------------------------
@@ -97,40 +108,19 @@ def test_an_empty_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_text_says_what_was_opened(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(b"\xff\xff")
-    assert "1 files were opened, 1 of them are not UTF-8 text" in message(tmp_path)
-
-
-def test_a_missing_json_field_names_line_fields_and_the_nearest(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"id": 1, "txet": "a"}\n', "utf-8")
+    (tmp_path / "a.bin").write_bytes(b"\x00")
     assert message(tmp_path) == (
-        f"{path}:1: there is no field 'text'. Fields there: id, txet. "
-        "Nearest is 'txet'; choose it with --data.field txet."
+        f"data.source {str(tmp_path)!r} holds no text; 1 file was opened. Left out: 1 file, not "
+        f"text ({tmp_path / 'a.bin'}). Name a file or a folder of text, JSONL or parquet."
     )
 
 
-def test_a_missing_parquet_column_names_the_columns(tmp_path: Path) -> None:
-    parquet.write_table(pa.table({"id": [1], "body": ["a"]}), tmp_path / "a.parquet")
-    assert "there is no field 'text'. Fields there: id, body." in message(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{oops", ":2: this line is not JSON"),
-        ("[1]", ":2: expected a JSON object with a field 'text'"),
-        ('{"text": 3}', ":2: 'text' holds int, not text"),
-    ],
-)
-def test_a_wrong_line_of_jsonl_is_named(tmp_path: Path, line: str, said: str) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n" + line + "\n", "utf-8")
-    assert said in message(tmp_path)
-
-
-def test_a_file_that_only_claims_to_be_parquet_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"no")
-    assert "is not a parquet file" in message(tmp_path)
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").symlink_to(tmp_path / "nothing")
+    assert message(tmp_path) == (
+        f"data.source {str(tmp_path)!r}: {tmp_path / 'a.txt'} cannot be read (No such file or "
+        "directory). Mend that, or name a source without it."
+    )
 
 
 # --- the split -------------------------------------------------------------------------------
@@ -169,11 +159,36 @@ def test_one_big_file_is_cut_at_line_ends() -> None:
     assert sum(map(len, pieces)) == len(text)
 
 
+def test_a_file_without_line_ends_is_cut_between_words() -> None:
+    text = " ".join(f"word{i}" for i in range(20_000))
+    parts = split(corpus([text]), 0.1)
+    pieces = [*parts.training, *parts.validation]
+    assert len(parts.validation) >= 2
+    assert sorted(word for piece in pieces for word in piece.split()) == sorted(text.split())
+    assert split(corpus([text]), 0.1) == parts
+
+
+def test_a_file_without_words_is_cut_anywhere() -> None:
+    parts = split(corpus(["漢字" * 5_000 + "。"]), 0.1)
+    assert sum(map(len, parts.training + parts.validation)) == 10_001
+
+
+def test_cutting_looks_at_each_character_about_once() -> None:
+    looked = []
+
+    class Text(str):
+        __slots__ = ()
+
+        def find(self, *where: Any) -> int:
+            place = super().find(*where)
+            looked.append((place + 1 or where[2]) - where[1])
+            return place
+
+    text = Text("".join(f"{i}\n" for i in range(50_000)))
+    split(corpus([text]), 0.1)
+    assert sum(looked) < len(text)
+
+
 def test_a_single_line_cannot_be_divided() -> None:
-    with pytest.raises(ConfigError, match="1 piece of text"):
+    with pytest.raises(ConfigError, match=r"here \(8 bytes\) is one line, .* cannot split"):
         split(corpus(["one line"]), 0.5)
-
-
-def test_the_digest_follows_the_text() -> None:
-    assert corpus(["a", "b"]).digest == corpus(["a", "b"]).digest
-    assert len({corpus(t).digest for t in (["a", "b"], ["b", "a"], ["ab"])}) == 3

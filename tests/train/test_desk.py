@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
@@ -13,7 +15,7 @@ from shardwise.errors import ConfigError, RanksDisagree
 from shardwise.train.config import Recipe
 from shardwise.train.desk import Desk, take_over
 from shardwise.train.folder import Folder
-from shardwise.train.metrics import Record, Warned
+from shardwise.train.metrics import Busy, Record, Warned
 from shardwise.train.recipe import read_recipe
 from shardwise.train.requests import Ask
 from shardwise.train.start import Start
@@ -67,6 +69,30 @@ def test_what_the_engine_warns_of_is_told_and_recorded(tmp_path: Path) -> None:
         "later",
         "at the end",
     ]
+
+
+def test_what_a_thread_warns_of_is_told_while_this_rank_waits(tmp_path: Path) -> None:
+    recipe, told = tiny_recipe(tmp_path), list[Record]()
+    warn = logging.getLogger("shardwise").warning
+    with Desk.opened(recipe, LocalComm(), told.append) as (desk, _):
+        desk.begin(0)
+        thread = threading.Thread(target=warn, args=["rank 0 has waited"])
+        thread.start()
+        thread.join()
+        assert told == [Warned("rank 0 has waited")]
+        desk.say(None)
+        assert told == desk.journal.records == [Warned("rank 0 has waited")]
+
+
+def test_what_takes_long_is_told_and_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.train.desk.LONG", 0.01)
+    told: SimpleQueue[Record] = SimpleQueue()
+    with Desk.opened(tiny_recipe(tmp_path), LocalComm(), told.put) as (desk, _):
+        with desk.busy("reading text"):
+            assert told.get(timeout=30) == Busy("reading text", 0.01)
+        assert desk.journal.records == []
 
 
 def test_of_a_rank_that_died_only_that_is_said(tmp_path: Path) -> None:

@@ -38,6 +38,22 @@ def test_what_lies_between_steps_does_not_count() -> None:
     assert metered([1.0] * 5).tokens_per_second == 100.0
 
 
+def test_a_slowdown_shows_within_twenty_steps() -> None:
+    meter = metered([1.0] * 1000 + [4.0] * 20)
+    assert meter.tokens_per_second == 25.0
+    assert meter.seconds_per_step == 4.0
+
+
+def test_the_time_that_is_left_counts_what_lies_between_steps() -> None:
+    assert metered([2.0] * 5).seconds_left(10) == 10 * (2.0 + 10.0)
+    assert metered([2.0]).seconds_left(10) == 20.0
+
+
+def test_a_step_costs_the_same_however_many_there_were() -> None:
+    meter = metered([1.0] * 1000)
+    assert len(meter._recent) == 20
+
+
 def test_a_meter_that_saw_nothing_says_zero() -> None:
     assert (metered([]).tokens_per_second, metered([]).seconds_per_step) == (0.0, 0.0)
 

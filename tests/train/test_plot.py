@@ -31,9 +31,20 @@ def test_the_same_run_gives_the_same_picture(tmp_path: Path) -> None:
 
 def test_smoothing_does_not_lag_behind() -> None:
     line = [10.0 - 0.1 * i for i in range(100)]
-    assert smoothed(line) == pytest.approx(line)
+    means, first = smoothed(line)
+    assert means == pytest.approx(line[first : first + len(means)])
+    assert (first, len(means)) == (2, 96)
 
 
-def test_smoothing_flattens_noise() -> None:
+def test_smoothing_flattens_noise_to_its_end() -> None:
     noisy = [(-1.0) ** i for i in range(400)]
-    assert max(map(abs, smoothed(noisy)[20:-20])) < 0.1
+    assert max(map(abs, smoothed(noisy)[0])) < 0.1
+
+
+def test_the_last_loss_does_not_bend_the_smooth_curve() -> None:
+    assert smoothed([2.0] * 199 + [3.0])[0][-1] == pytest.approx(2 + 1 / 11)
+
+
+def test_a_short_run_is_shown_as_it_is() -> None:
+    assert smoothed([3.0, 2.0, 1.0]) == ([3.0, 2.0, 1.0], 0)
+    assert smoothed([]) == ([], 0)

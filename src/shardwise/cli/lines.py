@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.train.metrics import (
     Built,
+    Busy,
     Bytes,
     Complete,
     Evaluated,
@@ -24,9 +25,10 @@ from shardwise.train.metrics import (
     Stepped,
     Stopped,
     Warned,
+    count,
 )
 
-__all__ = ["clock", "lines", "table"]
+__all__ = ["clock", "lines", "step_line", "table"]
 
 MANY = 4  # ranks that get a column each
 COLUMN = 9  # width of the first word of a line
@@ -43,63 +45,69 @@ def _first(word: str, text: str) -> str:
 
 
 def _prepared(r: Prepared) -> list[str]:
-    limit = ", up to data.max_bytes" if r.capped else ""
-    skipped = f", {r.skipped:,} left out (not UTF-8 text)" if r.skipped else ""
+    size = f"first {_size(r.nbytes)} (data.max_bytes); more was not read"
+    text = f"{r.source}: {count(r.files, 'file')}, {size if r.capped else _size(r.nbytes)}"
+    origin = "from the last run" if r.cached else "trained on the training split"
+    dropped = f"last {r.dropped[0]} + {r.dropped[1]} dropped"
     return [
-        _first("text", f"{r.source}: {r.files:,} files{skipped}, {_size(r.nbytes)}{limit}"),
-        _first(
-            "split",
-            f"{r.documents[0]:,} documents to train on, {r.documents[1]:,} held out for "
-            "validation, by a hash of their text",
-        ),
-        _first(
-            "tokens",
-            f"{r.tokens[0]:,} and {r.tokens[1]:,}, {r.vocabulary:,} different, tokenizer "
-            f"{'from the last run' if r.cached else 'learnt from the training split'} "
-            f"({r.seconds:.1f} s)",
-        ),
+        _first("text", text),
+        *(_first("left out", str(out)) for out in r.left_out),
+        _first("split", f"{_both(r.documents)} documents, by a hash of their text"),
+        _first("tokenizer", f"BPE vocabulary {r.vocabulary:,}, {origin}"),
+        _first("tokens", f"{_both(r.tokens)} tokens, {dropped} ({r.seconds:.1f} s)"),
         _first(
             "rows",
-            f"packed into {r.rows[0]:,} and {r.rows[1]:,} rows; attention crosses documents within "
-            f"a row (tails of {r.dropped[0]} and {r.dropped[1]} tokens dropped)",
+            f"{_both(r.rows)} sequences of {r.context:,} tokens, packed without document masking",
         ),
     ]
 
 
+def _both(counts: tuple[int, int]) -> str:
+    return f"{counts[0]:,} train + {counts[1]:,} validation"
+
+
 def _built(r: Built) -> list[str]:
-    ranks = f"{r.ranks} rank{'s' * (r.ranks != 1)}"
+    ranks = count(r.ranks, "rank")
+    accumulation = count(r.accumulation, "accumulation step")
     return [
         _first("model", f"{r.parameters:,} parameters, {r.strategy} over {ranks}"),
         _first(
-            "batch",
-            f"{r.rows} rows = {r.micro} micro × {r.accumulation} accumulation × {ranks}; "
-            f"{r.rows * r.context:,} tokens a step, {r.steps:,} steps, {r.epochs:.2f} epochs",
+            "batch", f"global batch {r.rows} = micro-batch {r.micro} × {accumulation} × {ranks}"
         ),
-        _first("tokens/s", "over all ranks, without the first 3 steps and without validation"),
+        _first(
+            "schedule",
+            f"{count(r.steps, 'step')} of {r.rows * r.context:,} tokens, {r.epochs:.2f} epochs",
+        ),
+        _first("tokens/s", "over all ranks, in recent steps, without validation and saving"),
         "",
     ]
 
 
-def _stepped(r: Stepped) -> str:
+def step_line(r: Stepped, width: int | None = None) -> str:
+    """A step in at most ``width`` columns: what matters least is left out, ETA last of all."""
     digits = len(f"{r.steps:,}")
-    return "  ".join(
-        (
-            f"step {r.step:>{digits},}/{r.steps:,}",
-            f"loss {r.loss:7.4f}",
-            f"lr {r.lr:.2e}",
-            f"grad norm {r.grad_norm:6.3f}",
-            f"{r.tokens_per_second:>7,.0f} tokens/s",
-            f"memory {r.memory / 2**20:,.0f} MiB",
-            f"ETA {clock(r.seconds_left)}",
-        )
-    )
+    parts = {
+        "step": f"step {r.step:>{digits},}/{r.steps:,}",
+        "loss": f"loss {r.loss:7.4f}",
+        "lr": f"lr {r.lr:.2e}",
+        "norm": f"grad norm {r.grad_norm:6.3f}",
+        "speed": f"{r.tokens_per_second:>7,.0f} tokens/s",
+        "memory": f"memory {r.memory / 1e6:,.0f} MB",
+        "eta": f"ETA {clock(r.seconds_left)}",
+    }
+    for least in ("norm", "lr", "memory", "speed", "loss"):
+        if width is None or len("  ".join(parts.values())) <= width:
+            break
+        del parts[least]
+    return "  ".join(parts.values())
 
 
 def _evaluated(r: Evaluated) -> str:
     perplexity = f"{r.perplexity:,.2f}" if math.isfinite(r.perplexity) else "inf"
     return (
-        f"step {r.step:,}  validation loss {r.loss:.4f} (unigram entropy {r.unigram_entropy:.4f} "
-        f"of the same {r.tokens:,} tokens)  perplexity {perplexity}  accuracy {r.accuracy:.1%}"
+        f"step {r.step:,}  validation loss {r.loss:.4f}  "
+        f"unigram baseline {r.unigram_entropy:.2f}  "
+        f"perplexity {perplexity}  accuracy {r.accuracy:.1%}"
     )
 
 
@@ -113,15 +121,16 @@ def _resumed(r: Resumed) -> str:
 
 
 def _stopped(r: Stopped) -> str:
-    then = "the same command goes on" if r.saved else "NOT SAVED: the same command goes back"
-    return f"stopped at step {r.step:,}/{r.steps:,} as asked; {then}"
+    saved = "checkpoint saved; rerun the same command to resume"
+    lost = "NOT SAVED: rerun the same command to resume from the last checkpoint"
+    return f"stopped at step {r.step:,}/{r.steps:,}, {saved if r.saved else lost}"
 
 
 def _complete(r: Complete) -> str:
     return _first(
         "done",
-        f"the run in {r.folder} has taken all its {r.steps:,} steps. More of them: raise "
-        "run.steps. All anew: --run.overwrite true.",
+        f"{r.folder} is already complete ({count(r.steps, 'step')}): raise run.steps to train "
+        "longer, or start over with --run.overwrite true (deletes this run)",
     )
 
 
@@ -162,11 +171,12 @@ def _finished(r: Finished) -> list[str]:
 _LINES: dict[type, Callable[[Any], list[str]]] = {
     Prepared: _prepared,
     Built: _built,
-    Stepped: lambda r: [_stepped(r)],
+    Stepped: lambda r: [step_line(r)],
     Evaluated: lambda r: [_evaluated(r)],
     Sampled: lambda r: ["", _first("sample", r.prompt + r.text)],
     Placed: lambda r: ["", *_placed(r)],
     Warned: lambda r: [_first("warning", r.message)],
+    Busy: lambda r: [_first("busy", f"{r.what}, {r.seconds:.0f} s so far")],
     Saved: lambda r: [_saved(r)],
     Resumed: lambda r: [_resumed(r)],
     Stopped: lambda r: [_stopped(r)],

@@ -1,7 +1,8 @@
 """Records to the terminal: plain lines, and on a terminal one line that moves.
 
-A log file gets one line every so many steps and no control characters. A terminal gets a
-line that is rewritten at every step, with the lasting ones (validation, results) above it.
+A log file, or a terminal that cannot rewrite a line, gets one line every so many steps and no
+control characters. A terminal gets the same lines, cut to its width, and below them one that is
+rewritten at every step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shardwise.cli.lines import lines
+from shardwise.cli.lines import lines, step_line
 from shardwise.train.metrics import Built, Emit, Prepared, Record, Stepped
 
 __all__ = ["reporter"]
@@ -26,12 +27,12 @@ def reporter(log_every: int, again: bool = False) -> Iterator[Emit]:
     """What rank 0 tells the user with.
 
     Args:
-        log_every: steps between lines where stdout is not a terminal.
+        log_every: steps between lines that stay.
         again: this is the same run after a crash, so what it is need not be said anew.
     """
     console = Console(highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        with _moving(console) as emit:
+    if console.is_terminal and not console.is_dumb_terminal:
+        with _moving(console, log_every) as emit:
             yield _after_the_beginning(emit) if again else emit
     else:
         plain = functools.partial(_plain, log_every=log_every)
@@ -60,19 +61,23 @@ def _is_due(record: Stepped, log_every: int) -> bool:
 
 
 @contextmanager
-def _moving(console: Console) -> Iterator[Emit]:
+def _moving(console: Console, log_every: int) -> Iterator[Emit]:
     # Started by the first step, so that the other ranks never touch the terminal.
     live = Live(console=console, transient=True, refresh_per_second=4)
 
     def emit(record: Record) -> None:
-        text = "\n".join(lines(record))
-        if isinstance(record, Stepped) and record.step < record.steps:
-            live.start()
-            live.update(Text(text, no_wrap=True, overflow="ellipsis"))
+        if not isinstance(record, Stepped):
+            console.print(Text("\n".join(lines(record))))
             return
-        if isinstance(record, Stepped):
-            live.stop()  # the last step stays
-        console.print(Text(text))
+        line = Text(step_line(record, console.width), no_wrap=True, overflow="ellipsis")
+        is_due = _is_due(record, log_every)
+        live.update(Text() if is_due else line)
+        if record.step == record.steps:
+            live.stop()
+        else:
+            live.start()
+        if is_due:
+            console.print(line)
 
     try:
         yield emit

@@ -84,16 +84,29 @@ def accumulation(config: BatchConfig, ranks: int) -> int:
     Raises:
         ConfigError: that is not a whole number.
     """
-    at_once = config.micro * ranks
-    if config.rows % at_once:
-        below, above = config.rows // at_once * at_once, -(-config.rows // at_once) * at_once
-        nearby = f"{above}" if below == 0 else f"{below} or {above}"
+    rows, micro = config.rows, config.micro
+    if rows % ranks:
+        below, above = rows // ranks * ranks, -(-rows // ranks) * ranks
         raise ConfigError(
-            f"batch.rows is {config.rows}, and batch.micro {config.micro} × {ranks} ranks = "
-            f"{at_once} rows at a time do not add up to it; use batch.rows {nearby}, or a "
-            "batch.micro that fits."
+            f"batch.rows is {rows}, and {ranks} ranks do not divide it; start "
+            f"{_divisors_near(rows, ranks)} ranks, or begin a run with batch.rows "
+            f"{f'{below} or ' if below else ''}{above}."
         )
-    return config.rows // at_once
+    if rows % (micro * ranks):
+        raise ConfigError(
+            f"batch.rows is {rows}, and batch.micro {micro} × {ranks} rank{'s' * (ranks != 1)} = "
+            f"{micro * ranks} does not divide it; use batch.micro "
+            f"{_divisors_near(rows // ranks, micro)}."
+        )
+    return rows // (micro * ranks)
+
+
+def _divisors_near(whole: int, number: int) -> str:
+    """The divisors of ``whole`` next to ``number``, which is none."""
+    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+    below = [n for n in divisors if n < number][-1:]
+    above = [n for n in divisors if n > number][:1]
+    return " or ".join(map(str, below + above))
 
 
 def permutation(rows: int, seed: int, epoch: int) -> Indices:

@@ -112,7 +112,9 @@ class DataConfig(Section):
         description="'stdlib' (Python's own source), a file, or a folder of text, JSONL or parquet",
     )
     field: str = Field("text", min_length=1, description="the text's field in JSONL and parquet")
-    max_bytes: Positive = Field(16_000_000, description="stop reading after this much text")
+    max_bytes: Positive | None = Field(
+        None, description="stop reading after this much text; null = read all"
+    )
     validation: float = Field(0.03, gt=0, lt=1, description="share of documents held out")
     context: int = Field(256, ge=2, description="tokens in a row; documents are packed into rows")
 

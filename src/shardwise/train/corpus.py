@@ -9,14 +9,17 @@ and adding files moves nothing that was there before.
 from __future__ import annotations
 
 import hashlib
-import json
+import math
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
+from shardwise.train.formats import Unusable, documents
+from shardwise.train.metrics import LeftOut, count
 
 __all__ = ["Corpus", "Split", "read_corpus", "split"]
 
@@ -24,6 +27,8 @@ STDLIB = "stdlib"
 # Tests are mostly data, encodings are tables of characters, and packages are not the library.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages"}
 ENOUGH = 50  # with fewer documents, a share of a few per cent is no document at all
+LINE = 1000  # characters of a longest line that is kept whole where documents are cut
+NAMED = 3  # places that are named of all where something was left out
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Corpus:
         documents: the texts.
         nbytes: their size in UTF-8.
         files: files read.
-        skipped: files left out because they are not UTF-8 text.
+        left_out: what of them could not be used, by reason.
         capped: reading stopped at the limit, so there is more.
     """
 
@@ -43,16 +48,8 @@ class Corpus:
     documents: tuple[str, ...]
     nbytes: int
     files: int
-    skipped: int = 0
+    left_out: tuple[LeftOut, ...] = ()
     capped: bool = False
-
-    @property
-    def digest(self) -> str:
-        """A hash of all texts, in order."""
-        whole = hashlib.sha256()
-        for document in self.documents:
-            whole.update(_hash(document))
-        return whole.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -67,49 +64,60 @@ def read_corpus(config: DataConfig) -> Corpus:
     """The documents of ``config.source``, up to about ``config.max_bytes``.
 
     Raises:
-        ConfigError: nothing is there, nothing is readable, or a field is missing; with the names
+        ConfigError: nothing is there, a file cannot be read, no row has the field; with the names
             that there are.
     """
-    root, files = _files(config.source)
-    reading = _Reading(config.max_bytes)
-    for file in sorted(files, key=lambda path: _hash(path.relative_to(root).as_posix())):
-        reading.take(file, config.field)
-        if reading.capped:
-            break
-    if not reading.documents:
+    reading = _Reading(math.inf if config.max_bytes is None else config.max_bytes)
+    at = Path(config.source)
+    try:
+        root, files = _files(config.source)
+        for at in sorted(files, key=lambda path: _hash(path.relative_to(root).as_posix())):
+            reading.take(at, config.field)
+            if reading.capped:
+                break
+    except OSError as error:
         raise ConfigError(
-            f"data.source {config.source!r} holds no text: {len(files)} files were opened, "
-            f"{reading.skipped} of them are not UTF-8 text. Name a file or a folder of text, "
-            "JSONL or parquet."
+            f"data.source {config.source!r}: {error.filename or at} cannot be read "
+            f"({error.strerror or error}). Mend that, or name a source without it."
+        ) from error
+    left_out = tuple(reading.left_out.values())
+    if not reading.documents:
+        told = "".join(f" Left out: {out}." for out in left_out)
+        raise ConfigError(
+            f"data.source {config.source!r} holds no text; {count(len(files), 'file')} "
+            f"{'was' if len(files) == 1 else 'were'} opened.{told} Name a file or a folder of "
+            "text, JSONL or parquet."
         )
-    name = "Python's standard library" if config.source == STDLIB else str(root)
-    documents = tuple(reading.documents)
-    return Corpus(name, documents, reading.nbytes, reading.files, reading.skipped, reading.capped)
+    name = "Python's standard library" if config.source == STDLIB else config.source
+    texts = tuple(reading.documents)
+    return Corpus(name, texts, reading.nbytes, reading.files, left_out, reading.capped)
 
 
 def split(corpus: Corpus, share: float) -> Split:
     """About ``share`` of the documents for validation, at least one on each side.
 
-    A corpus of few documents (one big file, say) is first cut at line ends into pieces.
+    A corpus of few documents (one big file, say) is first cut into pieces, at line ends if lines
+    are not very long.
 
     Raises:
         ConfigError: the corpus is too small to be divided.
     """
-    documents = corpus.documents
-    if len(documents) < ENOUGH:
-        documents = tuple(_pieces(documents, size=max(1, corpus.nbytes // (4 * ENOUGH))))
-    distinct = sorted({_hash(text) for text in documents})
+    texts: Sequence[str] = corpus.documents
+    if len(texts) < ENOUGH:
+        texts = tuple(_pieces(texts, size=max(1, corpus.nbytes // (4 * ENOUGH))))
+    hashes = [_hash(text) for text in texts]
+    distinct = sorted(set(hashes))
     if len(distinct) < 2:
         raise ConfigError(
-            f"{corpus.name} holds {len(distinct)} piece of text ({corpus.nbytes} bytes), which "
-            "cannot be divided into training and validation; give it more text."
+            f"{corpus.name} ({corpus.nbytes:,} bytes) is one line, or one piece of text again and "
+            "again; cannot split off validation. Give it more text."
         )
     # The lowest hash validates and the highest trains, however small the share.
     limit = min(max(int(share * 2**256).to_bytes(32, "big"), distinct[0]), distinct[-2])
-    held_out = [_hash(text) <= limit for text in documents]
+    pairs = list(zip(texts, hashes, strict=True))
     return Split(
-        tuple(text for text, out in zip(documents, held_out, strict=True) if not out),
-        tuple(text for text, out in zip(documents, held_out, strict=True) if out),
+        tuple(text for text, number in pairs if number > limit),
+        tuple(text for text, number in pairs if number <= limit),
     )
 
 
@@ -117,17 +125,23 @@ def _hash(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
-def _pieces(documents: Sequence[str], size: int) -> Iterator[str]:
-    """Each document cut at line ends into pieces of ``size`` characters or a line more."""
-    for document in documents:
-        piece: list[str] = []
-        for line in document.splitlines(keepends=True):
-            piece.append(line)
-            if sum(map(len, piece)) >= size:
-                yield "".join(piece)
-                piece = []
-        if piece:
-            yield "".join(piece)
+def _pieces(texts: Sequence[str], size: int) -> Iterator[str]:
+    """Each text cut into pieces of ``size`` characters or a line more."""
+    for text in texts:
+        start = 0
+        while start < len(text):
+            end = _end_of_piece(text, start + size)
+            yield text[start:end]
+            start = end
+
+
+def _end_of_piece(text: str, least: int) -> int:
+    """The first line end from ``least`` on; in a line that is very long, the last space."""
+    most = least + LINE
+    line = text.find("\n", least - 1, most)
+    if line >= 0:
+        return line + 1
+    return len(text) if len(text) <= most else text.rfind(" ", least, most) + 1 or most
 
 
 # --- where the files are ---------------------------------------------------------------------
@@ -145,10 +159,28 @@ def _files(source: str) -> tuple[Path, list[Path]]:
         )
     if root.is_file():
         return root.parent, [root]
-    files = [path for path in root.rglob("*") if path.is_file() and not _is_hidden(path, root)]
+    files = list(_walk(root))
     if not files:
         raise ConfigError(f"data.source {source!r} is a folder without files; put text in it.")
     return root, files
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """The files below ``root`` that are not hidden. Links are followed, each folder once."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen: set[tuple[int, int]] = set()
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=fail):
+        at = Path(folder).stat()
+        if (at.st_dev, at.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((at.st_dev, at.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (path for path in files if path.is_file() or not path.exists())
 
 
 def _is_library(path: Path) -> bool:
@@ -156,92 +188,42 @@ def _is_library(path: Path) -> bool:
     return not SKIPPED_FOLDERS & set(path.parts) and not path.name.startswith("_sysconfigdata")
 
 
-def _is_hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
-
-
 # --- what is in them -------------------------------------------------------------------------
 
 
 @dataclass
 class _Reading:
-    """Documents taken so far, up to a limit."""
+    """What was taken so far, up to ``limit`` bytes; ``left_out`` by its reason."""
 
-    limit: int
+    limit: float
     documents: list[str] = field(default_factory=list)
     nbytes: int = 0
     files: int = 0
-    skipped: int = 0
+    left_out: dict[str, LeftOut] = field(default_factory=dict)
     capped: bool = False
 
     def take(self, file: Path, column: str) -> None:
-        """Every document of one file; the one that meets the limit is cut there."""
-        reader = {".jsonl": _jsonl, ".parquet": _parquet}.get(file.suffix, _text)
-        try:
-            self.files += 1
-            for document in reader(file, column):
-                text = document.encode("utf-8", "replace")[: self.limit - self.nbytes]
-                if text.strip():
-                    self.documents.append(text.decode("utf-8", "ignore"))
-                    self.nbytes += len(text)
-                if self.nbytes >= self.limit:
-                    self.capped = True
-                    return
-        except UnicodeDecodeError:
-            self.skipped += 1
+        """Every document of one file; the one that goes over the limit is cut there."""
+        self.files += 1
+        for document in documents(file, column, most=self.limit - self.nbytes + 1):
+            if isinstance(document, Unusable):
+                self._leave_out(document)
+            elif document.strip():
+                self._add(document)
+            if self.capped:
+                return
 
+    def _add(self, text: str) -> None:
+        room, data = self.limit - self.nbytes, text.encode("utf-8", "replace")
+        if len(data) > room:
+            self.capped = True
+            data = data[: int(room)]
+        if data:
+            self.documents.append(data.decode("utf-8", "ignore"))
+            self.nbytes += len(data)
 
-def _text(file: Path, _column: str) -> Iterator[str]:
-    yield file.read_text("utf-8")
-
-
-def _jsonl(file: Path, column: str) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{file}:{number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{where}: this line is not JSON ({error}).") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{where}: expected a JSON object with a field {column!r}.")
-            yield _string(row.get(column), column, list(row), where)
-
-
-def _parquet(file: Path, column: str) -> Iterator[str]:
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ImportError:
-        raise ConfigError(
-            f"{file} is parquet, which needs pyarrow: pip install 'shardwise[train]'."
-        ) from None
-    try:
-        table = parquet.ParquetFile(file)
-    except ArrowInvalid as error:
-        raise ConfigError(f"{file} is not a parquet file: {error}") from None
-    columns = list(table.schema_arrow.names)
-    _check_column(column, columns, str(file))
-    for batch in table.iter_batches(columns=[column], batch_size=1024):
-        for value in batch.column(0).to_pylist():
-            yield _string(value, column, columns, str(file))
-
-
-def _string(value: object, column: str, columns: list[str], where: str) -> str:
-    _check_column(column, columns, where)
-    if not isinstance(value, str):
-        raise ConfigError(
-            f"{where}: {column!r} holds {type(value).__name__}, not text. "
-            f"Fields there: {', '.join(columns)}; choose one with --data.field."
-        )
-    return value
-
-
-def _check_column(column: str, columns: list[str], where: str) -> None:
-    if column not in columns:
-        near = nearest(column, columns, limit=1)
-        hint = f" Nearest is {near[0]!r}; choose it with --data.field {near[0]}." if near else ""
-        raise ConfigError(
-            f"{where}: there is no field {column!r}. Fields there: {', '.join(columns)}.{hint}"
-        )
+    def _leave_out(self, it: Unusable) -> None:
+        before = self.left_out.get(it.reason, LeftOut(it.reason))
+        places = (*before.places, it.where)[:NAMED]
+        files, rows = before.files + (it.rows == 0), before.rows + it.rows
+        self.left_out[it.reason] = replace(before, files=files, rows=rows, places=places)

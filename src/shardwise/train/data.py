@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
@@ -63,14 +65,22 @@ class _Read:
     report: Prepared
 
 
-def prepare(recipe: Recipe, comm: Comm, folder: Folder | None) -> Data:
+def prepare(
+    recipe: Recipe,
+    comm: Comm,
+    folder: Folder | None,
+    busy: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> Data:
     """Both splits on every rank. A collective; rank 0 passes its folder.
+
+    Args:
+        busy: entered with what is done inside, for each part that may take long.
 
     Raises:
         ConfigError: no text, or not enough of it for one row of each split.
     """
     start = time.perf_counter()
-    read = None if folder is None else _read(recipe, folder)
+    read = None if folder is None else _read(recipe, folder, busy)
     text = text_from_rank_0(
         comm, None if read is None else read.tokenizer, "tokenizer, which rank 0 trains"
     )
@@ -86,23 +96,29 @@ def prepare(recipe: Recipe, comm: Comm, folder: Folder | None) -> Data:
     )
 
 
-def _read(recipe: Recipe, folder: Folder) -> _Read:
-    corpus = read_corpus(recipe.data)
-    parts = split(corpus, recipe.data.validation)
-    text, cached = bpe.obtain(folder, parts.training, recipe.tokenizer.vocabulary)
-    tokenizer = bpe.load(text)
-    streams = bpe.encode(tokenizer, parts.training), bpe.encode(tokenizer, parts.validation)
+def _read(
+    recipe: Recipe, folder: Folder, busy: Callable[[str], AbstractContextManager[Any]]
+) -> _Read:
+    with busy("reading text"):
+        corpus = read_corpus(recipe.data)
+        parts = split(corpus, recipe.data.validation)
+    with busy("training the tokenizer"):
+        text, cached = bpe.obtain(folder, parts.training, recipe.tokenizer.vocabulary)
+    with busy("tokenizing"):
+        tokenizer = bpe.load(text)
+        streams = bpe.encode(tokenizer, parts.training), bpe.encode(tokenizer, parts.validation)
     rows = [Rows(stream, recipe.data.context) for stream in streams]
     _check_enough(rows, recipe)
     report = Prepared(
         source=corpus.name,
         files=corpus.files,
-        skipped=corpus.skipped,
         nbytes=corpus.nbytes,
+        left_out=corpus.left_out,
         capped=corpus.capped,
         documents=(len(parts.training), len(parts.validation)),
         tokens=(len(streams[0]), len(streams[1])),
         rows=(len(rows[0]), len(rows[1])),
+        context=recipe.data.context,
         dropped=(rows[0].dropped, rows[1].dropped),
         vocabulary=tokenizer.get_vocab_size(),
         cached=cached,

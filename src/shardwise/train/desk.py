@@ -7,6 +7,7 @@ only rank 0 speaks and writes is decided here, and nowhere else.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
@@ -17,18 +18,21 @@ from shardwise.train.config import Recipe
 from shardwise.train.exchange import text_from_rank_0
 from shardwise.train.folder import JOURNAL, RECIPE, Folder
 from shardwise.train.journal import Journal
-from shardwise.train.metrics import Emit, Record, Warned
+from shardwise.train.metrics import Busy, Emit, Record, Warned
 from shardwise.train.recipe import resolved
 from shardwise.train.requests import Ask, TouchFiles
 from shardwise.train.start import Start, decide
 
 __all__ = ["Desk", "take_over"]
 
+Heard = SimpleQueue[tuple[Warned, bool]]  # and whether it is told already
+LONG = 2.0  # seconds that something takes before it is said what takes so long
+
 
 class Desk:
     """One rank's; see above. Use ``opened``."""
 
-    def __init__(self, emit: Emit, folder: Folder | None, heard: SimpleQueue[str]) -> None:
+    def __init__(self, emit: Emit, folder: Folder | None, heard: Heard) -> None:
         self.folder = folder
         self._emit, self._heard = emit, heard
         if folder is not None:
@@ -47,7 +51,7 @@ class Desk:
             yield cls(emit, None, SimpleQueue()), Start(text_from_rank_0(comm, None, "beginning"))
             return
         decide(recipe)  # first without a trace: the folder may be another's
-        with Folder.held(recipe.run.folder) as folder, _overheard() as heard:
+        with Folder.held(recipe.run.folder) as folder, _overheard(emit) as heard:
             start = decide(recipe)
             if start is not Start.FINISHED:
                 _begin(folder, recipe, start)
@@ -68,15 +72,27 @@ class Desk:
             return
         while True:
             try:
-                self._say(Warned(self._heard.get_nowait()))
+                warned, is_told = self._heard.get_nowait()
             except Empty:
                 break
+            self.journal(warned)
+            if not is_told:
+                self._emit(warned)
         if record is not None:
-            self._say(record)
+            self.journal(record)
+            self._emit(record)
 
-    def _say(self, record: Record) -> None:
-        self.journal(record)
-        self._emit(record)
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Inside, ``what`` is done; tells so once if it takes long, and does not record it."""
+        timer = threading.Timer(LONG, self._emit, [Busy(what, LONG)])
+        timer.daemon = True
+        if self.folder is not None:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def sync(self) -> None:
         """Return when what was recorded is on the disk."""
@@ -124,20 +140,27 @@ def _begin(folder: Folder, recipe: Recipe, start: Start) -> None:
 
 
 class _Ears(logging.Handler):
-    """Warnings of the engine, for the next time that something is said: it may be a thread's."""
+    """Warnings of the engine, for the next time that something is said.
 
-    def __init__(self) -> None:
+    Those of another thread are told at once: this one may be waiting, and they say for whom.
+    """
+
+    def __init__(self, tell: Emit) -> None:
         super().__init__(logging.WARNING)
-        self.heard: SimpleQueue[str] = SimpleQueue()
+        self.heard: Heard = SimpleQueue()
+        self._tell, self._thread = tell, threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.heard.put(record.getMessage())
+        warned, is_told = Warned(record.getMessage()), record.thread != self._thread
+        self.heard.put((warned, is_told))
+        if is_told:
+            self._tell(warned)
 
 
 @contextmanager
-def _overheard() -> Iterator[SimpleQueue[str]]:
+def _overheard(tell: Emit) -> Iterator[Heard]:
     """The engine's warnings; without this they would go to stderr, and into no record."""
-    ears, log = _Ears(), logging.getLogger("shardwise")
+    ears, log = _Ears(tell), logging.getLogger("shardwise")
     log.addHandler(ears)
     try:
         yield ears.heard

@@ -96,9 +96,10 @@ def train(recipe: Recipe, comm: Comm, emit: Emit, requests: Requests | None = No
         if beginning is Start.FINISHED:
             desk.say(Complete(recipe.run.folder, recipe.run.steps))
             return Outcome(recipe.run.steps)
-        data = prepare(recipe, comm, desk.folder)
+        data = prepare(recipe, comm, desk.folder, desk.busy)
         desk.say(data.report)
-        job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
+        with desk.busy("building the model"):
+            job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
         desk.say(_built(job, data))
         run = _Run(job, data, desk, requests or Requests())
         outcome = run.walk()
@@ -204,7 +205,7 @@ class _Run:
             lr=told[2],
             tokens_per_second=meter.tokens_per_second,
             memory=memory,
-            seconds_left=meter.seconds_per_step * (steps - step),
+            seconds_left=meter.seconds_left(steps - step),
         )
 
     def _evaluates(self) -> bool:

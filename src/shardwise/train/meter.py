@@ -1,8 +1,9 @@
 """How fast a run is, and how much memory this process has.
 
 The first steps allocate and record, and validation is no training, so both would make a plain
-"tokens so far / seconds so far" wrong for minutes. Only whole training steps are timed, and
-the first few are left out once there are others.
+"tokens so far / seconds so far" wrong for minutes, and a slowdown would not show for hours. So only
+the last whole training steps are timed, and the first few of a run are left out once there are
+others. What lies between steps, on average, counts for the time that is left.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 __all__ = ["Meter", "memory_in_use", "resident_bytes"]
 
 WARM_UP = 3  # steps that do not count
+RECENT = 20  # steps that do
 
 
 class Meter:
@@ -26,28 +29,38 @@ class Meter:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._seconds: list[float] = []
-        self._tokens: list[int] = []
+        self._steps = 0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # seconds and tokens of each
+        self._ended = clock()
+        self._between = 0.0  # seconds outside of steps, since the first
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
         """Time one step that trains on ``tokens`` tokens (over all ranks)."""
         start = self._clock()
+        if self._steps:
+            self._between += start - self._ended
         yield
-        self._seconds.append(self._clock() - start)
-        self._tokens.append(tokens)
+        self._ended = self._clock()
+        if self._steps == WARM_UP:
+            self._recent.clear()
+        self._recent.append((self._ended - start, tokens))
+        self._steps += 1
 
     @property
     def seconds_per_step(self) -> float:
-        """The mean; the first three steps are left out as soon as there is a fourth."""
-        counted = self._seconds[WARM_UP:] or self._seconds
-        return sum(counted) / max(1, len(counted))
+        """The mean of recent steps; the first three do not count as soon as there is a fourth."""
+        return sum(seconds for seconds, _ in self._recent) / max(1, len(self._recent))
 
     @property
     def tokens_per_second(self) -> float:
         """Over the same steps."""
-        seconds = sum(self._seconds[WARM_UP:] or self._seconds)
-        return sum(self._tokens[WARM_UP:] or self._tokens) / seconds if seconds else 0.0
+        seconds = sum(seconds for seconds, _ in self._recent)
+        return sum(tokens for _, tokens in self._recent) / seconds if seconds else 0.0
+
+    def seconds_left(self, steps: int) -> float:
+        """How long ``steps`` more will take, with as much between them as there was so far."""
+        return steps * (self.seconds_per_step + self._between / max(1, self._steps - 1))
 
 
 def memory_in_use(device: torch.device) -> int:

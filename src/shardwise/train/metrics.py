@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 __all__ = [
     "Built",
+    "Busy",
     "Bytes",
     "Complete",
     "Emit",
     "Evaluated",
     "Finished",
+    "LeftOut",
     "Placed",
     "Prepared",
     "Record",
@@ -27,7 +29,35 @@ __all__ = [
     "Stepped",
     "Stopped",
     "Warned",
+    "count",
 ]
+
+
+def count(number: int, noun: str) -> str:
+    """``1 file``, ``1,200 files``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What of the text could not be used, for one reason.
+
+    Attributes:
+        reason: in a few words, such as ``not UTF-8``.
+        files, rows: how many. Of a file that is read as text, a row is a line.
+        places: the first few.
+    """
+
+    reason: str
+    files: int = 0
+    rows: int = 0
+    places: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        pairs = ((self.files, "file"), (self.rows, "row"))
+        counts = " and ".join(count(number, noun) for number, noun in pairs if number)
+        more = ", …" * (self.files + self.rows > len(self.places))
+        return f"{counts}, {self.reason} ({', '.join(self.places)}{more})"
 
 
 @dataclass(frozen=True)
@@ -36,11 +66,12 @@ class Prepared:
 
     Attributes:
         source: where the text came from.
-        files, skipped, nbytes: what was read; skipped files are not text.
+        files, nbytes: what was read.
+        left_out: what of the files could not be used.
         capped: there is more text than was read.
         documents: in the training and the validation split.
         tokens: the same, end tokens included.
-        rows: the same; what did not fill a row was dropped.
+        rows: the same, of ``context`` tokens; what did not fill a row was dropped.
         dropped: tokens dropped at the end of each split.
         vocabulary: tokens that the tokenizer knows.
         cached: the tokenizer was there already.
@@ -49,12 +80,13 @@ class Prepared:
 
     source: str
     files: int
-    skipped: int
     nbytes: int
+    left_out: tuple[LeftOut, ...]
     capped: bool
     documents: tuple[int, int]
     tokens: tuple[int, int]
     rows: tuple[int, int]
+    context: int
     dropped: tuple[int, int]
     vocabulary: int
     cached: bool
@@ -92,9 +124,9 @@ class Stepped:
         step, steps: this one (the first is 1), and how many there will be.
         loss: mean over all tokens of the global batch, nats per token.
         lr, grad_norm: as used in this step; the norm is that before clipping.
-        tokens_per_second: over all ranks, without the first steps and without validation.
+        tokens_per_second: over all ranks, in recent steps; validation and saving do not count.
         memory: bytes in use by the rank that uses most.
-        seconds_left: at the pace so far.
+        seconds_left: at that pace, with as much validation and saving as so far.
     """
 
     step: int
@@ -163,6 +195,14 @@ class Warned:
     """Something that did not stop the run, and should be known."""
 
     message: str
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Something has been under way for ``seconds``, and goes on."""
+
+    what: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -235,6 +275,7 @@ Record = (
     | Sampled
     | Placed
     | Warned
+    | Busy
     | Saved
     | Resumed
     | Stopped

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shardwise.train.metrics import Evaluated, Record, Stepped
 
 if TYPE_CHECKING:
@@ -19,19 +21,20 @@ __all__ = ["draw", "smoothed"]
 INK, TRAINING, VALIDATION = "#222222", "#4477aa", "#cc6677"
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
+def smoothed(losses: Sequence[float]) -> tuple[list[float], int]:
     """A running mean over a centred window of about a twentieth of the run.
 
-    Centred, because a mean of the past alone lags behind: it would show training above
-    validation while the loss still falls quickly.
+    Centred, because a mean of the past alone lags behind: it would show training above validation
+    while the loss still falls quickly. It ends where its window would: a shorter one, down to a
+    single loss, would end the curve in that loss's noise.
+
+    Returns:
+        The means, and the index of the loss that the first one stands for.
     """
     half = len(losses) // 40
-    out = []
-    for i in range(len(losses)):
-        reach = min(half, i, len(losses) - 1 - i)
-        window = losses[i - reach : i + reach + 1]
-        out.append(sum(window) / len(window))
-    return out
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    window = 2 * half + 1
+    return ((sums[window:] - sums[:-window]) / window).tolist(), half
 
 
 def draw(records: Sequence[Record], title: str, path: Path) -> None:
@@ -50,7 +53,9 @@ def draw(records: Sequence[Record], title: str, path: Path) -> None:
     axes = figure.add_subplot()
     at, losses = [s.step for s in steps], [s.loss for s in steps]
     axes.plot(at, losses, color=TRAINING, alpha=0.35, linewidth=1, label="training, each step")
-    axes.plot(at, smoothed(losses), color=TRAINING, linewidth=2, label="training, running mean")
+    means, first = smoothed(losses)
+    middle = at[first : first + len(means)]
+    axes.plot(middle, means, color=TRAINING, linewidth=2, label="training, running mean")
     if evaluations:
         _draw_validation(axes, evaluations)
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
@@ -65,7 +70,7 @@ def _draw_validation(axes: Axes, evaluations: Sequence[Evaluated]) -> None:
     """The validation loss with its last value, and the entropy it should fall below."""
     at, losses = [e.step for e in evaluations], [e.loss for e in evaluations]
     entropy = evaluations[-1].unigram_entropy
-    says = f"unigram entropy of the validation text ({entropy:.3f})"
+    says = f"unigram baseline ({entropy:.3f})"
     axes.plot(at, losses, color=VALIDATION, marker="o", markersize=5, label="validation")
     axes.axhline(entropy, color=INK, linestyle="--", linewidth=1, label=says)
     axes.annotate(
