@@ -360,18 +360,6 @@ def test_backward_inside_full_params_is_refused() -> None:
     assert_at_rest(sharded)
 
 
-def test_a_parameter_that_is_frozen_after_shard_names_relayout() -> None:
-    model = Chain()
-    sharded = sw.shard(model, comm=LocalComm())
-    model.head.weight.requires_grad_(False)
-    with pytest.raises(sw.ShardwiseError, match=r"'head.weight' is frozen now.*relayout\(\)"):
-        train(model, BATCHES[0])
-    sharded.relayout()
-    train(model, BATCHES[0])
-    assert model.head.weight.grad is None
-    assert model.head.bias.grad is not None
-
-
 # ---- what is left behind -------------------------------------------------------------------------
 
 

@@ -39,6 +39,7 @@ class Gradients:
         self.arrived: set[int] = set()  # those that lie in ``full``, or wait to be written there
         self.fresh: set[int] = set()  # those that arrived since the unit's backward began
         self.touched: set[int] = set()  # those that arrived since the last ``deliver``
+        self.trained = frozenset(range(len(spec.members)) if spec.trainable else ())
         self.aside: dict[int, Tensor] = {}
         self._small = [slot.numel < SMALL for slot in spec.slots]
         self._waiting: dict[int, Tensor] = {}
@@ -50,8 +51,8 @@ class Gradients:
 
     @property
     def complete(self) -> bool:
-        """Has every parameter's gradient arrived since the unit's backward began?"""
-        return len(self.fresh) == len(self._small)
+        """Has every trained parameter's gradient arrived since the unit's backward began?"""
+        return self.trained <= self.fresh
 
     def touched_flags(self) -> list[bool]:
         """Per parameter: did a gradient arrive since the last ``deliver``?"""
@@ -90,7 +91,7 @@ class Gradients:
                 wide dtype of sums instead of the narrow one that travels.
 
         Returns:
-            Whether every parameter's gradient has arrived since the unit's backward began.
+            Whether every trained parameter's gradient has arrived since then.
         """
         if self.full is None:
             dtypes = self.spec.dtypes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,14 +88,14 @@ class Hooks:
         self._places = [
             (state, bucket, index)
             for state in self.runtime.units.values()
-            for bucket in state.trainable
+            for bucket in state.buckets
+            if bucket.dtypes.stored.is_floating_point or bucket.trainable
             for index in range(len(bucket.params))
         ]
         for number, (_, bucket, index) in enumerate(self._places):
             # Weak: the garbage collector does not see what this kind of hook holds.
             hook = partial(_arrived, weakref.ref(self), number)
-            handle = bucket.params[index].register_post_accumulate_grad_hook(hook)
-            self._handles.append(handle)
+            self._handles.append(_on_gradient(bucket.params[index], hook))
 
     def remove(self) -> None:
         """Take every hook away again."""
@@ -155,7 +155,8 @@ class Hooks:
         if self._backward is not None and self._backward() is None:
             self._backward = None
             self.runtime.abandon("a backward pass stopped before its end")
-        self.runtime.check_trainable()
+        if torch.is_grad_enabled():
+            self.runtime.take_up_trained()
         if not self.runtime.awaits_backward():
             self._ending.clear()
         return self.runtime.begin(unit)
@@ -291,7 +292,7 @@ class Hooks:
         names = (
             bucket.members[index].name
             for _, bucket, index in self._places
-            if _is_handed_out(bucket.params[index])
+            if bucket.params[index].requires_grad and _is_handed_out(bucket.params[index])
         )
         name = next(names, None)
         return None if name is None else handed_out(name)
@@ -375,6 +376,15 @@ def _is_handed_out(param: nn.Parameter) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def _on_gradient(param: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+    """Call ``hook`` after each gradient. One that is frozen now may be trained later."""
+    trained = param.requires_grad
+    try:
+        return param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        param.requires_grad_(trained)
 
 
 def _arrived(hooks: weakref.ref[Hooks], number: int, param: Tensor) -> None:

@@ -23,6 +23,7 @@ from shardwise.errors import ScheduleError
 from shardwise.precision import Precision
 from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy
 from shardwise.schedules import Mode, Schedules
+from shardwise.trained import Trained
 from shardwise.unit_state import UnitState
 from shardwise.used import ask_used
 from shardwise.visits import Visit
@@ -60,7 +61,7 @@ class Runtime:
         self.schedules = Schedules(units, policy, order)
         self._cursor = Cursor("train", ())
         self._settling: list[str] = []
-        self._trainable = [b for state in units.values() for b in state.trainable]
+        self.trained = Trained(units.values(), comm, precision.stored)
         self._acts = {
             Op.GATHER: self._gather,
             Op.FREE: self._free,
@@ -200,10 +201,11 @@ class Runtime:
 
     def begin_backward(self) -> None:
         """Before the first gradient: the shards' own gradients step aside."""
+        self.take_up_trained()  # gradients go to what is trained now, whatever it was before
         if self._cursor.mode == "forward" or self._cursor.ended:
             self._cursor = Cursor(self._mode(), ())
             self._cursor.improvise()
-        for bucket in self._trainable:
+        for bucket in self.trained.buckets:
             bucket.gradients.set_aside()
 
     def end_backward(self) -> None:
@@ -227,8 +229,9 @@ class Runtime:
                 self.comm.fence(Label("fence", "gradients"))
             self._deliver(used())
             self._read = self._read and not self.reduces  # every rank has answered
-        for bucket in self._trainable if not self.reduces else ():
+        for bucket in self.trained.buckets if not self.reduces else ():
             bucket.gradients.write()  # what waits is autograd's, and may change after this
+        self.trained.owe(self.reduces)
         self._ended()
 
     def enter_backward(self, visit: Visit) -> None:
@@ -277,9 +280,8 @@ class Runtime:
         complete = bucket.gradients.collect(index, grad, not self.reduces) and state.complete
         if not complete or self._cursor.awaits(state.name):
             return
-        done_with_values = len(state.trainable) == len(state.buckets)
         for visit in state.visits.open():
-            if visit.ending or (done_with_values and visit.endless):
+            if visit.ending or (visit.endless and state.wholly_trained):
                 self.leave_backward(visit)
 
     def end_visit(self, visit: Visit) -> None:
@@ -290,12 +292,13 @@ class Runtime:
             visit.ending = True
 
     def _ask_used(self) -> Callable[[], list[bool]]:
-        touched = [flag for bucket in self._trainable for flag in bucket.gradients.touched_flags()]
+        buckets = self.trained.buckets
+        touched = [flag for bucket in buckets for flag in bucket.gradients.touched_flags()]
         return ask_used(touched, self.comm) if self.reduces else lambda: touched
 
     def _deliver(self, used: list[bool]) -> None:
         start = 0
-        for bucket in self._trainable:
+        for bucket in self.trained.buckets:
             stop = start + len(bucket.params)
             bucket.gradients.deliver(used[start:stop])
             start = stop
@@ -332,9 +335,11 @@ class Runtime:
             order = cursor.recorded()
             if order != self.schedules.orders[mode]:
                 self._re_record(mode, order)
+        self.schedules.ran.add(mode)
 
     def _re_record(self, mode: Mode, order: Order) -> None:
-        if self.steps_done > 1 and mode not in self._warned and self.comm.rank == 0:
+        known = mode in self.schedules.ran
+        if known and mode not in self._warned and self.comm.rank == 0:
             self._warned.add(mode)
             log.warning(
                 "the order of units changed in step %d (%s): the new one is used from now on. "
@@ -352,16 +357,15 @@ class Runtime:
             state.abandon()
         self._settling.clear()
         self._endless.clear()
+        self.trained.owe(reduced=True)
         self._cursor.ended = True
 
-    def check_trainable(self) -> None:
-        """Raises ``ScheduleError`` where ``requires_grad`` changed since ``shard()``."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = next((c for state in self.units.values() for c in state.changed()), None)
-        if found is None:
+    def take_up_trained(self) -> None:
+        """Parameters whose ``requires_grad`` is set are those that are trained, from now on."""
+        units = self.trained.units
+        self.trained.take_up()
+        if self.trained.units == units:
             return
-        name, now = found[0], "trainable" if found[1] else "frozen"
-        raise ScheduleError(
-            f"parameter {name!r} is {now} now, and was not when the model was sharded: its bucket "
-            "has the wrong gradients. Call sharded.relayout() after changing requires_grad."
-        )
+        self.schedules.turn_to(self.trained.units)
+        if not self._cursor.ended:  # what it still has to do was decided for other units
+            self._cursor.improvise()

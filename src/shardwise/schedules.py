@@ -1,12 +1,14 @@
-"""The schedules of one model: one for each mode of a step, from an order that may change.
+"""The schedules of one model: one for each kind and mode of a step, from an order that may change.
 
-An order is guessed first; later it is what a real step did.
+An order is guessed first; later it is what a real step did. To train other units is another kind
+of step: a GAN, which switches its discriminator off and on in each step, has two, and would build
+each anew every time if there were room for one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from shardwise.cursor import Step, steps
 from shardwise.schedule import Event, Order, Policy, Weight, events
@@ -18,6 +20,17 @@ Mode = str
 """``"train"``; ``"accumulate"`` and ``"last"`` micro-batch; ``"forward"`` without gradients."""
 
 
+KINDS = 16
+"""Kinds of steps that are kept. Which units are trained may be drawn anew at every step."""
+
+
+@dataclass
+class _Kind:
+    orders: dict[Mode, Order]
+    scripts: dict[Mode, tuple[Step, ...]] = field(default_factory=dict)
+    ran: set[Mode] = field(default_factory=set)
+
+
 class Schedules:
     """One schedule for each mode, built when it is first needed.
 
@@ -27,18 +40,27 @@ class Schedules:
         order: the first guess.
 
     Attributes:
-        orders: by mode.
+        orders: by mode, of the kind of step that is taken now.
+        ran: the modes in which such a step was taken.
     """
 
     def __init__(self, units: Mapping[str, UnitState], policy: Policy, order: Order) -> None:
         self._units, self._policy = units, policy
-        self.orders: dict[Mode, Order] = {
-            "train": order,
-            "accumulate": order,
-            "last": order,
-            "forward": Order(order.forward),
-        }
-        self._scripts: dict[Mode, tuple[Step, ...]] = {}
+        forward = Order(order.forward)
+        first = {"train": order, "accumulate": order, "last": order, "forward": forward}
+        self._kinds: dict[frozenset[str], _Kind] = {}  # by trained units, the last used is last
+        self._take(frozenset(n for n, state in units.items() if state.trainable), _Kind(first))
+
+    def turn_to(self, trained: frozenset[str]) -> None:
+        """From now on these units are trained."""
+        known = self._kinds.pop(trained) if trained in self._kinds else _Kind(dict(self.orders))
+        self._take(trained, known)
+        if len(self._kinds) > KINDS:
+            del self._kinds[next(iter(self._kinds))]
+
+    def _take(self, trained: frozenset[str], kind: _Kind) -> None:
+        self._kinds[trained] = kind
+        self.orders, self._scripts, self.ran = kind.orders, kind.scripts, kind.ran
 
     def weights(self) -> dict[str, Weight]:
         """Bytes of each unit: gathered parameters, and gradients."""

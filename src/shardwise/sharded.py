@@ -254,7 +254,7 @@ class Sharded:
             self._dress()
 
     def relayout(self) -> None:
-        """Shard anew after ``requires_grad`` changed. Gradients are dropped. A collective."""
+        """Shard anew, for the model as it is now. Gradients are dropped. A collective."""
         self.unshard()
         self._build()
 

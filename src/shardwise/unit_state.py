@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,6 +26,7 @@ class UnitState:
         pinned: something outside the unit still reads its memory.
         reducing: its gradients are on their way.
         gathered: its parameters are whole, or on their way.
+        trainable: the buckets that take part in backward passes.
     """
 
     name: str
@@ -37,9 +37,8 @@ class UnitState:
     reducing: bool = False
     gathered: bool = False
 
-    @cached_property
-    def trainable(self) -> list[Bucket]:
-        return [bucket for bucket in self.buckets if bucket.trainable]
+    def __post_init__(self) -> None:
+        self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
 
     @cached_property
     def homes(self) -> frozenset[int]:
@@ -55,12 +54,10 @@ class UnitState:
         """Has every trainable parameter's gradient arrived since the last visit began?"""
         return all(b.gradients.complete for b in self.trainable)
 
-    def changed(self) -> Iterator[tuple[str, bool]]:
-        """Parameters whose ``requires_grad`` is not what it was, and what it is now."""
-        for bucket in self.buckets:
-            for index, param in enumerate(bucket.params):
-                if param.requires_grad is not bucket.trainable:
-                    yield bucket.members[index].name, param.requires_grad
+    @property
+    def wholly_trained(self) -> bool:
+        """Has every parameter a gradient, so that none is needed once all of them are there?"""
+        return all(len(b.gradients.trained) == len(b.params) for b in self.buckets)
 
     def gather(self) -> None:
         self.gathered = True

@@ -1,0 +1,102 @@
+"""Which parameters are trained: laid out when the model was sharded, looked up in every step.
+
+A GAN switches its discriminator off and on in each step, a fine-tuning unfreezes a block now and
+then. To lay out anew for that would move every parameter and all optimizer state. So buckets stay
+as they are, and what changes is who awaits a gradient: a frozen parameter of a trainable bucket
+has none, a unit without any trained parameter is not reduced, and a bucket that was frozen takes
+memory for gradients when the first one arrives.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+import torch
+
+from shardwise.buffers import Bucket
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import ScheduleError
+from shardwise.unit_state import UnitState
+
+__all__ = ["Trained"]
+
+
+class Trained:
+    """Which parameters are trained, as of the last look.
+
+    Args:
+        units: the state of each unit, in order.
+        comm: the ranks.
+        stored: the dtype in which trained parameters are to be stored; ``None`` = as they are.
+
+    Attributes:
+        buckets: those that take part in backward passes.
+        units: the names of their units.
+    """
+
+    def __init__(
+        self, units: Iterable[UnitState], comm: Comm, stored: torch.dtype | None = None
+    ) -> None:
+        self._states, self._comm, self._stored = tuple(units), comm, stored
+        every = [bucket for state in self._states for bucket in state.buckets]
+        self._places = [(bucket, index) for bucket in every for index in range(len(bucket.params))]
+        self._params = [bucket.params[index] for bucket, index in self._places]
+        self._now = [bucket.trainable for bucket, _ in self._places]
+        self._owing: frozenset[Bucket] = frozenset()  # collected from, and not reduced yet
+        self._tell()
+
+    def take_up(self) -> None:
+        """Look at every ``requires_grad`` again. A collective where one changed.
+
+        Raises:
+            ScheduleError: a parameter cannot be trained in the bucket that it has.
+            RanksDisagree: it changed on some ranks only; the message names it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            now = [param.requires_grad for param in self._params]
+        if now != self._now:
+            self._agree(now)
+            self._now = now
+            self._tell()
+        elif self._lingers and not self._owing:
+            self._tell()
+
+    def owe(self, reduced: bool) -> None:
+        """A backward pass is over: until gradients are reduced, their buckets take part."""
+        self._owing = frozenset() if reduced else frozenset(self.buckets)
+
+    def _agree(self, now: list[bool]) -> None:
+        pairs = zip(self._places, self._now, now, strict=True)
+        changed = [(bucket, index, new) for (bucket, index), old, new in pairs if old is not new]
+        for bucket, index, trained in changed:
+            if trained and self._stored not in (None, bucket.dtypes.stored):
+                raise _misfit(bucket, index, self._stored)
+        if self._comm.size == 1:
+            return
+        bucket, index, trained = changed[0]
+        what = f"that {bucket.members[index].name!r} is {'trained' if trained else 'frozen'} now"
+        more = f", and {len(changed) - 1} more changed" if len(changed) > 1 else ""
+        label = Label("agree", f"{what}{more} [{zlib.crc32(bytes(now)):08x}]")
+        flags = torch.zeros(self._comm.size, dtype=torch.uint8, device=self._comm.device)
+        self._comm.all_gather(flags, label).wait()
+
+    def _tell(self) -> None:
+        flags = iter(self._now)
+        for state in self._states:
+            for bucket in state.buckets:
+                mine = [index for index in range(len(bucket.params)) if next(flags)]
+                bucket.gradients.trained = frozenset(mine)
+                bucket.trainable = bucket.trainable or bool(mine)
+            state.trainable = [b for b in state.buckets if b.gradients.trained or b in self._owing]
+        self.buckets = [bucket for state in self._states for bucket in state.trainable]
+        self.units = frozenset(state.name for state in self._states if state.trainable)
+        self._lingers = not all(bucket.gradients.trained for bucket in self.buckets)
+
+
+def _misfit(bucket: Bucket, index: int, stored: torch.dtype | None) -> ScheduleError:
+    return ScheduleError(
+        f"parameter {bucket.members[index].name!r} is trainable now, and was not when the model "
+        f"was sharded: its bucket is stored in {bucket.dtypes.stored}, and precision.stored asks "
+        f"for {stored}. Call sharded.relayout() after changing requires_grad."
+    )
