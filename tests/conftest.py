@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -24,6 +25,10 @@ settings.register_profile("same", derandomize=True, database=None, deadline=None
 settings.load_profile("same")
 
 torch.set_num_threads(1)
+
+# ``nohup`` and a script's ``&`` leave SIGINT ignored, here and in every process that a test starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ def on_ranks(
     world: int,
     build: Callable[[], nn.Module],
     fn: Callable[[Comm, nn.Module], T],
-    timeout: float = 20.0,
+    timeout: float = 60.0,
 ) -> list[T]:
     """``fn(comm, model)`` on threads, each with its own model, all with equal values."""
     models = [seeded(build) for _ in range(world)]

@@ -53,7 +53,7 @@ def run_sharing(world: int, fn: Callable[..., T], *args: Any, timeout: float = 6
     return run_threads(world, rank, timeout=timeout)
 
 
-def run_processes(world: int, fn: Callable[..., T], *args: Any, timeout: float = 90.0) -> list[T]:
+def run_processes(world: int, fn: Callable[..., T], *args: Any, timeout: float = 240.0) -> list[T]:
     """``fn(comm, *args)`` on ``world`` spawned gloo processes. ``fn`` must be importable.
 
     Raises the error of the first rank that raised or died.
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def outcomes_of(
-    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 90.0
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0
 ) -> list[Outcome]:
     """``fn(rank, world, folder, *args)`` in ``world`` spawned processes with no group between them.
 
@@ -101,7 +101,7 @@ def outcomes_of(
         try:
             said = _results([mine for mine, _ in pipes], time.monotonic() + timeout)
             for process, (_, error) in zip(processes, said, strict=True):
-                process.join(0 if error == HUNG else 10)
+                process.join(0 if error == HUNG else 60)
         finally:
             for process in processes:
                 if process.is_alive():

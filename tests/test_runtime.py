@@ -763,7 +763,7 @@ def test_ranks_that_take_different_branches_end_in_an_error_that_names_ranks_and
             train(sharded.model, BATCHES[comm.rank])
 
     with pytest.raises(sw.RanksDisagree) as error:
-        run_threads(2, rank, timeout=10.0)
+        run_threads(2, rank)
     assert "rank 0" in str(error.value)
     assert "rank 1" in str(error.value)
     assert "layers." in str(error.value)
@@ -806,7 +806,7 @@ def test_a_rank_that_participates_contributes_zeros_to_the_units_it_skips(
             sharded.model.zero_grad()
         train(sharded.model, BATCHES[comm.rank])  # and nobody is out of step afterwards
 
-    run_threads(2, rank, timeout=20.0)
+    run_threads(2, rank)
 
 
 # --- what differs between ranks without being anybody's fault ----------------------------------

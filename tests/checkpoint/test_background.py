@@ -174,7 +174,7 @@ def test_a_save_that_comes_too_early_is_skipped_or_waits(
 
     def wait(point: str, rank: int) -> None:
         if point == "data written":
-            may_go.wait(10)
+            may_go.wait(60)
 
     listen(wait)
 
@@ -240,7 +240,7 @@ def test_an_error_on_one_rank_is_an_error_on_all_at_the_next_step(
         optimizer = adamw(model.parameters())
         saving = sharded.save_async(tmp_path / "step-0", optimizer)
         assert saving is not None
-        saving._thread.join(20)  # on rank 0 it waits for the others
+        saving._thread.join(60)  # on rank 0 it waits for the others
         state = clones(model.state_dict())
         text = said(
             sw.CheckpointError, lambda: steps(model, optimizer, DECODER, comm.rank, range(1))
@@ -301,7 +301,7 @@ def test_rank_0_hears_from_another_why_it_did_not_write(
     def rank(comm: Comm, model: nn.Module) -> list[str]:
         saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
         assert saving is not None
-        saving._thread.join(20)
+        saving._thread.join(60)
         here = saving._error
         texts = [said(sw.CheckpointError, saving.wait) for _ in range(2)]
         assert texts[0] == texts[1]  # whoever asks again hears it again

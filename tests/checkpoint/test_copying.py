@@ -75,7 +75,7 @@ def test_two_threads_copy_each_chunk_once_and_in_order(budget: int) -> None:
         main = threading.Thread(target=copying.rest)
         main.start()
         assert drain(copying) == list(range(40))
-        main.join(10)
+        main.join(60)
         assert not main.is_alive()
         assert len(pool._free) * pool._slab == pool.nbytes <= budget
 
@@ -99,7 +99,7 @@ def test_the_writer_never_waits_for_room() -> None:
     found: list[int] = []
     writer = threading.Thread(target=lambda: found.extend(drain(copying)), daemon=True)
     writer.start()
-    writer.join(20)
+    writer.join(60)
     assert found == list(range(8))
 
 
@@ -152,7 +152,7 @@ def test_a_writer_that_stops_lets_the_rest_go() -> None:
     left = copying.chunks()
     next(left)
     left.close()
-    main.join(20)
+    main.join(60)
     assert not main.is_alive()
     assert len(pool._free) == 1
     assert copying.over.is_set()
@@ -215,7 +215,7 @@ def test_buffers_are_as_they_were_before_the_next_forward_pass(
     class Waits(Writer):
         def write(self, chunk: Chunk) -> None:
             if not self.written:
-                trained.wait(20)
+                trained.wait(60)
             super().write(chunk)
 
     def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
@@ -224,7 +224,7 @@ def test_buffers_are_as_they_were_before_the_next_forward_pass(
         saving = sharded.save_async(tmp_path / "step-1", None, sw.Training(), copied_by="next_step")
         assert saving is not None
         train(model, CONVNET.batch(comm.rank, 4))
-        trained.wait(20)
+        trained.wait(60)
         saving.wait()
         after = clones(model.state_dict())
         assert not same(before, after)  # the buffers
@@ -243,7 +243,7 @@ def test_the_next_step_copies_only_what_is_not_written_yet(
 
     def wait(point: str, rank: int) -> None:
         if point == "half of the data written":
-            may_go.wait(20)
+            may_go.wait(60)
 
     listen(wait)
 

@@ -357,7 +357,7 @@ def test_after_a_crash_all_hosts_have_one_in_common(
         if (at, rank) == ("published", 1 - who):
             other.set()
         if (at, rank) == (point, who):
-            assert other.wait(10)  # the other host has published
+            assert other.wait(60)  # the other host has published
             raise Crash
 
     with monkeypatch.context() as patched:
@@ -381,7 +381,7 @@ def test_what_one_host_cannot_publish_the_other_takes_back(hosts: Hosts, listen:
         if (point, rank) == ("published", 0):
             other.set()
         if (point, rank) == ("about to publish", 2):
-            assert other.wait(10)
+            assert other.wait(60)
             raise OSError(5, "the disk is gone")
 
     def act(seat: Seat) -> str:

@@ -152,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_loading_holds_a_shard_and_one_bucket(folder: Path, world: int, transport: str) -> None:
     files = (folder / "all layers").glob("*.safetensors")
     total = sum(file.stat().st_size for file in files)
-    for outcome in outcomes_of(world, load_and_look, str(folder), transport, timeout=110):
+    for outcome in outcomes_of(world, load_and_look, str(folder), transport, timeout=240):
         assert outcome.error == ""
         taken: Taken = outcome.value
         print(taken)  # noqa: T201 - `pytest -s` shows the numbers

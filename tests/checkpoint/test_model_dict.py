@@ -219,7 +219,7 @@ def test_what_is_no_state_dict_is_refused_on_every_rank(given: Any, says: str) -
         mine = given if comm.rank == 0 else {}
         return said(sw.CheckpointError, lambda: sharded.load_state_dict(mine))
 
-    for text in on_ranks(2, small, rank, timeout=5):
+    for text in on_ranks(2, small, rank):
         assert re.search(says, text)
 
 
@@ -231,7 +231,7 @@ def test_what_other_ranks_pass_is_not_looked_at() -> None:
         sw.shard(model, comm=comm).load_state_dict(given if comm.rank == 0 else nothing)
         return clones(model.state_dict())
 
-    assert all(equal(state, given) for state in on_ranks(2, small, rank, timeout=5))
+    assert all(equal(state, given) for state in on_ranks(2, small, rank))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_ranks_that_ask_for_different_things_are_told(how: Callable[[int], Any])
         sharded = sw.shard(model, comm=comm)
         return said(sw.RanksDisagree, lambda: sharded.state_dict(**how(comm.rank)))
 
-    on_ranks(2, DECODER.build, rank, timeout=5)
+    on_ranks(2, DECODER.build, rank)
 
 
 def test_another_dtype_is_refused_with_how_to_convert() -> None:

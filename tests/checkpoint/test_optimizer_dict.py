@@ -215,7 +215,7 @@ def test_pieces_and_shards_are_not_loaded_as_wholes(kind: str, says: str) -> Non
         assert same(sharded.optimizer_state_dict(optimizer), before)
         return text
 
-    assert all(says in text for text in on_ranks(2, small, rank, timeout=5))
+    assert all(says in text for text in on_ranks(2, small, rank))
 
 
 def test_state_dicts_of_all_ranks_are_joined_to_what_is_loaded() -> None:
@@ -254,7 +254,7 @@ def test_what_is_no_state_of_this_optimizer_is_refused_on_every_rank(given: Any,
         mine: Any = given if comm.rank == 0 else None
         return said(sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(optimizer, mine))
 
-    assert all(says in text for text in on_ranks(2, small, rank, timeout=5))
+    assert all(says in text for text in on_ranks(2, small, rank))
 
 
 def test_state_of_sgd_is_not_given_to_adamw() -> None:
@@ -292,7 +292,7 @@ def test_names_that_the_optimizer_keeps_are_its_own() -> None:
         assert "param_names" not in optimizer.param_groups[0]
         assert other.param_groups[0]["param_names"] == ["0.weight"]
 
-    on_ranks(2, small, rank, timeout=5)
+    on_ranks(2, small, rank)
 
 
 class Odd(torch.optim.Optimizer):
@@ -315,7 +315,7 @@ def test_state_that_fits_on_some_ranks_alone_is_refused_on_every_rank(tmp_path: 
             said(sw.CheckpointError, lambda: sharded.save(tmp_path / "a", odd, sw.Training())),
         )
 
-    for texts in on_ranks(2, small, rank, timeout=5):
+    for texts in on_ranks(2, small, rank):
         assert all("rank 0: optimizer state 'sum' of " in text for text in texts)
 
 
@@ -340,4 +340,4 @@ def test_ranks_that_ask_for_different_kinds_are_told() -> None:
         kind = ("full", "sharded")[comm.rank]
         return said(sw.RanksDisagree, lambda: sharded.optimizer_state_dict(optimizer, kind))
 
-    assert all("kind of state dict" in text for text in on_ranks(2, small, rank, timeout=5))
+    assert all("kind of state dict" in text for text in on_ranks(2, small, rank))

@@ -482,6 +482,6 @@ def test_ranks_that_save_different_kinds_are_told(tmp_path: Path) -> None:
             sharded.save(tmp_path / "step-1", kind=kind)
         return str(error.value)
 
-    found = on_ranks(2, DECODER.build, rank, timeout=5)
+    found = on_ranks(2, DECODER.build, rank)
     assert all("kind of checkpoint" in text for text in found)
     assert names(tmp_path) == []

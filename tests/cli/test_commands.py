@@ -37,7 +37,7 @@ def python(*arguments: str, path: str = SRC) -> subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=240,
     )
 
 

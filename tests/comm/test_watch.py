@@ -56,6 +56,13 @@ def wait_for(one: Watch, collective: Collective, peer: int = -1) -> None:
     one.waits = Wait(collective, time.monotonic(), peer)
 
 
+def until(come_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not come_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def reason(one: Watch) -> str:
     with pytest.raises(RanksDisagree) as error:
         one.issue(C)
@@ -70,7 +77,7 @@ def test_ranks_that_wait_at_unlike_collectives_are_interrupted_with_one_reason(
     theirs.issue(A._replace(unit="blocks.9"))
     wait_for(mine, A)
     wait_for(theirs, A)
-    assert all(event.wait(5) for event in group.interrupted)
+    assert all(event.wait(60) for event in group.interrupted)
     assert reason(mine) == reason(theirs)
     assert "rank 1 is at gather blocks.9 (1,024 bytes), rank 0 at gather blocks.0" in reason(mine)
 
@@ -82,14 +89,15 @@ def test_a_rank_that_waits_for_a_rank_that_computes_is_left_alone(
     theirs.issue(A)
     mine.issue(A)
     mine.issue(B)
+    since = time.monotonic()
     with caplog.at_level(logging.WARNING, "shardwise"):
         wait_for(mine, B)
-        time.sleep(1)
+        until(lambda: len(caplog.messages) >= 3)
     mine.waits = None
     mine.issue(C)  # raises if the group is dead
     assert not any(event.is_set() for event in group.interrupted)
-    # At 0.1 s, then at twice the time and so on: 0.2, 0.4, 0.8, and not a line per look.
-    assert 2 <= len(caplog.messages) <= 4
+    # At 0.1 s, then at twice the time and so on: 0.2, 0.4, and not a line per look.
+    assert time.monotonic() - since >= 0.4
     assert caplog.messages[0].startswith(
         "rank 0 has waited 0 s for rank 1 at gather blocks.1 (coll"
     )
@@ -102,11 +110,9 @@ def test_a_log_line_names_the_peer_whose_message_is_missing(
     mine.issue(A)
     with caplog.at_level(logging.WARNING, "shardwise"):
         wait_for(mine, A)
-        time.sleep(0.3)
+        until(lambda: "for ranks 1 and 2 at" in caplog.text)
         wait_for(mine, A, peer=2)
-        time.sleep(0.3)
-    assert "for ranks 1 and 2 at" in caplog.messages[0]
-    assert "for rank 2 at" in caplog.messages[-1]
+        until(lambda: "for rank 2 at" in caplog.text)
 
 
 def test_a_comm_that_notes_its_wait_at_every_poll_is_told_of_at_doubling_times(
@@ -114,11 +120,21 @@ def test_a_comm_that_notes_its_wait_at_every_poll_is_told_of_at_doubling_times(
 ) -> None:
     mine, since = group.add(2), time.monotonic()
     mine.issue(A)
-    while time.monotonic() < since + 0.35:
+    while len(caplog.messages) < 3:
         mine.waits = Wait(A, since, peer=1)
         time.sleep(0.002)
     mine.waits = None
-    assert 1 <= len(caplog.messages) <= 3  # at 0.1, 0.2 and perhaps 0.4 s, not at every poll
+    assert time.monotonic() - since >= 0.4  # 0.1, 0.2, 0.4 s, and not at every look
+
+
+def test_ranks_that_are_still_starting_are_given_more_time(
+    group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "SAY_AT_START", 0.5)
+    mine, since = group.add(2), time.monotonic()
+    wait_for(mine, A._replace(seq=-2))
+    until(lambda: "has waited" in caplog.text)
+    assert time.monotonic() - since >= 0.5
 
 
 def test_nothing_is_written_while_nobody_waits_long(group: Group) -> None:
@@ -147,10 +163,10 @@ def test_the_time_limit_names_who_never_came(group: Group) -> None:
     theirs.issue(A)
     wait_for(theirs, A)
     wait_for(mine, A)
-    assert group.interrupted[0].wait(5)
+    assert group.interrupted[0].wait(60)
     assert "rank 2 has not come within 0 s while rank 0 waits at gather blocks.0" in reason(mine)
     # The other rank that waits reads the verdict rather than find one of its own.
-    assert group.interrupted[1].wait(5)
+    assert group.interrupted[1].wait(60)
     assert reason(theirs) == reason(mine)
 
 
@@ -161,7 +177,7 @@ def test_a_rank_that_left_is_named_with_its_reason(group: Group) -> None:
     theirs.leave("it raised KeyError('x')")
     mine.issue(B)
     wait_for(mine, B)
-    assert group.interrupted[0].wait(5)
+    assert group.interrupted[0].wait(60)
     assert "rank 1 has left (it raised KeyError('x') after 1 collectives) while" in reason(mine)
 
 
@@ -179,7 +195,7 @@ def test_texts_are_shared_by_rank(group: Group) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert texts == {rank: ["from 0", "from 1", "from 2"] for rank in range(3)}
 
 
@@ -231,7 +247,7 @@ def test_a_store_that_is_gone_is_said_to_be_gone() -> None:
     mine.issue(A)
     del server
     wait_for(mine, A, peer=1)
-    assert interrupted.wait(5)
+    assert interrupted.wait(60)
     text = reason(mine)
     assert text.startswith("rank 1 is gone, and the store through which the ranks meet does not")
     assert "The process that served it, rank 0 or the launcher, has ended." in text
@@ -243,8 +259,8 @@ def test_who_serves_the_store_lingers_until_all_have_left(group: Group) -> None:
     later = threading.Timer(0.3, theirs.leave, ["it closed its end of the group"])
     start = time.monotonic()
     later.start()
-    mine.leave("it closed its end of the group", linger=10)
-    assert 0.25 < time.monotonic() - start < 5
+    mine.leave("it closed its end of the group", linger=100)
+    assert 0.25 < time.monotonic() - start < 60
 
 
 def test_a_closed_end_says_that_it_is_closed(group: Group) -> None:

@@ -218,5 +218,5 @@ def test_what_peft_raises_is_raised_on_every_rank(error: type[Exception], tmp_pa
         model.save_pretrained = fails
         return said(sw.CheckpointError, lambda: save_adapter(sharded, tmp_path / "adapter"))
 
-    texts = run_threads(WORLD, rank, timeout=10)
+    texts = run_threads(WORLD, rank)
     assert all(f"{error.__name__}: of its own" in text for text in texts)

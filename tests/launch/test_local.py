@@ -110,7 +110,7 @@ fail("one of us failed")
 """
     start_time = time.monotonic()
     assert reason_for(code) == "rank 1: one of us failed"
-    assert time.monotonic() - start_time < 60
+    assert time.monotonic() - start_time < 200
     with pytest.raises(ProcessLookupError):
         os.kill(int(note.read_text()), 0)
 
@@ -141,7 +141,7 @@ try:
 except KeyboardInterrupt:
     sys.exit(9)
 """
-    assert subprocess.run(python(launcher), check=False, timeout=100).returncode == status
+    assert subprocess.run(python(launcher), check=False, timeout=240).returncode == status
     for pid in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.name), 0)
@@ -166,6 +166,8 @@ import os, signal, sys, time
 rank, heard = os.environ["RANK"], []
 def hear(number, frame):
     heard.append(number)
+    with open(os.path.join(sys.argv[1], rank), "w") as file:
+        file.write(" ".join(str(int(number)) for number in heard))
 for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
     signal.signal(number, hear)
 open(os.path.join(sys.argv[1], rank), "w").close()
@@ -174,8 +176,6 @@ while signal.SIGTERM not in heard:
 if len(sys.argv) > 2:  # it does not end before it is told so twice
     while signal.SIGINT not in heard:
         time.sleep(0.01)
-with open(os.path.join(sys.argv[1], rank), "w") as file:
-    file.write(" ".join(str(int(number)) for number in heard))
 sys.exit(75)
 """
 LAUNCHER = """
@@ -195,31 +195,34 @@ def launched(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def wait_for(there: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while not there():
         assert time.monotonic() < until
         time.sleep(0.02)
 
 
+def both_heard(folder: Path, *numbers: int) -> bool:
+    wanted = " ".join(str(int(number)) for number in numbers)
+    return [(folder / rank).read_text() for rank in ("0", "1")] == [wanted, wanted]
+
+
 def test_a_signal_to_save_and_one_to_stop_reach_every_rank(tmp_path: Path) -> None:
     launcher = launched(tmp_path)
     launcher.send_signal(signal.SIGUSR1)
-    time.sleep(0.3)  # two signals at once may come in either order
+    wait_for(lambda: both_heard(tmp_path, signal.SIGUSR1))  # two at once come in either order
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(60) == STOPPED == 75
-    wanted = f"{int(signal.SIGUSR1)} {int(signal.SIGTERM)}"
-    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == [wanted, wanted]
+    assert launcher.wait(200) == STOPPED == 75
+    assert both_heard(tmp_path, signal.SIGUSR1, signal.SIGTERM)
 
 
 def test_the_first_interrupt_asks_to_stop_and_the_second_interrupts(tmp_path: Path) -> None:
     launcher = launched(tmp_path, "twice")
     launcher.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    wait_for(lambda: both_heard(tmp_path, signal.SIGTERM))
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(60) == STOPPED
-    wanted = f"{int(signal.SIGTERM)} {int(signal.SIGINT)}"
-    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == [wanted, wanted]
+    assert launcher.wait(200) == STOPPED
+    assert both_heard(tmp_path, signal.SIGTERM, signal.SIGINT)
 
 
 def test_if_the_launcher_is_killed_the_ranks_die(tmp_path: Path) -> None:

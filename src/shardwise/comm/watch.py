@@ -37,6 +37,7 @@ __all__ = ["Wait", "Watch", "how_this_process_ends"]
 TICK = 0.5  # seconds between two looks at whether this rank waits
 PATIENCE = 1.0  # seconds of waiting before the first look at the others
 SAY = 5.0  # seconds of waiting before the first log line; then at twice the time, and so on
+SAY_AT_START = 20.0  # the same while the group is made: a busy machine starts ranks at many speeds
 SLOWEST = 10.0  # seconds between two looks at the others, at most
 RECENT = 256  # collectives that a cursor remembers
 
@@ -183,7 +184,8 @@ class Watch:
             if waits is None or self._dead or waits.over():
                 continue
             if watched is None or waits.since != watched.since:  # a comm that polls makes many
-                watched, look, say = waits, PATIENCE, SAY
+                watched, look = waits, PATIENCE
+                say = SAY if waits.collective.seq >= 0 else SAY_AT_START
             age = monotonic() - waits.since
             if age < look:
                 continue
