@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf, isinf, isnan
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
@@ -156,6 +158,25 @@ def test_the_norm_of_millions_of_elements_is_right_to_seven_digits() -> None:
     expected = gradient.double().norm().item()
     assert gradient.norm().item() != pytest.approx(expected, rel=1e-5)
     assert norm_of({0: [gradient]}, FakeComm(0, 1)).item() == pytest.approx(expected, rel=2e-7)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what computes while it is active."""
+
+    count: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_sum_over_ranks_is_one_operation_however_many_there_are() -> None:
+    def operations(world: int) -> int:
+        with Operations() as mode:  # type: ignore[no-untyped-call]
+            norm_of({0: [torch.ones(8)]}, FakeComm(0, world))
+        return mode.count
+
+    assert operations(1024) == operations(2)
 
 
 def test_gradients_that_were_not_reduced_are_not_clipped() -> None:

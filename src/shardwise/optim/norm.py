@@ -2,7 +2,7 @@
 
 ``torch.nn.utils.clip_grad_norm_`` on shards would give each rank the norm of its own part,
 silently. The sum of powers is formed over the same W pieces whether a rank holds one of them
-or all, and the pieces are added in rank order, so ``no_shard`` and ``full_shard`` clip alike.
+or all, and these W sums are added by one kernel, so ``no_shard`` and ``full_shard`` clip alike.
 """
 
 from __future__ import annotations
@@ -77,10 +77,8 @@ def norm_of(pieces: Mapping[int, Sequence[Tensor]], comm: Comm, norm_type: float
         comm.all_gather(powers, Label("norm", "gradients")).wait()
     if norm_type == float("inf"):
         return powers.max()
-    total = powers[0]
-    for power in powers[1:]:  # in rank order, so that every strategy rounds alike
-        total = total + power
-    return total ** (1.0 / norm_type)
+    # One kernel over the same W numbers, so that every strategy rounds alike.
+    return powers.sum() ** (1.0 / norm_type)
 
 
 def _piece(buckets: Sequence[Bucket], rank: int) -> list[Tensor]:
