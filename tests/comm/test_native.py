@@ -10,7 +10,8 @@ import os
 import time
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -190,6 +191,17 @@ def test_the_reductions_own_group_is_more_patient_than_the_watch() -> None:
 def test_a_backend_that_torch_does_not_know_by_name_will_do() -> None:
     outcomes = outcomes_of(2, as_impostor)
     assert [(o.error, o.value) for o in outcomes] == [("", [1.0, 2.0, 1.5])] * 2
+
+
+def test_work_that_failed_is_not_over_although_nccl_says_that_it_is_complete() -> None:
+    def over(result: int | None) -> bool:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        if result is not None:
+            future.set_result(result)
+        work = SimpleNamespace(is_completed=lambda: True, get_future_result=lambda: future)
+        return native._is_over(cast("Any", work))
+
+    assert [over(result) for result in (0, 1, 2, 100, None)] == [True, False, False, False, False]
 
 
 def test_the_old_names_serve_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:

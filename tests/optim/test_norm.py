@@ -172,7 +172,8 @@ class Operations(TorchDispatchMode):
 
 def test_the_sum_over_ranks_is_one_operation_however_many_there_are() -> None:
     def operations(world: int) -> int:
-        with Operations() as mode:  # type: ignore[no-untyped-call]
+        mode = Operations()  # type: ignore[no-untyped-call]
+        with mode:
             norm_of({0: [torch.ones(8)]}, FakeComm(0, world))
         return mode.count
 

@@ -4,6 +4,9 @@ Reductions have a communicator of their own: on a shared one, a gather that the 
 waits for would queue behind the reductions of the backward pass. A narrow wire is summed wide by
 an all-to-all and one local kernel, where the ordinary way widens first and sends twice the bytes.
 
+On a device, every collective of a comm and all that computes with its memory belong on one stream:
+memory is freed by the host as soon as that stream was told to wait for what reads it.
+
 These backends have no tags. Unlike collectives are found by the watch, from the ranks' cursors.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -33,6 +37,7 @@ from shardwise.comm.watch import Wait, Watch, how_this_process_ends
 __all__ = ["NativeComm"]
 
 GREETING = Collective(-2, "greeting", "start", "", 0)
+SUCCESS = 0  # of torch's C++ enum WorkResult
 SELF_TEST = Collective(-1, "self-test", "self-test of AVG", "", 0)
 
 
@@ -73,7 +78,7 @@ class NativeComm:
         try:
             self._watch.share(GREETING, "")
             # All processes must take part in making a group, so only one of all of them is safe
-            # to make here. A mesh axis keeps to one communicator.
+            # to make here. A mesh axis keeps to one communicator: right, with less overlap.
             if self.size == dist.get_world_size():
                 # Torch's default is ten minutes for NCCL, and then the process is killed. Longer
                 # than ours: the watch knows what to say.
@@ -205,7 +210,7 @@ class NativeComm:
 
     def _complete(self, collective: Collective, work: Work) -> None:
         # On a GPU `wait` only orders streams: the watch goes on asking whether the work is over.
-        self._watch.waits = Wait(collective, monotonic(), over=work.is_completed)
+        self._watch.waits = Wait(collective, monotonic(), over=partial(_is_over, work))
         try:
             work.wait()
         except RuntimeError as error:
@@ -264,6 +269,17 @@ def _stopper(backend: str, peer: int) -> Callable[[ProcessGroup], None]:
     if backend == "gloo":
         return lambda group: close_connections(group, peer)
     return lambda group: group.abort()
+
+
+def _is_over(work: Work) -> bool:
+    """Is it complete? NCCL says so of work that failed, too, and the watch shall say why it did."""
+    if not work.is_completed():
+        return False
+    try:
+        result = work.get_future_result()  # type: ignore[attr-defined]
+    except RuntimeError:  # this backend does not tell
+        return True
+    return bool(result.done() and result.value() == SUCCESS)
 
 
 def _work(work: Work | None) -> Work:
