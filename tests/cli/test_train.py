@@ -116,7 +116,7 @@ def test_a_folder_in_use_ends_before_ranks_are_started(
     assert failed(str(recipe), "--nproc", "2") == 1
     said = capsys.readouterr().err
     assert "run.seed was 1 and is 0" in said
-    assert "replace that run with --run.overwrite true" in said
+    assert "start over with --run.overwrite true, which deletes that run" in said
 
 
 @pytest.mark.parametrize("text", ["1", "@3", "1@", "one@2", "1@-2"])

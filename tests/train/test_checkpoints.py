@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.checkpoint import points
-from shardwise.errors import CheckpointError, ConfigError, RanksDisagree
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.checkpoints import is_due
 from shardwise.train.config import CheckpointConfig, Recipe
 from shardwise.train.metrics import Complete, Evaluated, Record, Resumed, Saved, Stepped, Warned
@@ -215,7 +215,7 @@ def test_what_is_broken_is_skipped_loudly_and_makes_room(tmp_path: Path, watched
     watched.run(recipe, 2)
     skipped, moved = watched.kind(Warned)
     assert skipped.message.startswith(f"SKIPPED {checkpoint(recipe, 4)}")
-    assert moved.message == "step-4 is called broken-step-4-1 now, to be looked at or removed."
+    assert moved.message == "damaged step-4 renamed to broken-step-4-1"
     (back,) = watched.kind(Resumed)
     assert back.step == 2
     assert saved(recipe) == ["broken-step-4-1", "step-4", "step-6"]
@@ -255,10 +255,66 @@ def test_other_tokens_are_refused_and_the_same_elsewhere_are_not(
     (tmp_path / "text").rename(tmp_path / "moved")
     moved = f"data.source={tmp_path / 'moved'}"
     (tmp_path / "moved" / "new.txt").write_text(documents(70)[-1], "utf-8")
-    with pytest.raises((ConfigError, RanksDisagree), match="trained on other tokens than these"):
+    with pytest.raises(ConfigError, match=r"was trained on other text: data\.source was .* now\."):
         watched.run(tiny_recipe(tmp_path, *SHORT, moved), 1)
     (tmp_path / "moved" / "new.txt").unlink()
     assert watched.run(tiny_recipe(tmp_path, *SHORT, moved), 2).step == 6
+
+
+def files(recipe: Recipe) -> dict[Path, bytes]:
+    folder = Path(recipe.run.folder)
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("vocabulary", [300, 2000])
+def test_a_refused_start_changes_nothing_of_a_finished_model(
+    tmp_path: Path, watched: Watched, vocabulary: int
+) -> None:
+    """With 2,000 there are fewer tokens than that to learn, and how many depends on the text."""
+    recipe = recipe_in(tmp_path, f"tokenizer.vocabulary={vocabulary}")
+    watched.run(recipe, 1)
+    before = files(recipe)
+    more = recipe_in(tmp_path, f"tokenizer.vocabulary={vocabulary}", "run.steps=8")
+    (tmp_path / "text" / "new.txt").write_text("class Other:\n    pass\n" * 40, "utf-8")
+    with pytest.raises(ConfigError, match=r"has changed since, [\d,]+ tokens then and [\d,]+ now"):
+        watched.run(more, 1)
+    assert files(recipe) == before
+
+
+@pytest.mark.parametrize(
+    "mistake", ["data.source=/nowhere", "data.context=5000", "sharding.wrap=No"]
+)
+def test_what_would_be_overwritten_stays_where_the_start_fails(
+    tmp_path: Path, watched: Watched, mistake: str
+) -> None:
+    recipe = recipe_in(tmp_path, "run.steps=3")
+    watched.run(recipe, 1)
+    before = files(recipe)
+    with pytest.raises(ConfigError):
+        watched.run(recipe_in(tmp_path, "run.steps=3", "run.overwrite=true", mistake), 1)
+    assert files(recipe) == before
+
+
+def test_an_interrupted_run_that_says_overwrite_goes_on_and_a_finished_one_begins_anew(
+    tmp_path: Path, watched: Watched
+) -> None:
+    recipe = recipe_in(tmp_path, "run.overwrite=true")
+    watched.killed(recipe, 2, at=(5, 0, 1))
+    watched.run(recipe, 2)
+    assert [back.step for back in watched.kind(Resumed)] == [4]
+    watched.told.clear()
+    watched.run(recipe, 2)
+    assert steps(watched.told) == [1, 2, 3, 4, 5, 6]
+    assert not list(Path(recipe.run.folder).glob("replaced-*"))
+
+
+def test_overwrite_begins_anew_where_the_text_is_another(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path, "run.overwrite=true")
+    watched.killed(recipe, 2, at=(5, 0, 1))
+    (tmp_path / "text" / "000.txt").unlink()
+    watched.told.clear()
+    watched.run(recipe, 2)
+    assert steps(watched.told) == [1, 2, 3, 4, 5, 6]
 
 
 # --- more than to go on ----------------------------------------------------------------------

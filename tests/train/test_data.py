@@ -67,7 +67,8 @@ def test_a_second_run_finds_its_tokenizer(tmp_path: Path) -> None:
         (data,) = prepared(recipe, 1)
         assert data.report is not None
         assert data.report.cached is wanted
-        Folder(Path(recipe.run.folder)).write_text("recipe.yaml", "")
+        for name, text in data.files.items():
+            Folder(Path(recipe.run.folder)).write_text(name, text)
 
 
 def test_too_little_text_for_a_row_says_which_split(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import threading
@@ -13,17 +14,30 @@ from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, RanksDisagree
 from shardwise.train.config import Recipe
-from shardwise.train.desk import Desk, take_over
+from shardwise.train.desk import Desk
 from shardwise.train.folder import Folder
-from shardwise.train.metrics import Busy, Record, Warned
+from shardwise.train.journal import Journal
+from shardwise.train.metrics import Busy, Finished, Record, Saved, Warned
 from shardwise.train.recipe import read_recipe
 from shardwise.train.requests import Ask
-from shardwise.train.start import Start
+from shardwise.train.start import FIRST, Attempt, Start
 from tests.train.tiny import tiny_recipe
 
+FINISHED = Finished("run", (), 1.0, 4)
+SAVED = Saved(2, "run/checkpoints/step-2", 1, 0.1, ())
 
-def opened(recipe: Recipe) -> Start:
-    with Desk.opened(recipe, LocalComm(), lambda _: None) as (_, start):
+
+def opened(recipe: Recipe, attempt: Attempt = FIRST) -> Start:
+    with Desk.opened(recipe, LocalComm(), lambda _: None, attempt) as (_, start):
+        return start
+
+
+def begun(recipe: Recipe, *records: Record, attempt: Attempt = FIRST) -> Start:
+    """A run that has begun and told ``records``."""
+    with Desk.opened(recipe, LocalComm(), lambda _: None, attempt) as (desk, start):
+        desk.begin(start, 0, {"tokenizer.json": f"seed {recipe.run.seed}"})
+        for record in records:
+            desk.say(record)
         return start
 
 
@@ -32,6 +46,7 @@ def test_every_rank_knows_how_the_run_begins_and_only_rank_0_has_a_folder(tmp_pa
 
     def rank(comm: Comm) -> tuple[Start, bool]:
         with Desk.opened(recipe, comm, lambda _: None) as (desk, start):
+            desk.begin(start, 0, {})
             return start, desk.folder is not None
 
     for wanted in (Start.AFRESH, Start.GO_ON):
@@ -58,7 +73,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_the_engine_warns_of_is_told_and_recorded(tmp_path: Path) -> None:
     recipe, told = tiny_recipe(tmp_path), list[Record]()
     with Desk.opened(recipe, LocalComm(), told.append) as (desk, _):
-        desk.begin(0)
+        desk.begin(Start.AFRESH, 0, {})
         logging.getLogger("shardwise").warning("SKIPPED %s", "step-4")
         desk.say(Warned("later"))
         logging.getLogger("shardwise").warning("at the end")
@@ -75,7 +90,7 @@ def test_what_a_thread_warns_of_is_told_while_this_rank_waits(tmp_path: Path) ->
     recipe, told = tiny_recipe(tmp_path), list[Record]()
     warn = logging.getLogger("shardwise").warning
     with Desk.opened(recipe, LocalComm(), told.append) as (desk, _):
-        desk.begin(0)
+        desk.begin(Start.AFRESH, 0, {})
         thread = threading.Thread(target=warn, args=["rank 0 has waited"])
         thread.start()
         thread.join()
@@ -121,10 +136,58 @@ def test_files_ask_on_rank_0(tmp_path: Path) -> None:
         assert desk.asked() is Ask.NOTHING
 
 
-def test_to_take_over_replaces_once_and_ranks_go_on_with_what_they_find(tmp_path: Path) -> None:
-    opened(tiny_recipe(tmp_path, "run.seed=1"))
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.touch()
-    take_over(tiny_recipe(tmp_path, "run.overwrite=true"))
-    assert not metrics.exists()
-    assert opened(tiny_recipe(tmp_path)) is Start.GO_ON
+# --- nothing changes until a start is proven, and nothing good goes before what replaces it ---
+
+
+def results(recipe: Recipe) -> dict[str, str]:
+    folder = Path(recipe.run.folder)
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in files}
+
+
+def test_to_open_it_changes_nothing(tmp_path: Path) -> None:
+    begun(tiny_recipe(tmp_path), FINISHED)
+    other = tiny_recipe(tmp_path, "run.seed=1", "run.overwrite=true")
+    before = results(other)
+    assert opened(other) is Start.AFRESH
+    assert results(other) == before
+
+
+def test_the_run_that_is_replaced_goes_when_the_new_one_has_saved(tmp_path: Path) -> None:
+    old = tiny_recipe(tmp_path)
+    begun(old, FINISHED)
+    before = results(old)
+    new = tiny_recipe(tmp_path, "run.seed=1", "run.overwrite=true")
+    assert begun(new) is Start.AFRESH
+    assert {name: results(new)[f"replaced-1/{name}"] for name in before} == before
+    assert results(new)["tokenizer.json"] == "seed 1"
+    assert begun(new, SAVED) is Start.GO_ON
+    assert set(results(new)) == {"recipe.yaml", "metrics.jsonl", "tokenizer.json"}
+
+
+def test_what_cannot_be_written_leaves_the_run_that_was_to_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(tiny_recipe(tmp_path), FINISHED)
+    new = tiny_recipe(tmp_path, "run.seed=1", "run.overwrite=true")
+    before = results(new)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Journal, "begin", full)
+    with pytest.raises(OSError, match="No space left"):
+        begun(new)
+    assert results(new) == before
+
+
+def test_ranks_that_are_started_again_go_on_with_the_run_that_their_launcher_began(
+    tmp_path: Path,
+) -> None:
+    recipe = tiny_recipe(tmp_path, "run.overwrite=true")
+    begun(recipe, FINISHED, attempt=Attempt(0, "old"))
+    assert opened(recipe, Attempt(1, "new")) is Start.AFRESH  # killed before it began
+    assert begun(recipe, attempt=Attempt(1, "new")) is Start.AFRESH
+    assert begun(recipe, FINISHED, attempt=Attempt(2, "new")) is Start.GO_ON
+    assert opened(recipe, Attempt(3, "new")) is Start.FINISHED
+    assert opened(recipe, Attempt(0, "next")) is Start.AFRESH

@@ -19,7 +19,10 @@ SHAPE = ModelConfig(width=24, layers=2, heads=6, kv_heads=2, hidden=40, rope_the
 def exported(path: Path, tied: bool) -> Decoder:
     config = SHAPE.model_copy(update={"tied": tied})
     folder = Folder(path)
-    tokenizer = bpe.load(bpe.obtain(folder, documents(), 300)[0])
+    obtained = bpe.obtain(folder, documents(), 300)
+    for name, text in obtained.files.items():
+        folder.write_text(name, text)
+    tokenizer = bpe.load(obtained.text)
     model = Decoder(config, 300, context=32)
     export(folder, model.state_dict(), config, 32, bpe.end_id(tokenizer))
     return model

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.folder import RECIPE, Folder
+from shardwise.train.folder import RECIPE, Folder, kept
 
 
 def names(folder: Path) -> list[str]:
@@ -40,26 +40,99 @@ def test_it_is_free_after_an_error(tmp_path: Path) -> None:
         pass
 
 
-def test_clearing_removes_results_and_checkpoints_and_nothing_else(tmp_path: Path) -> None:
+def earlier_run(folder: Path) -> dict[str, str]:
+    """A run with two checkpoints, beside a file of somebody's; all files and their text."""
     for name in (RECIPE, "metrics.jsonl", "loss.png", "model.safetensors", "notes.txt"):
-        (tmp_path / name).touch()
-    checkpoint(tmp_path, "step-4")
-    checkpoint(tmp_path, "step-8")
-    (tmp_path / "checkpoints" / "latest").symlink_to("step-8")
-    Folder(tmp_path).clear()
-    assert names(tmp_path) == ["notes.txt", RECIPE]
+        (folder / name).write_text(f"old {name}", "utf-8")
+    checkpoint(folder, "step-4")
+    checkpoint(folder, "step-8")
+    (folder / "checkpoints" / "latest").symlink_to("step-8")
+    return contents(folder)
 
 
-def test_clearing_leaves_what_is_no_checkpoint_where_it_is_in_nobody_s_way(
-    tmp_path: Path,
+def contents(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in files}
+
+
+def test_an_earlier_run_is_moved_and_goes_only_when_that_is_said(tmp_path: Path) -> None:
+    before, folder = earlier_run(tmp_path), Folder(tmp_path)
+    with folder.replacing_run():
+        folder.write_text(RECIPE, "new")
+    assert names(tmp_path) == ["notes.txt", RECIPE, "replaced-1"]
+    moved = contents(tmp_path / "replaced-1")
+    assert moved == {name: text for name, text in before.items() if name != "notes.txt"}
+    folder.drop_replaced()
+    assert contents(tmp_path) == {"notes.txt": "old notes.txt", RECIPE: "new"}
+
+
+def test_of_what_lies_with_a_replaced_run_only_the_run_is_removed(tmp_path: Path) -> None:
+    earlier_run(tmp_path)
+    thesis = tmp_path / "checkpoints" / "step-12" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.touch()
+    folder = Folder(tmp_path)
+    with folder.replacing_run():
+        pass
+    folder.drop_replaced()
+    assert contents(tmp_path / "replaced-1") == {"checkpoints/step-12/thesis.txt": ""}
+    with folder.replacing_run():
+        pass
+    assert (tmp_path / "replaced-2" / RECIPE).exists()
+
+
+def test_a_beginning_that_fails_leaves_the_earlier_run_as_it_was(tmp_path: Path) -> None:
+    before, folder = earlier_run(tmp_path), Folder(tmp_path)
+
+    def fails() -> None:
+        with folder.replacing_run():
+            folder.write_text(RECIPE, "new")
+            raise OSError
+
+    with pytest.raises(OSError):  # noqa: PT011 - nothing more is known of it
+        fails()
+    assert contents(tmp_path) == before
+
+
+def test_a_crash_at_any_moment_of_moving_leaves_the_earlier_run_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint(tmp_path, "step-4")
-    (tmp_path / "checkpoints" / "step-8").mkdir()
-    (tmp_path / "checkpoints" / "step-8" / "thesis.txt").touch()
-    (tmp_path / "checkpoints" / "mine").mkdir()
-    Folder(tmp_path).clear()
-    assert names(tmp_path / "checkpoints") == ["broken-step-8-1", "mine"]
-    assert names(tmp_path / "checkpoints" / "broken-step-8-1") == ["thesis.txt"]
+    class Crash(BaseException):
+        pass
+
+    def crashes(folder: Folder, at: int) -> bool:
+        """Nothing more happens after ``at`` renames; false if all was done before."""
+        left, rename = [at], Path.rename
+
+        def counted(path: Path, target: Path) -> Path:
+            if not left[0]:
+                raise Crash
+            left[0] -= 1
+            return rename(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", counted)
+            try:
+                with folder.replacing_run():
+                    folder.write_text(RECIPE, "new")
+                    folder.write_text("tokenizer.json", "new")
+            except Crash:
+                return True
+        return False
+
+    for at in range(20):
+        place = tmp_path / str(at)
+        place.mkdir()
+        before = earlier_run(place)
+        if not crashes(Folder(place), at):
+            assert at == 5  # four are moved, and what holds them gets its name
+            return
+        assert kept(place, RECIPE).read_text("utf-8") == f"old {RECIPE}"
+        with Folder.held(place):
+            after = contents(place)
+        assert {name: after[name] for name in before} == before
+        assert set(after) - set(before) <= {".lock", "tokenizer.json"}
+    pytest.fail("it was never done")
 
 
 def test_broken_checkpoints_make_room_for_those_that_will_come(tmp_path: Path) -> None:

@@ -44,6 +44,24 @@ def test_what_was_stopped_or_killed_goes_on_whether_it_had_saved_or_not(tmp_path
         assert decide(recipe) is Start.GO_ON
 
 
+def test_what_was_interrupted_goes_on_by_the_same_command_also_where_it_says_overwrite(
+    tmp_path: Path,
+) -> None:
+    recipe = tiny_recipe(tmp_path, "run.overwrite=true")
+    earlier(recipe, saved=2)
+    assert decide(recipe) is Start.GO_ON
+    assert decide(tiny_recipe(tmp_path, "run.overwrite=true", "run.seed=1")) is Start.AFRESH
+    anew = ("run.overwrite=true", "checkpoint.resume=never")
+    assert decide(tiny_recipe(tmp_path, *anew)) is Start.AFRESH
+    assert decide(tiny_recipe(tmp_path, *anew), restarted=True) is Start.GO_ON
+
+
+def test_a_run_of_which_nothing_says_what_it_is_may_be_overwritten(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, "run.overwrite=true")
+    (earlier(recipe) / RECIPE).write_text("a: [", "utf-8")
+    assert decide(recipe) is Start.AFRESH
+
+
 def test_what_is_finished_is_finished(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     earlier(recipe, finished=4)
@@ -141,3 +159,5 @@ def test_to_go_back_within_a_run_is_refused(tmp_path: Path) -> None:
     again = tiny_recipe(tmp_path, f"checkpoint.resume={folder / 'checkpoints' / 'step-2'}")
     with pytest.raises(ConfigError, match=r"lies in run\.folder"):
         decide(again)
+    with pytest.raises(ConfigError, match=r"lies in run\.folder"):  # it would be moved away
+        decide(again.model_copy(update={"run": again.run.model_copy(update={"overwrite": True})}))

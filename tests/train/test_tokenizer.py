@@ -44,22 +44,29 @@ def test_no_documents_are_an_empty_stream() -> None:
     assert len(bpe.encode(bpe.load(bpe.learn(documents(), 300)), [])) == 0
 
 
+def keep(folder: Folder, obtained: bpe.Obtained) -> None:
+    for name, text in obtained.files.items():
+        folder.write_text(name, text)
+
+
 def test_a_tokenizer_is_used_again_for_the_same_text_and_size(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
-    first, cached_before = bpe.obtain(folder, documents(), 300)
-    again, cached_now = bpe.obtain(folder, documents(), 300)
-    assert first == again
-    assert (cached_before, cached_now) == (False, True)
-    assert (tmp_path / "tokenizer.json").read_text("utf-8") == first
+    first = bpe.obtain(folder, documents(), 300)
+    assert list(tmp_path.iterdir()) == []
+    keep(folder, first)
+    again = bpe.obtain(folder, documents(), 300)
+    assert (first.text, first.files) == (again.text, again.files)
+    assert (first.cached, again.cached) == (False, True)
+    assert (tmp_path / "tokenizer.json").read_text("utf-8") == first.text
 
 
 def test_other_text_or_size_or_a_changed_file_means_a_new_tokenizer(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
-    bpe.obtain(folder, documents(), 300)
-    assert not bpe.obtain(folder, documents(), 301)[1]
-    assert not bpe.obtain(folder, documents(50), 301)[1]
+    keep(folder, bpe.obtain(folder, documents(), 300))
+    assert not bpe.obtain(folder, documents(), 301).cached
+    assert not bpe.obtain(folder, documents(50), 300).cached
     (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
-    assert not bpe.obtain(folder, documents(50), 301)[1]
+    assert not bpe.obtain(folder, documents(), 300).cached
 
 
 def test_a_tokenizer_without_an_end_token_is_refused() -> None:

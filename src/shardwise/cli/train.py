@@ -21,11 +21,10 @@ from shardwise.launch.reasons import leave_reason, reasons_left
 from shardwise.launch.signals import listening
 from shardwise.train.batches import accumulation
 from shardwise.train.config import Recipe
-from shardwise.train.desk import take_over
 from shardwise.train.loop import train
 from shardwise.train.metrics import Complete, Record
 from shardwise.train.requests import Requests
-from shardwise.train.start import Start, decide
+from shardwise.train.start import Attempt, Start, decide
 
 __all__ = ["Processes", "run_train"]
 
@@ -67,9 +66,6 @@ def _start(recipe: Recipe, arguments: Sequence[str], wanted: Processes) -> None:
         _say(Complete(recipe.run.folder, recipe.run.steps))
         return
     command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
-    if recipe.run.overwrite:  # once: ranks that are started again go on with what they find
-        take_over(recipe)
-        command += ["--run.overwrite", "false"]
     if wanted.kill_rank:
         command += ["--kill-rank", "{}@{}".format(*wanted.kill_rank)]
     start(command, ranks, wanted.restarts, lambda fact: click.echo(f"crashed   {fact}"))
@@ -89,9 +85,6 @@ def _be_a_rank(recipe: Recipe, wanted: Processes, launch: Launch) -> None:
                 f"--nproc is {wanted.nproc}, but a launcher has started {launch.size} processes "
                 "already; leave --nproc out, or start without the launcher."
             )
-        if attempt(os.environ):
-            found = recipe.run.model_copy(update={"overwrite": False})
-            recipe = recipe.model_copy(update={"run": found})
         _run(recipe, _requests(wanted, launch.rank))
     except Exception as error:
         if leave_reason(error):
@@ -101,22 +94,23 @@ def _be_a_rank(recipe: Recipe, wanted: Processes, launch: Launch) -> None:
 
 def _requests(wanted: Processes, rank: int) -> Requests:
     """What this rank is asked for, and the crash that it rehearses, if that is still to come."""
-    dies = wanted.kill_rank and wanted.kill_rank[0] == rank and not attempt(os.environ)
+    dies = wanted.kill_rank and wanted.kill_rank[0] == rank and not attempt(os.environ)[0]
     return Requests(kill_at=wanted.kill_rank[1] if wanted.kill_rank and dies else 0)
 
 
 def _run(recipe: Recipe, requests: Requests) -> None:
     """This process's rank of the run."""
+    time = Attempt(*attempt(os.environ))
     with (
         warnings.catch_warnings(),
         listening(requests.save, requests.stop),
         connect(recipe.run.device) as comm,
-        reporter(recipe.run.log_every, again=attempt(os.environ) > 0) as report,
+        reporter(recipe.run.log_every, again=time.number > 0) as report,
         reasons_left(),
     ):
         # Of a module hook that a peer's death interrupts; the rank's own reason says more.
         warnings.filterwarnings("ignore", "module forward hook with ``always_call=True``")
-        outcome = train(recipe, comm, report, requests)
+        outcome = train(recipe, comm, report, requests, time)
         if outcome.trouble:
             raise CheckpointError(
                 f"the run is {'stopped' if outcome.stopped else 'finished'} at step "

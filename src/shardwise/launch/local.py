@@ -37,7 +37,7 @@ from shardwise.launch.signals import Handler, handled
 __all__ = ["STOPPED", "attempt", "cores", "end_with_launcher", "environment", "start"]
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped as asked; start the same again
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+ATTEMPT, LAUNCH = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"
 LIFELINE = "SHARDWISE_LIFELINE"
 LOOPBACK = {"Linux": "lo", "Darwin": "lo0"}
 GLANCE = 0.05  # seconds between two looks at the ranks
@@ -69,12 +69,14 @@ def start(
         KeyboardInterrupt: the user pressed Ctrl-C, and the ranks ended of it.
         SystemExit: the ranks stopped as they were asked to (75), or another signal ended them.
     """
-    orders = _Orders()
+    orders, launch = _Orders(), uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name, handled(orders.handlers):
         for number in range(restarts + 1):
             folder = Path(name) / str(number)
             folder.mkdir()
-            running = _Ranks.started(command, folder, _variables(ranks, restarts, number))
+            running = _Ranks.started(
+                command, folder, _variables(ranks, restarts, number) | {LAUNCH: launch}
+            )
             try:
                 ended = _waited(running, orders)
             finally:
@@ -102,9 +104,12 @@ def _conclude(ended: Sequence[Ended], orders: _Orders) -> None:
     sys.exit(128 + orders.stopping)
 
 
-def attempt(environ: Mapping[str, str]) -> int:
-    """How often this rank's launcher has started all ranks again; 0 without one."""
-    return int(environ.get(ATTEMPT, "0"))
+def attempt(environ: Mapping[str, str]) -> tuple[int, str]:
+    """How often this rank's launcher has started all ranks again, and the launcher's name.
+
+    Without one, ``(0, "")``. torchrun's name is that of ``--rdzv-id``.
+    """
+    return int(environ.get(ATTEMPT, "0")), environ.get(LAUNCH, "")
 
 
 def end_with_launcher(environ: Mapping[str, str]) -> None:
@@ -268,7 +273,6 @@ def _variables(ranks: int, restarts: int, number: int) -> dict[str, str]:
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         "TORCHELASTIC_MAX_RESTARTS": str(restarts),
         ATTEMPT: str(number),
     }

@@ -17,15 +17,17 @@ from shardwise.checkpoint import Loaded, Saving, Training
 from shardwise.checkpoint import Saved as Written
 from shardwise.checkpoint.folder import steps
 from shardwise.checkpoint.state import NAME as DOCUMENT
+from shardwise.checkpoint.state import Document
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.config import CheckpointConfig, Recipe
 from shardwise.train.data import Data
+from shardwise.train.exchange import text_from_rank_0
 from shardwise.train.export import described
 from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.job import Job
 from shardwise.train.metrics import Record, Resumed, Saved, Warned
 from shardwise.train.recipe import flat
-from shardwise.train.start import check_same
+from shardwise.train.start import OVERWRITE, Start, check_same
 from shardwise.train.tokenizer import FILE, end_id
 
 __all__ = ["Checkpoints", "Point", "is_due"]
@@ -75,68 +77,114 @@ class Checkpoints:
 
     # ---- to go on ----------------------------------------------------------------------------
 
-    def resume(self) -> Point:
+    def resume(self, start: Start) -> tuple[Start, Point]:
         """Load what the recipe says to go on from, and say so; step 0 if there is nothing.
+
+        Nothing on the disk changes. What is refused is refused before it is loaded.
+
+        Args:
+            start: as decided from the folder.
+
+        Returns:
+            Afresh where ``run.overwrite`` is true and the run cannot go on: its text is another
+            now, or all its checkpoints are damaged. And where the run stands.
 
         Raises:
             CheckpointError: there are checkpoints, and all are broken; or they do not fit.
-            ConfigError: they are another run's.
+            ConfigError: they are another run's; only on rank 0, where that is found first.
         """
         source = self._job.recipe.checkpoint.resume
-        report = None if source == "never" else self._newest(self._folder)
+        start = self._judged(start)
+        report = self._newest(self._folder) if start is Start.GO_ON else None
+        if start is Start.GO_ON and report is None and _has_steps(self._folder):
+            start = Start.AFRESH
         if report is None and source not in ("auto", "never"):
             report = self._given(Path(source).expanduser())
-        if report is None:
-            return Point()
-        point = self._checked(report)
-        assert report.document is not None  # or it would have been refused
-        for note in report.inexact:
-            self._say(Warned(note))
-        sample = point.step * self._job.recipe.batch.rows
-        self._say(Resumed(point.step, sample, _shown(report.path), report.document.world))
-        return point
+        return start, Point() if report is None else self._point(report)
+
+    def _judged(self, start: Start) -> Start:
+        """Rank 0 looks whether the run in the folder may go on, before tensors are loaded."""
+        if self._job.sharded.comm.rank == 0 and start is Start.GO_ON:
+            try:
+                self._check_newest(self._folder)
+            except ConfigError:
+                if not self._job.recipe.run.overwrite:
+                    raise
+                start = Start.AFRESH
+        text = start.value if self._job.sharded.comm.rank == 0 else None
+        return Start(text_from_rank_0(self._job.sharded.comm, text, "whether the run goes on"))
 
     def _newest(self, folder: Path) -> Loaded | None:
         report = self._job.sharded.resume(folder, self._job.optimizer, Training())
-        broken = steps(folder) if report is None and folder.is_dir() else []
-        if broken:
+        overwrites = self._job.recipe.run.overwrite and folder == self._folder
+        if report is None and _has_steps(folder) and not overwrites:
             raise CheckpointError(
-                f"{_shown(folder)} holds {len(broken)} checkpoints, and none that is whole, so the "
-                "run would begin anew. See the warnings above; then move them away, or replace "
-                "the run with --run.overwrite true."
+                f"{_shown(folder)} holds {len(steps(folder))} checkpoints, and none that is whole, "
+                "so the run would begin anew. See the warnings above; then move them away, or "
+                "start over with --run.overwrite true, which deletes the run."
             )
         return report
 
     def _given(self, path: Path) -> Loaded:
         """A run, a folder of checkpoints, or a checkpoint."""
         for run in (path / CHECKPOINTS, path):
-            if run.is_dir() and steps(run):
+            if _has_steps(run):
+                self._check_newest(run)
                 report = self._newest(run)
                 assert report is not None  # or it would have been refused
                 return report
-        if not (path / DOCUMENT).is_file():
+        document = _document(path)
+        if document is None:
             raise _of_no_run(path)
+        self._check(path, document)
         return self._job.sharded.load(path, self._job.optimizer, Training())
 
-    def _checked(self, report: Loaded) -> Point:
-        recipe, document, position = self._job.recipe, report.document, report.position
+    def _check_newest(self, folder: Path) -> None:
+        """Of a run, the newest checkpoint that can be read. Loading finds the same, or says why."""
+        paths = steps(folder) if folder.is_dir() else []
+        documents = ((path, _document(path)) for path in paths)
+        found = next(((path, document) for path, document in documents if document), None)
+        if found is not None:
+            self._check(*found)
+
+    def _check(self, path: Path, document: Document) -> None:
+        """Raises ``ConfigError`` if this run cannot go on from there."""
+        recipe, position = self._job.recipe, document.position
         ours = isinstance(position, dict) and set(position) >= POSITION
-        if document is None or not ours or not isinstance(document.config, dict):
-            raise _of_no_run(report.path)
-        check_same(document.config, recipe, f"{_shown(report.path)} is of a run")
+        if not ours or not isinstance(document.config, dict):
+            raise _of_no_run(path)
+        check_same(document.config, recipe, f"{_shown(path)} is of a run")
         if position["data"] != self._data.fingerprint:
-            before, now = flat(document.config).get("data.source"), recipe.data.source
-            raise ConfigError(
-                f"{_shown(report.path)} was trained on other tokens than these: data.source was "
-                f"{before!r} and is {now!r}. The run would not be one run. Give it the same text, "
-                "or name another folder with --run.folder."
-            )
+            raise self._other_text(path, document)
         if position["step"] > recipe.run.steps:
             raise ConfigError(
-                f"{_shown(report.path)} has taken {position['step']} steps, and run.steps is "
+                f"{_shown(path)} has taken {position['step']} steps, and run.steps is "
                 f"{recipe.run.steps}; raise it, or name another folder with --run.folder."
             )
-        return Point(**{field.name: position[field.name] for field in fields(Point)})
+
+    def _other_text(self, path: Path, document: Document) -> ConfigError:
+        before, now = flat(document.config).get("data.source"), self._job.recipe.data.source
+        what = f"data.source was {before!r} and is {now!r}"
+        if before == now:
+            what = f"what data.source {now!r} holds has changed since"
+        then, here = document.position.get("tokens"), self._data.tokens
+        if then and tuple(then) != here:
+            what += f", {sum(then):,} tokens then and {sum(here):,} now"
+        return ConfigError(
+            f"{_shown(path)} was trained on other text: {what}. One run has one text: give it that "
+            f"text again; or {OVERWRITE}"
+        )
+
+    def _point(self, report: Loaded) -> Point:
+        document = report.document
+        assert document is not None  # or it would have been refused
+        self._check(report.path, document)  # an older one, where the newest was damaged
+        point = Point(**{field.name: document.position[field.name] for field in fields(Point)})
+        for note in report.inexact:
+            self._say(Warned(note))
+        sample = point.step * self._job.recipe.batch.rows
+        self._say(Resumed(point.step, sample, _shown(report.path), document.world))
+        return point
 
     # ---- to save -----------------------------------------------------------------------------
 
@@ -217,6 +265,7 @@ class Checkpoints:
         position = asdict(point) | {
             "sample": point.step * recipe.batch.rows,
             "data": self._data.fingerprint,
+            "tokens": list(self._data.tokens),
         }
         config = recipe.model_dump(mode="json")
         training = Training(step=point.step, position=position, config=config, metric=metric)
@@ -229,6 +278,18 @@ class Checkpoints:
             "keep_best": "lowest" if config.keep_best else None,
             "files": _files(self._job.recipe, self._job, self._data),
         }
+
+
+def _has_steps(folder: Path) -> bool:
+    return folder.is_dir() and bool(steps(folder))
+
+
+def _document(path: Path) -> Document | None:
+    """What a checkpoint says of the run; ``None`` where that cannot be read."""
+    try:
+        return Document.decode((path / DOCUMENT).read_bytes(), str(path / DOCUMENT))
+    except (OSError, CheckpointError):
+        return None
 
 
 def _of_no_run(path: Path) -> ConfigError:

@@ -246,7 +246,9 @@ class RunConfig(Section):
     """How long, how often, and where to."""
 
     folder: str = Field("runs/train", min_length=1, description="where everything is written")
-    overwrite: bool = Field(False, description="replace the files of an earlier run")
+    overwrite: bool = Field(
+        False, description="delete an earlier run, checkpoints included; an interrupted one resumes"
+    )
     device: str | None = Field(None, description="cpu, cuda, xpu, hpu; null = what is there")
     steps: Positive = Field(200, description="optimizer steps")
     seed: int = Field(0, ge=0, lt=2**63, description="of the weights, the order and the sample")

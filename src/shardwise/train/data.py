@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,12 +38,19 @@ class Data:
         tokenizer: text ↔ ids.
         training, validation: the two splits.
         report: what was read; on rank 0 only.
+        files: of the tokenizer, which the run's folder is to keep; on rank 0 only.
     """
 
     tokenizer: Tokenizer
     training: Rows
     validation: Rows
     report: Prepared | None
+    files: Mapping[str, str]
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """In the training and the validation split."""
+        return len(self.training.stream), len(self.validation.stream)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -59,7 +66,7 @@ class Data:
 class _Read:
     """What rank 0 read."""
 
-    tokenizer: str
+    tokenizer: bpe.Obtained
     training: bpe.Tokens
     validation: bpe.Tokens
     report: Prepared
@@ -71,7 +78,7 @@ def prepare(
     folder: Folder | None,
     busy: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Data:
-    """Both splits on every rank. A collective; rank 0 passes its folder.
+    """Both splits on every rank. A collective; rank 0 passes its folder, in which nothing changes.
 
     Args:
         busy: entered with what is done inside, for each part that may take long.
@@ -82,7 +89,7 @@ def prepare(
     start = time.perf_counter()
     read = None if folder is None else _read(recipe, folder, busy)
     text = text_from_rank_0(
-        comm, None if read is None else read.tokenizer, "tokenizer, which rank 0 trains"
+        comm, None if read is None else read.tokenizer.text, "tokenizer, which rank 0 trains"
     )
     training = from_rank_0(comm, None if read is None else read.training, "training tokens")
     validation = from_rank_0(comm, None if read is None else read.validation, "validation tokens")
@@ -93,6 +100,7 @@ def prepare(
         Rows(training, context),
         Rows(validation, context),
         None if read is None else replace(read.report, seconds=seconds),
+        {} if read is None else read.tokenizer.files,
     )
 
 
@@ -103,9 +111,9 @@ def _read(
         corpus = read_corpus(recipe.data)
         parts = split(corpus, recipe.data.validation)
     with busy("training the tokenizer"):
-        text, cached = bpe.obtain(folder, parts.training, recipe.tokenizer.vocabulary)
+        obtained = bpe.obtain(folder, parts.training, recipe.tokenizer.vocabulary)
     with busy("tokenizing"):
-        tokenizer = bpe.load(text)
+        tokenizer = bpe.load(obtained.text)
         streams = bpe.encode(tokenizer, parts.training), bpe.encode(tokenizer, parts.validation)
     rows = [Rows(stream, recipe.data.context) for stream in streams]
     _check_enough(rows, recipe)
@@ -121,10 +129,10 @@ def _read(
         context=recipe.data.context,
         dropped=(rows[0].dropped, rows[1].dropped),
         vocabulary=tokenizer.get_vocab_size(),
-        cached=cached,
+        cached=obtained.cached,
         seconds=0.0,
     )
-    return _Read(text, streams[0], streams[1], report)
+    return _Read(obtained, streams[0], streams[1], report)
 
 
 def _check_enough(rows: list[Rows], recipe: Recipe) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from queue import Empty, SimpleQueue
 
 from shardwise.comm.protocol import Comm
@@ -18,12 +18,12 @@ from shardwise.train.config import Recipe
 from shardwise.train.exchange import text_from_rank_0
 from shardwise.train.folder import JOURNAL, RECIPE, Folder
 from shardwise.train.journal import Journal
-from shardwise.train.metrics import Busy, Emit, Record, Warned
+from shardwise.train.metrics import Busy, Emit, Finished, Record, Saved, Warned
 from shardwise.train.recipe import resolved
 from shardwise.train.requests import Ask, TouchFiles
-from shardwise.train.start import Start, decide
+from shardwise.train.start import FIRST, Attempt, Start, check_ours, decide
 
-__all__ = ["Desk", "take_over"]
+__all__ = ["Desk"]
 
 Heard = SimpleQueue[tuple[Warned, bool]]  # and whether it is told already
 LONG = 2.0  # seconds that something takes before it is said what takes so long
@@ -32,31 +32,42 @@ LONG = 2.0  # seconds that something takes before it is said what takes so long
 class Desk:
     """One rank's; see above. Use ``opened``."""
 
-    def __init__(self, emit: Emit, folder: Folder | None, heard: Heard) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        attempt: Attempt,
+        emit: Emit,
+        folder: Folder | None,
+        heard: Heard,
+    ) -> None:
         self.folder = folder
+        self._recipe, self._attempt = recipe, attempt
         self._emit, self._heard = emit, heard
         if folder is not None:
             self.journal = Journal(folder.path / JOURNAL)
             self._touched = TouchFiles(folder.path)
+            self._touched.seen()  # what is there already was meant for a run that is over
 
     @classmethod
     @contextmanager
-    def opened(cls, recipe: Recipe, comm: Comm, emit: Emit) -> Iterator[tuple[Desk, Start]]:
-        """The desk, and how the run begins. A collective.
+    def opened(
+        cls, recipe: Recipe, comm: Comm, emit: Emit, attempt: Attempt = FIRST
+    ) -> Iterator[tuple[Desk, Start]]:
+        """The desk, and how the run begins. A collective that changes nothing in the folder.
 
         Raises:
             ConfigError: on rank 0, as ``decide`` and ``Folder.held``.
         """
         if comm.rank:
-            yield cls(emit, None, SimpleQueue()), Start(text_from_rank_0(comm, None, "beginning"))
+            desk = cls(recipe, attempt, emit, None, SimpleQueue())
+            yield desk, Start(text_from_rank_0(comm, None, "beginning"))
             return
-        decide(recipe)  # first without a trace: the folder may be another's
+        check_ours(recipe)  # or making the folder and its lock would leave a trace
         with Folder.held(recipe.run.folder) as folder, _overheard(emit) as heard:
-            start = decide(recipe)
-            if start is not Start.FINISHED:
-                _begin(folder, recipe, start)
+            again = attempt.number > 0 and folder.launch == attempt.launch
+            start = decide(recipe, restarted=again)
             text_from_rank_0(comm, start.value, "beginning")
-            desk = cls(emit, folder, heard)
+            desk = cls(recipe, attempt, emit, folder, heard)
             try:
                 yield desk, start
             except RanksDisagree:
@@ -81,6 +92,8 @@ class Desk:
         if record is not None:
             self.journal(record)
             self._emit(record)
+        if isinstance(record, Saved | Finished):
+            self._drop_replaced()
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
@@ -94,21 +107,39 @@ class Desk:
         finally:
             timer.cancel()
 
+    def _drop_replaced(self) -> None:
+        assert self.folder is not None  # it has just said something
+        try:
+            self.folder.drop_replaced()
+        except OSError as error:
+            self.say(Warned(f"the run that this one replaces could not be removed: {error}"))
+
     def sync(self) -> None:
         """Return when what was recorded is on the disk."""
         if self.folder is not None:
             self.journal.sync()
 
-    def begin(self, after: int) -> None:
-        """The run begins after step ``after``: from here on, what is said is recorded.
+    def begin(self, start: Start, after: int, files: Mapping[str, str]) -> None:
+        """Everything is proven: from here on the folder is this run's, and what is said recorded.
 
-        Checkpoints of later steps are broken, or one of them would have been loaded.
+        Args:
+            start: afresh, in place of a run that may be there, or on with it.
+            after: the step that it goes on from. Checkpoints of later steps are broken, or one of
+                them would have been loaded.
+            files: of the tokenizer, by name.
         """
-        if self.folder is None:
+        if (folder := self.folder) is None:
             return
-        for old, new in self.folder.set_aside(after):
-            self.say(Warned(f"{old} is called {new} now, to be looked at or removed."))
-        self.journal.begin(after)
+        replaces = start is Start.AFRESH and folder.has(RECIPE)
+        with folder.replacing_run() if replaces else nullcontext():
+            folder.write_text(RECIPE, resolved(self._recipe))
+            for name, text in files.items():
+                folder.write_text(name, text)
+            self.journal.begin(after)
+        folder.launch = self._attempt.launch
+        self.done()
+        for old, new in folder.set_aside(after):
+            self.say(Warned(f"damaged {old} renamed to {new}"))
 
     def asked(self) -> Ask:
         """What files in the folder ask for."""
@@ -118,25 +149,6 @@ class Desk:
         """What files asked for is done."""
         if self.folder is not None and (trouble := self._touched.forget()):
             self.say(Warned(trouble))
-
-
-def take_over(recipe: Recipe) -> None:
-    """Replace an earlier run by one that is about to begin, if the recipe says so.
-
-    A launcher does it once, before it starts ranks: ranks that are started again must go on with
-    what they find. May raise ``ConfigError``.
-    """
-    with Folder.held(recipe.run.folder) as folder:
-        _begin(folder, recipe, decide(recipe))
-
-
-def _begin(folder: Folder, recipe: Recipe, start: Start) -> None:
-    if start is Start.AFRESH:
-        folder.clear()
-    folder.write_text(RECIPE, resolved(recipe))
-    asked = TouchFiles(folder.path)
-    asked.seen()
-    asked.forget()  # it was meant for a run that is over
 
 
 class _Ears(logging.Handler):

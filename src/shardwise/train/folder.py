@@ -9,6 +9,11 @@ so whoever writes holds a lock on it, which ends with the process however that e
       checkpoints/step-100  checkpoints/latest        to go on from
       model.safetensors  config.json  loss.png …      at the end
       save  stop                                      made by the user, to ask for it
+      replaced-1/                                     an earlier run, until this one has saved
+      .replacing/                                     an earlier run that is just being moved
+
+Nothing here changes until a start is proven valid, and an earlier run that is to be replaced is
+moved, not removed: it goes when the run that replaces it has saved its first good state.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,14 +30,30 @@ from pathlib import Path
 from shardwise.checkpoint.folder import LATEST, remove, steps, sweep
 from shardwise.errors import ConfigError
 
-__all__ = ["CHECKPOINTS", "JOURNAL", "RECIPE", "Folder"]
+__all__ = ["CHECKPOINTS", "JOURNAL", "RECIPE", "Folder", "kept"]
 
 RECIPE = "recipe.yaml"
 JOURNAL = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
-RESULTS = (JOURNAL, "loss.png", "model.safetensors", "config.json", "generation_config.json")
+# The journal first: a run that is half moved must not look like a finished one.
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.cache.json")
+RESULTS = (
+    JOURNAL,
+    "loss.png",
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+    *TOKENIZER,
+)
+REPLACING, REPLACED = ".replacing", "replaced-"
 PATIENCE = 10.0  # seconds for which a run that is just ending may still hold the folder
+
+
+def kept(path: Path, name: str) -> Path:
+    """The file ``name`` of the run in ``path``, also where a crash left it half moved."""
+    moved = path / REPLACING / name
+    return moved if moved.exists() else path / name
 
 
 class Folder:
@@ -45,6 +67,8 @@ class Folder:
     def held(cls, path: str | Path, patience: float | None = None) -> Iterator[Folder]:
         """The folder, made if need be, and nobody else's while the block lasts.
 
+        A replacement of an earlier run that a crash interrupted is undone.
+
         Raises:
             ConfigError: another process holds it, for longer than ``patience`` seconds (10).
         """
@@ -54,6 +78,7 @@ class Folder:
         lock = os.open(folder.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _acquire(lock, folder.path, time.monotonic() + patience)
+            folder.restore()
             yield folder
         finally:
             os.close(lock)
@@ -62,23 +87,59 @@ class Folder:
     def checkpoints(self) -> Path:
         return self.path / CHECKPOINTS
 
-    def clear(self) -> None:
-        """Remove an earlier run's results and checkpoints, and nothing else that is there.
+    @property
+    def launch(self) -> str:
+        """What began the run here: the name that its launcher gave, or ``""``."""
+        return self.read_text(LOCK) or ""
 
-        ``recipe.yaml`` stays until another is written: without it, what an interrupted removal
-        leaves would look like no run at all. The tokenizer stays for the next run.
+    @launch.setter
+    def launch(self, name: str) -> None:
+        (self.path / LOCK).write_text(name, "utf-8")
+
+    # ---- one run after another ---------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def replacing_run(self) -> Iterator[None]:
+        """Move an earlier run to ``replaced-N``; the block writes what the new one begins with.
+
+        After an error, and after a crash at any moment, the earlier run is where it was.
         """
-        for name in RESULTS:
-            (self.path / name).unlink(missing_ok=True)
-        if self.checkpoints.is_dir():
-            (self.checkpoints / LATEST).unlink(missing_ok=True)
-            for path in steps(self.checkpoints):
-                if (path / "manifest.json").is_file():
-                    remove(path)
-            sweep(self.checkpoints)
-            self.set_aside(-1)
+        moved = self.path / REPLACING
+        moved.mkdir()
+        with Folder(moved).replacing(RECIPE) as copy:  # the folder itself is never without one
+            shutil.copyfile(self.path / RECIPE, copy)
+        try:
+            for name in (*RESULTS, CHECKPOINTS):
+                if (self.path / name).exists():
+                    (self.path / name).rename(moved / name)
+            yield
+        except BaseException:
+            self.restore()
+            raise
+        moved.rename(self._free(REPLACED))
+
+    def restore(self) -> None:
+        """Move a run back that was about to be replaced, if there is one."""
+        moved = self.path / REPLACING
+        for path in sorted(moved.iterdir()) if moved.is_dir() else []:
+            path.rename(self.path / path.name)
+        with contextlib.suppress(FileNotFoundError):
+            moved.rmdir()
+
+    def drop_replaced(self) -> None:
+        """Remove the runs that this one replaces, and nothing else that lies with them."""
+        for path in sorted(self.path.glob(f"{REPLACED}[0-9]*")):
+            for name in (*RESULTS, RECIPE):
+                (path / name).unlink(missing_ok=True)
+            _remove_checkpoints(path / CHECKPOINTS)
             with contextlib.suppress(OSError):  # something else is in it
-                self.checkpoints.rmdir()
+                path.rmdir()
+
+    def _free(self, prefix: str) -> Path:
+        number = 1
+        while (path := self.path / f"{prefix}{number}").exists():
+            number += 1
+        return path
 
     def set_aside(self, after: int) -> list[tuple[str, str]]:
         """Rename checkpoints of later steps, which are broken, so that new ones find their place.
@@ -89,9 +150,7 @@ class Folder:
         renamed = []
         for path in steps(self.checkpoints) if self.checkpoints.is_dir() else []:
             if int(path.name.removeprefix("step-")) > after:
-                number = 1
-                while (place := path.with_name(f"broken-{path.name}-{number}")).exists():
-                    number += 1
+                place = self._free(f"{CHECKPOINTS}/broken-{path.name}-")
                 path.rename(place)
                 renamed.append((path.name, place.name))
         return renamed
@@ -102,6 +161,9 @@ class Folder:
 
     def write_json(self, name: str, value: object) -> None:
         self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).exists()
 
     def read_text(self, name: str) -> str | None:
         """The file's text, or ``None`` where there is none."""
@@ -120,6 +182,18 @@ class Folder:
             temporary.replace(place)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    if not folder.is_dir():
+        return
+    (folder / LATEST).unlink(missing_ok=True)
+    for path in steps(folder):
+        if (path / "manifest.json").is_file():
+            remove(path)
+    sweep(folder)
+    with contextlib.suppress(OSError):  # something else is in it
+        folder.rmdir()
 
 
 def _acquire(lock: int, path: Path, until: float) -> None:

@@ -2,8 +2,9 @@
 
     1. the folder and the data        rank 0 reads, everybody receives
     2. the model, sharded; what was saved of it, if the run goes on
-    3. the steps                      validation and checkpoints every now and then
-    4. what remains                   a sample, the table of bytes, the model, the picture
+    3. the folder is taken            until here nothing on the disk has changed
+    4. the steps                      validation and checkpoints every now and then
+    5. what remains                   a sample, the table of bytes, the model, the picture
 
 A step of which the loss was told is whole, on every rank; only between two steps is anything
 saved, and only there does a run stop because it was asked to.
@@ -46,7 +47,7 @@ from shardwise.train.plot import draw
 from shardwise.train.recipe import flat
 from shardwise.train.requests import Ask, Requests, agreed
 from shardwise.train.sample import sample
-from shardwise.train.start import Start
+from shardwise.train.start import FIRST, Attempt, Start
 from shardwise.train.tokenizer import end_id
 from shardwise.train.validation import Validation
 
@@ -72,7 +73,13 @@ class Outcome:
     trouble: str = ""
 
 
-def train(recipe: Recipe, comm: Comm, emit: Emit, requests: Requests | None = None) -> Outcome:
+def train(
+    recipe: Recipe,
+    comm: Comm,
+    emit: Emit,
+    requests: Requests | None = None,
+    attempt: Attempt = FIRST,
+) -> Outcome:
     """Train as ``recipe`` says, on the ranks of ``comm``. A collective.
 
     Args:
@@ -80,6 +87,7 @@ def train(recipe: Recipe, comm: Comm, emit: Emit, requests: Requests | None = No
         comm: the ranks.
         emit: called on rank 0 with each record as it happens.
         requests: what this process is asked for while it trains.
+        attempt: which time a launcher starts these ranks.
 
     Raises:
         ConfigError: the recipe cannot work here (batch, folder, data), or is not that of the run
@@ -92,7 +100,7 @@ def train(recipe: Recipe, comm: Comm, emit: Emit, requests: Requests | None = No
     accumulation(recipe.batch, comm.size)  # before anything is read or written
     facts = flat(recipe.model_dump())  # every key, so that a difference between ranks is named
     comm.agree({name: str(value) for name, value in facts.items()})
-    with Desk.opened(recipe, comm, emit) as (desk, beginning):
+    with Desk.opened(recipe, comm, emit, attempt) as (desk, beginning):
         if beginning is Start.FINISHED:
             desk.say(Complete(recipe.run.folder, recipe.run.steps))
             return Outcome(recipe.run.steps)
@@ -102,6 +110,7 @@ def train(recipe: Recipe, comm: Comm, emit: Emit, requests: Requests | None = No
             job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
         desk.say(_built(job, data))
         run = _Run(job, data, desk, requests or Requests())
+        run.begin(beginning)
         outcome = run.walk()
         if not outcome.stopped:
             _finish(job, data, desk)
@@ -135,6 +144,7 @@ class _Run:
     def __init__(self, job: Job, data: Data, desk: Desk, requests: Requests) -> None:
         self._job, self._desk, self._requests = job, desk, requests
         self._comm, self._config = job.sharded.comm, job.recipe.run
+        self._files = data.files
         self._checkpoints = Checkpoints(job, data, desk.say)
         rows, micro = self._config.eval_rows, job.recipe.batch.micro
         self._validation = Validation(data.validation, rows, micro)
@@ -143,11 +153,14 @@ class _Run:
         self._evaluated: Evaluated | None = None
         self.placed: Placed | None = None
 
+    def begin(self, start: Start) -> None:
+        """Load what the run goes on from; with that the start is proven, and the folder taken."""
+        start, self._point = self._checkpoints.resume(start)
+        self._desk.begin(start, self._point.step, self._files)
+
     def walk(self) -> Outcome:
         """All steps that are left, or until it is asked to stop."""
         job = self._job
-        self._point = self._checkpoints.resume()
-        self._desk.begin(self._point.step)
         if not self._point.validated and self._evaluates() and job.recipe.checkpoint.keep_best:
             self._save()  # again: it was stopped before this validation, which is the best so far
         steps = self._config.steps

@@ -7,11 +7,14 @@ after a crash: whatever it left in the folder, the same command goes on.
     the folder holds                      checkpoint.resume auto      run.overwrite true
     ------------------------------------  --------------------------  ------------------
     nothing                               afresh                      afresh
-    a run that was stopped or killed      goes on                     afresh
+    a run that was stopped or killed      goes on                     goes on
     a finished run                        finished; more run.steps:   afresh
                                           goes on
     a run with another meaning            refused, naming the keys    afresh
     something else                        refused                     refused
+
+So an interrupted run goes on by the same command also where that says overwrite. Whatever is
+there, ``run.overwrite true`` with ``checkpoint.resume never`` begins afresh.
 """
 
 from __future__ import annotations
@@ -20,17 +23,28 @@ import enum
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from shardwise.checkpoint.folder import steps
 from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
-from shardwise.train.folder import CHECKPOINTS, JOURNAL, RECIPE
+from shardwise.train.folder import CHECKPOINTS, JOURNAL, RECIPE, kept
 from shardwise.train.recipe import flat, keys
 
-__all__ = ["FIXED", "Start", "check_same", "decide", "differences", "finished_steps"]
+__all__ = [
+    "FIRST",
+    "FIXED",
+    "OVERWRITE",
+    "Attempt",
+    "Start",
+    "check_ours",
+    "check_same",
+    "decide",
+    "differences",
+    "finished_steps",
+]
 
 FIXED = (
     "model",
@@ -47,7 +61,10 @@ FIXED = (
 """Keys and sections that make a run what it is. data.source is not one of them, since text may
 move; that it is the same text, a fingerprint says."""
 
-OVERWRITE = "name another folder with --run.folder, or replace that run with --run.overwrite true."
+OVERWRITE = (
+    "name another folder with --run.folder, or start over with --run.overwrite true, which deletes "
+    "that run."
+)
 
 
 class Start(enum.Enum):
@@ -58,29 +75,41 @@ class Start(enum.Enum):
     FINISHED = "finished"
 
 
-def decide(recipe: Recipe) -> Start:
+class Attempt(NamedTuple):
+    """Which time a launcher starts the ranks of one run.
+
+    Attributes:
+        number: 0 for the first time.
+        launch: the launcher's name, the same each time; ``""`` without one.
+    """
+
+    number: int = 0
+    launch: str = ""
+
+
+FIRST = Attempt()
+
+
+def decide(recipe: Recipe, restarted: bool = False) -> Start:
     """How a run of ``recipe`` begins; writes nothing.
+
+    Args:
+        restarted: the run in the folder is this one, whose ranks are started again.
 
     Raises:
         ConfigError: its folder holds something else, or a run that it cannot go on with.
     """
+    if not check_ours(recipe):
+        return Start.AFRESH
     path = Path(recipe.run.folder).expanduser()
-    entries = _entries(path)
-    if not entries:
-        return Start.AFRESH
-    if RECIPE not in entries:
-        raise ConfigError(
-            f"run.folder {path} holds {len(entries)} entries ({', '.join(entries[:3])}, …) and no "
-            f"{RECIPE}, so it is not an earlier run and is left alone; name another folder."
-        )
-    if recipe.run.overwrite:
-        return Start.AFRESH
-    if recipe.checkpoint.resume == "never":
+    _check_forward(recipe, path)
+    if recipe.run.overwrite and not restarted:
+        return Start.GO_ON if _is_interrupted(recipe, path) else Start.AFRESH
+    if recipe.checkpoint.resume == "never" and not restarted:
         raise ConfigError(
             f"run.folder {path} holds an earlier run, and checkpoint.resume is never; {OVERWRITE}"
         )
-    _check_forward(recipe, path)
-    check_same(_read(path / RECIPE), recipe, f"run.folder {path} holds an earlier run")
+    check_same(_read(kept(path, RECIPE)), recipe, f"run.folder {path} holds an earlier run")
     done = finished_steps(path)
     if done is not None and done >= recipe.run.steps:
         return Start.FINISHED
@@ -91,6 +120,28 @@ def decide(recipe: Recipe) -> Start:
             f"checkpoint, so it cannot go on to {recipe.run.steps}; {OVERWRITE}"
         )
     return Start.GO_ON
+
+
+def check_ours(recipe: Recipe) -> bool:
+    """Is there a run in the folder? ``ConfigError`` if something else is."""
+    path = Path(recipe.run.folder).expanduser()
+    entries = _entries(path)
+    if entries and RECIPE not in entries:
+        raise ConfigError(
+            f"run.folder {path} holds {len(entries)} entries ({', '.join(entries[:3])}, …) and no "
+            f"{RECIPE}, so it is not an earlier run and is left alone; name another folder."
+        )
+    return bool(entries)
+
+
+def _is_interrupted(recipe: Recipe, path: Path) -> bool:
+    """Is the run in ``path`` this one, not finished, and may it go on?"""
+    if recipe.checkpoint.resume == "never" or finished_steps(path) is not None:
+        return False
+    try:
+        return not differences(_read(kept(path, RECIPE)), recipe)
+    except ConfigError:  # nothing says what run it is
+        return False
 
 
 def _check_forward(recipe: Recipe, path: Path) -> None:
@@ -127,7 +178,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 def finished_steps(path: Path) -> int | None:
     """The steps of the run in ``path`` if its last record says that it came to its end."""
     try:
-        last = (path / JOURNAL).read_bytes().rsplit(b"\n", 2)[-2]
+        last = kept(path, JOURNAL).read_bytes().rsplit(b"\n", 2)[-2]
         record = json.loads(last)
         return int(record["steps"]) if record["record"] == "finished" else None
     except (OSError, ValueError, LookupError, TypeError):

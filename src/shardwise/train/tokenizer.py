@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,17 @@ from shardwise.train.folder import Folder
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["END", "Tokens", "encode", "end_id", "learn", "load", "obtain", "transformers_config"]
+__all__ = [
+    "END",
+    "Obtained",
+    "Tokens",
+    "encode",
+    "end_id",
+    "learn",
+    "load",
+    "obtain",
+    "transformers_config",
+]
 
 Tokens = NDArray[np.int32]
 
@@ -51,20 +61,31 @@ def learn(documents: Sequence[str], vocabulary: int) -> str:
     return str(tokenizer.to_str())
 
 
-def obtain(folder: Folder, documents: Sequence[str], vocabulary: int) -> tuple[str, bool]:
-    """The tokenizer in ``folder`` if it was learnt from the same; else a new one, kept there.
+class Obtained(NamedTuple):
+    """A tokenizer.
 
-    Returns:
-        The text of its ``tokenizer.json``, and whether it was there before.
+    Attributes:
+        text: of its ``tokenizer.json``.
+        files: what a run's folder keeps of it, by name.
+        cached: was it there before?
+    """
+
+    text: str
+    files: dict[str, str]
+    cached: bool
+
+
+def obtain(folder: Folder, documents: Sequence[str], vocabulary: int) -> Obtained:
+    """The tokenizer in ``folder`` if it was learnt from the same; else a new one.
+
+    Nothing is written: what is there may belong to a finished model.
     """
     key = _key(documents, vocabulary)
     text = folder.read_text(FILE)
-    if text is not None and folder.read_text(CACHE) == _receipt(key, text):
-        return text, True
-    text = learn(documents, vocabulary)
-    folder.write_text(FILE, text)
-    folder.write_text(CACHE, _receipt(key, text))
-    return text, False
+    cached = text is not None and folder.read_text(CACHE) == _receipt(key, text)
+    if text is None or not cached:
+        text = learn(documents, vocabulary)
+    return Obtained(text, {FILE: text, CACHE: _receipt(key, text)}, cached)
 
 
 def load(text: str) -> Tokenizer:
