@@ -276,6 +276,8 @@ def test_after_a_crash_all_ranks_are_started_again(tmp_path: Path) -> None:
 import sys
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 open(os.path.join(sys.argv[1], attempt + os.environ["RANK"]), "w").close()
+while len([name for name in os.listdir(sys.argv[1]) if name[0] == attempt]) < 2:
+    time.sleep(0.01)
 if attempt != "2":
     os.kill(os.getpid(), 9) if rank == 1 else time.sleep(300)
 """
