@@ -306,8 +306,42 @@ def test_a_loss_of_what_a_unit_kept_to_itself_is_never_silently_wrong() -> None:
 
     run_threads(2, rank)
     assert len(errors) == 2
-    said = "the gradient of '0.gain' came while unit '0' was at rest"
+    said = "the gradient of '0.gain' came while unit '0' was at rest or on its way"
     assert any(error.startswith(said) for error in errors)
+
+
+class Aside(nn.Module):
+    """Makes something for the loss after what it returns, and returns only that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.gate = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        self.kept = self.gate(y).sum()
+        return y
+
+
+def test_a_gradient_that_comes_while_its_units_gather_is_in_flight_is_refused_on_every_rank() -> (
+    None
+):
+    """However early the gather may have arrived: nobody has waited for it."""
+    models = [nn.Sequential(Aside(), Aside(), nn.Linear(6, 2)) for _ in range(2)]
+
+    def rank(comm: Comm) -> str:
+        model = models[comm.rank]
+        sw.shard(model, wrap=sw.wrap.by_class(Aside), comm=comm)
+        out = model(BATCHES[comm.rank][0])
+        kept = model.get_submodule("0").kept
+        with pytest.raises(sw.ScheduleError) as error:
+            (out.sum() + kept).backward()
+        return str(error.value)
+
+    first, second = run_threads(2, rank)
+    assert first == second
+    assert "the gradient of '0.gate.bias' came while unit '0' was at rest or on its way" in first
 
 
 def test_a_module_inside_a_unit_called_past_the_unit_names_the_way_out() -> None:

@@ -79,6 +79,11 @@ class Bucket:
         self._places = [(view.data_ptr(), view.shape) for view in self._rest_views]
         self._release()
 
+    @property
+    def is_whole(self) -> bool:
+        """Is the full bucket there, and nothing of it still on its way?"""
+        return self.stays_whole or (self.gathered and self._pending is None)
+
     def take(self, index: int, whole: Tensor) -> None:
         """Copy this rank's part of a whole parameter into the shard."""
         view = self._rest_views[index]

@@ -268,12 +268,13 @@ class Runtime:
 
     def collect(self, state: UnitState, bucket: Bucket, index: int, grad: Tensor) -> None:
         """Autograd has a parameter's gradient: move it into the gradient bucket."""
-        if not bucket.gathered and not bucket.stays_whole:
+        if not bucket.is_whole:
             raise ScheduleError(
                 f"the gradient of {bucket.members[index].name!r} came while unit "
-                f"{state.name or '(root)'!r} was at rest: the backward pass reached it through a "
-                "tensor that the unit did not return, so it computed with shards. Return every "
-                "tensor that a loss needs from forward(), instead of keeping it in an attribute."
+                f"{state.name or '(root)'!r} was at rest or on its way: the backward pass reached "
+                "it through a tensor that the unit did not return, so it computed with shards or "
+                "with values that had not arrived. Return every tensor that a loss needs from "
+                "forward(), instead of keeping it in an attribute."
             )
         if state.reducing:  # a late gradient must not be written into a bucket that travels
             self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
