@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
-from shardwise.comm.protocol import Comm
+from shardwise.comm.protocol import Comm, Label
 from shardwise.schedule import Event, Op, Phase
 from shardwise.schedules import Mode
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
@@ -585,6 +585,33 @@ class Forgiving(Chain):
 def test_a_unit_that_fails_and_is_called_again_in_one_forward_pass_is_served() -> None:
     taken = play(Forgiving(), [train] * 3, BATCHES)
     assert taken[2].follows
+
+
+# ---- shared parameters are written when nobody reads them ----------------------------------------
+
+
+class Fenced(FakeComm):
+    """Remembers where every rank would wait for the others."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.fences: list[str] = []
+
+    def fence(self, label: Label) -> None:
+        self.fences.append(str(label))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_new_values_wait_for_a_backward_pass_that_ended_without_a_collective(
+    trainable: bool,
+) -> None:
+    """Where a gradient is summed, every rank has answered by the end of the backward pass."""
+    comm, model = Fenced(), Chain().requires_grad_(trainable)
+    values = deepcopy(model.state_dict())
+    sw.shard(model, comm=comm)
+    model(BATCHES[0][0].clone().requires_grad_()).sum().backward()
+    model.load_state_dict(values)
+    assert len(comm.fences) == (0 if trainable else 1)
 
 
 # ---- parameters that are not used --------------------------------------------------------------

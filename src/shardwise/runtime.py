@@ -228,7 +228,8 @@ class Runtime:
             if not self.policy.placement.splits:  # peers still read this rank's mean
                 self.comm.fence(Label("fence", "gradients"))
             self._deliver(used())
-            self._read = self._read and not self.reduces  # every rank has answered
+            if self.reduces and self.trained.buckets:  # every rank has answered
+                self._read = False
         for bucket in self.trained.buckets if not self.reduces else ():
             bucket.gradients.write()  # what waits is autograd's, and may change after this
         self.trained.owe(self.reduces)
