@@ -106,6 +106,34 @@ def test_a_module_may_return(name: str, strategy: str) -> None:
     assert all(step.follows for step in taken)
 
 
+class Notes(nn.Module):
+    """Returns nothing: its output goes into what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, notes: dict[str, Tensor]) -> None:
+        notes["y"] = self.fc(notes["x"])
+
+
+def test_a_module_that_returns_nothing_has_not_failed_where_its_caller_handles_an_exception(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in a retry after a lack of memory."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        notes = {"x": batch[0]}
+        try:
+            raise MemoryError
+        except MemoryError:
+            model(notes)
+        notes["y"].sum().backward()
+
+    play(Notes(), [step] * 2, BATCHES, strategy="no_shard", wrap=sw.wrap.whole())
+    assert caplog.messages == []
+
+
 class Opaque:
     """Nobody can know that there is a tensor inside."""
 

@@ -44,6 +44,7 @@ class Frame:
     visit: Visit | None  # None: no gradients, or a recomputation whose first call is remembered
     inputs: frozenset[Node]
     cued: bool  # False in a recomputation, which the schedule does not list
+    handled: BaseException | None  # what the caller was handling already when it began
     resume: Any = None  # of the outermost frame: the cursor to go on with
 
 
@@ -170,11 +171,12 @@ class Hooks:
         return True
 
     def _frame(self, module: nn.Module, unit: str | None, called: Any, cued: bool) -> Frame:
+        handled = sys.exc_info()[1]
         if not torch.is_grad_enabled():
-            return Frame(module, unit, None, frozenset(), cued)
+            return Frame(module, unit, None, frozenset(), cued, handled)
         parent = self._frames[-1].visit if self._frames else None
         visit = Visit(unit, parent, torch._C._autograd._get_sequence_nr())
-        return Frame(module, unit, visit, frozenset(makers(called)), cued)
+        return Frame(module, unit, visit, frozenset(makers(called)), cued, handled)
 
     def _recompute(self, module: nn.Module, unit: str | None, called: Any) -> None:
         """A forward call inside the backward pass: activation checkpointing.
@@ -195,7 +197,7 @@ class Hooks:
         if self.suspended or not self._frames or self._frames[-1].module is not module:
             return None
         frame = self._frames.pop()
-        failed = output is None and sys.exc_info()[1] is not None
+        failed = sys.exc_info()[1] is not frame.handled
         if frame.unit is not None:
             self.runtime.units[frame.unit].depth -= 1
         if failed:
