@@ -152,6 +152,18 @@ def test_what_hides_tensors_keeps_its_unit_whole_until_the_step_ends(strategy: s
     assert {event.phase for event in released} <= {Phase.BACKWARD}
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_so_does_it_through_an_evaluation_before_the_backward_pass(strategy: str) -> None:
+    def step(model: nn.Module, batch: Batch) -> None:
+        value = loss(model, batch)
+        with torch.no_grad():
+            model(batch[0])
+        value.backward()
+
+    model = Chain(lambda y: Opaque(torch.tanh(y)), lambda out: out.open())
+    play(model, [step] * 2, BATCHES, strategy=strategy)
+
+
 class ReturnsItsWeight(Layer):
     """As heads do that hand out the matrix for another product, and weight-norm layers."""
 

@@ -465,6 +465,23 @@ def test_a_changed_order_is_said_once_on_rank_0(caplog: pytest.LogCaptureFixture
     assert "prefetch=sw.Prefetch(forward=0, backward=0)" in said
 
 
+def test_a_second_backward_pass_through_one_graph_changes_no_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(Chain(), comm=comm)
+        before = dict(sharded.runtime.schedules.orders)
+        for _ in range(2):
+            value = loss(sharded.model, BATCHES[comm.rank])
+            value.backward(retain_graph=True)
+            value.backward()
+        assert sharded.runtime.schedules.orders == before
+
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        run_threads(2, rank)
+    assert caplog.messages == []
+
+
 def test_a_wrong_first_guess_is_corrected_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shardwise"):
         taken = play(Chain(), [along(2, 1, 0)] * 3, BATCHES)

@@ -11,7 +11,7 @@ order of the next step. The same holds on every rank, so an improvised step cann
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -70,13 +70,13 @@ class Runtime:
         }
         self._read = False  # may a rank still read parameters that another is to write next?
         self._endless: list[Visit] = []  # of the backward pass that is under way
+        self._pinned: list[str] = []  # before the forward pass without gradients
         self.steps_done = 0
         self._warned: set[Mode] = set()
         self.listeners: list[Callable[[Event], None]] = []
 
     def _mode(self) -> Mode:
-        if not torch.is_grad_enabled():
-            return "forward"
+        """Of a pass with gradients: grad mode itself is off in a backward pass."""
         if not self.reduces:
             return "accumulate"
         return "last" if any(state.collected for state in self.units.values()) else "train"
@@ -85,11 +85,12 @@ class Runtime:
 
     def begin(self, first: str | None) -> Cursor:
         """A forward pass starts with unit ``first``. Returns the cursor to ``resume`` after it."""
-        before, mode = self._cursor, self._mode()
-        if mode == "forward":
-            self._cursor = Cursor(mode, self.schedules.script(mode))
+        before = self._cursor
+        if not torch.is_grad_enabled():
+            self._cursor = Cursor("forward", self.schedules.script("forward"))
+            self._pinned = [name for name, state in self.units.items() if state.pinned]
             return before
-        self._read = True
+        self._read, mode = True, self._mode()
         if before.mode == mode and not before.ended and self._goes_on(first):
             return before
         if before.ended:
@@ -114,7 +115,7 @@ class Runtime:
             self.cue(Op.END, "", Phase.FORWARD)
             self.comm.fence(Label("fence", "forward"))
             self._read = False
-            self._release_all(Phase.FORWARD)
+            self._release_all(Phase.FORWARD, self._pinned)
             self._ended()
             self._cursor = cursor
 
@@ -322,9 +323,10 @@ class Runtime:
             self.comm.fence(Label("fence", "forward"))
             self._read = False
 
-    def _release_all(self, phase: Phase) -> None:
-        for state in self.units.values():
-            state.pinned = state.pinned and state.depth > 0
+    def _release_all(self, phase: Phase, pinned: Collection[str] = ()) -> None:
+        """Free every unit, but for those that a step pinned whose backward pass is to come."""
+        for name, state in self.units.items():
+            state.pinned = state.pinned and (state.depth > 0 or name in pinned)
             for bucket in state.buckets:
                 bucket.expire()
         self._carry_out(Event(Op.FREE, name, phase, "the step is over") for name in self.units)
@@ -334,8 +336,8 @@ class Runtime:
         cursor.ended = True
         self.steps_done += mode != "forward"
         if cursor.improvised and not self.participates:
-            order = cursor.recorded()
-            if order != self.schedules.orders[mode]:
+            order = cursor.recorded()  # without a forward pass: a second one through one graph
+            if order.forward and order != self.schedules.orders[mode]:
                 self._re_record(mode, order)
         self.schedules.ran.add(mode)
 
