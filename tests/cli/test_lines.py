@@ -45,7 +45,7 @@ PREPARED = Prepared(
 def test_the_data_is_accounted_for() -> None:
     assert lines(PREPARED) == [
         "text      /data: 12 files, first 3.4 MB (data.max_bytes); more was not read",
-        "left out  2 files, not text (/data/a.gif, /data/b.zip)",
+        "left out  2 files, not text (/data/a.gif, …)",
         "split     10 train + 2 validation documents, by a hash of their text",
         "tokenizer BPE vocabulary 2,048, trained on the training split",
         "tokens    1,234,567 train + 4,321 validation tokens, last 7 + 0 dropped (1.3 s)",

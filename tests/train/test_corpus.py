@@ -74,11 +74,12 @@ def test_what_is_not_text_is_left_out_and_counted(tmp_path: Path) -> None:
     assert [*map(str, found.left_out)] == [f"1 file, not text ({tmp_path / 'b.bin'})"]
 
 
-def test_what_is_left_out_is_named_by_its_first_three_places(tmp_path: Path) -> None:
+def test_what_is_left_out_is_counted_and_named_by_its_first_three_places(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' + "oops\n" * 5, "utf-8")
-    places = ", ".join(f"{path}:{line}" for line in (2, 3, 4))
-    assert [*map(str, read(path).left_out)] == [f"5 rows, not JSON ({places}, …)"]
+    (found,) = read(path).left_out
+    assert found.places == tuple(f"{path}:{line}" for line in (2, 3, 4))
+    assert str(found) == f"5 rows, not JSON ({path}:2, …)"
 
 
 def test_links_to_folders_are_followed_each_folder_once(tmp_path: Path) -> None:

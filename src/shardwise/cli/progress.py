@@ -71,7 +71,7 @@ def _moving(console: Console, log_every: int) -> Iterator[Emit]:
             return
         line = Text(step_line(record, console.width), no_wrap=True, overflow="ellipsis")
         is_due = _is_due(record, log_every)
-        live.update(Text() if is_due else line)
+        live.update(Text() if is_due else line, refresh=is_due)
         if record.step == record.steps:
             live.stop()
         else:

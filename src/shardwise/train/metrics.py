@@ -56,8 +56,8 @@ class LeftOut:
     def __str__(self) -> str:
         pairs = ((self.files, "file"), (self.rows, "row"))
         counts = " and ".join(count(number, noun) for number, noun in pairs if number)
-        more = ", …" * (self.files + self.rows > len(self.places))
-        return f"{counts}, {self.reason} ({', '.join(self.places)}{more})"
+        more = ", …" * (self.files + self.rows > 1)
+        return f"{counts}, {self.reason} ({self.places[0]}{more})"
 
 
 @dataclass(frozen=True)
