@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from shardwise.blocks import stacks
 from shardwise.buffers import Bucket
 from shardwise.errors import ScheduleError, ShardUseError
-from shardwise.guard import ShardedParameter, get_grad, handed_out, set_grad
+from shardwise.guard import get_grad, handed_out, set_grad
+from shardwise.leaves import is_handed_out, on_gradient
 from shardwise.runtime import Runtime
 from shardwise.schedule import Op, Phase
 from shardwise.trees import cast, hides, makers, tensors
@@ -96,7 +97,7 @@ class Hooks:
         for number, (_, bucket, index) in enumerate(self._places):
             # Weak: the garbage collector does not see what this kind of hook holds.
             hook = partial(_arrived, weakref.ref(self), number)
-            self._handles.append(_on_gradient(bucket.params[index], hook))
+            self._handles.append(on_gradient(bucket.params[index], hook))
 
     def remove(self) -> None:
         """Take every hook away again."""
@@ -294,7 +295,7 @@ class Hooks:
         names = (
             bucket.members[index].name
             for _, bucket, index in self._places
-            if bucket.params[index].requires_grad and _is_handed_out(bucket.params[index])
+            if bucket.params[index].requires_grad and is_handed_out(bucket.params[index])
         )
         name = next(names, None)
         return None if name is None else handed_out(name)
@@ -364,29 +365,6 @@ class Hooks:
         if module is not self.model or self.casts[1] is None:
             return None
         return cast(output, self.casts[1])
-
-
-def _is_handed_out(param: nn.Parameter) -> bool:
-    """Is the running backward pass an autograd.grad that was asked for this parameter?
-
-    torch answers by an error, since the leaf is neither executed nor left out.
-    """
-    if isinstance(param, ShardedParameter):  # which answers for itself, before it begins
-        return False
-    try:
-        torch._C._will_engine_execute_node(get_gradient_edge(param).node)
-    except RuntimeError:
-        return True
-    return False
-
-
-def _on_gradient(param: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
-    """Call ``hook`` after each gradient. One that is frozen now may be trained later."""
-    trained = param.requires_grad
-    try:
-        return param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
-    finally:
-        param.requires_grad_(trained)
 
 
 def _arrived(hooks: weakref.ref[Hooks], number: int, param: Tensor) -> None:
