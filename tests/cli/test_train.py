@@ -89,10 +89,7 @@ def test_a_wrong_key_ends_with_one_message_and_status_1(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        (
-            "error: override --model.widht: there is no such key; nearest are model.width, "
-            "model.tied, model.hidden."
-        )
+        "error: override --model.widht: there is no such key or option; did you mean model.width?"
     ]
 
 

@@ -44,7 +44,7 @@ def test_kv_heads_divide_heads() -> None:
 
 
 def test_warm_up_ends_before_the_run() -> None:
-    with pytest.raises(ValidationError, match=r"warmup is 30 of 20 steps"):
+    with pytest.raises(ValidationError, match=r"warmup is 30 and run\.steps is 20"):
         Recipe.model_validate({"optimizer": {"warmup": 30}, "run": {"steps": 20}})
 
 
@@ -63,6 +63,17 @@ def test_bf16_is_short_for_computing_in_bfloat16() -> None:
     precision = Recipe.model_validate({"sharding": {"precision": "bf16"}}).sharding.precision
     wanted = dict.fromkeys(("stored", "wire", "sum", "buffers", "output"))
     assert precision.dtypes() == {**wanted, "compute": torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["bf16", "torch.bfloat16", "bfloat16"])
+def test_a_dtype_may_be_written_as_everybody_writes_it(name: str) -> None:
+    recipe = Recipe.model_validate({"sharding": {"precision": {"compute": name}}})
+    assert recipe.sharding.precision.compute == "bfloat16"
+
+
+def test_a_section_whose_lines_are_all_comments_is_its_defaults() -> None:
+    sections = {"model": None, "sharding": {"prefetch": None}}
+    assert Recipe.model_validate(sections) == Recipe()
 
 
 def test_fp32_is_short_for_nothing_changed() -> None:

@@ -60,7 +60,7 @@ class _WithKeys(click.Command):
     """Its help ends with every key of a recipe and its default, by section."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from shardwise.train.recipe import keys
+        from shardwise.train.config import keys
 
         sections: dict[str, list[str]] = {}
         for key in keys():
@@ -123,7 +123,7 @@ def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
     from shardwise.train.recipe import read_recipe
 
     try:
-        return read_recipe(path, overrides)
+        return read_recipe(path, overrides, ("--nproc", "--restarts", "--kill-rank", "--help"))
     except ConfigError as error:
         if leave_reason(error):
             sys.exit(1)

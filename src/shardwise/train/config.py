@@ -7,7 +7,8 @@ values at once is checked before any process starts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -30,6 +31,7 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "DataConfig",
+    "Key",
     "ModelConfig",
     "OptimizerConfig",
     "PrecisionConfig",
@@ -39,10 +41,22 @@ __all__ = [
     "SampleConfig",
     "ShardingConfig",
     "TokenizerConfig",
+    "keys",
 ]
 
 Positive = Annotated[int, Field(gt=0)]
-DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _dtype_name(value: object) -> object:
+    """``bf16`` and ``torch.bfloat16`` are ``bfloat16``."""
+    name = value.removeprefix("torch.") if isinstance(value, str) else value
+    return SHORT.get(name, name) if isinstance(name, str) else name
+
+
+DtypeName = Annotated[
+    Literal["float64", "float32", "bfloat16", "float16"], BeforeValidator(_dtype_name)
+]
 
 
 class Section(BaseModel):
@@ -51,6 +65,11 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, value: object) -> object:
+        return {} if value is None else value  # in YAML, a section whose lines are all comments
 
     @field_validator("*", mode="before")
     @classmethod
@@ -274,8 +293,8 @@ class Recipe(Section):
     def _rates_rise_before_they_fall(self) -> Self:
         if self.optimizer.warmup >= self.run.steps and self.optimizer.warmup > 0:
             raise ConfigError(
-                f"optimizer.warmup is {self.optimizer.warmup} of {self.run.steps} steps, so the "
-                "learning rate would never reach its peak; use fewer warm-up steps."
+                f"optimizer.warmup is {self.optimizer.warmup} and run.steps is {self.run.steps}: "
+                "the learning rate would never reach its peak; use fewer warm-up steps."
             )
         return self
 
@@ -287,3 +306,21 @@ class Recipe(Section):
                 "validation and nothing to choose from; set run.eval_every to a number of steps."
             )
         return self
+
+
+class Key(NamedTuple):
+    """One leaf of the tree: ``optimizer.lr``, its default, and its sentence."""
+
+    name: str
+    default: object
+    sentence: str
+
+
+def keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Key]:
+    """Every key that a recipe may hold, in reading order."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from keys(kind, f"{prefix}{name}.")
+        else:
+            yield Key(prefix + name, field.default, field.description or "")

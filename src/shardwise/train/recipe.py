@@ -8,39 +8,23 @@ every message names the file, the line, and the nearest key that exists.
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from shardwise.errors import ConfigError, nearest
-from shardwise.train.config import Recipe
+from shardwise.errors import ConfigError
+from shardwise.train.complaints import Where, complaints, did_you_mean, known
+from shardwise.train.config import Key, Recipe, keys
 
 __all__ = ["Key", "flat", "keys", "read_recipe", "resolved"]
 
 Path_ = tuple[str, ...]
 Tree = dict[str, Any]
-
-
-class Key(NamedTuple):
-    """One leaf of the tree: ``optimizer.lr``, its default, and its sentence."""
-
-    name: str
-    default: object
-    sentence: str
-
-
-def keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Key]:
-    """Every key that a recipe may hold, in reading order."""
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from keys(kind, f"{prefix}{name}.")
-        else:
-            yield Key(prefix + name, field.default, field.description or "")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -54,28 +38,30 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def read_recipe(
+    path: str | Path, overrides: Sequence[str] = (), options: Sequence[str] = ()
+) -> Recipe:
     """The recipe in ``path`` with ``overrides`` applied, checked as a whole.
 
     Args:
         path: a ``.yaml``, ``.yml`` or ``.toml`` file.
         overrides: ``--a.b value``, ``--a.b=value`` or ``a.b=value``, as split by a shell.
+        options: of the command, such as ``--nproc``, which somebody may have meant.
 
     Raises:
         ConfigError: naming the file, the line where there is one, and the nearest key.
     """
     path = Path(path)
     tree, lines = _parse(path)
-    changes = dict(_split(overrides))
-    known = [key.name for key in keys()]
+    changes = dict(_split(overrides, options))
     for name, text in changes.items():
-        _check_override(name, known)
+        _check_override(name, options)
         _put(tree, name.split("."), _value(text), name)
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        where = _Where(path, lines, frozenset(changes))
-        raise ConfigError("\n".join(_explain(error, where))) from None
+        where = Where(str(path), lines, changes)
+        raise ConfigError("\n".join(complaints(error, where))) from None
 
 
 def resolved(recipe: Recipe) -> str:
@@ -107,21 +93,31 @@ def _parse_toml(path: Path, text: str) -> tuple[Tree, dict[Path_, int]]:
     try:
         return tomllib.loads(text), {}
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {path} is not valid TOML: {error}.") from None
+        place = re.search(r"at line (\d+), column (\d+)", str(error))
+        line, column = (int(place[1]), int(place[2])) if place else (len(text.splitlines()) + 1, 1)
+        raise ConfigError(_not_valid("TOML", path, text, line, column)) from None
 
 
 def _parse_yaml(path: Path, text: str) -> tuple[Tree, dict[Path_, int]]:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"recipe {path} is not valid YAML: {error}") from None
+        places = list(_lines(root)) if isinstance(root, yaml.MappingNode) else []
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise ConfigError(_not_valid("YAML", path, text, line, column)) from None
+    except (yaml.YAMLError, RecursionError):
+        raise ConfigError(
+            f"recipe {path} is not valid YAML: it holds characters that are not text, or is nested "
+            "without end. Look whether it is a recipe."
+        ) from None
     if root is None:
         return {}, {}
     if not isinstance(root, yaml.MappingNode) or not isinstance(tree, dict):
         raise ConfigError(f"recipe {path} must be a table of sections (model:, data:, …).")
     lines: dict[Path_, int] = {}
-    for place, line in _lines(root):
+    for place, line in places:
         if place in lines:
             raise ConfigError(
                 f"{path}:{line}: {'.'.join(place)} is written twice, first in line {lines[place]}; "
@@ -129,6 +125,19 @@ def _parse_yaml(path: Path, text: str) -> tuple[Tree, dict[Path_, int]]:
             )
         lines[place] = line
     return tree, lines
+
+
+def _not_valid(form: str, path: Path, text: str, line: int, column: int) -> str:
+    """Where reading stopped, in that line itself; parsers name what they expected there."""
+    lines = text.splitlines() or [""]
+    shown = lines[min(line, len(lines)) - 1]
+    if form == "YAML" and "\t" in shown[: len(shown) - len(shown.lstrip())]:
+        what = "the line is indented with a tab; use spaces"
+    elif line > len(lines) or column > len(shown.rstrip()):
+        what = f"after {shown.strip()!r:.100} a value, a bracket or a quote is missing"
+    else:
+        what = f"{shown.strip()!r:.100} cannot be read at column {column}"
+    return f"{path}:{line}: this is not valid {form}: {what}."
 
 
 def _lines(node: yaml.MappingNode, prefix: Path_ = ()) -> Iterator[tuple[Path_, int]]:
@@ -142,25 +151,35 @@ def _lines(node: yaml.MappingNode, prefix: Path_ = ()) -> Iterator[tuple[Path_, 
 # --- overrides -------------------------------------------------------------------------------
 
 
-def _split(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _split(arguments: Sequence[str], options: Sequence[str]) -> Iterator[tuple[str, str]]:
     """``--a.b value``, ``--a.b=value`` and ``a.b=value`` as pairs."""
     left = list(arguments)
     while left:
         word = left.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
-        if not equals and not (word.startswith("--") and left and not left[0].startswith("--")):
+        dashes = len(word) - len(word.lstrip("-"))
+        name, equals, text = word[dashes:].partition("=")
+        if dashes == 1 or (not name and dashes):
+            raise ConfigError(f"there is no option {word}{did_you_mean(name, options)}")
+        if not dashes and not equals:
+            raise ConfigError(
+                f"{word!r} is one argument too many: a recipe is followed by overrides, such as "
+                "--run.steps 50 or run.steps=50."
+            )
+        if not equals and not (left and not left[0].startswith("--")):
+            if name not in known():
+                hint = did_you_mean(name, [*known(), *options])
+                raise ConfigError(f"there is no key or option {word}{hint}")
             raise ConfigError(
                 f"override {word!r} has no value; write --{name} VALUE or {name}=VALUE."
             )
         yield name, text if equals else left.pop(0)
 
 
-def _check_override(name: str, known: Sequence[str]) -> None:
-    sections = {key.rsplit(".", 1)[0] for key in known}
-    if name not in known and name not in sections:
-        raise ConfigError(
-            f"override --{name}: there is no such key; nearest {_either(nearest(name, known))}."
-        )
+def _check_override(name: str, options: Sequence[str]) -> None:
+    if name not in known():
+        what = "key or option" if options else "key"
+        hint = did_you_mean(name, [*known(), *options])
+        raise ConfigError(f"override --{name}: there is no such {what}{hint}")
 
 
 def _value(text: str) -> object:
@@ -183,76 +202,3 @@ def _put(tree: Tree, place: Sequence[str], value: object, name: str) -> None:
             )
         tree = branch
     tree[place[-1]] = value
-
-
-# --- messages --------------------------------------------------------------------------------
-
-
-class _Where(NamedTuple):
-    """What is needed to say where a value came from."""
-
-    path: Path
-    lines: Mapping[Path_, int]
-    overridden: frozenset[str]
-
-    def __call__(self, place: Path_) -> str:
-        name = ".".join(place)
-        if name in self.overridden:
-            return f"override --{name}"
-        for length in range(len(place), 0, -1):  # a missing key has its section's line
-            if place[:length] in self.lines:
-                return f"{self.path}:{self.lines[place[:length]]}: {name}"
-        return f"{self.path}: {name}" if name else str(self.path)
-
-
-def _explain(error: ValidationError, where: _Where) -> Iterator[str]:
-    """One sentence per value that does not fit."""
-    seen: set[str] = set()
-    for problem in error.errors():
-        place = _place(problem["loc"])
-        line = f"{where(place)}{_complaint(problem, place)}"
-        if where(place) not in seen:  # unions complain once per alternative
-            yield line
-        seen.add(where(place))
-
-
-def _complaint(problem: Mapping[str, Any], place: Path_) -> str:
-    if problem["type"] == "extra_forbidden":
-        return f": there is no such key; nearest {_either(_siblings(place))}."
-    if problem["type"] == "value_error":  # our own sentence, raised inside the tree
-        return f": {problem['ctx']['error']}"
-    sentence = problem["msg"][0].lower() + problem["msg"][1:]
-    return f" is {problem['input']!r}: {sentence}."
-
-
-def _place(loc: Iterable[str | int]) -> Path_:
-    """Pydantic's location, cut where it leaves the keys of the tree."""
-    place: list[str] = []
-    model: type[BaseModel] | None = Recipe
-    for part in map(str, loc):
-        if model is None:
-            break
-        place.append(part)
-        field = model.model_fields.get(part)
-        kind = None if field is None else field.annotation
-        model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-    return tuple(place)
-
-
-def _siblings(place: Path_) -> list[str]:
-    """The nearest keys: beside this one, or anywhere if its name exists elsewhere."""
-    name = place[-1]
-    elsewhere = [key.name for key in keys() if key.name.rsplit(".", 1)[-1] == name]
-    if elsewhere:
-        return elsewhere
-    model: type[BaseModel] = Recipe
-    for part in place[:-1]:
-        kind = model.model_fields[part].annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            model = kind
-    prefix = "".join(f"{part}." for part in place[:-1])
-    return [prefix + near for near in nearest(name, model.model_fields)]
-
-
-def _either(names: Sequence[str]) -> str:
-    return f"{'is' if len(names) == 1 else 'are'} {', '.join(names)}"

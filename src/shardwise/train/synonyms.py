@@ -1,0 +1,116 @@
+"""The field's words for what a recipe calls otherwise, and which key a misspelt one means.
+
+Likeness of letters takes ``learning_rate`` for ``sharding.strategy``, so what other trainers call
+something is a table, and letters decide only where it has no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+__all__ = ["SYNONYMS", "meant"]
+
+LIKE = 2 / 3  # of 1: what is less like a word than this was hardly meant
+CLOSE = 0.1  # to the likest: what is less like it is not worth reading
+
+_WORDS = {
+    "model.width": "hidden_size d_model dim n_embd n_embed embed_dim embedding_dim hidden_dim "
+    "embedding_size d_embed model_dim",
+    "model.layers": "num_hidden_layers n_layer n_layers num_layers depth num_blocks",
+    "model.heads": "num_attention_heads n_head n_heads num_heads attention_heads",
+    "model.kv_heads": "num_key_value_heads n_kv_heads num_kv_heads n_kv_head",
+    "model.hidden": "intermediate_size ffn_size ffn_dim ffn_hidden_size d_ff mlp_dim",
+    "model.tied": "tie_word_embeddings tie_embeddings tied_embeddings weight_tying",
+    "model.norm_eps": "rms_norm_eps layer_norm_eps layernorm_epsilon",
+    "model.rope_theta": "rope_base rotary_base",
+    "tokenizer.vocabulary": "vocab_size vocabulary_size vocab n_vocab",
+    "data.source": "dataset datasets data_path data_dir dataset_path train_file corpus",
+    "data.field": "text_field text_column dataset_text_field content_field",
+    "data.validation": "val_split val_set_size validation_split test_size val_size "
+    "validation_split_percentage",
+    "data.context": "seq_len max_seq_len seq_length max_seq_length sequence_length sequence_len "
+    "max_length block_size context_length context_size max_position_embeddings n_ctx n_positions "
+    "max_sequence_length",
+    "batch.rows": "batch_size global_batch_size train_batch_size total_batch_size",
+    "batch.micro": "micro_batch_size per_device_train_batch_size per_device_batch_size "
+    "device_batch_size local_batch_size train_micro_batch_size_per_gpu mbs",
+    "batch.rows batch.micro": "gradient_accumulation_steps grad_accum accumulation accumulate "
+    "accumulation_steps accumulate_grad_batches gradient_accumulation",
+    "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
+    "optimizer.warmup": "warmup_steps warmup_iters num_warmup_steps lr_warmup_steps warmup_ratio",
+    "optimizer.floor": "min_lr min_lr_ratio lr_min final_lr_ratio lr_min_ratio min_learning_rate",
+    "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2 adam_betas momentum",
+    "optimizer.eps": "epsilon adam_epsilon adam_eps",
+    "optimizer.weight_decay": "wd decay",
+    "optimizer.clip": "grad_clip max_grad_norm clip_grad clip_grad_norm gradient_clipping "
+    "gradient_clip_val max_norm gradient_clip",
+    "sharding.strategy": "sharding_strategy fsdp zero zero_stage stage fsdp_sharding_strategy",
+    "sharding.wrap": "auto_wrap_policy wrap_policy transformer_layer_cls_to_wrap "
+    "fsdp_transformer_layer_cls_to_wrap min_num_params fsdp_min_num_params",
+    "sharding.activation_checkpointing": "gradient_checkpointing activation_checkpoint recompute "
+    "checkpoint_activations grad_checkpointing activation_recompute",
+    "sharding.prefetch.forward": "forward_prefetch",
+    "sharding.prefetch.when": "backward_prefetch",
+    "sharding.prefetch.limit": "limit_all_gathers",
+    "sharding.precision": "dtype mixed_precision bf16 fp16 fp32 torch_dtype amp autocast",
+    "sharding.precision.compute": "param_dtype compute_dtype",
+    "sharding.precision.sum": "reduce_dtype",
+    "sharding.precision.buffers": "buffer_dtype",
+    "sharding.precision.output": "output_dtype",
+    "checkpoint.save_every": "save_steps save_interval save_freq checkpoint_interval "
+    "checkpoint_every ckpt_interval checkpointing_steps checkpoint_freq",
+    "checkpoint.save_total_limit": "keep_last max_checkpoints keep_last_k keep_n keep",
+    "checkpoint.keep_best": "load_best_model_at_end save_best save_best_only",
+    "checkpoint.asynchronous": "async async_save async_checkpoint async_mode",
+    "checkpoint.resume": "resume_from_checkpoint resume_from restore load_from init_from ckpt_path "
+    "load_checkpoint checkpoint_path",
+    "sample.prompt": "prompts",
+    "sample.tokens": "max_new_tokens max_tokens num_tokens sample_length",
+    "run.folder": "output_dir out_dir save_dir output out run_dir logging_dir log_dir work_dir "
+    "output_path checkpoint_dir",
+    "run.overwrite": "overwrite_output_dir force overwrite_output",
+    "run.device": "accelerator use_cpu no_cuda",
+    "run.steps": "max_steps num_steps train_steps training_steps max_iters max_iterations "
+    "iterations num_iterations total_steps epochs num_epochs num_train_epochs max_epochs n_steps "
+    "train_iters iters",
+    "run.seed": "random_seed manual_seed",
+    "run.log_every": "logging_steps log_interval log_freq log_steps log_every_n_steps",
+    "run.eval_every": "eval_steps eval_interval val_interval evaluation_steps val_check_interval "
+    "validation_interval eval_freq val_every validate_every",
+    "run.eval_rows": "eval_iters eval_batches limit_val_batches max_eval_samples eval_samples",
+    "--nproc": "n np nprocs nproc_per_node num_processes processes num_procs gpus num_gpus ranks "
+    "world_size workers ngpu ngpus nprocs_per_node devices",
+    "--restarts": "restart max_restarts retries max_retries",
+}
+SYNONYMS = {word: tuple(keys.split()) for keys, words in _WORDS.items() for word in words.split()}
+
+
+def meant(name: str, known: Sequence[str]) -> list[str]:
+    """Which of ``known`` somebody means who writes ``name``: the likeliest first, at most three.
+
+    Args:
+        name: a key such as ``model.hidden_size`` or ``hidden_size``, or an option.
+        known: keys, and options with their dashes.
+    """
+    word = _word(name)
+    found = [key for key in SYNONYMS.get(word, ()) if key in known]
+    if found := found + [key for key in known if _word(key) == word]:
+        return found
+    section = name.rpartition(".")[0]
+    beside = [key for key in known if section and key.rpartition(".")[0] == section]
+    likeness = {key: _likeness(name, key, whole=not beside) for key in beside or known}
+    least = max(LIKE, max(likeness.values(), default=0.0) - CLOSE)
+    near = [key for key in likeness if likeness[key] >= least]
+    return sorted(near, key=lambda key: likeness[key], reverse=True)[:3]
+
+
+def _likeness(name: str, key: str, whole: bool) -> float:
+    """By their last words; in different sections also as a ``whole``."""
+    words = SequenceMatcher(None, _word(name), _word(key)).ratio()
+    return max(words, SequenceMatcher(None, name.lower(), key).ratio()) if whole else words
+
+
+def _word(name: str) -> str:
+    """``--run.log-every`` → ``log_every``."""
+    return name.lower().lstrip("-").rpartition(".")[2].replace("-", "_")
