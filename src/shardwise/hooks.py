@@ -1,36 +1,27 @@
-"""Where cues come from: hooks on modules, on autograd's nodes, and on parameters.
+"""The forward pass, as modules' hooks tell it.
 
-    forward    pre-hook ─ enter ─▶ compute ─▶ hook ─ exit      (one frame per call)
-    backward   node that made the outputs ─ enter ─▶ gradients ─▶ node that made the inputs ─ exit
-    gradient   a parameter's gradient is complete ─ collect
+    pre-hook ─ enter ─▶ compute ─▶ hook ─ exit      (one frame per call)
 
-Hooks sit on autograd's *nodes*, not on tensors, and no node of our own is inserted: an output
-that is changed in place keeps its maker in the graph, where a tensor hook would be lost or an
-identity function would forbid the change.
+What a call returned is looked at once, for the nodes by which ``backward`` will know it again.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch import nn
+from torch.autograd.graph import Node
 
+from shardwise.backward import Backward
 from shardwise.blocks import stacks
-from shardwise.buffers import Bucket
 from shardwise.errors import ScheduleError, ShardUseError
-from shardwise.guard import get_grad, handed_out, set_grad
-from shardwise.leaves import is_handed_out, on_gradient
 from shardwise.runtime import Runtime
 from shardwise.schedule import Op, Phase
 from shardwise.trees import cast, hides, makers, tensors
-from shardwise.unit_state import UnitState
 from shardwise.visits import Visit
 
 __all__ = ["Hooks"]
@@ -70,15 +61,9 @@ class Hooks:
         self._root = runtime.units.get(brackets.get(model, ""))
         own = [] if self._root is None else [p for b in self._root.buckets for p in b.params]
         self._stacks = stacks(model, brackets, own)
-        self.suspended = False  # full_params(): everything is whole, nothing to do
+        self.backward = Backward(runtime)
         self._frames: list[Frame] = []
-        # By the node that made an input, inner calls first: a set's order would differ by rank.
-        self._ending: dict[int, list[weakref.ref[Visit]]] = {}
-        self._backward: weakref.ref[_Token] | None = None
         self._handles: list[Any] = []
-        self._places: list[tuple[UnitState, Bucket, int]] = []
-        with torch.inference_mode(False):  # shard() may be called in it
-            self._anywhere = get_gradient_edge(torch.zeros(0, requires_grad=True)).node
 
     def install(self) -> None:
         """Put every hook in place."""
@@ -87,23 +72,14 @@ class Hooks:
                 module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
                 module.register_forward_hook(self._after, always_call=True),
             ]
-        self._places = [
-            (state, bucket, index)
-            for state in self.runtime.units.values()
-            for bucket in state.buckets
-            if bucket.dtypes.stored.is_floating_point or bucket.trainable
-            for index in range(len(bucket.params))
-        ]
-        for number, (_, bucket, index) in enumerate(self._places):
-            # Weak: the garbage collector does not see what this kind of hook holds.
-            hook = partial(_arrived, weakref.ref(self), number)
-            self._handles.append(on_gradient(bucket.params[index], hook))
+        self.backward.install()
 
     def remove(self) -> None:
         """Take every hook away again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.backward.remove()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardUseError(
@@ -115,32 +91,30 @@ class Hooks:
 
     def check_idle(self, asked: str) -> None:
         """Raises ``ScheduleError`` while a forward or backward pass is under way."""
-        if self._frames or self._in_backward():
+        if self._frames or self.backward.running:
             raise ScheduleError(
                 f"{asked} in the middle of a step, while units are gathered and gradients are on "
                 "their way, and other ranks may be at another unit. Do it between steps: after "
                 "backward(), or before the forward pass."
             )
-        if self.suspended:
+        if self.backward.suspended:
             raise ScheduleError(
                 f"{asked} inside full_params(), where every parameter is whole already and will be "
                 "a shard again at the end of the block. Do it after the block."
             )
-        if self._backward is not None:
-            self._backward = None
-            self.runtime.abandon("a backward pass stopped before its end")
+        self.backward.abandon_stopped()
 
     # ---- forward ---------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.suspended:
+        if self.backward.suspended:
             return None
         unit = self.brackets.get(module)
         if self._root is not None and module in self._stacks:
             unit = self._root.name
             if self._root.depth:  # as usual: the model around it is being called
                 return None
-        if torch._C._current_graph_task_id() != -1 and self._in_backward():
+        if torch._C._current_graph_task_id() != -1 and self.backward.running:
             self._recompute(module, unit, (args, kwargs))
             return None
         outermost = not self._frames or self._is_abandoned(module)
@@ -154,13 +128,11 @@ class Hooks:
         return self._cast_inputs(module, args, kwargs)
 
     def _begin(self, unit: str | None) -> Any:
-        if self._backward is not None and self._backward() is None:
-            self._backward = None
-            self.runtime.abandon("a backward pass stopped before its end")
+        self.backward.abandon_stopped()
         if torch.is_grad_enabled():
             self.runtime.take_up_trained()
         if not self.runtime.awaits_backward():
-            self._ending.clear()
+            self.backward.forget_calls()
         return self.runtime.begin(unit)
 
     def _is_abandoned(self, module: nn.Module) -> bool:
@@ -195,7 +167,7 @@ class Hooks:
             self.runtime.serve(unit, Phase.BACKWARD, "recomputed")
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.suspended or not self._frames or self._frames[-1].module is not module:
+        if self.backward.suspended or not self._frames or self._frames[-1].module is not module:
             return None
         frame = self._frames.pop()
         failed = sys.exc_info()[1] is not frame.handled
@@ -241,118 +213,7 @@ class Hooks:
             visit.parent.encloses = True
         if frame.unit is not None:
             self.runtime.units[frame.unit].visits.add(visit)
-        for node in nodes:
-            node.register_prehook(partial(self._enter_backward, visit, node._sequence_nr()))
-        visit.bounded = bool(frame.inputs)
-        for node in frame.inputs:
-            if "AccumulateGrad" in node.name():
-                # A leaf's gradient is due as early as those of the parameters, in any order.
-                node.register_prehook(partial(self._leave_when_complete, visit))
-                continue
-            node.register_prehook(partial(self._leave_backward, visit))
-            self._ending.setdefault(node._sequence_nr(), []).append(weakref.ref(visit))
-
-    # ---- backward --------------------------------------------------------------------------
-
-    def _in_backward(self) -> bool:
-        return self._backward is not None and self._backward() is not None
-
-    def _begin_backward(self) -> None:
-        """The first we see of a backward pass.
-
-        Its end calls us back. An exception does not, but then nobody holds the token any more,
-        which ``_begin`` notices.
-        """
-        if self._in_backward():
-            return
-        if self._backward is not None:
-            self.runtime.abandon("a backward pass stopped before its end")
-        if (reason := self._freed() or self._handed_out()) is not None:
-            self.runtime.abandon("a backward pass was refused")
-            raise reason
-        token = _Token()
-        self._backward = weakref.ref(token)
-        self.runtime.begin_backward()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(self._end_backward, token))
-
-    def _freed(self) -> ScheduleError | None:
-        """With create_graph=True, autograd records the backward pass, in grad mode."""
-        buckets = [bucket for state in self.runtime.units.values() for bucket in state.buckets]
-        if not torch.is_grad_enabled() or all(bucket.stays_whole for bucket in buckets):
-            return None
-        return ScheduleError(
-            "create_graph=True on a sharded model: the backward pass through this graph would "
-            "read parameters that are freed by then. For a gradient penalty use "
-            'strategy="no_shard", which keeps parameters whole; or compute inside '
-            "`with sharded.full_params():`, where gradients are not averaged over the ranks."
-        )
-
-    def _handed_out(self) -> ShardUseError | None:
-        """torch.autograd.grad hands a parameter's gradient out instead of accumulating it."""
-        if self.runtime.comm.size == 1 or torch._C._will_engine_execute_node(self._anywhere):
-            return None  # backward() without inputs= executes every node, also those of others
-        names = (
-            bucket.members[index].name
-            for _, bucket, index in self._places
-            if bucket.params[index].requires_grad and is_handed_out(bucket.params[index])
-        )
-        name = next(names, None)
-        return None if name is None else handed_out(name)
-
-    def _end_backward(self, token: _Token) -> None:
-        self._backward = None
-        self._ending.clear()
-        self.runtime.end_backward()
-
-    def _enter_backward(self, visit: Visit, node: int, gradients: Any) -> None:
-        """The gradients of a call's outputs are there.
-
-        Often one node made the output of one call and the input of the next: the next has ended,
-        and autograd would tell us so only after this.
-        """
-        self._begin_backward()
-        for ref in self._ending.pop(node, ()):
-            if (ended := ref()) is not None:
-                self.runtime.leave_backward(ended)
-        self.runtime.leave_after(node)
-        chain = [visit]
-        while (parent := chain[-1].parent) is not None:
-            chain.append(parent)
-        for around in reversed(chain):
-            self.runtime.enter_backward(around)
-
-    def _leave_backward(self, visit: Visit, gradients: Any) -> None:
-        if self._in_backward():
-            self.runtime.leave_backward(visit)
-
-    def _leave_when_complete(self, visit: Visit, gradients: Any) -> None:
-        if self._in_backward():
-            self.runtime.end_visit(visit)
-
-    def _collect(self, number: int, param: Tensor) -> None:
-        state, bucket, index = self._places[number]
-        if self.suspended:
-            param.grad = None
-            raise ScheduleError(
-                "backward() inside full_params() would leave whole gradients on every rank. Train "
-                "outside the block; full_params() is for reading, writing and generating."
-            )
-        gradient = get_grad(param)
-        if gradient is None:  # a function whose backward gave None for its parameter
-            return
-        if gradient.requires_grad:
-            raise ScheduleError(
-                f"the gradient of {bucket.members[index].name!r} carries a graph "
-                "(create_graph=True): a second backward through it would need parameters and "
-                "gradients that are freed by then. Take the inner derivative with "
-                "torch.autograd.grad, inside `with sharded.full_params():`."
-            )
-        # Taken first: what the shards have when a backward pass begins is set aside.
-        set_grad(param, None)
-        if self._backward is None or self._backward() is None:
-            self._begin_backward()
-        self.runtime.collect(state, bucket, index, gradient)
+        self.backward.await_call(visit, nodes, frame.inputs)
 
     # ---- casts at the model's border -------------------------------------------------------
 
@@ -365,14 +226,3 @@ class Hooks:
         if module is not self.model or self.casts[1] is None:
             return None
         return cast(output, self.casts[1])
-
-
-def _arrived(hooks: weakref.ref[Hooks], number: int, param: Tensor) -> None:
-    if (alive := hooks()) is not None:
-        alive._collect(number, param)
-
-
-class _Token:
-    """Held by autograd's queue of callbacks alone: it dies with the backward pass."""
-
-    __slots__ = ("__weakref__",)

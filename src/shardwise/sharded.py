@@ -160,11 +160,11 @@ class Sharded:
     def rehearse(self, *args: Any, **kwargs: Any) -> Schedule:
         """Learn the order of units by a run on the meta device, before any real step."""
         self._idle("rehearse() was called")
-        self._hooks.suspended = True  # else they would gather
+        self._hooks.backward.suspended = True  # else they would gather
         try:
             rehearsed = order.rehearse(self.model, self._brackets, args, kwargs)
         finally:
-            self._hooks.suspended = False
+            self._hooks.backward.suspended = False
         for mode in ("train", "accumulate", "last"):
             self.runtime.schedules.set_order(mode, rehearsed)
         self.runtime.schedules.set_order("forward", Order(rehearsed.forward))
@@ -184,12 +184,12 @@ class Sharded:
         """
         self._idle("full_params() was called")
         self.runtime.await_readers()
-        self._hooks.suspended = True
+        self._hooks.backward.suspended = True
         try:
             with full_params(self.buckets, writeback):
                 yield
         finally:
-            self._hooks.suspended = False
+            self._hooks.backward.suspended = False
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """This rank's shards by parameter name; no communication, no copies."""
@@ -309,10 +309,10 @@ class Sharded:
         self.runtime.let_go()
 
     def _state_asked(self) -> bool:
-        if not self._hooks.suspended:  # inside full_params() a state dict is a plain one
+        if not self._hooks.backward.suspended:  # inside full_params() a state dict is a plain one
             self._idle("a state dict was asked for")
             self.runtime.await_readers()
-        return not self._hooks.suspended
+        return not self._hooks.backward.suspended
 
     def _before_step(self) -> None:
         self._idle("an optimizer stepped")
