@@ -20,6 +20,7 @@ from shardwise.comm.memory import give_back
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
 from shardwise.guard import sharding_of
+from shardwise.integrations.wrappers import check_unwrapped
 from shardwise.materialise import checksums, give_values, sync
 from shardwise.options import Options
 from shardwise.strategies import Placement
@@ -39,6 +40,7 @@ Specs = Mapping[str, Sequence[BucketSpec]]
 
 def check_unsharded(model: nn.Module) -> None:
     """Raises ``ConfigError`` where ``shard()`` would cut what it cannot or should not."""
+    check_unwrapped(model)
     for name, param in model.named_parameters():
         if sharding_of(param) is not None:
             raise ConfigError(

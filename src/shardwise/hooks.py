@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 from shardwise.backward import Backward
 from shardwise.blocks import stacks
 from shardwise.errors import ScheduleError, ShardUseError
+from shardwise.registered import Registered
 from shardwise.runtime import Runtime
 from shardwise.schedule import Op, Phase
 from shardwise.trees import cast, hides, makers, tensors
@@ -64,9 +65,12 @@ class Hooks:
         self.backward = Backward(runtime)
         self._frames: list[Frame] = []
         self._handles: list[Any] = []
+        members = [m for s in runtime.units.values() for b in s.buckets for m in b.members]
+        self.registered = Registered(model, {a: m.param for m in members for a in m.aliases})
 
     def install(self) -> None:
         """Put every hook in place."""
+        self.registered.install()
         for module in dict.fromkeys((self.model, *self.brackets, *self._stacks)):
             self._handles += [
                 module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
@@ -76,6 +80,7 @@ class Hooks:
 
     def remove(self) -> None:
         """Take every hook away again."""
+        self.registered.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -129,6 +134,7 @@ class Hooks:
 
     def _begin(self, unit: str | None) -> Any:
         self.backward.abandon_stopped()
+        self.registered.check()
         if torch.is_grad_enabled():
             self.runtime.take_up_trained()
         if not self.runtime.awaits_backward():

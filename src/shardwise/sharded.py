@@ -214,6 +214,7 @@ class Sharded:
         Args:
             asked: what was called, for the error.
         """
+        self._hooks.registered.compare()
         self._idle(asked)
         optimizers = as_optimizers(optimizer)
         for one in optimizers:
@@ -222,7 +223,7 @@ class Sharded:
 
     def unshard(self) -> nn.Module:
         """Undo ``shard()``: the model is plain and whole again on every rank. A collective."""
-        self._idle("unshard() was called")
+        self._at_rest("unshard() was called")  # also where the model is not what it was
         self._gate.uncut(self.buckets)
         uncut(self.buckets)
         self._gate.close()
@@ -304,6 +305,10 @@ class Sharded:
         )
 
     def _idle(self, asked: str) -> None:
+        self._hooks.registered.check()
+        self._at_rest(asked)
+
+    def _at_rest(self, asked: str) -> None:
         self._hooks.check_idle(asked)
         self._background.secure()
         self.runtime.let_go()
