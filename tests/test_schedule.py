@@ -521,28 +521,7 @@ def test_cutting_loses_no_event() -> None:
     assert [(e.op, e.unit) for e in again] == [(e.op, e.unit) for e in found]
 
 
-# ---- names and bad values ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "canonical"),
-    [
-        ("FULL_SHARD", "full_shard"),
-        ("zero-3", "full_shard"),
-        ("Shard_Grad_Op", "shard_grad_op"),
-        ("ZeRO-2", "shard_grad_op"),
-        ("zero1", "zero1"),
-        ("DDP", "no_shard"),
-        (" no-shard ", "no_shard"),
-    ],
-)
-def test_strategies_are_known_by_all_their_names(name: str, canonical: str) -> None:
-    assert Placement.named(name).name == canonical
-
-
-def test_an_unknown_strategy_names_the_nearest_and_all() -> None:
-    with pytest.raises(ConfigError, match=r"nearest is .full_shard.*no_shard, zero1"):
-        Placement.named("full_shrad")
+# ---- bad values ----------------------------------------------------------------------------------
 
 
 def test_prefetch_refuses_what_cannot_work() -> None:

@@ -98,12 +98,13 @@ def test_parameter_groups_have_their_own_rates_and_decay() -> None:
         assert_equal(on_threads(3, recipe, How(strategy)), plain, strategy)
 
 
-def test_use_orig_params_is_answered_by_a_sentence() -> None:
+def test_use_orig_params_is_what_there_is() -> None:
+    sw.shard(toy(), use_orig_params=True)
     text = said(sw.ConfigError, lambda: sw.shard(toy(), use_orig_params=False))
     assert text == (
-        "shard() has no use_orig_params: parameters always keep their names and objects, as with "
-        "FSDP1's use_orig_params=True, so parameter groups and mixed requires_grad work, and there "
-        "is no flat parameter. Leave it out."
+        "shard() has no use_orig_params=False: parameters always keep their names and objects, as "
+        "with FSDP1's use_orig_params=True, so parameter groups and mixed requires_grad work, and "
+        "there is no flat parameter. Leave it out."
     )
 
 

@@ -33,11 +33,12 @@ ONLY: dict[str, set[str]] = {
     "errors": set(),
     "layout": {"errors"},
     "schedule": {"errors", "strategies"},
-    "strategies": {"errors"},
+    "strategies": {"errors", "synonyms"},
+    "synonyms": set(),
 }
 NEVER = {"plan": {"buffers", "runtime", "comm"}}
 MAY_IMPORT_TORCH_DISTRIBUTED = {"comm", "launch", "integrations", "checkpoint/dcp"}
-WITHOUT_TORCH = {"errors", "schedule", "strategies"}
+WITHOUT_TORCH = {"errors", "schedule", "strategies", "synonyms"}
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -10,6 +10,7 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.materialise import Init, default_init
 from shardwise.precision import Precision
 from shardwise.schedule import Prefetch
+from shardwise.synonyms import answer
 
 __all__ = ["Options"]
 
@@ -60,19 +61,20 @@ class Options:
     def of(cls, given: Mapping[str, Any]) -> Options:
         """From keyword arguments; an unknown one is an error that names the nearest."""
         known = {item.name for item in fields(cls)}
-        for name in sorted(set(given) - known):
-            if name == "use_orig_params":
-                raise ConfigError(
-                    "shard() has no use_orig_params: parameters always keep their names and "
-                    "objects, as with FSDP1's use_orig_params=True, so parameter groups and mixed "
-                    "requires_grad work, and there is no flat parameter. Leave it out."
-                )
+        if not given.get("use_orig_params", True):
+            raise ConfigError(
+                "shard() has no use_orig_params=False: parameters always keep their names and "
+                "objects, as with FSDP1's use_orig_params=True, so parameter groups and mixed "
+                "requires_grad work, and there is no flat parameter. Leave it out."
+            )
+        chosen = {name: value for name, value in given.items() if name != "use_orig_params"}
+        for name in sorted(chosen.keys() - known):
             like = nearest(name, known | {"strategy", "wrap", "comm"})[0]
             raise ConfigError(
-                f"shard() has no option {name!r}; nearest is {like!r}. "
+                f"shard() has no option {name!r}; {answer(name) or f'nearest is {like!r}'}. "
                 f"Options are {', '.join(sorted(known))}."
             )
-        return cls(**given)
+        return cls(**chosen)
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ __all__ = ["Sharded", "shard"]
 
 def shard(
     model: nn.Module,
-    strategy: str = "full_shard",
+    strategy: str | int | Enum = "full_shard",
     wrap: Wrap | None = None,
     comm: Comm | None = None,
     **options: Any,
@@ -55,7 +56,7 @@ def shard(
         model: any module; parameters may be frozen, tied, scalar, of several dtypes, or on the
             meta device.
         strategy: ``"full_shard"`` (ZeRO-3), ``"shard_grad_op"`` (ZeRO-2), ``"zero1"`` or
-            ``"no_shard"`` (DDP).
+            ``"no_shard"`` (DDP); also torch's ``ShardingStrategy``, and its numbers.
         wrap: how units are chosen; ``None`` = the model's repeated blocks.
         comm: the ranks; ``None`` = from the launcher's environment, or one rank alone.
         options: the fields of ``Options``.

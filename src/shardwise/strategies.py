@@ -7,8 +7,10 @@ does in a step follows from that in ``schedule``, so a new one is a row of this 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from shardwise.errors import ConfigError, nearest
+from shardwise.synonyms import strategy_of
 
 __all__ = ["Placement"]
 
@@ -30,21 +32,25 @@ class Placement:
     frees: bool
 
     @classmethod
-    def named(cls, name: str) -> Placement:
+    def named(cls, name: str | int | Enum) -> Placement:
         """The preset of this name; any case, ``-`` for ``_``, and the field's other names.
+
+        Args:
+            name: also a member of torch's ``ShardingStrategy`` or its number, as accelerate has it.
 
         Raises:
             ConfigError: no such strategy; the message lists those there are.
         """
-        key = str(name).strip().lower().replace("-", "_").lstrip("_")
-        key = _ALSO_CALLED.get(key, key)
-        if key not in _PRESETS:
-            known = ", ".join(_PRESETS)
-            raise ConfigError(
-                f"strategy {name!r} does not exist; nearest is {nearest(key, _PRESETS)[0]!r}. "
-                f"Choose one of {known}."
-            )
-        return _PRESETS[key]
+        key, hybrid = strategy_of(name)
+        if key in _PRESETS and not hybrid:
+            return _PRESETS[key]
+        why = "does not exist"
+        if hybrid:
+            why = f"is {key} in groups of ranks with copies between the groups, and not there yet"
+        raise ConfigError(
+            f"strategy {name!r} {why}; nearest is {nearest(key, _PRESETS)[0]!r}. "
+            f"Choose one of {', '.join(_PRESETS)}."
+        )
 
 
 _PRESETS = {
@@ -52,13 +58,4 @@ _PRESETS = {
     "zero1": Placement("zero1", splits=True, resident=True, frees=False),
     "shard_grad_op": Placement("shard_grad_op", splits=True, resident=False, frees=False),
     "full_shard": Placement("full_shard", splits=True, resident=False, frees=True),
-}
-_ALSO_CALLED = {
-    "ddp": "no_shard",
-    "zero_1": "zero1",
-    "zero2": "shard_grad_op",
-    "zero_2": "shard_grad_op",
-    "zero3": "full_shard",
-    "zero_3": "full_shard",
-    "fsdp": "full_shard",
 }

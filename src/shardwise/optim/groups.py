@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwise.buffers import Bucket
 from shardwise.errors import ConfigError, OptimizerError, nearest
 from shardwise.guard import sharding_of
+from shardwise.synonyms import OPTIMIZER
 from shardwise.units import Member
 
 __all__ = ["Policy", "check_loaded", "chosen", "defaults", "resolved"]
@@ -41,9 +42,9 @@ def chosen(kind: type[P], given: Mapping[str, Any]) -> P:
     """From keyword arguments; an unknown one is an error that names the nearest."""
     known = [item.name for item in fields(kind)]
     for name in sorted(set(given) - set(known)):
+        like = OPTIMIZER.get(name, nearest(name, known)[0])
         raise ConfigError(
-            f"there is no option {name!r}; nearest is {nearest(name, known)[0]!r}. "
-            f"Options are {', '.join(known)}."
+            f"there is no option {name!r}; nearest is {like!r}. Options are {', '.join(known)}."
         )
     return kind(**given)
 

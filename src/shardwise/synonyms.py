@@ -1,0 +1,110 @@
+"""What other libraries call the strategies and options of ``shard()``, and optimizers' options.
+
+Likeness of letters takes ``cpu_offload`` for ``sync_module_states``, so the field's own words are
+a table: those of torch's FSDP1, FSDP2 and DDP, of accelerate and of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+__all__ = ["OPTIMIZER", "answer", "strategy_of"]
+
+_STRATEGIES = {
+    # The numbers are those of torch's ShardingStrategy, which accelerate took over.
+    "no_shard": "3 ddp distributed_data_parallel replicate zero0 zero_0 stage_0",
+    "zero1": "zero_1 stage_1 zero_stage_1",
+    "shard_grad_op": "2 zero2 zero_2 stage_2 zero_stage_2",
+    "full_shard": "1 zero3 zero_3 stage_3 zero_stage_3 fsdp fsdp2 fully_shard "
+    "fully_sharded_data_parallel",
+}
+_HYBRIDS = {
+    "full_shard": "4 hybrid_shard hybrid hsdp hybrid_full hfsdp",
+    "shard_grad_op": "5 hybrid_shard_zero2",
+}
+
+
+def strategy_of(name: object) -> tuple[str, bool]:
+    """``name`` in our words, and whether a hybrid was meant, of which there is none yet.
+
+    Args:
+        name: a string in any case, a number, or a member of torch's ``ShardingStrategy``.
+    """
+    word = str(name).strip().lower().rpartition(".")[2].replace("-", "_").lstrip("_")
+    for table, hybrid in ((_STRATEGIES, False), (_HYBRIDS, True)):
+        for ours, theirs in table.items():
+            if word in theirs.split():
+                return ours, hybrid
+    return word, False
+
+
+_OPTIONS = {
+    "that is strategy= here": "sharding_strategy zero zero_stage stage zero_optimization",
+    'that is strategy= here: "full_shard" for True, "shard_grad_op" for False': (
+        "reshard_after_forward"
+    ),
+    'that is wrap= here, for example sw.wrap.by_class("Block")': (
+        "auto_wrap_policy wrap_policy wrapping_policy transformer_cls_names_to_wrap "
+        "transformer_layer_cls_to_wrap transformer_layer_cls"
+    ),
+    "that is wrap=sw.wrap.by_size(…) here": "min_num_params size_based_auto_wrap_policy",
+    "that is precision= here, for example sw.Precision(compute=torch.bfloat16)": (
+        "mixed_precision mixed_precision_policy mp_policy bf16 fp16 dtype torch_dtype autocast"
+    ),
+    "that is precision=sw.Precision(compute=…) here": "param_dtype compute_dtype",
+    "that is precision=sw.Precision(wire=…) here, with sum=… for the sums": (
+        "reduce_dtype communication_data_type"
+    ),
+    "that is precision=sw.Precision(buffers=…) here": "buffer_dtype",
+    "that is precision=sw.Precision(output=…) here": "output_dtype",
+    'that is prefetch=sw.Prefetch(when="pre") here, or "post"': "backward_prefetch",
+    "that is prefetch=sw.Prefetch(forward=…) here, in bytes; it is on by itself": (
+        "forward_prefetch stage3_prefetch_bucket_size"
+    ),
+    "that is prefetch=sw.Prefetch(limit=2) here": "limit_all_gathers",
+    "that is init= here": "param_init_fn",
+    "that is mesh= here": "process_group device_mesh group dp_mesh_dims",
+    "that is comm=sw.connect(device=…) here": "device device_id device_ids",
+    "that is activation_checkpointing= here": (
+        "gradient_checkpointing checkpoint_activations recompute"
+    ),
+    "that is sync_module_states= here": "cpu_ram_efficient_loading sync_params init_sync",
+    'that is sharded.state_dict("full"), "sharded" or "local" here': "state_dict_type",
+    "that is sharded.clip_grad_norm_(max_norm) here": (
+        "gradient_clipping clip_grad_norm max_grad_norm grad_clip"
+    ),
+    "that is `with sharded.accumulate(last=…):` here": (
+        "gradient_accumulation_steps gradient_accumulation accumulate no_sync"
+    ),
+    "nothing is offloaded yet: shards, gradients and optimizer state stay on the device": (
+        "cpu_offload offload_policy offload_params offload_optimizer offload_param offload"
+    ),
+    "every parameter of the model is sharded; to leave some out, shard the modules that hold the "
+    "others": "ignored_modules ignored_parameters ignored_params ignored_states",
+    "leave it out: parameters without a gradient are found in every step": (
+        "find_unused_parameters static_graph"
+    ),
+    "leave it out: a unit's gradients are one buffer, which is reduced while others compute": (
+        "bucket_cap_mb gradient_as_bucket_view overlap_comm contiguous_gradients "
+        "reduce_bucket_size allgather_bucket_size reduce_scatter"
+    ),
+    "leave it out: buffers are sent once, when the model is sharded": "broadcast_buffers",
+    "leave it out: ranks hold equal ranges of whole units": "shard_placement_fn",
+}
+
+
+def answer(option: str) -> str:
+    """What an option of another library is here; ``""`` if it is in no table."""
+    word = option.lower().removeprefix("fsdp_")
+    return next((text for text, words in _OPTIONS.items() if word in words.split()), "")
+
+
+OPTIMIZER = {
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "beta1": "betas",
+    "beta2": "betas",
+    "wd": "weight_decay",
+    "clip": "max_norm",
+    "max_grad_norm": "max_norm",
+    "clip_grad_norm": "max_norm",
+}
+"""Options of ``sw.optim``, by what others call them."""

@@ -1,0 +1,56 @@
+"""Strategies by all their names."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.fsdp import ShardingStrategy
+
+from shardwise.errors import ConfigError
+from shardwise.strategies import Placement
+from tests.copies import said
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("FULL_SHARD", "full_shard"),
+        ("zero-3", "full_shard"),
+        ("Shard_Grad_Op", "shard_grad_op"),
+        ("ZeRO-2", "shard_grad_op"),
+        ("zero1", "zero1"),
+        ("DDP", "no_shard"),
+        (" no-shard ", "no_shard"),
+        (1, "full_shard"),
+        ("2", "shard_grad_op"),
+        (3, "no_shard"),
+        (ShardingStrategy.FULL_SHARD, "full_shard"),
+        (ShardingStrategy.SHARD_GRAD_OP, "shard_grad_op"),
+        (ShardingStrategy.NO_SHARD, "no_shard"),
+        ("ShardingStrategy.NO_SHARD", "no_shard"),
+    ],
+)
+def test_strategies_are_known_by_all_their_names(name: str, canonical: str) -> None:
+    assert Placement.named(name).name == canonical
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        (4, "full_shard"),
+        ("HYBRID_SHARD", "full_shard"),
+        ("HSDP", "full_shard"),
+        (ShardingStrategy.HYBRID_SHARD, "full_shard"),
+        (5, "shard_grad_op"),
+        (ShardingStrategy._HYBRID_SHARD_ZERO2, "shard_grad_op"),
+    ],
+)
+def test_hybrids_are_not_there_yet_and_name_what_is(name: str, near: str) -> None:
+    assert said(ConfigError, lambda: Placement.named(name)) == (
+        f"strategy {name!r} is {near} in groups of ranks with copies between the groups, and not "
+        f"there yet; nearest is {near!r}. Choose one of no_shard, zero1, shard_grad_op, full_shard."
+    )
+
+
+def test_an_unknown_strategy_names_the_nearest_and_all() -> None:
+    with pytest.raises(ConfigError, match=r"nearest is .full_shard.*no_shard, zero1"):
+        Placement.named("full_shrad")

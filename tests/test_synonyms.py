@@ -1,0 +1,71 @@
+"""The field's words for what is called otherwise here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from inspect import signature
+
+import pytest
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import shardwise as sw
+from shardwise.comm.local import LocalComm
+from shardwise.options import Options
+from shardwise.strategies import Placement
+from shardwise.synonyms import _HYBRIDS, _OPTIONS, _STRATEGIES, answer
+from tests.copies import said
+
+OURS = {item.name for item in fields(Options)} | {"strategy", "wrap", "comm"}
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("limit_all_gathers", "that is prefetch=sw.Prefetch(limit=2) here. Options are "),
+        ("mixed_precision", "that is precision= here, for example sw.Precision(compute="),
+        ("cpu_offload", "nothing is offloaded yet: shards, gradients and optimizer state stay"),
+        ("fsdp_transformer_layer_cls_to_wrap", "that is wrap= here, for example "),
+        ("reshard_after_forward", 'that is strategy= here: "full_shard" for True, "shard_grad_op"'),
+        ("find_unused_parameters", "leave it out: parameters without a gradient are found in"),
+        ("overlap_comm", "leave it out: a unit's gradients are one buffer"),
+        ("bucketting", "nearest is 'bucketing'. Options are "),
+    ],
+)
+def test_an_option_of_another_library_is_answered_by_what_it_is_here(
+    option: str, text: str
+) -> None:
+    answered = said(sw.ConfigError, lambda: Options.of({option: True}))
+    assert answered.startswith(f"shard() has no option {option!r}; {text}")
+
+
+def test_every_argument_of_fsdp_has_an_answer_or_is_ours() -> None:
+    asked = {
+        name for f in (FullyShardedDataParallel, fully_shard) for name in signature(f).parameters
+    }
+    unknown = asked - OURS - {"module", "use_orig_params"}
+    assert [name for name in sorted(unknown) if not answer(name)] == []
+
+
+def test_answers_name_arguments_that_exist() -> None:
+    named = {word for text in _OPTIONS for word in re.findall(r"that is (\w+)=", text)}
+    assert named
+    assert named <= OURS
+
+
+def test_no_word_has_two_meanings_and_none_is_ours_already() -> None:
+    options = [word for words in _OPTIONS.values() for word in words.split()]
+    assert len(options) == len(set(options))
+    assert set(options) & OURS == set()
+    strategies = [
+        word for t in (_STRATEGIES, _HYBRIDS) for words in t.values() for word in words.split()
+    ]
+    assert len(strategies) == len(set(strategies))
+    assert {Placement.named(name).name for name in _STRATEGIES} == set(_STRATEGIES)
+
+
+def test_an_optimizer_knows_what_others_call_its_options() -> None:
+    sharded = sw.shard(torch.nn.Linear(2, 2), comm=LocalComm())
+    text = said(sw.ConfigError, lambda: sw.optim.AdamW(sharded, learning_rate=0.1))
+    assert text.startswith("there is no option 'learning_rate'; nearest is 'lr'. Options are lr, ")
