@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.buffers import Bucket
+from shardwise.compiling import leave_alone
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.guard import get_grad, handed_out, set_grad
 from shardwise.leaves import is_handed_out, on_gradient
@@ -216,3 +217,7 @@ class _Token:
     """Held by autograd's queue of callbacks alone: it dies with the backward pass."""
 
     __slots__ = ("__weakref__",)
+
+
+leave_alone(Backward._enter, Backward._leave, Backward._leave_when_complete, Backward._end)
+leave_alone(_arrived)

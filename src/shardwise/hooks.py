@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 
 from shardwise.backward import Backward
 from shardwise.blocks import stacks
+from shardwise.compiling import leave_alone, shield
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.registered import Registered
 from shardwise.runtime import Runtime
@@ -137,6 +138,7 @@ class Hooks:
         self.registered.check()
         if torch.is_grad_enabled():
             self.runtime.take_up_trained()
+        shield(self.runtime)
         if not self.runtime.awaits_backward():
             self.backward.forget_calls()
         return self.runtime.begin(unit)
@@ -232,3 +234,6 @@ class Hooks:
         if module is not self.model or self.casts[1] is None:
             return None
         return cast(output, self.casts[1])
+
+
+leave_alone(Hooks._before, Hooks._after)

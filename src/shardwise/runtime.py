@@ -11,10 +11,10 @@ order of the next step. The same holds on every rank, so an improvised step cann
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
@@ -80,6 +80,11 @@ class Runtime:
         if not self.reduces:
             return "accumulate"
         return "last" if any(state.collected for state in self.units.values()) else "train"
+
+    def whole_trainable(self) -> Iterator[nn.Parameter]:
+        """The trainable parameters that are whole now."""
+        whole = (state for state in self.units.values() if state.gathered)
+        return (param for state in whole for bucket in state.trainable for param in bucket.params)
 
     # ---- a step ----------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from shardwise.buffers import Bucket
+from shardwise.compiling import leave_alone
 from shardwise.errors import OptimizerError
 from shardwise.guard import ShardedParameter, Sharding, sharding_of
 
@@ -232,3 +233,6 @@ def _elements(state: Mapping[str, Any], shape: torch.Size) -> dict[str, Tensor]:
         and value.shape == shape
         and (value.ndim > 0 or name not in BOOKKEEPING)
     }
+
+
+leave_alone(Gate._before, Gate._after)

@@ -1,0 +1,87 @@
+"""What torch.compile must not see of a sharded model: our functions, and shards' gradients.
+
+A unit is gathered and freed by hooks, in Python, with collectives: nothing that a graph could
+hold. Where torch.compile meets such a function it ends the graph, lets the function run, and
+begins a new graph behind it. The ordinary way to ask for that, ``torch.compiler.disable``,
+imports the compiler for everybody and costs a microsecond a call; the marks that it sets cost
+nothing.
+
+While a unit is gathered its parameters are whole, and their ``.grad`` still has the shape of a
+shard. The compiler refuses that, so gradients step aside for as long as it compiles.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
+
+from shardwise.guard import get_grad, set_grad
+
+__all__ = ["leave_alone", "shield"]
+
+_SKIP = eval_frame._FrameAction.SKIP
+_SKIPPED = eval_frame._FrameExecStrategy(_SKIP, _SKIP)  # the function, and what it calls
+
+
+def leave_alone(*functions: Callable[..., Any]) -> None:
+    """These run as they are written, also inside a compiled region."""
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, _SKIPPED)
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and are not inlined
+
+
+class Shielded(Protocol):
+    """A sharded model."""
+
+    def whole_trainable(self) -> Iterable[nn.Parameter]:
+        """The trainable parameters that are whole now."""
+
+
+class _Thread(threading.local):
+    """Of one thread: a rank may be one."""
+
+    def __init__(self) -> None:
+        self.models: WeakSet[Shielded] = WeakSet()
+        self.aside: list[tuple[nn.Parameter, Tensor]] = []
+
+
+_thread = _Thread()
+
+
+def shield(model: Shielded) -> None:
+    """Before a forward pass of ``model``: what is compiled in it finds no gradient of a shard."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return
+    _thread.models.add(model)
+    if _set_aside not in dynamo.callback_handler.start_callbacks:  # torch._dynamo.reset() forgets
+        dynamo.on_compile_start(_set_aside)
+        dynamo.on_compile_end(_put_back)
+
+
+def _set_aside(_: Any) -> None:
+    params = (param for model in _thread.models for param in model.whole_trainable())
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:
+            if (grad := get_grad(param)) is not None:
+                _thread.aside.append((param, grad))
+                set_grad(param, None)
+
+
+def _put_back(_: Any) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        while _thread.aside:
+            param, grad = _thread.aside.pop()
+            whole, param.data = param.data, grad  # torch compares their shapes
+            set_grad(param, grad)
+            param.data = whole
+
+
+leave_alone(_set_aside, _put_back)

@@ -1,0 +1,199 @@
+"""torch.compile around a sharded model, or inside it: the same numbers as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.protocol import Comm
+from tests.nets import numbers
+from tests.ranks import run_sharing, run_threads
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler raises and hides its own
+
+Shard = Callable[[Any], object]
+Way = Callable[[Any, Shard, Any], Any]
+"""Shards a model and compiles it, before or after; returns what is called."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.gain
+
+
+def net() -> Net:
+    """The same one for every rank: where ranks are threads, they share the random generator."""
+    model = Net()
+    for number, param in enumerate(model.parameters()):
+        param.data = numbers(number, param.shape) / 2
+    return model
+
+
+def trained(model: Any, rank: int) -> list[float]:
+    """Losses: of steps, without gradients, and of another batch size while gradients are there."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for rows in (2, 2, 3):
+        loss = model(numbers(rank, (rows, 6))).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss)
+    with torch.no_grad():
+        losses.append(model(numbers(rank, (4, 6))).float().sum())
+    return [float(loss.detach()) for loss in losses]
+
+
+def block_before(model: Any, shard: Shard, backend: Any) -> Any:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    shard(model)
+    return model
+
+
+def block_after(model: Any, shard: Shard, backend: Any) -> Any:
+    shard(model)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def layer(model: Any, shard: Shard, backend: Any) -> Any:
+    shard(model)
+    for block in model.blocks:
+        block.up.forward = torch.compile(block.up.forward, backend=backend)
+    return model
+
+
+def model_before(model: Any, shard: Shard, backend: Any) -> Any:
+    compiled = torch.compile(model, backend=backend)
+    shard(model)
+    return compiled
+
+
+def model_after(model: Any, shard: Shard, backend: Any) -> Any:
+    shard(model)
+    return torch.compile(model, backend=backend)
+
+
+def compiled_model(model: Any, shard: Shard, backend: Any) -> Any:
+    compiled = torch.compile(model, backend=backend)
+    shard(compiled)
+    return compiled
+
+
+WAYS: Sequence[Way] = (
+    block_before, block_after, layer, model_before, model_after, compiled_model
+)  # fmt: skip
+
+
+def losses(comm: Comm, way: Way | None, backend: Any = "eager", **options: Any) -> list[float]:
+    def shard(model: nn.Module) -> object:
+        return sw.shard(model, comm=comm, **options)
+
+    model = net()
+    if way is None:
+        shard(model)
+        return trained(model, comm.rank)
+    return trained(way(model, shard, backend), comm.rank)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_are_those_of_the_model_that_is_not_compiled(way: Way) -> None:
+    assert losses(FakeComm(0, 3), way) == losses(FakeComm(0, 3), None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "run", "backend"),
+    [
+        ("no_shard", run_threads, "eager"),
+        ("zero1", run_sharing, "eager"),
+        ("shard_grad_op", run_threads, "eager"),
+        ("full_shard", run_sharing, "aot_eager"),
+    ],
+)
+def test_so_they_are_over_real_ranks_in_bf16(strategy: str, run: Any, backend: str) -> None:
+    precision = sw.Precision(compute=torch.bfloat16)
+
+    def rank(comm: Comm, way: Way | None) -> list[float]:
+        return losses(comm, way, backend, strategy=strategy, precision=precision)
+
+    assert run(2, rank, block_after) == run(2, rank, None)
+
+
+@pytest.mark.slow
+def test_inductor() -> None:
+    found = losses(FakeComm(0, 3), block_after, "inductor")
+    assert found == pytest.approx(losses(FakeComm(0, 3), None), rel=1e-5)
+
+
+def test_blocks_share_one_graph_and_the_engine_is_in_none() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+    calls: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+
+        def called(*inputs: Any) -> Any:
+            calls.append(len(inputs))
+            return graph(*inputs)
+
+        return called
+
+    model = net()
+    sw.shard(model, comm=FakeComm(0, 3))
+    compiled: Any = torch.compile(model, backend=backend)
+    x = numbers(0, (2, 6)).requires_grad_()
+    compiled(x).sum().backward()
+    compiled(x).sum().backward()
+    assert len(calls) == 6  # three blocks, twice
+    assert len(graphs) == 1
+
+
+def test_a_whole_step_may_be_compiled() -> None:
+    def run(compiles: Callable[[Any], Any]) -> list[float]:
+        model = net()
+        sw.shard(model, comm=FakeComm(0, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> Tensor:
+            loss: Tensor = model(numbers(0, (2, 6))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = compiles(step)
+        return [float(step().detach()) for _ in range(3)]
+
+    assert run(torch.compile(backend="eager")) == run(lambda step: step)
