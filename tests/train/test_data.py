@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,17 @@ def test_a_second_run_finds_its_tokenizer(tmp_path: Path) -> None:
         assert data.report.cached is wanted
         for name, text in data.files.items():
             Folder(Path(recipe.run.folder)).write_text(name, text)
+
+
+def test_each_part_that_may_take_long_is_named_before_it_is_done(tmp_path: Path) -> None:
+    recipe, parts = tiny_recipe(tmp_path), list[str]()
+
+    def busy(what: str) -> nullcontext[None]:
+        parts.append(what)
+        return nullcontext()
+
+    prepare(recipe, LocalComm(), made(recipe), busy)
+    assert parts == ["reading text", "training the tokenizer", "tokenizing"]
 
 
 def test_too_little_text_for_a_row_says_which_split(tmp_path: Path) -> None:
