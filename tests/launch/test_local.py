@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -163,7 +164,7 @@ def test_everything_is_afterwards_as_it_was_before() -> None:
 # A rank that notes what it is told, and stops as it is asked to.
 EARS = """
 import os, signal, sys, time
-rank, heard = os.environ["RANK"], []
+rank, heard, launcher = os.environ["RANK"], [], os.getppid()
 def hear(number, frame):
     heard.append(number)
     with open(os.path.join(sys.argv[1], rank), "w") as file:
@@ -171,10 +172,10 @@ def hear(number, frame):
 for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
     signal.signal(number, hear)
 open(os.path.join(sys.argv[1], rank), "w").close()
-while signal.SIGTERM not in heard:
+while signal.SIGTERM not in heard and os.getppid() == launcher:
     time.sleep(0.01)
 if len(sys.argv) > 2:  # it does not end before it is told so twice
-    while signal.SIGINT not in heard:
+    while signal.SIGINT not in heard and os.getppid() == launcher:
         time.sleep(0.01)
 sys.exit(75)
 """
@@ -185,13 +186,16 @@ start([sys.executable, "-c", *sys.argv[1:]], 2)
 """
 
 
-def launched(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """A launcher of two ranks with ears, when both have them."""
-    launcher = subprocess.Popen(
-        python(LAUNCHER, EARS, str(folder), *arguments), stderr=subprocess.DEVNULL
-    )
-    wait_for(lambda: len(list(folder.iterdir())) == 2)
-    return launcher
+@contextmanager
+def launched(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher of two ranks with ears, when both have them; afterwards all are gone."""
+    command = python(LAUNCHER, EARS, str(folder), *arguments)
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as launcher:
+        try:
+            wait_for(lambda: len(list(folder.iterdir())) == 2)
+            yield launcher
+        finally:
+            launcher.kill()
 
 
 def wait_for(there: Callable[[], bool]) -> None:
@@ -207,21 +211,21 @@ def both_heard(folder: Path, *numbers: int) -> bool:
 
 
 def test_a_signal_to_save_and_one_to_stop_reach_every_rank(tmp_path: Path) -> None:
-    launcher = launched(tmp_path)
-    launcher.send_signal(signal.SIGUSR1)
-    wait_for(lambda: both_heard(tmp_path, signal.SIGUSR1))  # two at once come in either order
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(200) == STOPPED == 75
+    with launched(tmp_path) as launcher:
+        launcher.send_signal(signal.SIGUSR1)
+        wait_for(lambda: both_heard(tmp_path, signal.SIGUSR1))  # two at once come in either order
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(200) == STOPPED == 75
     assert both_heard(tmp_path, signal.SIGUSR1, signal.SIGTERM)
 
 
 def test_the_first_interrupt_asks_to_stop_and_the_second_interrupts(tmp_path: Path) -> None:
-    launcher = launched(tmp_path, "twice")
-    launcher.send_signal(signal.SIGINT)
-    wait_for(lambda: both_heard(tmp_path, signal.SIGTERM))
-    assert launcher.poll() is None
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(200) == STOPPED
+    with launched(tmp_path, "twice") as launcher:
+        launcher.send_signal(signal.SIGINT)
+        wait_for(lambda: both_heard(tmp_path, signal.SIGTERM))
+        assert launcher.poll() is None
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(200) == STOPPED
     assert both_heard(tmp_path, signal.SIGTERM, signal.SIGINT)
 
 
