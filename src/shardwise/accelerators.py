@@ -125,6 +125,11 @@ def device_of(accelerator: Accelerator, local_rank: int) -> torch.device:
         return torch.device("cpu")
     module = device_module(accelerator)
     count = module.device_count()
+    if not count:
+        raise ConfigError(
+            f"torch sees no {accelerator.device} device on this machine. Pass "
+            'device="cpu" (--run.device cpu), or none to use what is there.'
+        )
     if local_rank >= count:
         raise ConfigError(
             f"local rank {local_rank} wants {accelerator.device}:{local_rank}, but torch sees "

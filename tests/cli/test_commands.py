@@ -59,3 +59,19 @@ def test_an_interrupt_while_torch_is_imported_leaves_no_traceback(tmp_path: Path
     (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 2)", "utf-8")
     done = python("-m", "shardwise", "inspect", "run", path=str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
+
+
+def test_an_output_that_is_full_is_one_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "shardwise", "--help"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([SRC, *sys.path])},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: the standard output cannot be used: No space left on device.")
+    assert done.returncode == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -124,6 +125,42 @@ def test_a_crash_is_rehearsed_at_a_rank_and_a_step(
     assert f"{text!r} is not RANK@STEP" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["1@2", "0@9", "0@0"])
+def test_a_crash_that_would_never_happen_is_refused(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failed(str(recipe_file(tmp_path)), "--kill-rank", text) == 1
+    assert f"--kill-rank {text} would never happen: ranks are 0 to 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("gpu", "run.device is 'gpu'; it must be 'cpu', 'cuda', 'xpu' or 'hpu'"),
+        ("XPU", 'torch sees no xpu device on this machine. Pass device="cpu" (--run.device cpu)'),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_with_what_to_write(
+    tmp_path: Path, device: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failed(str(recipe_file(tmp_path)), "--run.device", device) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failed(str(recipe_file(tmp_path)), "--run.folder", "/proc/x") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: /proc/x cannot be used: No such file or directory.")
+    recipe = recipe_file(tmp_path)
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.yaml").write_text(resolved(read_recipe(recipe)), "utf-8")
+    assert failed(str(recipe)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path}/run/metrics.jsonl cannot be used: Is a directory.")
+
+
 def test_asking_for_processes_inside_a_launcher_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +238,22 @@ def test_a_second_interrupt_ends_at_once(
     assert ended(str(recipe_file(tmp_path))) == 130
     assert capsys.readouterr().err == ""
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_whose_output_ends_saves_and_stops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with monkeypatch.context() as patch:
+        at_step(2, lambda: patch.setattr("shardwise.cli.progress.lines", broken), patch)
+        assert ended(str(recipe_file(tmp_path)), "run.log_every=1") == 1
+    assert capsys.readouterr().err == (
+        "error: the standard output cannot be written: Broken pipe. The run is stopped at step 3 "
+        "and saved; rerun the same command to resume.\n"
+    )
+    assert (tmp_path / "run" / "checkpoints" / "step-3").is_dir()
 
 
 def test_a_last_checkpoint_that_could_not_be_saved_ends_with_status_1(

@@ -171,6 +171,8 @@ def hear(number, frame):
         file.write(" ".join(str(int(number)) for number in heard))
 for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
     signal.signal(number, hear)
+with open(os.path.join(sys.argv[1], "pid-" + rank), "w") as file:
+    file.write(str(os.getpid()))
 open(os.path.join(sys.argv[1], rank), "w").close()
 while signal.SIGTERM not in heard and os.getppid() == launcher:
     time.sleep(0.01)
@@ -192,7 +194,7 @@ def launched(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]
     command = python(LAUNCHER, EARS, str(folder), *arguments)
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as launcher:
         try:
-            wait_for(lambda: len(list(folder.iterdir())) == 2)
+            wait_for(lambda: len(list(folder.iterdir())) == 4)
             yield launcher
         finally:
             launcher.kill()
@@ -229,26 +231,47 @@ def test_the_first_interrupt_asks_to_stop_and_the_second_interrupts(tmp_path: Pa
     assert both_heard(tmp_path, signal.SIGTERM, signal.SIGINT)
 
 
-def test_if_the_launcher_is_killed_the_ranks_die(tmp_path: Path) -> None:
-    code = f"""
-import os, time
+NOTED = """
+import os, sys, time
 from shardwise.launch.local import end_with_launcher
 end_with_launcher(os.environ)
-open(os.path.join({str(tmp_path)!r}, str(os.getpid())), "w").close()
+open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
 time.sleep(300)
 """
-    launcher = subprocess.Popen(python(LAUNCHER, code))
+
+
+def test_if_the_launcher_is_killed_the_ranks_die_though_they_are_suspended(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(python(LAUNCHER, NOTED, str(tmp_path)))
     wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    launcher.send_signal(signal.SIGTSTP)
+    wait_for(lambda: [state(pid) for pid in pids] == ["T", "T"])
     launcher.kill()
     launcher.wait()
-    pids = [int(path.name) for path in tmp_path.iterdir()]
     wait_for(lambda: not any(map(is_alive, pids)))
+
+
+def test_suspended_and_continued_the_ranks_are_so_too(tmp_path: Path) -> None:
+    """Ctrl-Z reaches the launcher alone: each rank has a session of its own."""
+    with launched(tmp_path) as launcher:
+        ranks = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
+        launcher.send_signal(signal.SIGTSTP)
+        wait_for(lambda: [state(pid) for pid in (launcher.pid, *ranks)] == ["T", "T", "T"])
+        launcher.send_signal(signal.SIGCONT)
+        wait_for(lambda: "T" not in map(state, (launcher.pid, *ranks)))
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(200) == STOPPED
+
+
+def state(pid: int) -> str:
+    """As the kernel has it: T is suspended, Z only waits to be reaped by its parent."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def is_alive(pid: int) -> bool:
     """Whether it runs; one that only waits to be reaped by its new parent does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return state(pid) != "Z"
     except FileNotFoundError:
         return False
 

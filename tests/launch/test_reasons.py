@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import CheckpointError, ConfigError, RanksDisagree
-from shardwise.launch.reasons import Ended, cause, leave_reason, reasons_left
+from shardwise.launch.reasons import Ended, cause, leave_reason, of_system, reasons_left
 
 # --- in a rank -------------------------------------------------------------------------------
 
@@ -33,6 +34,23 @@ def test_any_other_error_comes_with_its_traceback(
     said = left(ZeroDivisionError("oh"), monkeypatch, tmp_path).said
     assert said.startswith("Traceback")
     assert said.endswith("ZeroDivisionError: oh")
+
+
+def test_an_error_of_the_system_is_a_sentence_and_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = left(OSError(errno.ENOSPC, "No space left", "run/a"), monkeypatch, tmp_path)
+    assert found.said == (
+        "run/a cannot be used: No space left. The disk is full: free space there, or choose "
+        "another folder."
+    )
+    assert not found.final
+
+
+def test_of_what_the_system_says_nothing_more_is_known() -> None:
+    said = of_system(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
+    assert said == "a file, a pipe or a socket cannot be used: Connection reset by peer."
+    assert of_system(OSError()).endswith("cannot be used: OSError.")
 
 
 @pytest.mark.parametrize(

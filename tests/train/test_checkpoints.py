@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from shardwise.checkpoint import points
 from shardwise.errors import CheckpointError, ConfigError
@@ -204,6 +205,26 @@ def test_a_last_save_that_fails_is_the_run_s_trouble(
     assert "the disk is full" in outcome.trouble
     assert saved(recipe) == []
     assert (Path(recipe.run.folder) / "model.safetensors").is_file()
+
+
+def test_a_model_that_cannot_be_written_is_told_with_what_was_saved(
+    tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    recipe = recipe_in(tmp_path)
+    with monkeypatch.context() as patch, failing("data written", times=9):
+        patch.setattr("shardwise.train.export.save_file", full)
+        with pytest.raises(CheckpointError) as caught:
+            watched.run(recipe, 1)
+    said = str(caught.value)
+    place = f"{recipe.run.folder}/model.safetensors"
+    assert "has taken all its 6 steps, and the model could not be written: " in said
+    assert f"writing {place} failed: I/O error: No space left on device" in said
+    assert "Its last checkpoint could not be saved either: " in said
+    watched.run(recipe, 1)
+    assert Path(place).is_file()
 
 
 def test_what_is_broken_is_skipped_loudly_and_makes_room(tmp_path: Path, watched: Watched) -> None:

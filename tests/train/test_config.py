@@ -4,6 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from shardwise.accelerators import ROWS
 from shardwise.schedule import Prefetch
 from shardwise.train.config import ModelConfig, PrecisionConfig, PrefetchConfig, Recipe
 
@@ -74,6 +75,12 @@ def test_a_dtype_may_be_written_as_everybody_writes_it(name: str) -> None:
 def test_a_section_whose_lines_are_all_comments_is_its_defaults() -> None:
     sections = {"model": None, "sharding": {"prefetch": None}}
     assert Recipe.model_validate(sections) == Recipe()
+
+
+def test_a_device_is_one_of_the_engine_s_in_any_case() -> None:
+    assert Recipe.model_validate({"run": {"device": "CPU"}}).run.device == "cpu"
+    for known in ROWS:
+        assert Recipe.model_validate({"run": {"device": known.device}}).run.device == known.device
 
 
 def test_fp32_is_short_for_nothing_changed() -> None:

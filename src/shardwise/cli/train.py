@@ -15,14 +15,14 @@ from shardwise.cli.lines import lines
 from shardwise.cli.progress import reporter
 from shardwise.comm.connect import connect
 from shardwise.comm.environment import Launch, launched
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.launch.local import STOPPED, attempt, end_with_launcher, start
 from shardwise.launch.reasons import leave_reason, reasons_left
 from shardwise.launch.signals import listening
 from shardwise.train.batches import accumulation
 from shardwise.train.config import Recipe
 from shardwise.train.loop import train
-from shardwise.train.metrics import Complete, Record
+from shardwise.train.metrics import Complete, Emit, Record
 from shardwise.train.requests import Requests
 from shardwise.train.start import Attempt, Start, decide
 
@@ -47,6 +47,7 @@ def run_train(recipe: Recipe, arguments: Sequence[str], wanted: Processes) -> No
         wanted: how it runs.
     """
     launch = launched(os.environ)
+    _check_crash(wanted, launch.size if launch else wanted.nproc or 1, recipe.run.steps)
     try:
         if launch is not None:
             _be_a_rank(recipe, wanted, launch)
@@ -56,6 +57,15 @@ def run_train(recipe: Recipe, arguments: Sequence[str], wanted: Processes) -> No
             _start(recipe, arguments, wanted)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _check_crash(wanted: Processes, ranks: int, steps: int) -> None:
+    rank, step = wanted.kill_rank or (0, 1)
+    if rank >= ranks or not 1 <= step <= steps:
+        raise ConfigError(
+            f"--kill-rank {rank}@{step} would never happen: ranks are 0 to {ranks - 1} here, and "
+            f"steps 1 to {steps}. Name one of each."
+        )
 
 
 def _start(recipe: Recipe, arguments: Sequence[str], wanted: Processes) -> None:
@@ -110,11 +120,37 @@ def _run(recipe: Recipe, requests: Requests) -> None:
     ):
         # Of a module hook that a peer's death interrupts; the rank's own reason says more.
         warnings.filterwarnings("ignore", "module forward hook with ``always_call=True``")
-        outcome = train(recipe, comm, report, requests, time)
+        output = _Output(report, requests)
+        outcome = train(recipe, comm, output, requests, time)
+        how = f"{'stopped' if outcome.stopped else 'finished'} at step {outcome.step}"
         if outcome.trouble:
             raise CheckpointError(
-                f"the run is {'stopped' if outcome.stopped else 'finished'} at step "
-                f"{outcome.step}, and the last checkpoint could not be saved: {outcome.trouble}"
+                f"the run is {how}, and the last checkpoint could not be saved: {outcome.trouble}"
+            )
+        if output.error is not None:
+            then = " and saved; rerun the same command to resume" * outcome.stopped
+            raise ShardwiseError(
+                f"the standard output cannot be written: {output.error.strerror}. The run is "
+                f"{how}{then}."
             )
     if outcome.stopped:
         sys.exit(STOPPED)
+
+
+class _Output:
+    """Tells the user, as long as that can be told; where it cannot, the run saves and stops.
+
+    A run that went on would be seen by nobody, and one that ended of it would lose its steps.
+    """
+
+    def __init__(self, report: Emit, requests: Requests) -> None:
+        self._report, self._requests = report, requests
+        self.error: OSError | None = None
+
+    def __call__(self, record: Record) -> None:
+        if self.error is None:
+            try:
+                self._report(record)
+            except OSError as error:
+                self.error = error
+                self._requests.stop()

@@ -12,6 +12,7 @@ again", and everything stays on the loopback interface.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import signal
@@ -39,6 +40,7 @@ __all__ = ["STOPPED", "attempt", "cores", "end_with_launcher", "environment", "s
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped as asked; start the same again
 ATTEMPT, LAUNCH = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"
 LIFELINE = "SHARDWISE_LIFELINE"
+PR_SET_PDEATHSIG = 1
 LOOPBACK = {"Linux": "lo", "Darwin": "lo0"}
 GLANCE = 0.05  # seconds between two looks at the ranks
 GRACE = 5.0  # seconds that ranks have to end when another has failed
@@ -56,6 +58,7 @@ def start(
     to this process's terminal, and has its share of the cores. If one fails, the others are ended.
     Signals to this process reach every rank: SIGTERM, SIGHUP and the first SIGINT as SIGTERM, the
     second SIGINT and SIGUSR1 as what they are. SIGQUIT, or a third SIGINT, ends all at once.
+    SIGTSTP (Ctrl-Z) suspends the ranks and this process, until it is continued.
 
     Args:
         command: a program and its arguments.
@@ -118,6 +121,8 @@ def end_with_launcher(environ: Mapping[str, str]) -> None:
     Else a rank would train on, seen by nobody, in the folder of the run that is started next.
     """
     if LIFELINE in environ:
+        if platform.system() == "Linux":  # this reaches a rank that is suspended, too
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         lifeline = int(environ[LIFELINE])
 
         def wait() -> None:
@@ -170,6 +175,18 @@ class _Ranks:
         for process in self.processes:
             process.send_signal(number)
 
+    def suspend(self) -> None:
+        """Suspend all ranks, and this process; when it goes on, so do they."""
+        self._signal_groups(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._signal_groups(signal.SIGCONT)
+
+    def _signal_groups(self, number: int) -> None:
+        """To every rank that runs, with everything that it has started."""
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+
     def failed(self) -> list[Ended]:
         """Those that have ended with another status than 0."""
         pairs = enumerate(zip(self.processes, self.reports, strict=True))
@@ -190,10 +207,9 @@ class _Ranks:
             until = time.monotonic() + grace
             while self.running and time.monotonic() < until:
                 time.sleep(GLANCE)
+        self._signal_groups(signal.SIGKILL)
         for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
         self.lifeline.close()
 
 
@@ -216,7 +232,10 @@ def _waited(running: _Ranks, orders: _Orders) -> list[Ended]:
     """Until all have ended: those that did not end well."""
     while running.running:
         for number in orders.taken():
-            running.tell(number)
+            if number == signal.SIGTSTP:
+                running.suspend()
+            else:
+                running.tell(number)
         if orders.at_once:
             running.end()
         crashed = [one for one in running.failed() if one.status != STOPPED]
@@ -243,7 +262,7 @@ class _Orders:
 
     @property
     def handlers(self) -> dict[signal.Signals, Handler]:
-        names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+        names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGTSTP")
         return {signal.Signals[name]: self._hear for name in names}
 
     def taken(self) -> list[int]:
@@ -251,7 +270,7 @@ class _Orders:
         return waiting
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1:
+        if number in (signal.SIGUSR1, signal.SIGTSTP):
             self.waiting.append(number)
             return
         self.interrupts += number == signal.SIGINT

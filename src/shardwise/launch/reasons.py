@@ -7,6 +7,7 @@ it (torchrun's too), and of all the ranks' reasons the cause is told from what f
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,9 +20,29 @@ from pathlib import Path
 
 from shardwise.errors import RanksDisagree, ShardwiseError
 
-__all__ = ["REPORT", "Ended", "cause", "leave_reason", "reasons_left"]
+__all__ = ["REPORT", "Ended", "cause", "leave_reason", "of_system", "reasons_left"]
 
 REPORT = "TORCHELASTIC_ERROR_FILE"  # where a launcher looks for a rank's reason
+
+_ADVICE = {
+    errno.ENOSPC: "The disk is full: free space there, or choose another folder.",
+    errno.EDQUOT: "The quota is used up: free space there, or choose another folder.",
+    errno.EROFS: "It is mounted read-only: choose another folder.",
+    errno.EACCES: "Change its permissions, or choose another folder.",
+    errno.EPERM: "Change its permissions, or choose another folder.",
+    errno.ENOENT: "It does not exist, or was moved or removed meanwhile.",
+    errno.EISDIR: "A folder has the name of a file here: rename one of them.",
+    errno.ENOTDIR: "A file has the name of a folder here: rename one of them.",
+    errno.EIO: "The disk fails: look at the system's log.",
+}
+
+
+def of_system(error: OSError) -> str:
+    """What the operating system refused, in a sentence: where, why, and what to do."""
+    why = error.strerror or str(error) or type(error).__name__
+    place = error.filename if error.filename is not None else "a file, a pipe or a socket"
+    advice = _ADVICE.get(error.errno or 0, "")
+    return f"{place} cannot be used: {why}. {advice}".rstrip()
 
 
 # --- in a rank -------------------------------------------------------------------------------
@@ -44,7 +65,8 @@ def reasons_left() -> Iterator[None]:
 def leave_reason(error: BaseException) -> bool:
     """Leave this rank's reason where its launcher looks for it; the first one stays.
 
-    An error of ours explains itself; any other comes with its traceback.
+    An error of ours explains itself, and one of the system is explained; any other comes with its
+    traceback.
 
     Returns:
         Whether there is a launcher that will read it.
@@ -55,7 +77,9 @@ def leave_reason(error: BaseException) -> bool:
     if Path(path).exists():
         return True
     said = str(error)
-    if not isinstance(error, ShardwiseError):
+    if isinstance(error, OSError):
+        said = of_system(error)
+    elif not isinstance(error, ShardwiseError):
         said = "".join(traceback.format_exception(error)).rstrip()
     now = time.time()
     follows = isinstance(error, RanksDisagree)

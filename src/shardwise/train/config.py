@@ -57,6 +57,10 @@ def _dtype_name(value: object) -> object:
 DtypeName = Annotated[
     Literal["float64", "float32", "bfloat16", "float16"], BeforeValidator(_dtype_name)
 ]
+DeviceName = Annotated[
+    Literal["cpu", "cuda", "xpu", "hpu"],
+    BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+]
 
 
 class Section(BaseModel):
@@ -268,7 +272,7 @@ class RunConfig(Section):
     overwrite: bool = Field(
         False, description="delete an earlier run, checkpoints included; an interrupted one resumes"
     )
-    device: str | None = Field(None, description="cpu, cuda, xpu, hpu; null = what is there")
+    device: DeviceName | None = Field(None, description="cpu, cuda, xpu, hpu; null = what is there")
     steps: Positive = Field(200, description="optimizer steps")
     seed: int = Field(0, ge=0, lt=2**63, description="of the weights, the order and the sample")
     log_every: Positive = Field(10, description="steps between lines")

@@ -112,7 +112,8 @@ class Desk:
         try:
             self.folder.drop_replaced()
         except OSError as error:
-            self.say(Warned(f"the run that this one replaces could not be removed: {error}"))
+            why = f"{error.filename}: {error.strerror}"
+            self.say(Warned(f"the run that this one replaces stays: {why}"))
 
     def sync(self) -> None:
         """Return when what was recorded is on the disk."""

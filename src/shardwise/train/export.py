@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shardwise.checkpoint.disk import written_by_library
 from shardwise.train.config import ModelConfig
 from shardwise.train.folder import Folder
 from shardwise.train.tokenizer import transformers_config
@@ -34,7 +35,8 @@ def export(
         end: the end token's id.
     """
     kept = {name: t.contiguous() for name, t in states.items() if name != HEAD or not config.tied}
-    with folder.replacing("model.safetensors") as path:
+    place = folder.path / "model.safetensors"
+    with folder.replacing(place.name) as path, written_by_library(place, "export"):
         save_file(kept, path, metadata={"format": "pt"})
     embedding = states[EMBEDDING]
     for name, value in described(config, embedding.shape[0], context, end, embedding.dtype).items():

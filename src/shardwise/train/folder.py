@@ -30,7 +30,7 @@ from pathlib import Path
 from shardwise.checkpoint.folder import LATEST, remove, steps, sweep
 from shardwise.errors import ConfigError
 
-__all__ = ["CHECKPOINTS", "JOURNAL", "RECIPE", "Folder", "kept"]
+__all__ = ["CHECKPOINTS", "JOURNAL", "RECIPE", "Folder", "kept", "named"]
 
 RECIPE = "recipe.yaml"
 JOURNAL = "metrics.jsonl"
@@ -48,6 +48,16 @@ RESULTS = (
 )
 REPLACING, REPLACED = ".replacing", "replaced-"
 PATIENCE = 10.0  # seconds for which a run that is just ending may still hold the folder
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An ``OSError`` inside names ``path``: where a disk is full, the system names nothing."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def kept(path: Path, name: str) -> Path:
@@ -178,10 +188,12 @@ class Folder:
         place = self.path / name
         temporary = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
         try:
-            yield temporary
-            temporary.replace(place)
+            with named(place):
+                yield temporary
+                temporary.replace(place)
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the error that led here says more
+                temporary.unlink(missing_ok=True)
 
 
 def _remove_checkpoints(folder: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from shardwise.train.folder import Folder, named
 from shardwise.train.metrics import Evaluated, Record, Stepped
 
 __all__ = ["Journal", "kept"]
@@ -36,14 +37,13 @@ class Journal:
 
     def begin(self, after: int) -> None:
         """Keep what was recorded up to step ``after``, and add from here on."""
-        lines = self.path.read_text("utf-8", "replace") if self.path.exists() else ""
+        with named(self.path):
+            lines = self.path.read_text("utf-8", "replace") if self.path.exists() else ""
         before = list(kept(lines.splitlines(), after))
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in before)
         waiting, self._begun = self.records, True
         self.records = [record for line in before if (record := _drawn(line)) is not None]
-        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        unfinished.write_text(text, "utf-8")
-        unfinished.replace(self.path)
+        Folder(self.path.parent).write_text(self.path.name, text)
         for record in waiting:
             self(record)
 
@@ -54,12 +54,12 @@ class Journal:
         line = {"record": type(record).__name__.lower(), **asdict(record)}
         if isinstance(record, Evaluated):
             line["perplexity"] = record.perplexity
-        with self.path.open("a", encoding="utf-8") as file:
+        with named(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(line), ensure_ascii=False) + "\n")
 
     def sync(self) -> None:
         """Return when what was recorded is on the disk: a checkpoint must not be ahead of it."""
-        with self.path.open("a") as file:
+        with named(self.path), self.path.open("a") as file:
             os.fsync(file.fileno())
 
 

@@ -113,7 +113,7 @@ def train(
         run.begin(beginning)
         outcome = run.walk()
         if not outcome.stopped:
-            _finish(job, data, desk)
+            _finish(job, data, desk, outcome.trouble)
             desk.say(run.placed)
             seconds = time.perf_counter() - start
             desk.say(Finished(recipe.run.folder, _files(desk), seconds, outcome.step))
@@ -262,7 +262,7 @@ def _check_finite(record: Stepped) -> None:
 # --- what remains ----------------------------------------------------------------------------
 
 
-def _finish(job: Job, data: Data, desk: Desk) -> None:
+def _finish(job: Job, data: Data, desk: Desk, trouble: str) -> None:
     """A sample and the whole model: collectives. Rank 0 writes."""
     recipe, comm = job.recipe, job.sharded.comm
     if recipe.sample.tokens:
@@ -271,8 +271,21 @@ def _finish(job: Job, data: Data, desk: Desk) -> None:
     states = job.model.state_dict()
     if desk.folder is not None:
         end = end_id(data.tokenizer)
-        export(desk.folder, states, recipe.model, recipe.data.context, end)
+        try:
+            export(desk.folder, states, recipe.model, recipe.data.context, end)
+        except (OSError, CheckpointError) as error:
+            raise _not_written(error, recipe.run.steps, trouble) from error
         _draw(desk, desk.folder, recipe.sharding.strategy, comm.size)
+
+
+def _not_written(error: Exception, steps: int, trouble: str) -> CheckpointError:
+    why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    checkpoint = f" Its last checkpoint could not be saved either: {trouble}" if trouble else ""
+    return CheckpointError(
+        f"the run has taken all its {steps:,} steps, and the model could not be written: {why}"
+        f"{checkpoint} Rerun the same command when there is room: it goes on from the last "
+        "checkpoint that was saved."
+    )
 
 
 def _files(desk: Desk) -> tuple[str, ...]:
