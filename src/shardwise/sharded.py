@@ -103,7 +103,8 @@ class Sharded:
             unit.name: specs_of(unit, self.options, self.comm, self.placement) for unit in units
         }
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
-        self._gate = Gate([m.param for unit in units for m in unit.members], self._before_step)
+        params = [member.param for unit in units for member in unit.members]
+        self._gate = Gate(params, self._before_step, self.comm)
         states = cut(self.model, units, specs, self.options, self.comm)
         self.buckets = tuple(bucket for state in states.values() for bucket in state.buckets)
         self.units = replace(

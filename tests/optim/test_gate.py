@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -16,6 +17,8 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import shardwise as sw
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.guard import ShardedParameter, sharding_of
 from tests import nets
@@ -439,3 +442,56 @@ def test_the_shards_of_a_scalar_keep_the_optimizers_books() -> None:
         assert math.prod(temperature.shape) == sharding.stop - sharding.start
 
     on_ranks(3, ODD.build, rank)
+
+
+# --- parameters beside those of the model -----------------------------------------------------
+
+
+def test_parameters_of_no_sharded_model_are_counted_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Those of another sharded model are averaged; those that get no gradient do not move."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        other = seeded(ODD.build)
+        sw.shard(model, comm=comm), sw.shard(other, comm=comm)
+        plain = nn.ParameterDict({str(n): nn.Parameter(torch.ones(n)) for n in range(1, 6)})
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+        optimizer.add_param_group({"params": list(plain.values())})
+        for step in range(3):
+            train(model, ODD.batch(0, 2))
+            for param in plain.values() if step else ():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            assert bool(caplog.messages) <= bool(step)
+
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        on_ranks(2, ODD.build, rank)
+    [text] = caplog.messages
+    assert text == (
+        "SGD also holds 5 parameters that are in no sharded model (one of shape (1,), one of shape "
+        "(2,), one of shape (3,), …): each of the 2 ranks updates its own copy by its own "
+        "gradients, so the copies will differ. Shard the module that holds them, too, or average "
+        "their gradients before each step."
+    )
+
+
+def test_they_are_told_by_their_names_where_the_optimizer_knows_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, weights = ODD.build(), nn.ParameterDict({"aux": nn.Parameter(torch.ones(3))})
+    sw.shard(model, comm=FakeComm(0, 2))
+    optimizer = torch.optim.SGD([*model.named_parameters(), *weights.named_parameters()], lr=0.1)
+    weights["aux"].grad = torch.ones(3)
+    optimizer.step()
+    assert "also holds 1 parameters that are in no sharded model (aux): each of" in caplog.text
+
+
+def test_one_rank_has_nothing_to_differ_from(caplog: pytest.LogCaptureFixture) -> None:
+    model, plain = ODD.build(), nn.Parameter(torch.ones(3))
+    sw.shard(model, comm=LocalComm())
+    optimizer = torch.optim.SGD([*model.parameters(), plain])
+    train(model, ODD.batch(0, 2))
+    plain.grad = torch.ones(3)
+    optimizer.step()
+    assert caplog.messages == []

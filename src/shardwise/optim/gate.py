@@ -9,6 +9,7 @@ before sharding is cut to the shard, and parameters show their plain class to fu
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,11 +26,14 @@ from torch.optim.optimizer import (
 )
 
 from shardwise.buffers import Bucket
+from shardwise.comm.protocol import Comm
 from shardwise.compiling import leave_alone
 from shardwise.errors import OptimizerError
 from shardwise.guard import ShardedParameter, Sharding, sharding_of
 
 __all__ = ["Gate", "shown_plain"]
+
+log = logging.getLogger("shardwise")
 
 _ELEMENTWISE = (
     torch.optim.SGD,
@@ -50,6 +54,7 @@ _REASONS = {
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it needs sparse gradients, and gradients arrive here as dense shards",
 }
+_said_plain: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
 """0-dim state that is no element's: how far the optimizer is."""
 
@@ -61,10 +66,12 @@ class _Params:
     Attributes:
         facts: which lists they were sought in, and how long those were.
         mine: the parameters.
+        plain: those beside them that no sharded model has, by name or shape.
     """
 
     facts: list[tuple[int, int]]
     mine: list[nn.Parameter]
+    plain: list[tuple[str, nn.Parameter]]
 
 
 class Gate:
@@ -76,9 +83,13 @@ class Gate:
         params: the model's parameters.
         before_step: a method that is called before each step of an optimizer that holds any of
             them; held weakly.
+        comm: the ranks.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], before_step: Callable[[], None]) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], before_step: Callable[[], None], comm: Comm
+    ) -> None:
+        self._ranks, self._speaks = comm.size, comm.size > 1 and comm.rank == 0
         self._mine = {id(param) for param in params}
         self._before_step = weakref.WeakMethod(before_step)
         self._known: list[weakref.ref[Optimizer]] = []  # in order of their first step
@@ -120,6 +131,7 @@ class Gate:
             return
         before_step()
         self.admit(optimizer)
+        self._say_plain(optimizer)
         self._unguarded += _show_plain(params)
 
     def _params_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -129,8 +141,25 @@ class Gate:
         known = self._params.get(optimizer)
         if known is None or known.facts != facts:
             mine = [param for params in lists for param in params if id(param) in self._mine]
-            known = self._params[optimizer] = _Params(facts, mine)
+            known = self._params[optimizer] = _Params(facts, mine, _plain(optimizer))
         return known.mine
+
+    def _say_plain(self, optimizer: Optimizer) -> None:
+        """Say once that it also updates parameters whose gradients nobody averages."""
+        plain = self._params[optimizer].plain if self._speaks else ()
+        if all(param.grad is None for _, param in plain) or optimizer in _said_plain:
+            return
+        _said_plain.add(optimizer)
+        some = ", ".join([name for name, _ in plain[:3]] + ["…"] * (len(plain) > 3))
+        log.warning(
+            "%s also holds %d parameters that are in no sharded model (%s): each of the %d ranks "
+            "updates its own copy by its own gradients, so the copies will differ. Shard the "
+            "module that holds them, too, or average their gradients before each step.",
+            type(optimizer).__name__,
+            len(plain),
+            some,
+            self._ranks,
+        )
 
     def admit(self, optimizer: Optimizer) -> None:
         """Make sure, once, that it may step on shards, and cut state from before ``shard()``."""
@@ -145,6 +174,16 @@ class Gate:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _guard(self._unguarded)
         self._unguarded.clear()
+
+
+def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    found = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        names = group.get("param_names") or [f"one of shape {tuple(p.shape)}" for p in params]
+        pairs = zip(names, params, strict=True)
+        found += [pair for pair in pairs if pair[1].requires_grad and sharding_of(pair[1]) is None]
+    return found
 
 
 @contextmanager
