@@ -252,7 +252,8 @@ def _misuse(function: str, values: Iterable[Any]) -> ShardUseError:
     return ShardUseError(
         f"{_described(_first(values))}, and {function!r} needs the whole of it. It is whole only "
         "while its unit computes: call the model or the module through model(...), not "
-        ".forward(...), and let the unit's own modules read it; or read it inside "
+        ".forward(...), and let the unit's own modules read it; name another method that is called "
+        "from outside by sharded.register_forward_method(module, 'encode'); or read it inside "
         "`with sharded.full_params():`; or take this rank's shard on purpose with .detach()."
     )
 

@@ -8,7 +8,7 @@ What a call returned is looked at once, for the nodes by which ``backward`` will
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class Frame:
     cued: bool  # False in a recomputation, which the schedule does not list
     handled: BaseException | None  # what the caller was handling already when it began
     resume: Any = None  # of the outermost frame: the cursor to go on with
+    tells_its_end: bool = False  # a registered method, whose end is seen however it ends
 
 
 class Hooks:
@@ -120,6 +121,11 @@ class Hooks:
             unit = self._root.name
             if self._root.depth:  # as usual: the model around it is being called
                 return None
+        return self._enter(module, unit, args, kwargs)
+
+    def _enter(
+        self, module: nn.Module, unit: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if torch._C._current_graph_task_id() != -1 and self.backward.running:
             self._recompute(module, unit, (args, kwargs))
             return None
@@ -145,7 +151,8 @@ class Hooks:
 
     def _is_abandoned(self, module: nn.Module) -> bool:
         """The model is called while it is being called: that call ended without telling us."""
-        if module is not self.model or all(frame.module is not module for frame in self._frames):
+        calls = [frame for frame in self._frames if frame.module is module]
+        if module is not self.model or not calls or calls[-1].tells_its_end:
             return False
         self._frames.clear()
         self.runtime.abandon("a forward pass stopped before its end")
@@ -222,6 +229,43 @@ class Hooks:
         if frame.unit is not None:
             self.runtime.units[frame.unit].visits.add(visit)
         self.backward.await_call(visit, nodes, frame.inputs)
+
+    # ---- other methods ---------------------------------------------------------------------
+
+    def unit_of(self, module: nn.Module) -> str | None:
+        """The unit that ``module`` itself reads: its own, or that of a module around it."""
+        if module in self.brackets:
+            return self.brackets[module]
+        inside = {self.brackets[part] for part in module.modules() if part in self.brackets}
+        mine = {id(param) for param in module.parameters()}
+        holders = (
+            name
+            for name, state in self.runtime.units.items()
+            if name not in inside and any(id(p) in mine for b in state.buckets for p in b.params)
+        )
+        return next(holders, None)
+
+    def call(
+        self,
+        module: nn.Module,
+        unit: str | None,
+        method: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run a method of ``module`` as its ``forward`` is run: ``unit`` is whole inside."""
+        around = unit is not None and self.runtime.units[unit].depth > 0
+        if around or self.backward.suspended or any(f.module is module for f in self._frames):
+            return method(*args, **kwargs)
+        args, kwargs = self._enter(module, unit, args, kwargs) or (args, kwargs)
+        self._frames[-1].tells_its_end = True
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._after(module, args, None)
+            raise
+        replaced = self._after(module, args, output)
+        return output if replaced is None else replaced
 
     # ---- casts at the model's border -------------------------------------------------------
 

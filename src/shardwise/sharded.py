@@ -27,6 +27,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, ScheduleError
 from shardwise.hooks import Hooks
 from shardwise.listing import Layouts, Schedule
+from shardwise.methods import ForwardMethods
 from shardwise.optim.gate import Gate
 from shardwise.optim.norm import clip_gradients
 from shardwise.options import Options
@@ -95,6 +96,7 @@ class Sharded:
 
     def __post_init__(self) -> None:
         self._background = Background()
+        self._methods = ForwardMethods(self.model)
         self._build()
 
     def _build(self) -> None:
@@ -148,6 +150,25 @@ class Sharded:
     def no_sync(self) -> AbstractContextManager[None]:
         """``accumulate(last=False)``, by the name that DDP gave it."""
         return self.accumulate(last=False)
+
+    def register_forward_method(self, module: nn.Module, method: str) -> None:
+        """Let a method other than ``forward`` gather its module's unit, as ``forward`` does.
+
+        For what is called from outside: ``model.encode(x)``, a VAE's ``loss(x)``. What only calls
+        the model or its modules, such as ``generate()``, needs no registration. It lasts as long
+        as the model is sharded, over ``relayout()``. Every rank registers the same.
+
+        Args:
+            module: the model, or a module in it.
+            method: its name, such as ``"encode"``.
+
+        Raises:
+            ConfigError: ``module`` is not in the model, or has no such method.
+        """
+        self._idle("register_forward_method() was called")
+        self._methods.add(module, method)
+        self._methods.remove()
+        self._methods.install(self._hooks)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global gradient norm, over all ranks. One collective.
@@ -238,12 +259,14 @@ class Sharded:
             checkpoint_units(self.units) if self.options.activation_checkpointing else []
         )
         self._hooks.install()
+        self._methods.install(self._hooks)
         self._state.install()
         self.model.__dict__["__deepcopy__"] = self._deepcopy
 
     def _undress(self) -> None:
         del self.model.__dict__["__deepcopy__"]
         self._state.remove()
+        self._methods.remove()
         self._hooks.remove()
         for module in self._checkpointed:
             del module.forward
