@@ -475,3 +475,28 @@ def test_hooks_of_the_user_see_whole_parameters_before_and_after_a_unit_computes
 
     run_threads(2, rank)
     assert seen == [torch.Size([6, 6])] * 4
+
+
+# ---- a model without a forward -----------------------------------------------------------------
+
+
+def generator_step(model: nn.Module, batch: Batch) -> None:
+    made, judge = model.get_submodule("made"), model.get_submodule("judge")
+    judge(made(batch[0])).square().mean().backward()
+
+
+def discriminator_step(model: nn.Module, batch: Batch) -> None:
+    made, judge = model.get_submodule("made"), model.get_submodule("judge")
+    (judge(batch[0]).mean() - judge(made(batch[0]).detach()).mean()).backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_parts_of_a_container_are_called_one_by_one(strategy: str) -> None:
+    """Two nets that one module only holds, as in many a GAN."""
+    model = nn.ModuleDict(
+        {
+            "made": nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)),
+            "judge": nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)),
+        }
+    )
+    play(model, [discriminator_step, generator_step] * 2, BATCHES, strategy=strategy)

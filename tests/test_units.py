@@ -342,9 +342,19 @@ def test_a_model_without_parameters_has_no_units() -> None:
     ]
 
 
-def test_a_list_of_modules_is_not_a_model() -> None:
-    with pytest.raises(ConfigError, match="the model is a ModuleList, which has no forward"):
-        choose_units(nn.ModuleList([nn.Linear(2, 2)]))
+def test_a_model_without_a_forward_is_entered_by_the_parts_that_have_one() -> None:
+    tail = nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 3))])
+    units = choose_units(nn.ModuleDict({"net": Decoder(tied=False), "tail": tail}), wrap.whole())
+    assert [unit.name for unit in units] == ["net", "tail.0", "tail.2"]
+    assert all(len(unit.modules) == 1 for unit in units)
+
+
+def test_a_parameter_that_lies_in_no_module_with_a_forward_is_named() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2)])
+    model.register_parameter("scale", nn.Parameter(torch.ones(2)))
+    expected = "the model is a ModuleList, which has no forward, and parameter 'scale' lies in no"
+    with pytest.raises(ConfigError, match=expected):
+        choose_units(model)
 
 
 def test_a_lazy_model_is_asked_to_run_once() -> None:

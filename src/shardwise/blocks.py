@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 
-__all__ = ["Group", "has_forward", "holds_parameters", "pick_by_structure", "stacks"]
+__all__ = ["Group", "as_group", "has_forward", "holds_parameters", "pick_by_structure", "stacks"]
 
 Group = tuple[nn.Module, ...]
 """Modules that share one unit: entering any of them needs all of its parameters."""
@@ -108,7 +108,7 @@ def _blocks(model: nn.Module, counts: Callable[[nn.Module], bool]) -> list[Group
             found |= {child: (found[child] if deeper else []) or [child] for child in siblings}
         return [block for blocks in found.values() for block in blocks]
 
-    return [_as_group(block) for block in dict.fromkeys(below(model))]
+    return [as_group(block) for block in dict.fromkeys(below(model))]
 
 
 def _repeated(module: nn.Module, counts: Callable[[nn.Module], bool]) -> list[list[nn.Module]]:
@@ -126,21 +126,21 @@ def _some_equal(siblings: list[nn.Module]) -> bool:
     return len(shapes) < len(siblings)
 
 
-def _as_group(block: nn.Module) -> Group:
+def as_group(block: nn.Module) -> Group:
     """What brackets a block: itself or, if it is only a list of layers, those layers."""
     if has_forward(block):
         return (block,) if holds_parameters(block) else ()
-    return tuple(module for child in block.children() for module in _as_group(child))
+    return tuple(module for child in block.children() for module in as_group(child))
 
 
 def _is_large(module: nn.Module) -> bool:
     """More than a single layer: it has parts, or several matrices of its own."""
     has_parts = any(True for _ in module.children())
-    return bool(_as_group(module)) and (has_parts or _matrices(module.parameters()) > 1)
+    return bool(as_group(module)) and (has_parts or _matrices(module.parameters()) > 1)
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    return bool(_as_group(module)) and _matrices(module.parameters()) > 0
+    return bool(as_group(module)) and _matrices(module.parameters()) > 0
 
 
 def _matrices(parameters: Iterable[nn.Parameter]) -> int:

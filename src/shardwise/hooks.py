@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from shardwise.backward import Backward
-from shardwise.blocks import stacks
+from shardwise.blocks import as_group, has_forward, stacks
 from shardwise.compiling import leave_alone, shield
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.registered import Registered
@@ -64,6 +64,8 @@ class Hooks:
         self._root = runtime.units.get(brackets.get(model, ""))
         own = [] if self._root is None else [p for b in self._root.buckets for p in b.params]
         self._stacks = stacks(model, brackets, own)
+        #: What the user's code calls: the model, or the parts of one that has no forward.
+        self._outermost = frozenset((model,) if has_forward(model) else as_group(model))
         self.backward = Backward(runtime)
         self._frames: list[Frame] = []
         self._handles: list[Any] = []
@@ -152,7 +154,7 @@ class Hooks:
     def _is_abandoned(self, module: nn.Module) -> bool:
         """The model is called while it is being called: that call ended without telling us."""
         calls = [frame for frame in self._frames if frame.module is module]
-        if module is not self.model or not calls or calls[-1].tells_its_end:
+        if module not in self._outermost or not calls or calls[-1].tells_its_end:
             return False
         self._frames.clear()
         self.runtime.abandon("a forward pass stopped before its end")
@@ -270,12 +272,12 @@ class Hooks:
     # ---- casts at the model's border -------------------------------------------------------
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if module is not self.model or self.casts[0] is None:
+        if module not in self._outermost or self.casts[0] is None:
             return None
         return cast((args, kwargs), self.casts[0])
 
     def _cast_outputs(self, module: nn.Module, output: Any) -> Any:
-        if module is not self.model or self.casts[1] is None:
+        if module not in self._outermost or self.casts[1] is None:
             return None
         return cast(output, self.casts[1])
 

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from shardwise.blocks import Group, has_forward
+from shardwise.blocks import Group, as_group, has_forward
 from shardwise.errors import ConfigError
 from shardwise.wrap import Wrap, automatic, brackets, checked_groups
 
@@ -143,17 +143,20 @@ def choose_units(model: nn.Module, wrap: Wrap | None = None) -> Units:
         wrap: which modules become units (default: `shardwise.wrap.automatic`).
 
     Raises:
-        ConfigError: the model has no forward, a parameter has no shape yet, or the rule does
-            not fit the model.
+        ConfigError: a parameter lies in no module that is called, or has no shape yet, or the
+            rule does not fit the model.
     """
     _refuse_unfit(model)
-    claims = _Claims(model, checked_groups(model, wrap or automatic()))
+    groups = checked_groups(model, wrap or automatic())
+    claims = _Claims(model, [*groups, *_called_parts(model, groups)])
     members = _members(model)
     for member in members:
         claims.join(member)
     homes: dict[Group, list[Member]] = defaultdict(list)
     for member in members:
         homes[claims.home(member)].append(member)
+    if not has_forward(model) and (model,) in homes:
+        raise _never_gathered(model, homes[model,][0])
     ordered = sorted(homes.items(), key=lambda home: claims.place[home[0][0]])
     units = (
         Unit(_name([claims.able[m] for m in group]), group, _class(group), tuple(held))
@@ -162,12 +165,21 @@ def choose_units(model: nn.Module, wrap: Wrap | None = None) -> Units:
     return Units(tuple(units))
 
 
+def _called_parts(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
+    """Of a model without a forward, a GAN's two nets, say: the parts that are called instead."""
+    picked = {module for group in groups for module in group}
+    return [] if has_forward(model) else [(m,) for m in as_group(model) if m not in picked]
+
+
+def _never_gathered(model: nn.Module, member: Member) -> ConfigError:
+    return ConfigError(
+        f"the model is a {type(model).__name__}, which has no forward, and parameter "
+        f"{member.name!r} lies in no module that has one, so no step would ever gather it. Shard "
+        "the modules that the model holds, or a module that calls them."
+    )
+
+
 def _refuse_unfit(model: nn.Module) -> None:
-    if not has_forward(model):
-        raise ConfigError(
-            f"the model is a {type(model).__name__}, which has no forward, so no step would ever "
-            "enter it. Shard the modules that it holds, or a module that calls them."
-        )
     named = model.named_parameters()
     if lazy := [name for name, param in named if isinstance(param, UninitializedParameter)]:
         raise ConfigError(
