@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
+from shardwise.gathered_parameter import GatheredParameter
 from shardwise.guard import ShardedParameter, sharding_of
 from tests import nets
 from tests.copies import on_ranks, said
@@ -228,7 +229,7 @@ def test_while_its_unit_computes_a_parameter_is_a_plain_whole_one() -> None:
         assert type(weight) is ShardedParameter
 
     on_ranks(2, Normed, rank)
-    assert seen == [(nn.Parameter, torch.Size((40, 8)))] * 2
+    assert seen == [(GatheredParameter, torch.Size((40, 8)))] * 2
 
 
 class Looking(torch.optim.SGD):

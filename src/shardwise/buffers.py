@@ -18,15 +18,21 @@ version counter is its own (the views' counters must not move).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from shardwise.bucket import BucketSpec
 from shardwise.comm.protocol import Label, Pending
+from shardwise.errors import ShardUseError
+from shardwise.gathered_parameter import GatheredParameter
 from shardwise.gradients import Gradients
 from shardwise.guard import ShardedParameter, replaced
 
 __all__ = ["Bucket"]
+
+_VERSION: Any = Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 class Bucket:
@@ -42,18 +48,24 @@ class Bucket:
         self._pending: Pending | None = None
         self._label = Label("gather", spec.unit)
         self._whole_at_rest = spec.whole_at_rest
-        ours = [p for p in self.params if type(p) in (nn.Parameter, ShardedParameter)]
-        #: Whose class changes at rest. Classes that users gave their parameters are left alone.
-        self._guarded = [] if self._whole_at_rest else ours
         self._allocate()
         #: Do the parameters show the same, whole memory all the time?
         self.stays_whole = self.aliased and self._whole_at_rest
+        ours = [p for p in self.params if type(p) in (nn.Parameter, ShardedParameter)]
+        #: Whose class changes. Classes that users gave their parameters are left alone.
+        self._ours = [] if self.stays_whole else ours
+        self._class_at_rest = nn.Parameter if self._whole_at_rest else ShardedParameter
+        self._handed_out = False  # may a parameter have been written since the unit's call began?
+        self._versions: list[int] = []
+        for param in self._ours:
+            param.before_write = self._before_write  # type: ignore[attr-defined]
 
     # ---- memory at rest ------------------------------------------------------------------
 
     def _allocate(self) -> None:
         spec, dtypes = self.spec, self.dtypes
-        shared = spec.comm.shares and spec.placement.splits
+        #: Do all ranks map the same full bucket?
+        self.shared = shared = spec.comm.shares and spec.placement.splits
         memory = spec.comm.allocate_bucket if shared else spec.comm.allocate
         #: Does the full bucket keep its memory when it is free?
         same = dtypes.stored is dtypes.compute
@@ -122,7 +134,7 @@ class Bucket:
             # So a unit that was kept since its last use must change, too: else the uses of a tied
             # weight would be summed by autograd here and by us there, and strategies would differ.
             self.rest()
-        self.bind_whole(self._full_views)
+        self._bind(self._full_views, GatheredParameter)
 
     def free(self) -> None:
         """Let the parameters be shards again, and the full bucket's memory go."""
@@ -151,18 +163,15 @@ class Bucket:
     def rest(self) -> None:
         """Let the parameters be what this rank holds at rest."""
         with torch._C.DisableTorchFunctionSubclass():
-            for param, view in zip(self.params, self._rest_views, strict=True):
-                param.data = view
-        for param in self._guarded:
-            param.__class__ = ShardedParameter
+            self._bind(self._rest_views, self._class_at_rest)
 
     def rest_one(self, index: int) -> None:
         """The same for one parameter; memory that it had of its own may go."""
         param = self.params[index]
+        if any(param is ours for ours in self._ours):
+            param.__class__ = self._class_at_rest
         with torch._C.DisableTorchFunctionSubclass():
             param.data = self._rest_views[index]
-        if any(param is guarded for guarded in self._guarded):
-            param.__class__ = ShardedParameter
 
     def expire(self) -> None:
         """The optimizer may run next: what was cast for this step will be old."""
@@ -202,11 +211,82 @@ class Bucket:
         return self.spec.full_views(full)
 
     def bind_whole(self, wholes: list[Tensor]) -> None:
-        """Let the parameters be ``wholes`` until ``rest``."""
-        for param in self._guarded:
-            param.__class__ = nn.Parameter
-        for param, whole in zip(self.params, wholes, strict=True):
-            param.data = whole
+        """Let the parameters be ``wholes``, and plain, until ``rest``."""
+        self._bind(wholes, nn.Parameter)
+
+    def _bind(self, values: list[Tensor], kind: type[nn.Parameter]) -> None:
+        """Let the parameters be ``values``, and ours of class ``kind``."""
+        for param in self._ours:
+            param.__class__ = nn.Parameter  # whose data is set without a word to anybody
+        for param, value in zip(self.params, values, strict=True):
+            param.data = value
+        for param in self._ours if kind is not nn.Parameter else ():
+            param.__class__ = kind
+
+    # ---- written while whole -----------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        """The unit's module begins computing."""
+        self._handed_out = False
+        self._versions = list(map(_VERSION, self.params))
+
+    def is_written(self) -> bool:
+        """May a parameter have been written since ``begin_call``?"""
+        if self.stays_whole or not self.is_whole:
+            return False
+        return (
+            self._handed_out
+            or list(map(_VERSION, self.params)) != self._versions
+            or (len(self._ours) < len(self.params) and self._is_replaced())
+        )
+
+    def keep_written(self) -> None:
+        """Take this rank's part of what was written into the shard.
+
+        Raises:
+            ConfigError: a parameter was replaced by what its shard cannot hold.
+            ShardUseError: all ranks wrote to the memory that they share.
+        """
+        if self.shared and not self._handed_out:
+            raise self._written_by_all()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for index, (param, full) in enumerate(zip(self.params, self._full_views, strict=True)):
+                whole = Tensor.detach(param)
+                if (whole.shape, whole.dtype) != (full.shape, full.dtype):
+                    raise replaced(self.members[index].name, full, whole)
+                self._take_written(index, whole)
+        self._handed_out = False
+
+    def _take_written(self, index: int, whole: Tensor) -> None:
+        shard = self._rest_views[index]
+        part = self.spec.sharding(index).cut(whole, shard.shape)
+        if part.dtype is shard.dtype:
+            shard.copy_(part)
+        else:  # a cast that nobody wrote to is no new value
+            written = part != shard.to(part.dtype)
+            shard.copy_(torch.where(written, part.to(shard.dtype), shard))
+
+    def _before_write(self) -> None:
+        """A parameter may be written next: this rank must write to memory of its own."""
+        if not self._handed_out and self.shared:
+            with torch.inference_mode(False):
+                self._bind(self.spec.full_views(self.full.clone()), GatheredParameter)
+        self._handed_out = True
+
+    def _is_replaced(self) -> bool:
+        pairs = zip(self.params, self._full_views, strict=True)
+        return any(param.data_ptr() != full.data_ptr() for param, full in pairs)
+
+    def _written_by_all(self) -> ShardUseError:
+        versions = map(_VERSION, self.params)
+        changed = (v != before for v, before in zip(versions, self._versions, strict=True))
+        names = [m.name for m, one in zip(self.members, changed, strict=True) if one]
+        return ShardUseError(
+            f"parameter {names[0]!r} was written inside its unit's forward by a function, while "
+            f"{self.spec.comm.size} ranks map the same memory, so each of them wrote to it. Write "
+            "by a method of the parameter, such as param.add_(...), which is kept; or call "
+            'sw.connect(transport="messages").'
+        )
 
     def close(self) -> None:
         """Let all memory go, once the parameters have other memory. Nothing works after it.
@@ -214,6 +294,8 @@ class Bucket:
         At once, and not when what refers to this object is found to be garbage: another layout may
         be made next.
         """
+        for param in self._ours:
+            del param.before_write  # type: ignore[attr-defined]
         self.gradients.drop()
         self.full = self.shard = self._writer = self._own = torch.empty(0)
         self._storage = self.full.untyped_storage()

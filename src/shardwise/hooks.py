@@ -137,7 +137,7 @@ class Hooks:
         frame.resume = resume
         self._frames.append(frame)
         if unit is not None:
-            self.runtime.units[unit].depth += 1
+            self.runtime.units[unit].begin_call()
             self.runtime.cue(Op.ENTER, unit, Phase.FORWARD)
         return self._cast_inputs(module, args, kwargs)
 
@@ -180,7 +180,7 @@ class Hooks:
             frame.visit = None
         self._frames.append(frame)
         if unit is not None:
-            self.runtime.units[unit].depth += 1
+            self.runtime.units[unit].begin_call()
             self.runtime.serve(unit, Phase.BACKWARD, "recomputed")
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -189,7 +189,7 @@ class Hooks:
         frame = self._frames.pop()
         failed = sys.exc_info()[1] is not frame.handled
         if frame.unit is not None:
-            self.runtime.units[frame.unit].depth -= 1
+            self.runtime.units[frame.unit].end_call(keeps=not failed)
         if failed:
             self._failed(frame)
             return None

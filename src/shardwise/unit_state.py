@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwise.buffers import Bucket
+from shardwise.comm.protocol import Label
 from shardwise.errors import RanksDisagree
 from shardwise.schedule import Weight
 from shardwise.visits import Visits
@@ -58,6 +59,30 @@ class UnitState:
     def wholly_trained(self) -> bool:
         """Has every parameter a gradient, so that none is needed once all of them are there?"""
         return all(len(b.gradients.trained) == len(b.params) for b in self.buckets)
+
+    def begin_call(self) -> None:
+        """A forward call begins; one inside it does not count."""
+        self.depth += 1
+        for bucket in self.buckets if self.depth == 1 else ():
+            bucket.begin_call()
+
+    def end_call(self, keeps: bool) -> None:
+        """A forward call has ended; ``keeps``: what it wrote to parameters is kept.
+
+        Ranks that map the same memory wait for each other before they write to it, since a peer may
+        still compute with it, and after it, since they read each other's parts next.
+        """
+        self.depth -= 1
+        if self.depth or not keeps:
+            return
+        written = [bucket for bucket in self.buckets if bucket.is_written()]
+        fences = [bucket.spec.comm for bucket in written if bucket.shared][:1]
+        for comm in fences:
+            comm.fence(Label("fence", "written parameters"))
+        for bucket in written:
+            bucket.keep_written()
+        for comm in fences:
+            comm.fence(Label("fence", "written parameters"))
 
     def gather(self) -> None:
         self.gathered = True

@@ -1,0 +1,75 @@
+"""A parameter while its unit is whole, which tells its bucket before it is written.
+
+Forward passes write parameters: a target that follows (MoCo), a scale that is clamped, an
+embedding with ``max_norm``. What is written to a gathered parameter would be lost when its unit is
+freed; and where all ranks of a host map one full bucket, each of them would write to it.
+
+So while its unit is whole a parameter is of this class. The methods that write, and those that
+hand its memory out (``data``, ``detach``), tell the bucket first. Every other operation sees a
+plain parameter, since torch's own dispatch to subclasses is disabled, and costs nothing. Functions
+that write without a method (``torch._foreach_add_``) change the parameter's version, which the
+bucket looks at when the unit's call ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["GatheredParameter"]
+
+_DATA: Any = Tensor.data
+_BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_WRITES_NOTHING = ("requires_grad_", "share_memory_")
+
+
+class GatheredParameter(nn.Parameter):
+    """The class of a parameter while its unit is whole.
+
+    Attributes:
+        before_write: called before its memory is written or handed out.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def before_write() -> None:
+        """A copy of a gathered parameter belongs to no bucket."""
+
+    @property
+    def data(self) -> Tensor:
+        """The whole values, without their history."""
+        self.before_write()
+        value: Tensor = _DATA.__get__(self)
+        return value
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.before_write()
+        _DATA.__set__(self, value)
+
+
+def _told_before(name: str) -> Callable[..., Any]:
+    method = getattr(Tensor, name)
+
+    def write(self: GatheredParameter, *args: Any, **kwargs: Any) -> Any:
+        self.before_write()
+        return method(self, *args, **kwargs)
+
+    write.__name__ = name
+    return write
+
+
+def _writing() -> list[str]:
+    """The names of the methods that write to their tensor, or hand its memory out."""
+    named = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")]
+    in_place = [name for name in named if name not in _WRITES_NOTHING]
+    return [*in_place, *(f"__i{name}__" for name in _BINARY), "__setitem__", "detach"]
+
+
+for _name in _writing():
+    if callable(getattr(Tensor, _name, None)):
+        setattr(GatheredParameter, _name, _told_before(_name))
