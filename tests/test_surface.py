@@ -25,7 +25,7 @@ PACKAGE = ROOT / "src" / "shardwise"
 LONGEST_FUNCTION = 60  # lines, docstring included
 LONGEST_FILE = 400  # lines
 MOST_PARAMETERS = 8  # counting self; the aim is 6
-ENGINE_BUDGET = 9_300  # a ratchet: lines with docstrings, without blanks and comments; 8,200 is the aim
+ENGINE_BUDGET = 9_300  # a ratchet: lines with docstrings, without blanks and comments
 NAMES_THAT_EXPLAIN_NOTHING = {"utils", "helpers", "common", "misc", "base"}
 
 # file or folder of the package → what of the package it may import (itself always)
