@@ -66,6 +66,15 @@ def test_only_a_run_s_own_files_come_along(tmp_path: Path) -> None:
         exported(tmp_path / "step-1", tmp_path / "never")
 
 
+def test_one_file_that_is_called_as_a_model_s_brings_what_its_folder_holds(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "part.safetensors"):
+        save_file({"x": torch.ones(3)}, tmp_path / name)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "notes.json").write_text("{}")
+    assert exported(tmp_path / "model.safetensors", tmp_path / "a").small == ("config.json",)
+    assert exported(tmp_path / "part.safetensors", tmp_path / "b").small == ()
+
+
 def test_code_and_pickles_stay_where_they_are_and_are_named(tmp_path: Path) -> None:
     files = {"modeling.py": "code", "pytorch_model.bin": "pickle", "config.json": "{}"}
     saved(DECODER, 1, tmp_path / "of" / "ours", files=files)

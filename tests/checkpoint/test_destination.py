@@ -51,7 +51,9 @@ def test_a_web_site_with_a_manifest_is_left_alone(made: Path, tmp_path: Path) ->
 def test_what_a_manifest_does_not_list_is_not_removed(made: Path, tmp_path: Path) -> None:
     exported(made, tmp_path / "out")
     (tmp_path / "out" / "notes.md").write_text("mine")
-    with pytest.raises(sw.CheckpointError, match=r"also holds notes\.md, which its manifest"):
+    with pytest.raises(
+        sw.CheckpointError, match=r"also holds notes\.md, which is not part of the export"
+    ):
         exported(made, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "notes.md").read_text() == "mine"
 

@@ -34,14 +34,14 @@ def test_layers_that_differ_are_folded_and_the_worst_are_named() -> None:
         "",
         "model: not equal",
         "  h.{0…7}.w  8 tensors",
-        "  24 of 32 elements differ, by 0.875 at most, relatively 0.25; most in",
-        "    h.7.w: 3 of 4, by 0.875, relatively 0.25",
-        "    h.6.w: 3 of 4, by 0.75, relatively 0.25",
-        "    h.5.w: 3 of 4, by 0.625, relatively 0.25",
-        "    h.4.w: 3 of 4, by 0.5, relatively 0.25",
-        "    h.3.w: 3 of 4, by 0.375, relatively 0.25",
+        "  24 of 32 elements differ, max abs diff 0.875, max rel diff 0.25; most in",
+        "    h.7.w: 3 of 4, max abs diff 0.875, max rel diff 0.25",
+        "    h.6.w: 3 of 4, max abs diff 0.75, max rel diff 0.25",
+        "    h.5.w: 3 of 4, max abs diff 0.625, max rel diff 0.25",
+        "    h.4.w: 3 of 4, max abs diff 0.5, max rel diff 0.25",
+        "    h.3.w: 3 of 4, max abs diff 0.375, max rel diff 0.25",
     ]
-    assert "    h.0.w: 3 of 4, by 0, relatively 0.25" in lines(True, tensors=some)
+    assert "    h.0.w: 3 of 4, max abs diff 0, max rel diff 0.25" in lines(True, tensors=some)
 
 
 def test_shapes_and_dtypes_are_told() -> None:

@@ -50,6 +50,35 @@ def damage(path: Path, at: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
+# --- what is none ----------------------------------------------------------------------------
+
+
+def test_a_file_of_another_kind_is_no_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "q.yaml").write_text("model: {width: 64}\n", "utf-8")
+    assert inspect(tmp_path / "q.yaml") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(
+        f"error: {tmp_path / 'q.yaml'} is no checkpoint. Name a run, a checkpoint,"
+    )
+
+
+def test_a_folder_of_runs_says_which_there_are(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoints").symlink_to(made)
+    assert inspect(tmp_path) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"error: {tmp_path} is a folder of 2 runs: a, b. Name one of them, such as "
+        f"{tmp_path / 'a'}.\n"
+    )
+
+
 # --- a run -----------------------------------------------------------------------------------
 
 
@@ -89,7 +118,7 @@ def test_a_run_can_be_verified(run: Path, capsys: pytest.CaptureFixture[str]) ->
     capsys.readouterr()
     assert inspect(run, "--verify") == 1
     said = capsys.readouterr().out
-    assert "bytes of step-2: all that are there are as they were written" in said
+    assert "bytes of step-2: all present ones match their checksums" in said
     assert "bytes of step-4: 1 block is damaged" in said
     assert "DAMAGED model.safetensors: bytes 0 to " in said
 
@@ -182,7 +211,7 @@ def test_a_folder_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_clean_checkpoint_is_verified(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect(made / "step-2", "--verify") == 0
     out, err = capsys.readouterr()
-    assert "bytes: all that are there are as they were written" in out
+    assert "bytes: all present ones match their checksums" in out
     assert err == ""  # no bar where nobody sees it
 
 
@@ -300,7 +329,7 @@ def test_different_ones_end_with_1_and_say_where(
     said = capsys.readouterr().out
     assert "model: not equal" in said
     assert "blocks.{0…2}.mlp.up.weight  3 tensors" in said
-    assert "elements differ, by " in said
+    assert "elements differ, max abs diff " in said
     assert "optimizers[0].groups[0].options.lr: 0.01 in A, 0.001 in B" in said
     assert inspect(tmp_path / "a", tmp_path / "b", "--json") == 1
     found = json.loads(capsys.readouterr().out)
@@ -343,7 +372,7 @@ def test_equal_checksums_of_damaged_bytes_are_not_equal_where_bytes_are_verified
 ) -> None:
     shutil.copytree(run / "step-2", run / "copy")
     assert inspect(run / "step-2", run / "copy", "--verify") == 0
-    assert capsys.readouterr().out.count("all that are there are as they were written") == 2
+    assert capsys.readouterr().out.count("all present ones match their checksums") == 2
     damage(run / "copy" / "model.safetensors", 5000)
     assert inspect(run / "step-2", run / "copy", "--verify") == 1
     said = capsys.readouterr().out
@@ -402,7 +431,7 @@ def test_a_run_with_nothing_whole_is_not_well(
     assert inspect(run, "--verify") == 0
     said = capsys.readouterr().out
     assert "1 checkpoint, 1 complete" in said
-    assert "bytes of step-4: all that are there are as they were written" in said
+    assert "bytes of step-4: all present ones match their checksums" in said
     shutil.rmtree(run / "step-4.replaced-0123456789abcdef")
     (run / "step-5.partial-0123456789abcdef").mkdir()
     assert inspect(run) == 1

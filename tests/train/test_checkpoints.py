@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from shardwise.checkpoint import points
+from shardwise.checkpoint.difference import compare
+from shardwise.checkpoint.source import Source
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.checkpoints import is_due
 from shardwise.train.config import CheckpointConfig, Recipe
@@ -71,6 +76,16 @@ def test_what_is_due_unasked() -> None:
     assert due(save_every=0, best=True) == []
     assert due(save_every=0, keep_best=True, best=True) == [1, 2, 3, 4, 5, 6, 7]
     assert due(save_every=3, keep_best=True) == [3, 6, 7]
+
+
+def test_two_equal_runs_have_equal_checkpoints(tmp_path: Path, watched: Watched) -> None:
+    """Wherever they lie, and whatever the process had drawn before."""
+    for name in ("a", "b"):
+        random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
+        watched.run(recipe_in(tmp_path, f"run.folder={tmp_path / name}", "run.steps=3"), 1)
+    places = [tmp_path / name / "checkpoints" / "step-3" for name in ("a", "b")]
+    with Source.open(places[0]) as one, Source.open(places[1]) as other:
+        assert compare(one, other).is_empty
 
 
 def test_only_the_newest_stay(tmp_path: Path, watched: Watched) -> None:

@@ -40,6 +40,7 @@ def test_transformers_loads_the_folder_with_equal_logits(tmp_path: Path, tied: b
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     assert ids[0].tolist() == bpe.load((tmp_path / "tokenizer.json").read_text()).encode(text).ids
     assert tokenizer.decode(ids[0]) == text
+    assert tokenizer([text, "x"], padding=True)["attention_mask"][1][-1] == 0
     with torch.no_grad():
         assert torch.equal(model(ids), theirs(ids).logits)
 

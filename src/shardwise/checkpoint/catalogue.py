@@ -185,8 +185,8 @@ def _manifest(folder: Path) -> Manifest | None:
     ours = ours or any(left.path == folder for left in leftovers(folder.parent))
     if found is None and ours:
         raise CheckpointError(
-            f"{folder} has no {NAME}, so it was not written to its end. Nothing vouches for what "
-            "is there; load another checkpoint."
+            f"{folder} has no {NAME}, so it was not written to its end, and the integrity of its "
+            "files is unknown. Load another checkpoint."
         )
     return found
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.catalogue import SUFFIX
+from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.disk import explained
 from shardwise.checkpoint.folder import LOCK, step_of
 from shardwise.checkpoint.manifest import NAME as MANIFEST
@@ -92,7 +93,9 @@ def _small_names(source: Source, all_of_it: bool) -> tuple[list[str], list[str]]
 
 
 def _run_folders(source: Source) -> list[Path]:
-    """Where the run that saved a checkpoint may keep what all its checkpoints share."""
+    """Where a run keeps what all its checkpoints share; where one file's folder keeps the rest."""
+    if not source.listed() and source.names(MODEL) == [f"{MODEL}{SUFFIX}"]:
+        return [source.folder]  # one file alone, by the name that only such a folder's file has
     if source.manifest is None or step_of(source.folder.name) is None:
         return []
     parent = source.folder.parent

@@ -122,8 +122,8 @@ class Destination:
         if strangers:
             some = ", ".join(strangers[:8]) + (", …" if len(strangers) > 8 else "")
             raise CheckpointError(
-                f"{self.path} also holds {some}, which its manifest does not list and replacing it "
-                "would remove. Move that elsewhere, or name another folder."
+                f"{self.path} also holds {some}, which is not part of the export and would be "
+                "deleted. Move it elsewhere, or name another folder."
             )
         if TRAINING in listed and not self.whole:
             raise CheckpointError(

@@ -251,10 +251,9 @@ class Fitted:
     def _generators(self) -> dict[str, Tensor]:
         document, comm = self._found.document, self._comm
         if document is None or document.world != comm.size:
-            before = "none" if document is None else document.world
+            before = "not known" if document is None else f"{document.world} → {comm.size}"
             self._inexact.append(
-                f"random generators: {before} ranks saved theirs and {comm.size} load, so they "
-                "stay as they are, and what dropout draws is another"
+                f"world size {before}: RNG states not restored, so dropout draws other numbers"
             )
             return {}
         states = {}

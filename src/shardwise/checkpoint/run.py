@@ -95,12 +95,33 @@ def survey(folder: Path) -> Run:
 
 
 def meant(path: Path) -> Path:
-    """``RUN/step-100`` and ``RUN/latest`` mean those in ``RUN/checkpoints``, if RUN has none."""
+    """``RUN/step-100`` and ``RUN/latest`` mean those in ``RUN/checkpoints``, if RUN has none.
+
+    Raises:
+        CheckpointError: it is a folder of several runs.
+    """
     inner = path.parent / CHECKPOINTS
     is_one = path.name == LATEST or step_of(path.name) is not None
     with explained(f"looking for {path}", reads=True):
         there = path.exists() or path.is_symlink() or not inner.is_dir()
-        return inner / path.name if is_one and not there else path
+        if is_one and not there:
+            return inner / path.name
+        if runs := _runs_in(path):
+            some = ", ".join(runs[:8]) + ", …" * (len(runs) > 8)
+            raise CheckpointError(
+                f"{path} is a folder of {len(runs)} runs: {some}. Name one of them, such as "
+                f"{path / runs[0]}."
+            )
+        return path
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """Names of runs, in a folder that is neither a run nor a checkpoint itself."""
+    if not folder.is_dir() or folder_of_run(folder) is not None:
+        return []
+    if (folder / NAME).exists() or any(folder.glob("*.safetensors")):
+        return []
+    return sorted(path.name for path in folder.iterdir() if folder_of_run(path) is not None)
 
 
 def checkpoint_of(path: Path) -> Path:

@@ -164,7 +164,7 @@ def _files(catalogue: Catalogue) -> list[str]:
 
 def _file_row(file: OneFile) -> list[str]:
     nbytes = f"{file.expected if file.expected is not None else file.size or 0:,}"
-    state = "there" if file.is_whole else f"CUT, has {file.size or 0:,}"
+    state = "present" if file.is_whole else f"CUT, has {file.size or 0:,}"
     if file.size is None:
         state = "MISSING"
     return [nbytes, f"{file.blocks or ''}", file.digest[:12], state]

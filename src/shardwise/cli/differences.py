@@ -83,8 +83,8 @@ def _values(some: Sequence[Unlike]) -> str:
     largest = max(one.largest for one in some)
     relative = max(one.relative for one in some)
     return (
-        f"  {differing:,} of {numel:,} elements differ, by {largest:.3g} at most, "
-        f"relatively {relative:.3g}; most in"
+        f"  {differing:,} of {numel:,} elements differ, max abs diff {largest:.3g}, "
+        f"max rel diff {relative:.3g}; most in"
     )
 
 
@@ -94,8 +94,8 @@ def _worst(some: Sequence[Unlike], most: int = 5) -> list[Unlike]:
 
 def _one(one: Unlike) -> str:
     return (
-        f"{named(one.name)}: {one.differing:,} of {one.numel:,}, by {one.largest:.3g}, "
-        f"relatively {one.relative:.3g}"
+        f"{named(one.name)}: {one.differing:,} of {one.numel:,}, max abs diff {one.largest:.3g}, "
+        f"max rel diff {one.relative:.3g}"
     )
 
 

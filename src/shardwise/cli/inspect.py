@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from shardwise.checkpoint.catalogue import Catalogue, Damage, damage_of
+from shardwise.checkpoint.catalogue import OF_TORCH, SUFFIX, Catalogue, Damage, damage_of
 from shardwise.checkpoint.difference import ABSENT, Difference, compare
 from shardwise.checkpoint.run import Listed, Run, checkpoint_of, folder_of_run, meant, survey
 from shardwise.checkpoint.source import Source
@@ -144,6 +144,11 @@ def _run_json(run: Run, damage: dict[str, list[Damage]] | None) -> dict[str, Any
 
 def _show(path: Path, verify: bool, every: bool, as_json: bool) -> int:
     catalogue = Catalogue.read(path)
+    if catalogue.problems and path.is_file() and path.suffix not in (SUFFIX, *OF_TORCH):
+        raise ConfigError(
+            f"{path} is no checkpoint. Name a run, a checkpoint, a Hugging Face folder or a "
+            ".safetensors file."
+        )
     damage = _verified(catalogue) if verify else []
     if as_json:
         _print_json(_catalogue_json(catalogue, damage if verify else None))
@@ -154,7 +159,7 @@ def _show(path: Path, verify: bool, every: bool, as_json: bool) -> int:
         for line in damage_lines(damage):
             click.echo(line)
         if catalogue.manifest is None:
-            click.echo("bytes: there is no manifest, so nothing can tell whether they changed")
+            click.echo("bytes: no manifest, so no checksums: integrity unknown")
         else:
             click.echo(_verdict(damage if verify else None, "bytes"))
     return WRONG if catalogue.problems or damage else FINE
@@ -169,7 +174,7 @@ def _verdict(damage: list[Damage] | None, what: str) -> str:
         parts = [f"{counted(hit, 'block')} {'is' if hit == 1 else 'are'} damaged"] * (hit > 0)
         parts += [f"{counted(unread, 'part')} could not be read"] * (unread > 0)
         return f"{what}: {', '.join(parts)}"
-    return f"{what}: all that are there are as they were written"
+    return f"{what}: all present ones match their checksums"
 
 
 def _verified(catalogue: Catalogue) -> list[Damage]:
@@ -238,7 +243,7 @@ def _compare_bytes(paths: tuple[Path, Path], as_json: bool) -> int:
     for catalogue, some in zip(catalogues, damage, strict=True):
         title = f"bytes of {shown(catalogue.path)}"
         if catalogue.manifest is None:
-            click.echo(f"{title}: there is no manifest, so nothing can tell whether they changed")
+            click.echo(f"{title}: no manifest, so no checksums: integrity unknown")
         else:
             click.echo(_verdict(some, title))
         for line in damage_lines(some):

@@ -267,7 +267,8 @@ class Checkpoints:
             "data": self._data.fingerprint,
             "tokens": list(self._data.tokens),
         }
-        config = recipe.model_dump(mode="json")
+        # Where it lies is not what it is: equal runs have equal checkpoints.
+        config = recipe.model_dump(mode="json", exclude={"run": {"folder"}})
         training = Training(step=point.step, position=position, config=config, metric=metric)
         return self._job.optimizer, training
 

@@ -90,12 +90,12 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The shape of the decoder."""
 
-    width: Positive = Field(256, description="size of a token's vector")
+    width: Positive = Field(256, description="hidden size")
     layers: Positive = Field(4, description="number of blocks")
     heads: Positive = Field(4, description="query heads; they divide width")
     kv_heads: Positive = Field(2, description="key and value heads; they divide heads")
-    hidden: Positive = Field(704, description="width of the SwiGLU layer, about 8/3 of width")
-    tied: bool = Field(True, description="the head is the embedding")
+    hidden: Positive = Field(704, description="FFN size (SwiGLU), about 8/3 of width")
+    tied: bool = Field(True, description="tie output head to embedding")
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
 
@@ -122,7 +122,7 @@ class TokenizerConfig(Section):
     """The tokenizer, trained on the training split."""
 
     vocabulary: int = Field(
-        2048, ge=257, description="tokens: 256 bytes, the end token and what is learnt"
+        2048, ge=257, description="vocabulary size, at least 257: 256 bytes and the end token"
     )
 
 
@@ -145,20 +145,20 @@ class DataConfig(Section):
 class BatchConfig(Section):
     """How many rows make one step. Rows = micro × accumulation × ranks."""
 
-    rows: Positive = Field(16, description="rows in a global batch, over all ranks")
-    micro: Positive = Field(8, description="rows in one forward pass of one rank")
+    rows: Positive = Field(16, description="global batch size, over all ranks")
+    micro: Positive = Field(8, description="micro-batch size: rows in one forward pass of one rank")
 
 
 class OptimizerConfig(Section):
     """AdamW with linear warm-up and a cosine down to a share of the peak."""
 
-    lr: float = Field(2e-3, gt=0, description="the peak learning rate")
-    warmup: int = Field(20, ge=0, description="steps from 0 to the peak")
-    floor: float = Field(0.1, ge=0, le=1, description="the last learning rate, as a share of lr")
+    lr: float = Field(2e-3, gt=0, description="peak learning rate")
+    warmup: int = Field(20, ge=0, description="warm-up steps, from 0 to the peak")
+    floor: float = Field(0.1, ge=0, le=1, description="minimum learning rate, as a share of lr")
     betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="on matrices only")
-    clip: float = Field(1.0, gt=0, description="the largest gradient norm")
+    clip: float = Field(1.0, gt=0, description="clip gradients to this norm")
 
     @model_validator(mode="after")
     def _moments_decay(self) -> Self:
@@ -244,7 +244,9 @@ class CheckpointConfig(Section):
     save_every: int = Field(
         100, ge=0, description="steps between checkpoints, and one at the end; 0 = when asked"
     )
-    save_total_limit: Positive | None = Field(2, description="the newest stay; null = all")
+    save_total_limit: Positive | None = Field(
+        2, description="checkpoints to keep, the newest; null = all"
+    )
     keep_best: bool = Field(
         False, description="save at the lowest validation loss so far; the best stays, too"
     )
@@ -262,7 +264,7 @@ class SampleConfig(Section):
 
     prompt: str = Field("def ", min_length=1, description="how the sample begins")
     tokens: int = Field(96, ge=0, description="its length; 0 = no sample")
-    temperature: float = Field(0.0, ge=0, description="0 takes the likeliest token each time")
+    temperature: float = Field(0.0, ge=0, description="0 = greedy decoding")
 
 
 class RunConfig(Section):

@@ -52,6 +52,7 @@ def described(
         "generation_config.json": {
             "bos_token_id": end,
             "eos_token_id": end,
+            "pad_token_id": end,
             "do_sample": False,
         },
         "tokenizer_config.json": transformers_config(context),

@@ -13,10 +13,14 @@ saved, and only there does a run stop because it was asked to.
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
+
+import numpy as np
+import torch
 
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ShardwiseError
@@ -104,6 +108,7 @@ def train(
         if beginning is Start.FINISHED:
             desk.say(Complete(recipe.run.folder, recipe.run.steps))
             return Outcome(recipe.run.steps)
+        _seed(recipe.run.seed + comm.rank)
         data = prepare(recipe, comm, desk.folder, desk.busy)
         desk.say(data.report)
         with desk.busy("building the model"):
@@ -118,6 +123,13 @@ def train(
             seconds = time.perf_counter() - start
             desk.say(Finished(recipe.run.folder, _files(desk), seconds, outcome.step))
         return outcome
+
+
+def _seed(seed: int) -> None:
+    """Whatever draws numbers without a generator of its own draws the same in an equal run."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is what libraries draw from
+    torch.manual_seed(seed)
 
 
 def _built(job: Job, data: Data) -> Built:

@@ -119,6 +119,7 @@ def transformers_config(context: int) -> dict[str, object]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,
         "eos_token": END,
+        "pad_token": END,  # or a batch could not be tokenized
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
