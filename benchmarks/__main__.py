@@ -1,4 +1,4 @@
-"""``python -m benchmarks step …``, ``gpu …``, ``faults …``; with none, a short ``step``."""
+"""``python -m benchmarks step …``, ``gpu …``, ``programs …``; with none, a short ``step``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 from benchmarks.checkpoint.command import checkpoint
 from benchmarks.faults.command import faults
 from benchmarks.gpu.command import gpu
+from benchmarks.programs.command import programs
 from benchmarks.recorded import told, with_tables
 from benchmarks.step import plot, results, table
 from benchmarks.step.engines import ENGINES, OPTIMIZERS
@@ -30,6 +31,7 @@ def main(context: click.Context) -> None:
 main.add_command(gpu)
 main.add_command(checkpoint)
 main.add_command(faults)
+main.add_command(programs)
 
 
 def _names(known: list[str]) -> click.Choice[str]:

@@ -105,6 +105,11 @@ class Crew:
             said |= {line: self._receive(line) for line in self._lines if line in ready}
         return [said[line] for line in self._lines]
 
+    def stop(self) -> None:
+        """End every rank at once, whatever it does."""
+        for process in self._processes:
+            process.kill()
+
     def is_silent(self, seconds: float) -> bool:
         """Wait up to ``seconds``; has nobody anything to say?"""
         return not wait(self._lines, seconds)

@@ -16,6 +16,8 @@ from benchmarks.faults import results as fault_results
 from benchmarks.faults import table as fault_table
 from benchmarks.gpu import results as gpu_results
 from benchmarks.gpu import table as gpu_table
+from benchmarks.programs import results as program_results
+from benchmarks.programs import table as program_table
 from benchmarks.step import results, table
 
 __all__ = ["told", "with_tables"]
@@ -35,6 +37,8 @@ def told(path: Path) -> str:
         return "\n".join(fault_table.lines(fault_results.read(path)))
     if path.name.startswith("checkpoint"):
         return "\n".join(checkpoint_table.lines(checkpoint_results.read(path)))
+    if path.name.startswith("programs"):
+        return "\n".join(program_table.lines(program_results.read(path)))
     return "\n".join(table.lines(results.read(path)))
 
 

@@ -1,0 +1,276 @@
+"""Models that are not a straight line: tied, skipped, shared, with odd inputs and outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+from torch.optim import SGD, Adam
+
+from benchmarks.programs.engines import Engine
+from benchmarks.programs.nets import (
+    Block,
+    LanguageModel,
+    Net,
+    batches,
+    language_loss,
+    mse,
+    token_batches,
+)
+from benchmarks.programs.program import Values, of_rank, program, train
+
+
+def language(engine: Engine, head: str) -> Values:
+    """Train a language model with this kind of head."""
+    model, losses = LanguageModel(head), []
+    engine.shard(model)
+    optimizer = Adam(model.parameters(), lr=1e-2, eps=1e-3)
+    for (tokens,) in of_rank(engine, token_batches()):
+        loss = language_loss(model(tokens), tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(engine.mean(loss))
+    return {"losses": losses, "parameters": engine.whole(model)}
+
+
+@program()
+def language_model(engine: Engine) -> Values:
+    """Embedding, blocks, head."""
+    return language(engine, "own")
+
+
+@program()
+def tied(engine: Engine) -> Values:
+    """The head's weight is the embedding's."""
+    return language(engine, "tied")
+
+
+@program()
+def tied_by_reading(engine: Engine) -> Values:
+    """The model's forward multiplies by self.embed.weight.T."""
+    return language(engine, "read")
+
+
+@program()
+def transformers_model(engine: Engine) -> Values:
+    """A small GPT-2 of transformers, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=29,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    model: Any = GPT2LMHeadModel(config)
+    losses = []
+    engine.shard(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for (tokens,) in of_rank(engine, token_batches()):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(engine.mean(loss))
+    return {"losses": losses, "parameters": engine.whole(model)}
+
+
+class Skipping(Net):
+    """Leaves out one block after another, and returns a dict."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        skipped = self.calls % len(self.blocks)
+        self.calls += 1
+        x = self.inp(x)
+        for number, block in enumerate(self.blocks):
+            x = x if number == skipped else block(x)
+        return {"out": self.out(x), "hidden": [x]}
+
+
+@program()
+def skipped_blocks(engine: Engine) -> Values:
+    """Another block is left out in each step; outputs in a dict of lists."""
+    model, losses = Skipping(), []
+    engine.shard(model)
+    optimizer = Adam(model.parameters(), lr=1e-2, eps=1e-3)
+    for x, y in batches(6):
+        out = model(engine.part(x))
+        loss = mse(out["out"], engine.part(y)) + out["hidden"][0].pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(engine.mean(loss))
+    return {"losses": losses, "parameters": engine.whole(model)}
+
+
+class Repeating(Net):
+    """Uses its first block three times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in (self.blocks[0], *self.blocks, self.blocks[0]):
+            x = block(x)
+        out: Tensor = self.out(x)
+        return out
+
+
+@program()
+def repeated_block(engine: Engine) -> Values:
+    """One block is used three times in a forward pass."""
+    model = Repeating()
+    engine.shard(model)
+    return train(engine, model, SGD(model.parameters(), lr=0.1))
+
+
+@program()
+def without_some_gradients(engine: Engine) -> Values:
+    """A loss on a feature alone in every second step: what lies behind it has no gradient."""
+    model, features, losses = Net(), list[Tensor](), []
+    model.blocks[0].register_forward_hook(lambda *call: features.append(call[2]))
+    engine.shard(model)
+    optimizer = Adam(model.parameters(), lr=1e-2, eps=1e-3)
+    for step, (x, y) in enumerate(batches(6)):
+        features.clear()
+        out = model(engine.part(x))
+        loss = features[0].pow(2).mean() if step % 2 else mse(out, engine.part(y))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(engine.mean(loss))
+    return {"losses": losses, "parameters": engine.whole(model)}
+
+
+class Lin(torch.autograd.Function):
+    """A linear function that saves its weight by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        x, weight = ctx.saved_tensors
+        (g,) = gradients
+        return g @ weight, g.t() @ x, g.sum(0)
+
+
+class OwnLinear(nn.Linear):
+    """Calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Lin.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return out
+
+
+@program()
+def own_function(engine: Engine) -> Values:
+    """An autograd.Function that saves a weight."""
+    model = Net()
+    for block in model.blocks:
+        block.up = OwnLinear(12, 24)
+    engine.shard(model)
+    return train(engine, model, SGD(model.parameters(), lr=0.1))
+
+
+@program()
+def odd_shapes(engine: Engine) -> Values:
+    """Scalars, empty and odd parameters, dimensions that the ranks do not divide."""
+    model = Net(depth=2, width=5)
+    for block in model.blocks:
+        block.register_parameter("temperature", nn.Parameter(torch.tensor(1.5)))
+        block.register_forward_hook(lambda *call: call[2] * call[0].temperature)
+    engine.shard(model)
+    return train(engine, model, SGD(model.parameters(), lr=0.1))
+
+
+@program()
+def mixed_dtypes(engine: Engine) -> Values:
+    """Blocks in float64 in a model in float32."""
+    model = Net(depth=2)
+    model.blocks.double()
+    model.inp.register_forward_hook(lambda *call: call[2].double())
+    model.blocks[-1].register_forward_hook(lambda *call: call[2].float())
+    engine.shard(model)
+    return train(engine, model, SGD(model.parameters(), lr=0.1))
+
+
+@program()
+def partly_frozen(engine: Engine) -> Values:
+    """A frozen model with a new head."""
+    model = Net()
+    model.inp.requires_grad_(False)
+    model.blocks.requires_grad_(False)
+    engine.shard(model)
+    return train(engine, model, SGD(model.out.parameters(), lr=0.1))
+
+
+@program()
+def frozen_within_a_unit(engine: Engine) -> Values:
+    """Some parameters of each block are frozen (adapters)."""
+    model = Net()
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+    engine.shard(model)
+    return train(engine, model, SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+
+
+@program()
+def sparse_gradients(engine: Engine) -> Values:
+    """nn.Embedding(sparse=True) with SGD."""
+    model = LanguageModel()
+    model.embed.sparse = True
+    losses = []
+    engine.shard(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for (tokens,) in of_rank(engine, token_batches()):
+        logits = model(tokens)
+        loss = cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(engine.mean(loss))
+    return {"losses": losses, "parameters": engine.whole(model)}
+
+
+@program()
+def policy_and_value(engine: Engine) -> Values:
+    """PPO: a rollout under no_grad, then several epochs, two heads on one body."""
+
+    class ActorCritic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.block = nn.Linear(7, 12), Block()
+            self.policy, self.value = nn.Linear(12, 3), nn.Linear(12, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.block(torch.tanh(self.body(x)))
+            return self.policy(x), self.value(x).squeeze(-1)
+
+    model, losses = ActorCritic(), []
+    engine.shard(model)
+    optimizer = Adam(model.parameters(), lr=1e-2, eps=1e-3)
+    for x, y in of_rank(engine, batches()):
+        with torch.no_grad():
+            old, value = model(x)
+            advantage = y.sum(1) - value
+        for _ in range(3):
+            new, value = model(x)
+            ratio = (new - old).sum(-1).exp()
+            gain = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+            loss = -gain + 0.5 * (value - y.sum(1)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            engine.clip(model, 0.5)
+            optimizer.step()
+            losses.append(engine.mean(loss))
+    return {"losses": losses, "parameters": engine.whole(model)}
