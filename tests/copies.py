@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm
+from shardwise.shard_tensor import ShardTensor
 from tests.ranks import run_threads
 
 T = TypeVar("T")
@@ -48,6 +49,12 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return list(one) == list(other) and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
+
+
+def local(value: Tensor | None) -> Tensor:
+    """This rank's part, plain; for a gradient that must be there."""
+    assert value is not None
+    return value.to_local() if isinstance(value, ShardTensor) else value
 
 
 def clones(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,8 +16,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.guard import sharding_of
 from shardwise.schedule import Event, Op
+from shardwise.sharding import sharding_of
+from tests.copies import local
 from tests.nets import Batch, loss
 from tests.parity.plain import Gradients, mean_in_rank_order
 from tests.ranks import run_threads
@@ -51,7 +52,7 @@ def assert_gradients(model: nn.Module, expected: Gradients) -> None:
             assert param.grad is None, name
         else:
             assert param.grad is not None, name
-            assert torch.equal(param.grad, sharding.cut(whole, param.shape)), name
+            assert torch.equal(local(param.grad), sharding.cut(whole, param.shape)), name
 
 
 def assert_at_rest(sharded: sw.Sharded) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.guard import sharding_of
+from shardwise.sharding import sharding_of
+from tests.copies import local
 from tests.nets import (
     NETS,
     Batch,
@@ -312,7 +313,7 @@ def test_reducing_every_micro_batch_gives_the_same_gradient_for_less_memory(stra
             assert param.grad is not None
             assert whole is not None
             mine = sharding.cut(whole, param.shape)
-            torch.testing.assert_close(param.grad, mine, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(local(param.grad), mine, rtol=1e-5, atol=1e-7)
 
     run_threads(2, rank)
 
@@ -380,7 +381,7 @@ def test_a_gradient_of_one_micro_batch_is_not_the_users_memory_in_the_next() -> 
             sharded.model().backward(given)
         weight = sharded.model.get_parameter("weight")
         assert weight.grad is not None
-        return list(weight.grad.flatten().tolist())
+        return list(local(weight.grad).flatten().tolist())
 
     for world in (1, 2):
         found = [value for mine in run_threads(world, rank) for value in mine]

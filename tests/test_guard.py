@@ -16,9 +16,11 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.gathered_parameter import GatheredParameter
-from shardwise.guard import ShardedParameter, sharding_of
+from shardwise.guard import ShardedParameter
+from shardwise.shard_tensor import ShardTensor
+from shardwise.sharding import sharding_of
 from tests import nets
-from tests.copies import on_ranks, said
+from tests.copies import local, on_ranks, said
 from tests.steps import STRATEGIES, train
 
 
@@ -45,10 +47,8 @@ MISUSES: dict[str, Callable[[Tensor], object]] = {
     "multiplies": lambda p: torch.ones(2, 8) @ p.T,
     "is a layer": lambda p: F.linear(torch.ones(2, 8), p),
     "looks up": lambda p: F.embedding(torch.tensor([0]), p),
-    "sums": torch.sum,
-    "averages": lambda p: p.mean(),
-    "has a norm": lambda p: p.norm(),
-    "has a foreach norm": lambda p: torch._foreach_norm([p]),
+    "sums over a dimension": lambda p: p.sum(0),
+    "sorts": torch.sort,
     "is indexed": lambda p: p[0],
     "is written by index": lambda p: p.__setitem__(0, 1.0),
     "is reshaped": lambda p: p.view(-1),
@@ -70,7 +70,8 @@ def test_a_shard_of_one_element_is_not_broadcast(grad: bool) -> None:
         sw.shard(model, comm=comm, bucketing="none")
         weight = model.get_parameter("norm.weight")
         assert weight.shape == (1,)
-        assert (torch.ones(2, 8) * weight.detach()).shape == (2, 8)  # what torch would make of it
+        broadcast = torch.ones(2, 8) * local(weight)  # what torch would make of it
+        assert broadcast.shape == (2, 8)
         with torch.set_grad_enabled(grad):
             return said(sw.ShardUseError, lambda: torch.ones(2, 8) * weight)
 
@@ -154,7 +155,7 @@ def test_a_whole_tensor_meets_a_shard_only_where_the_shard_is_whole() -> None:
         weight = model.get_parameter("norm.weight")
         with torch.no_grad():
             if weight.shape == whole.shape:
-                return torch.equal(weight * whole, whole)
+                return torch.equal(local(weight * whole), whole)
             said(sw.ShardUseError, lambda: weight * whole)
         return False
 
@@ -185,7 +186,7 @@ def test_an_average_of_the_parameters_is_kept_on_shards() -> None:
             for name, param in model.named_parameters():
                 sharding = sharding_of(param)
                 assert sharding is not None
-                assert torch.equal(mine[name], sharding.cut(expected[name], param.shape))
+                assert torch.equal(local(mine[name]), sharding.cut(expected[name], param.shape))
         return kept
 
     on_ranks(3, Normed, rank)
@@ -209,7 +210,8 @@ def test_metadata_is_that_of_the_shard() -> None:
             assert {param: 1}[param] == 1
             assert "Parameter containing" in repr(param)
             assert param.untyped_storage().nbytes() >= param.nbytes
-            assert type(param.detach()) is type(param.data) is Tensor
+            assert type(param.detach()) is type(param.data) is ShardTensor
+            assert type(local(param.data)) is Tensor
         assert len(model.get_parameter("linear.weight")) <= 40
         return held
 
@@ -329,8 +331,10 @@ def test_a_shard_alone_is_neither_pickled_nor_copied() -> None:
         assert "would lose the other ranks' parts" in said(
             sw.ShardUseError, lambda: pickle.dumps(weight)
         )
-        assert "Deep-copy the model" in said(sw.ShardUseError, lambda: copy.deepcopy(weight))
-        assert type(copy.deepcopy(weight.detach())) is Tensor
+        text = said(sw.ShardUseError, lambda: copy.deepcopy(weight))
+        assert "copy.deepcopy(model) of the model that was given to shard()" in text
+        assert "would lose" in said(sw.ShardUseError, lambda: pickle.dumps(weight.detach()))
+        assert type(copy.deepcopy(weight.detach())) is ShardTensor
 
     on_ranks(2, Normed, rank)
 

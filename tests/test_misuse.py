@@ -109,9 +109,12 @@ def test_forward_called_past_the_model_is_an_error_that_says_how_to_call_it() ->
                 f"parameter 'gain' is at rest: this rank holds elements {start} to {stop} of 6 "
                 f"(shard ({stop - start},) of (6,), unit '(root)'), and 'mul' needs the whole of "
                 "it. It is whole only while its unit computes: call the model or the module "
-                "through model(...), not .forward(...), and let the unit's own modules read it; or "
-                "read it inside `with sharded.full_params():`; or take this rank's shard on "
-                "purpose with .detach()."
+                "through model(...), not .forward(...), and let the unit's own modules read it; "
+                "name another method that is called from outside by "
+                "sharded.register_forward_method(module, 'encode'); or read it inside `with "
+                "sharded.full_params():`. To update a moving average, shard the averaging model "
+                "likewise, or update it inside full_params(). On purpose, .to_local() is this "
+                "rank's part as a plain tensor."
             )
 
 
@@ -148,7 +151,7 @@ def test_a_layers_weight_outside_its_forward_is_an_error_that_names_it(grad: boo
             for use in (
                 lambda: F.linear(torch.ones(2, 16), weight, bias),
                 lambda: torch.ones(2, 16) @ weight.T,
-                weight.norm,
+                lambda: weight.sum(0),
                 lambda: layer(torch.ones(2, 16)),
             ):
                 text = said(sw.ShardUseError, use)

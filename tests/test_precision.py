@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.guard import sharding_of
 from shardwise.precision import AVERAGES, Averaging, Dtypes, Precision
+from shardwise.sharding import sharding_of
 from tests.nets import decoder, decoder_batch, loss, mostly_frozen, numbers
 from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_threads

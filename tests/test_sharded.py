@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.guard import Sharding, sharding_of
+from shardwise.sharding import Sharding, sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Batch, Block, Net, Table
@@ -636,6 +636,19 @@ def test_a_model_lives_without_its_handle() -> None:
 
 
 # --- looking ---------------------------------------------------------------------------------
+
+
+def test_the_handle_counts_the_elements_of_the_whole_model() -> None:
+    """Each parameter counts those of its shard."""
+    whole = sum(param.numel() for param in nets.mostly_frozen().parameters())
+    trained = sum(p.numel() for p in nets.mostly_frozen().parameters() if p.requires_grad)
+
+    def rank(comm: Comm, model: nn.Module) -> int:
+        sharded = sw.shard(model, comm=comm)
+        assert (sharded.numel(), sharded.numel(trainable_only=True)) == (whole, trained)
+        return sum(param.numel() for param in model.parameters())
+
+    assert sum(on_ranks(3, nets.mostly_frozen, rank)) == whole
 
 
 def test_units_layout_schedule_and_handle_read_as_text() -> None:

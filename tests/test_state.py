@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.guard import ShardedParameter, sharding_of
+from shardwise.guard import ShardedParameter
+from shardwise.sharding import sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Net

@@ -21,6 +21,7 @@ CALLS = (
     "write",
     "pwritev",
     "fsync",
+    "posix_fallocate",
     "mkdir",
     "rename",
     "replace",

@@ -22,8 +22,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from shardwise.buffers import Bucket
 from shardwise.compiling import leave_alone
 from shardwise.errors import ScheduleError, ShardUseError
-from shardwise.guard import get_grad, handed_out, set_grad
+from shardwise.guard import get_grad, set_grad
 from shardwise.leaves import is_handed_out, on_gradient
+from shardwise.refusals import handed_out
 from shardwise.runtime import Runtime
 from shardwise.unit_state import UnitState
 from shardwise.visits import Visit

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from shardwise import accelerators, layout
 from shardwise.comm.protocol import Comm
 from shardwise.cuts import Cuts, Place
-from shardwise.guard import Sharding
 from shardwise.layout import Layout, Slot
 from shardwise.options import Options
 from shardwise.precision import Dtypes
+from shardwise.sharding import Sharding
 from shardwise.strategies import Placement
 from shardwise.units import Member, Unit
 
@@ -104,7 +104,9 @@ class BucketSpec:
         start, stop = self.layout.owned(slot, self.comm.rank) if split else (0, slot.numel)
         placement = "fully_sharded" if split else "replicated"
         shape = torch.Size(slot.shape)
-        return Sharding(slot.name, self.unit, placement, shape, start, stop, slot.atom)
+        return Sharding(
+            slot.name, self.unit, placement, shape, start, stop, slot.atom, self.layout, self.comm
+        )
 
 
 def specs_of(unit: Unit, options: Options, comm: Comm, placement: Placement) -> list[BucketSpec]:

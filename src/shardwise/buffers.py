@@ -28,7 +28,8 @@ from shardwise.comm.protocol import Label, Pending
 from shardwise.errors import ShardUseError
 from shardwise.gathered_parameter import GatheredParameter
 from shardwise.gradients import Gradients
-from shardwise.guard import ShardedParameter, replaced
+from shardwise.guard import ShardedParameter
+from shardwise.refusals import replaced
 
 __all__ = ["Bucket"]
 

@@ -19,10 +19,10 @@ from shardwise.buffers import Bucket
 from shardwise.comm.memory import give_back
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
-from shardwise.guard import sharding_of
 from shardwise.integrations.wrappers import check_unwrapped
 from shardwise.materialise import checksums, give_values, sync
 from shardwise.options import Options
+from shardwise.sharding import sharding_of
 from shardwise.strategies import Placement
 from shardwise.unit_state import UnitState
 from shardwise.units import Member, Unit, Units

@@ -122,9 +122,11 @@ class Gradients:
         self._waiting.clear()
 
     def delivered(self, index: int) -> Tensor | None:
-        """A shard's gradient of earlier backward passes: its ``.grad``, or what is aside."""
-        grad = get_grad(self.spec.params[index])
-        return self.aside.get(index) if grad is None else grad
+        """A shard's gradient of earlier backward passes, plain: ``.grad``, or what is aside."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = get_grad(self.spec.params[index])
+            grad = self.aside.get(index) if grad is None else grad
+            return None if grad is None else grad.detach()
 
     def collected(self) -> dict[int, Tensor]:
         """What lies here between two micro-batches, by parameter: views, in the sums' dtype."""

@@ -7,7 +7,7 @@ objects stay; what changes is where the parameters' bytes are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -29,7 +29,7 @@ from shardwise.hooks import Hooks
 from shardwise.listing import Layouts, Schedule
 from shardwise.methods import ForwardMethods
 from shardwise.optim.gate import Gate
-from shardwise.optim.norm import clip_gradients
+from shardwise.optim.norm import chosen, clip_gradients, places_of
 from shardwise.options import Options
 from shardwise.recompute import check_own_checkpointing, checkpoint_units
 from shardwise.runtime import Runtime
@@ -97,7 +97,6 @@ class Sharded:
     def __post_init__(self) -> None:
         self._background = Background()
         self._methods = ForwardMethods(self.model)
-        self._loaded = ""  # token of the checkpoint that was loaded last: no save removes that one
         self._build()
 
     def _build(self) -> None:
@@ -110,6 +109,7 @@ class Sharded:
         self._gate = Gate(params, self._before_step, self.comm)
         states = cut(self.model, units, specs, self.options, self.comm)
         self.buckets = tuple(bucket for state in states.values() for bucket in state.buckets)
+        self._places = places_of(self.buckets)
         self.units = replace(
             units,
             padding=self.layout.padding(),
@@ -171,15 +171,29 @@ class Sharded:
         self._methods.remove()
         self._methods.install(self._hooks)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        parameters: Iterable[Tensor] | None = None,
+    ) -> Tensor:
         """Clip the global gradient norm, over all ranks. One collective.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
+            parameters: those of the model whose gradients are measured and clipped; ``None``: all.
+
+        Raises:
+            ConfigError: there is no such norm, or a parameter is of another model.
 
         Returns:
             The norm before clipping: 0-dim, fp32, the same on every rank.
         """
         self._before_step()
-        trainable = [bucket for bucket in self.buckets if bucket.trainable]
-        return clip_gradients(trainable, self.comm, float(max_norm), float(norm_type))
+        every = self._places
+        places = every.values() if parameters is None else chosen(every, parameters)
+        return clip_gradients(places, self.comm, float(max_norm), float(norm_type))
 
     def rehearse(self, *args: Any, **kwargs: Any) -> Schedule:
         """Learn the order of units by a run on the meta device, before any real step."""
@@ -322,12 +336,16 @@ class Sharded:
         listed, weights = schedules.events(mode), schedules.weights()
         return Schedule(listed, weights, name, mode, comm.size, comm.shares)
 
+    def numel(self, *, trainable_only: bool = False) -> int:
+        """Elements of the whole model's parameters; ``parameter.numel()`` is this rank's part."""
+        buckets = [b for b in self.buckets if b.trainable or not trainable_only]
+        return sum(bucket.layout.used for bucket in buckets)
+
     def __repr__(self) -> str:
-        params = sum(bucket.layout.used for bucket in self.buckets)
         return (
             f"Sharded({type(self.model).__name__}, {self.placement.name}, "
             f"rank {self.comm.rank} of {self.comm.size}, {len(self.units)} units, "
-            f"{params:,} parameters)"
+            f"{self.numel():,} parameters)"
         )
 
     def _idle(self, asked: str) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from shardwise.buffers import Bucket
 from shardwise.errors import ConfigError, ShardUseError
-from shardwise.guard import Sharding, replaced, sharding_of
+from shardwise.refusals import replaced
+from shardwise.sharding import Sharding, sharding_of
 from shardwise.units import Member
 
 __all__ = ["StateHooks", "full_params", "local_state", "whole_copy"]
@@ -75,7 +76,8 @@ class StateHooks:
         for name, param in module._parameters.items():
             sharding, value = param is not None and sharding_of(param), state.get(prefix + name)
             if param is not None and sharding and isinstance(value, Tensor):
-                state[prefix + name] = _part(value.detach(), param, sharding)
+                with torch._C.DisableTorchFunctionSubclass():
+                    state[prefix + name] = _part(value.detach(), param, sharding)
 
 
 def _put(state: dict[str, Any], bucket: Bucket, prefix: str, start: str) -> None:
@@ -102,12 +104,13 @@ def _part(value: Tensor, param: nn.Parameter, sharding: Sharding) -> Tensor:
 
 def local_state(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
     """This rank's shards by parameter name, without communication and without copies."""
-    return {
-        alias: member.param.detach()
-        for bucket in buckets
-        for member in bucket.members
-        for alias in member.aliases
-    }
+    with torch._C.DisableTorchFunctionSubclass():
+        return {
+            alias: member.param.detach()
+            for bucket in buckets
+            for member in bucket.members
+            for alias in member.aliases
+        }
 
 
 @contextmanager

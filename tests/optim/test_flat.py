@@ -26,7 +26,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.guard import ShardedParameter
 from shardwise.optim.flat_gradient import FlatGradient, flat_gradient
 from tests import nets
-from tests.copies import clones, equal, on_ranks, said
+from tests.copies import clones, equal, local, on_ranks, said
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES, train
 
@@ -221,15 +221,15 @@ def test_it_clips_as_clip_grad_norm_before_torchs_step(kind: str, max_norm: floa
                 train(net, DECODER.batch(comm.rank + 10 * step, 2))
             norm = plain.clip_grad_norm_(max_norm)
             two.step()
-            before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            before = [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
             comm.counters.reset()
             one.step()
             splits = strategy != "no_shard"
             assert comm.counters.calls == ({"norm": 1} if splits and comm.size > 1 else {})
             torch.testing.assert_close(one.norm, norm, rtol=1e-6, atol=0)
             assert (norm.item() > max_norm) is (max_norm < 1)
-            after = [p.grad for p in model.parameters() if p.grad is not None]
-            expected = [p.grad for p in other.parameters() if p.grad is not None]
+            after = [local(p.grad) for p in model.parameters() if p.grad is not None]
+            expected = [local(p.grad) for p in other.parameters() if p.grad is not None]
             torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-6 * norm.item())
             if max_norm > 1:
                 assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
@@ -258,7 +258,7 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_norm_of_every_rank() -> No
         optimizer = sw.optim.SGD(sharded, max_norm=1.0)
         train(model, DECODER.batch(comm.rank, 2))
         if comm.rank == 1:
-            model.get_parameter("blocks.1.mlp.up.weight").grad[-1] = torch.nan  # type: ignore[index]
+            local(model.get_parameter("blocks.1.mlp.up.weight").grad)[-1] = torch.nan
         optimizer.step()
         assert optimizer.norm is not None
         for bucket in sharded.buckets:

@@ -13,7 +13,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.optim.flat_gradient import FlatGradient, flat_gradient
 from shardwise.optim.held import Held
 from tests import nets
-from tests.copies import on_ranks
+from tests.copies import local, on_ranks
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES, train
 
@@ -26,13 +26,14 @@ def held_by(sharded: sw.Sharded) -> list[Held]:
 
 
 def seen(held: Held) -> FlatGradient:
-    return flat_gradient(held, [param.grad for param in held.params])
+    gradients = [None if (grad := param.grad) is None else local(grad) for param in held.params]
+    return flat_gradient(held, gradients)
 
 
 def assert_right(held: Held, found: FlatGradient) -> None:
     views = held.bucket.spec.rest_views(found.flat)
     for param, view in zip(held.bucket.params, views, strict=True):
-        assert param.grad is None or torch.equal(view, param.grad)
+        assert param.grad is None or torch.equal(view, local(param.grad))
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -69,7 +70,7 @@ def transposed(model: nn.Module) -> None:
     weight = model.get_parameter("blocks.0.attention.query.weight")
     assert weight.grad is not None
     if weight.shape[0] == weight.shape[1]:
-        weight.grad = weight.grad.t()
+        weight.grad = local(weight.grad).t()
 
 
 def expanded(model: nn.Module) -> None:
@@ -92,7 +93,7 @@ def one_cloned(model: nn.Module) -> None:
 def cut_short(model: nn.Module) -> None:
     """All in one buffer with the right distances, which ends too early or begins too late."""
     params = [p for n, p in model.named_parameters() if n.startswith("blocks.1.")]
-    grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
+    grads = [local(p.grad) for p in params if p.grad is not None and p.grad.numel()]
     if not grads:
         return
     last = max(grads, key=Tensor.data_ptr)
@@ -103,7 +104,7 @@ def cut_short(model: nn.Module) -> None:
         if param.grad is not None and param.grad.numel():
             at = (param.grad.data_ptr() - first.data_ptr()) // 4
             view = memory[at : at + param.grad.numel()].view(param.grad.shape)
-            param.grad = view.copy_(param.grad)
+            param.grad = view.copy_(local(param.grad))
 
 
 REPLACED: list[Callable[[nn.Module], None]] = [

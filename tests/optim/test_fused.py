@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
 from tests import nets
-from tests.copies import on_ranks, said
+from tests.copies import local, on_ranks, said
 from tests.nets import Net
 from tests.steps import train
 
@@ -51,8 +51,7 @@ def gradients(bucket: Bucket) -> Tensor:
     """Every gradient of a bucket, where its parameter is in the shard."""
     flat = torch.zeros_like(bucket.shard)
     for param, view in zip(bucket.params, bucket.spec.rest_views(flat), strict=True):
-        assert param.grad is not None
-        view.copy_(param.grad)
+        view.copy_(local(param.grad))
     return flat
 
 

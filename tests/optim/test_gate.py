@@ -20,7 +20,9 @@ import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.guard import ShardedParameter, sharding_of
+from shardwise.guard import ShardedParameter
+from shardwise.shard_tensor import ShardTensor
+from shardwise.sharding import sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import Net
@@ -210,8 +212,40 @@ def test_an_unknown_optimizer_is_refused_until_it_says_that_it_is_elementwise() 
         return said(sw.OptimizerError, Signed(model.parameters()).step)
 
     for text in on_ranks(2, nets.decoder, rank):
-        assert "it is not known to update each element by itself. If it does, say so" in text
+        assert "it is not known to update each element by itself. If it does, and takes no" in text
         assert "`Signed.elementwise = True`" in text
+
+
+class ByKernel(SignedElementwise):
+    """Updates by a kernel that takes memory and its length, as 8-bit optimizers do."""
+
+    def __init__(self, params: Groups, before: Callable[[], object]) -> None:
+        super().__init__(params)
+        self.before = before
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.before()
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.view(-1).sub_(param.grad.view(-1), alpha=0.1)
+
+
+def test_a_step_inside_another_optimizers_step_leaves_that_its_plain_tensors() -> None:
+    """Ranks that are threads end their steps in the middle of each other's."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        other = copy.deepcopy(model)
+        for one in (model, other):
+            sw.shard(one, comm=comm)
+            train(one, nets.decoder_batch(comm.rank, 2))
+        assert all(param.grad is not None for param in model.parameters())  # and so they are marked
+        inner = torch.optim.SGD(other.parameters(), lr=0.1)
+        ByKernel(model.parameters(), inner.step).step()
+        for one in (model, other):
+            assert {type(param) for param in one.parameters()} == {ShardedParameter}
+            assert {type(param.grad) for param in one.parameters()} == {ShardTensor}
+
+    on_ranks(2, nets.decoder, rank)
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.guard import ShardedParameter, sharding_of
+from shardwise.guard import ShardedParameter
 from shardwise.optim.held import STEP, Held
 from shardwise.optim.runs import Run
+from shardwise.sharding import sharding_of
 from tests import nets
-from tests.copies import on_ranks, said
+from tests.copies import local, on_ranks, said
 from tests.steps import STRATEGIES
 
 
@@ -33,7 +34,7 @@ def test_each_share_is_where_its_parameter_is() -> None:
         for held in some_of(sw.shard(model, strategy, comm=comm)):
             held.shard.copy_(torch.arange(held.shard.numel()))
             for share in held.shares:
-                values = share.param.detach().flatten().tolist()
+                values = local(share.param).flatten().tolist()
                 assert values == list(range(share.start, share.stop))
             starts = [share.start for share in held.shares]
             assert starts == sorted(starts)
@@ -141,7 +142,7 @@ def test_values_put_in_place_of_a_shard_are_taken_over() -> None:
         share = held.shares[held.solid[0]]
         param = share.param
         param.data = param.detach() * 2
-        expected = param.detach().clone()
+        expected = local(param).clone()
         with torch._C.DisableTorchFunctionSubclass():
             held.adopt()
         assert torch.equal(share.view, expected)

@@ -15,8 +15,9 @@ import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
 from shardwise.optim.norm import norm_of
+from shardwise.sharding import sharding_of
 from tests import nets
-from tests.copies import on_ranks, said, seeded
+from tests.copies import local, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.parity.plain import put_gradients
 from tests.steps import STRATEGIES, assert_gradients, averaged, train
@@ -34,7 +35,7 @@ def clipped(
         train(model, net.batch(comm.rank, 2))
         comm.counters.reset()
         norm = sharded.clip_grad_norm_(max_norm, norm_type)
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        grads = {n: local(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         return norm, grads, dict(comm.counters.calls)
 
     return on_ranks(world, net.build, rank)
@@ -59,7 +60,7 @@ def test_it_clips_as_torch_clips_the_plain_model(net: Net, norm_type: float) -> 
                 assert whole[name] is None
             else:
                 value = param.sharding.cut(whole[name], param.shape)  # type: ignore[attr-defined]
-                torch.testing.assert_close(param.grad, value, rtol=1e-5, atol=1e-8)
+                torch.testing.assert_close(local(param.grad), value, rtol=1e-5, atol=1e-8)
         return norm
 
     for norm in on_ranks(world, net.build, rank):
@@ -115,7 +116,7 @@ def test_every_rank_sees_that_a_gradient_is_not_finite() -> None:
         sharded = sw.shard(model, comm=comm)
         train(model, nets.decoder_batch(comm.rank, 2))
         if comm.rank == 1:
-            model.get_parameter("blocks.1.mlp.up.weight").grad[-1] = value  # type: ignore[index]
+            local(model.get_parameter("blocks.1.mlp.up.weight").grad)[-1] = value
         return sharded.clip_grad_norm_(1.0, norm_type).item()
 
     def seen(value: float, norm_type: float) -> list[float]:
@@ -125,6 +126,43 @@ def test_every_rank_sees_that_a_gradient_is_not_finite() -> None:
     assert all(map(isnan, seen(torch.nan, inf)))
     assert all(map(isinf, seen(inf, 2.0)))
     assert all(map(isinf, seen(inf, inf)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_part_of_the_model_is_clipped_by_its_own_norm(strategy: str) -> None:
+    """As actors and critics are; what is given twice counts once."""
+    world = 3
+
+    def parts(model: nn.Module) -> list[list[nn.Parameter]]:
+        blocks, head = model.get_submodule("blocks"), model.get_submodule("lm_head")
+        return [list(blocks.parameters()), list(head.parameters())]
+
+    plain = seeded(nets.decoder)
+    batches = [nets.decoder_batch(rank, 2) for rank in range(world)]
+    put_gradients(plain, averaged(plain, train, batches))
+    expected = [torch.nn.utils.clip_grad_norm_(part, 0.01) for part in parts(plain)]
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, strategy, comm=comm)
+        train(model, batches[comm.rank])
+        comm.counters.reset()
+        norms = [sharded.clip_grad_norm_(0.01, parameters=[*p, *p]) for p in parts(model)]
+        assert comm.counters.calls == ({} if strategy == "no_shard" else {"norm": 2})
+        torch.testing.assert_close(norms, expected)
+        for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
+            sharding = sharding_of(param)
+            assert whole.grad is not None
+            assert sharding is not None
+            mine = sharding.cut(whole.grad, param.shape)
+            torch.testing.assert_close(local(param.grad), mine)
+
+    on_ranks(world, nets.decoder, rank)
+
+
+def test_parameters_of_another_model_are_not_clipped() -> None:
+    sharded, other = sw.shard(nets.decoder()), nn.Linear(2, 2)
+    text = said(sw.ConfigError, lambda: sharded.clip_grad_norm_(1.0, parameters=other.parameters()))
+    assert text.startswith("2 of the 2 parameters whose gradients are to be clipped are not those ")
 
 
 def test_without_gradients_the_norm_is_zero() -> None:
@@ -209,12 +247,14 @@ def test_torchs_own_clipping_is_refused_where_it_would_clip_by_a_part() -> None:
         text = said(
             sw.ShardUseError, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         )
-        assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))  # type: ignore[arg-type]
+        after = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
         return text
 
     for text in on_ranks(2, nets.decoder, rank):
         assert text == (
             "torch.nn.utils.clip_grad_norm_ on a sharded model would clip by the norm of this "
             "rank's shards, another norm on every rank. Use sharded.clip_grad_norm_(max_norm), "
-            "which forms the norm over all ranks with one collective."
+            "which forms the norm over all ranks with one collective; with parameters=, of a part "
+            "of the model."
         )

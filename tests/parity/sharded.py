@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
+from tests.copies import local
 from tests.parity.plain import Gradients, Plain, Recipe
 from tests.ranks import run_threads
 
@@ -157,4 +158,4 @@ def distance(value: Tensor | None, expected: Tensor | None) -> float:
 
 
 def _copy(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.detach().clone()
+    return None if value is None else local(value).detach().clone()

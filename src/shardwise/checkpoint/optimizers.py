@@ -19,6 +19,7 @@ from shardwise.checkpoint import plain
 from shardwise.checkpoint.holdings import Holding, Home, whole_of_rank_0
 from shardwise.errors import CheckpointError
 from shardwise.optim.gate import BOOKKEEPING
+from shardwise.shard_tensor import ShardTensor
 
 __all__ = [
     "AS_BUILT",
@@ -110,7 +111,7 @@ def states_of(optimizer: Optimizer, named: Named) -> Iterator[tuple[Home, str, A
         home = named.home(param, optimizer)
         for key, value in optimizer.state.get(param, {}).items():
             check_key(key, home.member.name)
-            yield home, key, value
+            yield home, key, value.to_local() if isinstance(value, ShardTensor) else value
 
 
 def is_scalar(key: str, value: Tensor, shape: torch.Size) -> bool:

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import plain
-from shardwise.checkpoint.dtypes import dtype_of
+from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.holdings import Home
 from shardwise.checkpoint.optimizers import AS_BUILT, Named, Optimizers, params_of
 from shardwise.checkpoint.reader import Want, wanted
 from shardwise.checkpoint.source import Place
 from shardwise.errors import CheckpointError
+from shardwise.shard_tensor import ShardTensor
 
 __all__ = ["Restored", "restored"]
 
@@ -199,10 +200,11 @@ def _conflicts(targets: Iterable[_Target]) -> Iterator[str]:
 
 def _memory(target: _Target, key: str, place: Place) -> tuple[Tensor, int]:
     """Where one state of one parameter goes, and which of its elements is the first here."""
-    dtype = dtype_of(place.stored.dtype)
+    dtype = DTYPES[place.stored.dtype]
     one = place.stored.shape == () and not _is_element(target, key)
     shape = torch.Size([]) if one else target.home.value.shape
     there = target.optimizer.state.get(target.param, {}).get(key)
+    there = there.to_local() if isinstance(there, ShardTensor) else there
     if (
         isinstance(there, Tensor)
         and (there.shape, there.dtype) == (shape, dtype)

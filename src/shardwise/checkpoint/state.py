@@ -7,21 +7,18 @@ that dropout draws cannot be the same, and loading says so.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardwise.checkpoint import plain
-from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.errors import CheckpointError
 
 __all__ = ["NAME", "Document", "Stateful", "Training"]
 
 NAME = "training.json"
 VERSION = 1
-SHORT = 80  # characters of a value in a message
 
 
 class Stateful(Protocol):
@@ -40,11 +37,10 @@ class Training:
         step: optimizer steps taken so far; ``None``: the number in the folder's name.
         scheduler: of the learning rate; its state must be plain values.
         scaler: of the loss.
-        position: where in the data the run is: plain values, alike on every rank. What differs,
-            as the position of a loader that each rank has of its own does, belongs in ``local``.
+        position: where in the data the run is: plain values, alike on every rank.
         config: what the run was started with: plain values.
         local: plain values of this rank's own.
-        metric: how good this checkpoint is, for ``keep_best``: a finite number; rank 0's counts.
+        metric: how good this checkpoint is, for ``keep_best``.
         accumulating: the step is not over: what was accumulated is stored, too.
     """
 
@@ -85,8 +81,7 @@ class Document:
         """Read it.
 
         Raises:
-            DamagedCheckpoint: it is not what ``document`` returned.
-            CheckpointError: a later version wrote it.
+            CheckpointError: it is not what ``encode`` wrote.
         """
         try:
             found = json.loads(data)
@@ -101,7 +96,7 @@ class Document:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise DamagedCheckpoint(
+            raise CheckpointError(
                 f"{where} is damaged ({type(error).__name__}: {error}). Load another checkpoint, "
                 "or only the weights of this one."
             ) from None
@@ -110,53 +105,28 @@ class Document:
 _VALUES = ("scheduler", "scaler", "position", "config", "local")
 
 
-_ALIKE = ("scheduler", "scaler", "position")  # rank 0's are stored, for all ranks
-
-
-def values_of(training: Training) -> dict[str, Any]:
-    """The values of this rank, as JSON has them.
-
-    Raises:
-        CheckpointError: one of them cannot be written, or ranked; it is named.
-    """
-    values = {key: getattr(training, key) for key in _VALUES}
-    for key in ("scheduler", "scaler"):
-        values[key] = None if values[key] is None else values[key].state_dict()
-    metric = training.metric
-    if metric is not None and not math.isfinite(metric):
-        raise CheckpointError(
-            f"training.metric is {metric}, which is neither better nor worse than another. Pass "
-            "metric=None to save this checkpoint without one."
-        )
-    return {key: plain.encode(value, f"training.{key}") for key, value in values.items()}
-
-
-def facts_of(training: Training, values: Mapping[str, Any]) -> dict[str, str]:
-    """What must be alike on every rank, as short texts to compare."""
-    texts = {key: json.dumps(values[key], sort_keys=True) for key in _ALIKE}
-    facts = {f"training.{key}": _short(text) for key, text in texts.items()}
-    return facts | {"training.step": str(training.step)}
-
-
-def _short(text: str) -> str:
-    if len(text) <= SHORT:
-        return text
-    return f"{text[:SHORT]}… (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"
-
-
-def document(
-    step: int | None,
-    values: Mapping[str, Any],
-    optimizers: Sequence[Mapping[str, Any]],
-    local: Sequence[str],
+def encode(
+    training: Training, optimizers: Sequence[Mapping[str, Any]], local: Sequence[str]
 ) -> bytes:
-    """The file.
+    """The document.
 
     Args:
-        values: of this rank; only ``local`` may differ by rank.
+        training: of this rank; only ``local`` may differ by rank.
         optimizers: see ``optimizers.contents``.
-        local: each rank's ``values["local"]`` as JSON, by rank.
+        local: each rank's ``local_text``, by rank.
+
+    Raises:
+        CheckpointError: a value that cannot be written, naming it.
     """
-    found = {"version": VERSION, "step": step, "world": len(local), **values}
+    states = {"scheduler": training.scheduler, "scaler": training.scaler}
+    values = {"position": training.position, "config": training.config}
+    values |= {key: None if owner is None else owner.state_dict() for key, owner in states.items()}
+    found = {key: plain.encode(value, f"training.{key}") for key, value in values.items()}
+    found |= {"version": VERSION, "step": training.step, "world": len(local)}
     found |= {"optimizers": list(optimizers), "local": [json.loads(text) for text in local]}
     return json.dumps(found, indent=1).encode() + b"\n"
+
+
+def local_text(training: Training) -> str:
+    """This rank's own values, as they travel to rank 0."""
+    return json.dumps(plain.encode(training.local, "training.local"))

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, OptimizerError
-from shardwise.guard import Sharding, sharding_of
 from shardwise.optim.flat_gradient import flat_gradient
 from shardwise.optim.gate import shown_plain
 from shardwise.optim.groups import Policy, check_loaded, defaults, resolved
 from shardwise.optim.held import Held
 from shardwise.optim.norm import norm_of
 from shardwise.optim.update import Call, Key, Update, decide
+from shardwise.sharding import Sharding, sharding_of
 
 if TYPE_CHECKING:
     from shardwise.sharded import Sharded

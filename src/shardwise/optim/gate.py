@@ -29,7 +29,9 @@ from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
 from shardwise.compiling import leave_alone
 from shardwise.errors import OptimizerError
-from shardwise.guard import ShardedParameter, Sharding, sharding_of
+from shardwise.guard import ShardedParameter
+from shardwise.shard_tensor import ShardTensor
+from shardwise.sharding import Sharding, sharding_of
 
 __all__ = ["Gate", "shown_plain"]
 
@@ -94,7 +96,7 @@ class Gate:
         self._before_step = weakref.WeakMethod(before_step)
         self._known: list[weakref.ref[Optimizer]] = []  # in order of their first step
         self._params: weakref.WeakKeyDictionary[Optimizer, _Params] = weakref.WeakKeyDictionary()
-        self._unguarded: list[nn.Parameter] = []
+        self._shown: dict[int, list[Tensor]] = {}  # by the optimizer that steps now
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -132,7 +134,7 @@ class Gate:
         before_step()
         self.admit(optimizer)
         self._say_plain(optimizer)
-        self._unguarded += _show_plain(params)
+        self._shown.setdefault(id(optimizer), []).extend(_show_plain(params))
 
     def _params_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """The model's parameters in an optimizer: sought again when its lists are others."""
@@ -168,12 +170,12 @@ class Gate:
             return
         _check_elementwise(optimizer, params)
         for param in params:
+            _make_plain(optimizer.state.get(param, {}))
             _cut_state(optimizer, param)
         self._known.append(weakref.ref(optimizer))
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        _guard(self._unguarded)
-        self._unguarded.clear()
+        _guard(self._shown.pop(id(optimizer), ()))
 
 
 def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -189,24 +191,29 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
 @contextmanager
 def shown_plain(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, parameters at rest are of the plain class, whose attributes torch reads fast."""
-    unguarded = _show_plain(params)
+    shown = _show_plain(params)
     try:
         yield
     finally:
-        _guard(unguarded)
+        _guard(shown)
 
 
-def _show_plain(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Which of them were guarded, and are not any more."""
+def _show_plain(params: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The parameters, and those of their gradients, that were guarded and are not any more."""
     guarded: list[nn.Parameter] = [param for param in params if type(param) is ShardedParameter]
     for param in guarded:
         param.__class__ = nn.Parameter
-    return guarded
+    # Of a plain parameter: what the user has read is marked, and no other is.
+    marked = [grad for param in guarded if type(grad := param.grad) is ShardTensor]
+    shown = [*guarded, *marked]
+    for gradient in marked:
+        gradient.__class__ = Tensor  # type: ignore[assignment]
+    return shown
 
 
-def _guard(params: Iterable[nn.Parameter]) -> None:
-    for param in params:
-        param.__class__ = ShardedParameter
+def _guard(shown: Iterable[Tensor]) -> None:
+    for tensor in shown:
+        tensor.__class__ = ShardedParameter if isinstance(tensor, nn.Parameter) else ShardTensor
 
 
 def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
@@ -218,8 +225,8 @@ def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None
     reason = _REASONS.get(kind.__name__)
     if reason is None:
         advice = (
-            f"it is not known to update each element by itself. If it does, say so: "
-            f"`{kind.__name__}.elementwise = True`"
+            "it is not known to update each element by itself. If it does, and takes no norm or "
+            f"other sum over a parameter, say so: `{kind.__name__}.elementwise = True`"
         )
     else:
         advice = f"{reason}, so on shards it would be silently wrong"
@@ -236,6 +243,13 @@ def _split(param: nn.Parameter) -> Sharding | None:
     sharding = sharding_of(param)
     whole = sharding is None or sharding.shape == param.shape
     return None if whole and not isinstance(param, ShardedParameter) else sharding
+
+
+def _make_plain(state: dict[str, Any]) -> None:
+    """State that an optimizer made before its first step has the class of a shard."""
+    for name, value in state.items():
+        if isinstance(value, ShardTensor):
+            state[name] = value.to_local()
 
 
 def _cut_state(optimizer: Optimizer, param: nn.Parameter) -> None:

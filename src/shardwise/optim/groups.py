@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.buffers import Bucket
 from shardwise.errors import ConfigError, OptimizerError, nearest
-from shardwise.guard import sharding_of
+from shardwise.sharding import sharding_of
 from shardwise.synonyms import OPTIMIZER
 from shardwise.units import Member
 

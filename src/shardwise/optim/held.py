@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from shardwise.buffers import Bucket
 from shardwise.errors import ConfigError
-from shardwise.guard import replaced, sharding_of
 from shardwise.optim.runs import Run
+from shardwise.refusals import replaced
+from shardwise.sharding import sharding_of
 
 __all__ = ["STEP", "Held", "Share", "State"]
 

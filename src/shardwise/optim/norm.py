@@ -7,7 +7,8 @@ or all, and these W sums are added by one kernel, so ``no_shard`` and ``full_sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,20 +16,54 @@ from torch import Tensor
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
+from shardwise.guard import get_grad
 
-__all__ = ["clip_gradients", "norm_of", "total_norm"]
+__all__ = ["Place", "chosen", "clip_gradients", "norm_of", "places_of", "total_norm"]
 
 CHUNK = 1 << 16
 """Elements: on CPU, torch adds up millions of squares one by one, and is off by up to 1e-3."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """One parameter of a bucket."""
+
+    bucket: Bucket
+    index: int
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return get_grad(self.bucket.params[self.index])
+
+
+def places_of(buckets: Iterable[Bucket]) -> dict[int, Place]:
+    """The place of each parameter, by its ``id``, in order."""
+    return {id(p): Place(bucket, at) for bucket in buckets for at, p in enumerate(bucket.params)}
+
+
+def chosen(places: Mapping[int, Place], parameters: Iterable[Tensor]) -> list[Place]:
+    """The places of ``parameters``, each once.
+
+    Raises:
+        ConfigError: one has none.
+    """
+    asked = list(dict.fromkeys(map(id, parameters)))
+    if strange := sum(param not in places for param in asked):
+        raise ConfigError(
+            f"{strange} of the {len(asked)} parameters whose gradients are to be clipped are not "
+            "those of this sharded model. Pass some of its own, such as model.actor.parameters(), "
+            "and clip those of other models by their own handles."
+        )
+    return [places[param] for param in asked]
+
+
 def clip_gradients(
-    buckets: Sequence[Bucket], comm: Comm, max_norm: float, norm_type: float
+    places: Collection[Place], comm: Comm, max_norm: float, norm_type: float
 ) -> Tensor:
-    """Scale all gradients so that their global norm is at most ``max_norm``.
+    """Scale gradients so that their global norm is at most ``max_norm``.
 
     Args:
-        buckets: the trainable buckets of the model.
+        places: the parameters that have them.
         comm: the ranks that split them.
         max_norm: the largest norm allowed.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
@@ -43,20 +78,21 @@ def clip_gradients(
         raise ConfigError(
             f"norm_type is {norm_type}; a norm needs a p above 0, such as 2 or float('inf')."
         )
-    norm = total_norm(buckets, comm, norm_type)
-    gradients = [p.grad for bucket in buckets for p in bucket.params if p.grad is not None]
-    if gradients:
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for dtype in {grad.dtype for grad in gradients}:
-            torch._foreach_mul_([g for g in gradients if g.dtype is dtype], scale.to(dtype))
+    with torch._C.DisableTorchFunctionSubclass():
+        norm = total_norm(places, comm, norm_type)
+        gradients = [grad for place in places if (grad := place.gradient) is not None]
+        if gradients:
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            for dtype in {grad.dtype for grad in gradients}:
+                torch._foreach_mul_([g for g in gradients if g.dtype is dtype], scale.to(dtype))
     return norm
 
 
-def total_norm(buckets: Sequence[Bucket], comm: Comm, norm_type: float = 2.0) -> Tensor:
-    """The p-norm of all gradients of all ranks' shards, 0-dim fp32."""
-    whole = all(not bucket.spec.placement.splits for bucket in buckets)
+def total_norm(places: Collection[Place], comm: Comm, norm_type: float = 2.0) -> Tensor:
+    """The p-norm of these gradients over all ranks' shards, 0-dim fp32."""
+    whole = all(not place.bucket.spec.placement.splits for place in places)
     ranks = range(comm.size) if whole else (comm.rank,)
-    return norm_of({rank: _piece(buckets, rank) for rank in ranks}, comm, norm_type)
+    return norm_of({rank: _piece(places, rank) for rank in ranks}, comm, norm_type)
 
 
 def norm_of(pieces: Mapping[int, Sequence[Tensor]], comm: Comm, norm_type: float = 2.0) -> Tensor:
@@ -81,19 +117,17 @@ def norm_of(pieces: Mapping[int, Sequence[Tensor]], comm: Comm, norm_type: float
     return powers.sum() ** (1.0 / norm_type)
 
 
-def _piece(buckets: Sequence[Bucket], rank: int) -> list[Tensor]:
+def _piece(places: Iterable[Place], rank: int) -> list[Tensor]:
     """The gradients of rank ``rank``'s piece, flat."""
     found: list[Tensor] = []
-    for bucket in buckets:
-        for index, param in enumerate(bucket.params):
-            if param.grad is None:
-                continue
-            flat = param.grad.reshape(-1)
-            if not bucket.spec.placement.splits:
-                slot = bucket.layout.slot(bucket.members[index].name)
-                start, stop = bucket.layout.owned(slot, rank)
-                flat = flat[start:stop]
-            found.append(flat)
+    for place in places:
+        if (gradient := place.gradient) is None:
+            continue
+        flat, spec = gradient.reshape(-1), place.bucket.spec
+        if not spec.placement.splits:
+            start, stop = spec.layout.owned(spec.slots[place.index], rank)
+            flat = flat[start:stop]
+        found.append(flat)
     return found
 
 

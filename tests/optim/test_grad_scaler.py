@@ -1,0 +1,85 @@
+"""``torch.amp.GradScaler`` on shards: what overflows on one rank makes every rank skip the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from tests import nets
+from tests.copies import clones, equal, local, on_ranks
+from tests.steps import STRATEGIES, train
+
+BUILD, BATCH = nets.scalar_and_13_rows, nets.scalar_and_13_rows_batch
+
+OPTIMIZERS: dict[str, Callable[[sw.Sharded], torch.optim.Optimizer]] = {
+    "loop": lambda sharded: torch.optim.SGD(sharded.model.parameters(), 0.1, foreach=False),
+    "fused": lambda sharded: torch.optim.AdamW(sharded.model.parameters(), 0.1, fused=True),
+    "flat": lambda sharded: sw.optim.AdamW(sharded, lr=0.1),
+}
+
+
+def steps(sharded: sw.Sharded, kind: str, overflow: tuple[int, int]) -> list[tuple[float, bool]]:
+    """Of three steps, the scale after it and whether parameters changed.
+
+    In step ``overflow[0]`` an element of rank ``overflow[1]``'s gradients is not finite.
+    """
+    optimizer = OPTIMIZERS[kind](sharded)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    found = list[tuple[float, bool]]()
+    for step in range(3):
+        before = clones(sharded.model.state_dict())
+        scaler.scale(nets.loss(sharded.model, BATCH(sharded.comm.rank, 2))).backward()
+        if (step, sharded.comm.rank) == overflow:
+            largest = max(sharded.model.parameters(), key=Tensor.numel)
+            local(largest.grad).view(-1)[-1] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((scaler.get_scale(), not equal(sharded.model.state_dict(), before)))
+    return found
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_rank_skips_the_step_in_which_one_rank_overflows(kind: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> list[tuple[float, bool]]:
+        return steps(sw.shard(model, comm=comm), kind, (1, 2))
+
+    assert on_ranks(3, BUILD, rank) == [[(1024.0, True), (512.0, False), (512.0, True)]] * 3
+
+
+def test_scaled_steps_are_those_without_a_scaler() -> None:
+    """In every strategy; a power of two changes no bit."""
+
+    def rank(comm: Comm, model: nn.Module, strategy: str) -> None:
+        scaled = sw.shard(model, strategy, comm=comm)
+        plain = sw.shard(nets.scalar_and_13_rows(), strategy, comm=comm)
+        plain.model.load_state_dict(model.state_dict())
+        steps(scaled, "loop", (-1, 0))
+        optimizer = OPTIMIZERS["loop"](plain)
+        for _ in range(3):
+            train(plain.model, BATCH(comm.rank, 2))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert equal(model.state_dict(), plain.model.state_dict())
+
+    for strategy in STRATEGIES:
+        on_ranks(2, BUILD, lambda comm, model: rank(comm, model, strategy))  # noqa: B023
+
+
+def test_a_scaler_costs_one_collective_for_each_dtype() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        scaler, optimizer = torch.amp.GradScaler("cpu"), OPTIMIZERS["loop"](sharded)
+        scaler.scale(nets.loss(model, BATCH(comm.rank, 2))).backward()
+        comm.counters.reset()
+        scaler.unscale_(optimizer)
+        assert comm.counters.calls == {"unscale": 1}
+        scaler.step(optimizer)
+        assert comm.counters.calls == {"unscale": 1}
+
+    on_ranks(2, BUILD, rank)
