@@ -21,7 +21,6 @@ CALLS = (
     "write",
     "pwritev",
     "fsync",
-    "posix_fallocate",
     "mkdir",
     "rename",
     "replace",

@@ -67,9 +67,9 @@ def attempted(case: Case, golden: Sequence[Ended], kill: Start, again: Start) ->
         second = again(run, case)
         wrong += _of_the_living(second, case, golden, newest)
         wrong += damage(run)
-        if newest != STEPS:  # else there was no save after the crash, which would have swept
-            wrong += leftovers(run, case.how)
         ended = second.ended[0]
+        if newest != STEPS:  # else there was no save after the crash, which would have swept
+            wrong += leftovers(run, case.how, ended.resumed if ended else None)
         return Trial(
             case.how.name,
             str(case.kill),
@@ -144,10 +144,11 @@ def _flaws(checkpoint: Path) -> Iterator[str]:
         yield f"{checkpoint.name}: {error}"
 
 
-def leftovers(run: Path, how: How) -> Iterator[str]:
-    """What is wrong with a run's folder at its end."""
+def leftovers(run: Path, how: How, resumed: int | None) -> Iterator[str]:
+    """What is wrong with a run's folder at its end; what it ``resumed`` from stays."""
     first = STEPS - how.limit if how.limit else 0
-    should = {"latest", *(f"step-{step}" for step in range(first + 1, STEPS + 1))}
+    kept = {*range(first + 1, STEPS + 1), *([resumed] if resumed else [])}
+    should = {"latest", *(f"step-{step}" for step in kept)}
     there = {path.name for path in run.iterdir()}
     if there != should:
         yield f"the folder holds {sorted(there)}, and should hold {sorted(should)}"

@@ -97,6 +97,7 @@ class Sharded:
     def __post_init__(self) -> None:
         self._background = Background()
         self._methods = ForwardMethods(self.model)
+        self._loaded = ""  # token of the checkpoint that was loaded last: no save removes that one
         self._build()
 
     def _build(self) -> None:

@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.checkpoint import background, points
 from shardwise.checkpoint.complete import check_complete
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.snapshot import Pool
+from shardwise.checkpoint.snapshot import Pool, budget_of
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import adamw, same, saved, steps, tensors
@@ -105,6 +105,17 @@ def test_too_small_a_budget_is_an_error_on_all_ranks(tmp_path: Path) -> None:
             sharded.save_async(tmp_path / "step-1", snapshot_bytes=10)
 
     on_ranks(2, DECODER.build, rank)
+
+
+def test_ranks_that_share_a_host_share_the_memory_for_copies(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> int:
+        sharded = sw.shard(model, comm=comm)
+        saving = sharded.save_async(tmp_path / "step-1")
+        assert saving is not None
+        saving.wait()
+        return sharded._background._budget
+
+    assert on_ranks(3, DECODER.build, rank) == 3 * [budget_of(3)]
 
 
 def test_a_hundred_saves_in_a_row(tmp_path: Path) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint import folder
+from shardwise.checkpoint import folder, lock
 from shardwise.checkpoint.folder import (
     Partial,
     check_replaceable,
+    mark_broken,
     move_latest,
     new_token,
     publish,
@@ -21,7 +23,6 @@ from shardwise.checkpoint.folder import (
     step_of,
     steps,
     steps_to_resume,
-    surplus,
     sweep,
     target_of,
 )
@@ -190,7 +191,7 @@ def test_a_folder_that_is_swept_while_it_is_made_is_made_again(
     swept: list[str] = []
 
     def others_sweep(path: Path, *args: int) -> int:
-        if Path(path).name == folder.LOCK and not swept:
+        if Path(path).name == f"{lock.LOCK}.new" and not swept:
             swept.append("now")
             swept.extend(sweep(tmp_path))
         return real(path, *args)
@@ -210,7 +211,7 @@ def test_what_was_to_become_latest_goes(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-1"]
 
 
-def test_where_nobody_can_lock_nothing_is_removed(
+def test_where_nobody_can_lock_only_what_is_an_hour_old_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(fd: int, how: int) -> None:
@@ -221,6 +222,46 @@ def test_where_nobody_can_lock_nothing_is_removed(
     assert "this file system has no locks" in caplog.text
     partial.close()
     assert sweep(tmp_path) == []
+    age(partial.path)
+    assert sweep(tmp_path) == [partial.path.name]
+
+
+def age(path: Path) -> None:
+    """As if nothing had changed there for a little more than an hour."""
+    before = time.time() - lock.SILENCE - 1
+    for one in (*path.iterdir(), path):
+        os.utime(one, (before, before))
+
+
+def test_what_another_host_writes_is_left_alone_where_locks_do_not_leave_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Lustre with localflock, and NFS with nolock: whoever asks there gets the lock."""
+    with monkeypatch.context() as there:
+        there.setattr(lock, "host", lambda: "another host")
+        partial = Partial.make(tmp_path / "step-1", new_token())
+    partial.close()  # so that the lock is free, as it looks from here
+    assert sweep(tmp_path) == []
+    age(partial.path)
+    (partial.path / "model.safetensors").touch()  # it still writes
+    assert sweep(tmp_path) == []
+    age(partial.path)
+    assert sweep(tmp_path) == [partial.path.name]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may open anything")
+def test_what_may_not_be_opened_is_left_alone(tmp_path: Path) -> None:
+    partial = Partial.make(tmp_path / "step-1", new_token())
+    partial.close()
+    (partial.path / lock.LOCK).chmod(0)
+    assert sweep(tmp_path) == []
+
+
+def test_a_damaged_checkpoint_gets_a_name_that_no_resume_takes(tmp_path: Path) -> None:
+    for number in (1, 2):
+        checkpoint(tmp_path / "step-3")
+        assert mark_broken(tmp_path / "step-3") == tmp_path / f"broken-step-3-{number}"
+    assert steps_to_resume(tmp_path) == []
 
 
 def test_between_two_renames_nothing_is_lost(tmp_path: Path) -> None:
@@ -260,28 +301,3 @@ def test_removing_takes_the_name_away_first(
     remove(path)
     assert names(tmp_path) == seen
     assert seen[0].startswith("step-1.removing-")
-
-
-# --- which ones stay -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("metrics", "limit", "best", "gone"),
-    [
-        ([None, None, None], 2, None, [2]),
-        ([None, None, None], 1, None, [1, 2]),
-        ([None, None, None], 5, None, []),
-        ([3.0, 2.0, 1.0], 2, "lowest", [1]),
-        ([3.0, 2.0, 1.0], 2, "highest", [2]),
-        ([3.0, 2.0, 1.0], 1, "lowest", [1]),  # the newest stays, and the best
-        ([1.0, 2.0, 3.0], 1, "lowest", [1, 2]),
-        ([None, 2.0, None], 1, "lowest", [2]),
-        ([None, None], 1, "highest", [1]),
-        ([], 1, "highest", []),
-    ],
-)
-def test_the_newest_stay_and_the_best(
-    metrics: list[float | None], limit: int, best: str | None, gone: list[int]
-) -> None:
-    complete = [(Path(f"step-{9 - k}"), metric) for k, metric in enumerate(metrics)]
-    assert surplus(complete, limit, best) == [complete[k][0] for k in gone]

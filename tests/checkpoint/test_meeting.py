@@ -10,6 +10,8 @@ import pytest
 import shardwise as sw
 from shardwise.checkpoint.meeting import (
     await_parts,
+    by_rank_0,
+    check_alike,
     from_rank_0,
     leave_part,
     one_message,
@@ -30,6 +32,7 @@ def test_every_rank_hears_every_text(world: int) -> None:
 
 def test_rank_0_tells_the_others() -> None:
     assert run_threads(3, lambda comm: from_rank_0(comm, str(comm.rank), "x")) == ["0"] * 3
+    assert run_threads(3, lambda comm: by_rank_0(comm, "x", lambda: str(comm.rank))) == ["0"] * 3
 
 
 def test_what_one_rank_cannot_do_no_rank_has_done() -> None:
@@ -39,12 +42,69 @@ def test_what_one_rank_cannot_do_no_rank_has_done() -> None:
                 raise sw.CheckpointError("no room")
             return comm.rank
 
-        with pytest.raises(sw.DamagedCheckpoint) as caught:
-            together(comm, "trying", act, sw.DamagedCheckpoint)
+        with pytest.raises(sw.CheckpointError) as caught:
+            together(comm, "trying", act)
         return str(caught.value)
 
     assert run_threads(3, rank) == ["rank 1: no room"] * 3
     assert run_threads(3, lambda comm: together(comm, "x", lambda: comm.rank)) == [0, 1, 2]
+
+
+DAMAGED, CONFIG = sw.DamagedCheckpoint("bits"), sw.ConfigError("no such option")
+OTHER, UNREADABLE = TypeError("no len()"), sw.CheckpointError("the disk fails")
+
+
+@pytest.mark.parametrize(
+    ("failures", "kind"),
+    [
+        ((None, OTHER, None), sw.CheckpointError),
+        ((None, OSError(5, "I/O"), None), sw.CheckpointError),
+        ((None, None, DAMAGED), sw.DamagedCheckpoint),
+        ((DAMAGED, DAMAGED, DAMAGED), sw.DamagedCheckpoint),
+        ((None, UNREADABLE, DAMAGED), sw.CheckpointError),  # one of them may be whole
+        ((CONFIG, None, None), sw.ConfigError),
+    ],
+    ids=str,
+)
+def test_any_error_of_any_rank_is_one_of_a_kind_on_all(
+    failures: tuple[Exception | None, ...], kind: type[Exception]
+) -> None:
+    def rank(comm: Comm) -> tuple[type[Exception], str]:
+        def act() -> None:
+            if failure := failures[comm.rank]:
+                raise failure
+
+        with pytest.raises(sw.ShardwiseError) as caught:
+            together(comm, "trying", act)
+        assert together(comm, "again", lambda: "well") == "well"
+        return caught.type, str(caught.value)
+
+    assert {kind} == {found for found, _ in run_threads(3, rank)}
+    assert len(set(run_threads(3, rank))) == 1
+
+
+def test_facts_that_differ_are_named_and_the_ranks_go_on() -> None:
+    def rank(comm: Comm) -> str:
+        check_alike(comm, {"path": "run"})
+        with pytest.raises(sw.CheckpointError) as caught:
+            check_alike(comm, {"path": "run", "position": str(comm.rank // 2)})
+        check_alike(comm, {"path": "run"})
+        return str(caught.value)
+
+    [text] = set(run_threads(3, rank))
+    assert "position: ranks 0, 1: 0; rank 2: 1\nNothing was written" in text
+    assert "path" not in text
+    assert "Training(local=...)" in text
+
+
+def test_a_long_text_of_one_rank_is_not_padded_for_all() -> None:
+    def rank(comm: Comm) -> int:
+        text = "x" * 1_000_000 * (comm.rank == 1)
+        before = sum(comm.counters.bytes_sent.values())
+        assert share(comm, text, "x") == ["", "x" * 1_000_000, "", ""]
+        return sum(comm.counters.bytes_sent.values()) - before
+
+    assert [sent < 50_000 for sent in run_threads(4, rank)] == [True, False, True, True]
 
 
 def test_messages_are_said_once() -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import shardwise as sw
-from shardwise.checkpoint.folder import LOCK, resolve
+from shardwise.checkpoint.folder import Partial, resolve
 from shardwise.checkpoint.run import checkpoint_of, folder_of_run, meant, survey
 from tests.checkpoint.runs import saved
 from tests.nets import NETS
@@ -29,11 +27,6 @@ def run(tmp_path: Path) -> Path:
     saved(NETS[1], 1, tmp_path / "step-11")
     (tmp_path / "step-11" / "manifest.json").unlink()
     return tmp_path
-
-
-def old(path: Path) -> None:
-    long_ago = time.time() - 86_400
-    os.utime(path, (long_ago, long_ago))
 
 
 def test_checkpoints_are_listed_newest_first_with_who_wrote_them(run: Path) -> None:
@@ -66,28 +59,16 @@ def test_a_file_that_is_cut_off_is_the_reason_why(run: Path) -> None:
 
 
 def test_what_is_being_written_is_told_from_what_a_crash_left(run: Path) -> None:
-    written, left = run / f"step-20.partial-{TOKEN}", run / f"step-21.partial-{TOKEN}"
-    gone = run / f"step-1.removing-{TOKEN}"
-    for path in (written, left, gone):
-        path.mkdir()
-        (path / LOCK).touch()
-        old(path / LOCK)
-    with (written / LOCK).open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        found = survey(run).leftovers
+    written = Partial.make(run / "step-20", TOKEN)
+    Partial.make(run / "step-21", TOKEN).close()  # as a process does that dies
+    (run / f"step-1.removing-{TOKEN}").mkdir()
+    found = survey(run).leftovers
+    written.close()
     assert [(one.kind, one.name, now) for one, now in found] == [
         ("removing", "step-1", False),
         ("partial", "step-20", True),
         ("partial", "step-21", False),
     ]
-
-
-def test_a_lock_that_is_just_being_taken_is_not_touched(run: Path) -> None:
-    """Whoever looks must not hold the lock in the moment in which a save takes it."""
-    young = run / f"step-20.partial-{TOKEN}"
-    young.mkdir()
-    (young / LOCK).touch()
-    assert survey(run).leftovers[0][1]
 
 
 @pytest.mark.parametrize("inner", ["", "checkpoints"])

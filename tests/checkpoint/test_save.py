@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
+import math
 import os
 import resource
 import stat
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,17 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint import points
+from shardwise.checkpoint import points, writer
 from shardwise.checkpoint.complete import check_complete
-from shardwise.checkpoint.header import PAGE
+from shardwise.checkpoint.folder import Partial, new_token
+from shardwise.checkpoint.header import PAGE, Stored
+from shardwise.checkpoint.meeting import share
+from shardwise.checkpoint.plan import FilePlan
 from shardwise.comm.protocol import Comm
 from tests import nets
+from tests.checkpoint.recorded import record
 from tests.checkpoint.runs import adamw, same, saved, steps, tensors
-from tests.copies import clones, on_ranks, seeded
+from tests.copies import clones, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.ranks import outcomes_of, run_processes
 from tests.steps import STRATEGIES
@@ -354,7 +362,7 @@ def test_a_disk_that_fills_while_writing_keeps_the_earlier_checkpoint(
     saved(DECODER, 2, small_disk / "step-2")
     before = tensors(small_disk / "step-2", "optimizer")
     monkeypatch.setattr(writer, "free_bytes", lambda folder: 1 << 40)
-    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: os.ftruncate(fd, size))
+    monkeypatch.setattr(writer, "fallocate", os.ftruncate)
     (small_disk / "filler").write_bytes(bytes(450_000))
     with pytest.raises(sw.CheckpointError, match="the disk is full"):
         saved(DECODER, 2, small_disk / "step-2")
@@ -455,9 +463,7 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path) -> None:
 
 def test_the_same_step_is_saved_again(tmp_path: Path) -> None:
     saved(DECODER, 2, tmp_path / "step-2")
-    leftover = tmp_path / "step-2.partial-0123456789abcdef"
-    leftover.mkdir()
-    (leftover / ".lock").touch()
+    Partial.make(tmp_path / "step-2", new_token()).close()  # as a process does that dies
     state = saved(DECODER, 3, tmp_path / "step-2", "shard_grad_op")
     assert names(tmp_path) == ["latest", "step-2"]
     assert check_complete(tmp_path / "step-2").world == 3
@@ -478,10 +484,141 @@ def test_the_number_of_steps_is_what_was_said_or_what_the_name_says(tmp_path: Pa
 def test_ranks_that_save_different_kinds_are_told(tmp_path: Path) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded, kind = sw.shard(model, comm=comm), ("full", "local")[comm.rank]
-        with pytest.raises(sw.RanksDisagree) as error:
-            sharded.save(tmp_path / "step-1", kind=kind)
-        return str(error.value)
+        text = said(sw.CheckpointError, lambda: sharded.save(tmp_path / "step-1", kind=kind))
+        sharded.save(tmp_path / "step-2")
+        return text
 
     found = on_ranks(2, DECODER.build, rank)
-    assert all("kind of checkpoint" in text for text in found)
-    assert names(tmp_path) == []
+    assert all("kind of checkpoint: rank 0: full; rank 1: local" in text for text in found)
+    assert names(tmp_path) == ["latest", "step-2"]
+
+
+# --- what is wrong on one rank ---------------------------------------------------------------
+
+
+class Broken:
+    """A scheduler whose state cannot be had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OSError(5, "no state")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "kind", "fact"),
+    [
+        ({"metric": math.nan}, {}, sw.CheckpointError, "rank 1: training.metric is nan"),
+        ({"metric": "low"}, {}, sw.CheckpointError, "rank 1: TypeError: must be real number"),
+        ({"local": object()}, {}, sw.CheckpointError, "rank 1: training.local is a builtins"),
+        ({"scheduler": Broken()}, {}, sw.CheckpointError, "rank 1: OSError: [Errno 5] no state"),
+        ({"position": 1}, {}, sw.CheckpointError, "training.position: rank 0: null; rank 1: 1"),
+        ({"step": 3}, {}, sw.CheckpointError, "training.step: rank 0: 1; rank 1: 3"),
+        ({}, {"save_total_limit": 0}, sw.ConfigError, "rank 1: save_total_limit is 0"),
+        ({}, {"files": {"../x": ""}}, sw.CheckpointError, "rank 1: a file called"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["save", "save_async"])
+def test_one_rank_s_mistake_is_an_error_on_all_and_the_next_save_works(
+    way: str,
+    values: dict[str, Any],
+    options: dict[str, Any],
+    kind: type[Exception],
+    fact: str,
+    tmp_path: Path,
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        mine, how = (values, options) if comm.rank else ({}, {})
+        save = getattr(sharded, way)
+        text = said(kind, lambda: save(tmp_path / "step-1", training=sw.Training(**mine), **how))
+        assert list(tmp_path.iterdir()) == []
+        share(comm, "", "looked")
+        if (saving := save(tmp_path / "step-2", training=sw.Training())) and way == "save_async":
+            saving.wait()
+        return text
+
+    [text] = set(on_ranks(2, lambda: nn.Linear(2, 2), rank))
+    assert fact in text
+    assert names(tmp_path) == ["latest", "step-2"]
+
+
+def test_more_files_than_may_be_open(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
+    open_now = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 20, hard))
+    try:
+        sharded = sw.shard(model)
+        sharded.save(tmp_path / "step-1", max_file_size=1)
+        assert sharded.resume(tmp_path) is not None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(check_complete(tmp_path / "step-1").files) > 80
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077], ids=oct)
+def test_whoever_the_umask_lets_may_read_everything(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        sharded = sw.shard(nn.Linear(2, 2))
+        sharded.save(tmp_path / "step-1", training=sw.Training(), files={"note.txt": "x"})
+        sharded.save_file(tmp_path / "whole.safetensors")
+        sharded.save_file(tmp_path / "whole.pt")
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {oct(0o666 & ~umask)}
+
+
+def test_parents_that_are_made_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = record(monkeypatch)
+    sw.shard(nn.Linear(2, 2)).save(tmp_path / "a" / "b" / "step-1")
+    assert seen[:2] == [f"fsync {tmp_path}", f"fsync {tmp_path / 'a'}"]
+
+
+# --- what file systems of others do ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOSYS, errno.EINVAL])
+def test_where_space_cannot_be_reserved_files_only_get_their_length(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS before 4.2 and CephFS, where glibc would write a byte into every block instead."""
+
+    def refused(file: int, *_: int) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(writer, "_fallocate", refused)
+    monkeypatch.setattr(os, "posix_fallocate", None)
+    plan = FilePlan("x", b"", {"x": Stored("U8", (1 << 20,), 0, 1 << 20)}, (), ())
+    writer.allocate(tmp_path, [plan], 0)
+    found = (tmp_path / "x").stat()
+    assert (found.st_size, found.st_blocks) == (1 << 20, 0)
+
+
+def test_a_file_system_that_keeps_one_host_s_bytes_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As mounted object stores do: each host's file replaces the other's when it is closed."""
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        hosts[threading.get_ident()] = f"host-{comm.rank}"
+        sharded.save(tmp_path / "step-1")
+        monkeypatch.setattr(writer, "_write_at", lost)
+        return said(sw.CheckpointError, lambda: sharded.save(tmp_path / "step-2"))
+
+    def lost(file: int, buffers: Sequence[memoryview], at: int) -> None:
+        if hosts.get(threading.get_ident()) != "host-1":
+            real(file, buffers, at)
+
+    hosts: dict[int, str] = {}
+    real = writer._write_at
+    monkeypatch.setattr(writer, "host", lambda: hosts[threading.get_ident()])
+    [text] = set(on_ranks(2, lambda: nn.Linear(64, 64), rank))
+    assert "step-2" in text
+    assert "does not hold what host-1 wrote to it, so it is not published" in text
+    assert names(tmp_path) == ["latest", "step-1"]

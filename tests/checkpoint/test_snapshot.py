@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.snapshot import Pool
+from shardwise.checkpoint.snapshot import MOST, Pool, budget_of
 from shardwise.checkpoint.writer import Chunk
 
 
@@ -72,6 +73,18 @@ def test_one_slab_is_enough() -> None:
         _, slab = pool.keep(large(value, BLOCK // 2 + 1))
         pool.give_back(slab)
     assert pool.nbytes == BLOCK
+
+
+def test_the_ranks_of_a_host_divide_a_quarter_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 << 18}  # 64 GiB
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    assert [budget_of(ranks) >> 30 for ranks in (1, 2, 8)] == [16, 8, 2]
+    pages["SC_PHYS_PAGES"] = 2 << 28  # 2 TiB
+    assert budget_of(8) == MOST
+    pages["SC_PHYS_PAGES"] = 1000
+    assert budget_of(8) == BLOCK
 
 
 @pytest.mark.parametrize("budget", [0, 1, BLOCK - 1])

@@ -16,10 +16,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint import disk
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.reader import fill, wanted
 from shardwise.checkpoint.source import Source
 from tests.copies import seeded
+
+HANDLES = Path("/proc/self/fd")
 
 
 def wide() -> nn.Module:
@@ -176,10 +179,46 @@ def test_what_the_disk_refuses_is_not_damage(folder: Path, monkeypatch: pytest.M
     def preadv(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    monkeypatch.setattr(disk, "NAPS", (0.0,))
     with Source.open(folder) as source:
         monkeypatch.setattr(os, "preadv", preadv)
         with pytest.raises(sw.CheckpointError, match="the disk fails"):
             source.damaged("model.safetensors")
+
+
+def test_a_stale_handle_is_opened_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "NAPS", (0.0,))
+    preadv, opened, stale = os.preadv, os.open, list[Any]()
+
+    def once(*what: Any) -> int:
+        if not stale:
+            stale.append("handle")
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return preadv(*what)
+
+    def noted(*how: Any) -> int:
+        stale.append(how[0])
+        return opened(*how)
+
+    with Source.open(folder) as source:
+        source.header("model.safetensors")
+        monkeypatch.setattr(os, "preadv", once)
+        monkeypatch.setattr(os, "open", noted)
+        assert source.damaged("model.safetensors") == []
+    assert stale == ["handle", str(folder / "model.safetensors")]
+
+
+def test_one_file_is_open_at_a_time(tmp_path: Path) -> None:
+    """However many there are, and when they are read in turns."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    sw.shard(model).save(tmp_path / "out", max_file_size=1)
+    with Source.open(tmp_path / "out") as source:
+        before = len(list(HANDLES.iterdir()))
+        for _ in range(2):
+            for name in source.names("model"):
+                source.header(name)
+                assert len(list(HANDLES.iterdir())) <= before + 1
+    assert len(list(HANDLES.iterdir())) == before
 
 
 def test_a_device_is_not_opened() -> None:

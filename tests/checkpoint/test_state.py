@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from shardwise.checkpoint.state import Document, encode, local_text
+from shardwise.checkpoint.state import Document, document, facts_of, values_of
+
+
+def encoded(training: sw.Training, *optimizers: Any, local: tuple[Any, ...] = (None,)) -> bytes:
+    """The document that ranks with these values of their own make."""
+    values = values_of(training)
+    texts = [json.dumps(values_of(sw.Training(local=one))["local"]) for one in local]
+    return document(training.step, values, optimizers, texts)
 
 
 class Counter:
@@ -29,8 +36,8 @@ class Counter:
 
 def test_it_comes_back_as_it_was() -> None:
     position = {"rows": (1, 2), "seen": {5, 6}}
-    locals_ = [local_text(sw.Training(local=rank)) for rank in (b"0", b"1")]
-    data = encode(sw.Training(7, Counter(), None, position, {"lr": 0.1}), [{"class": "X"}], locals_)
+    training = sw.Training(7, Counter(), None, position, {"lr": 0.1})
+    data = encoded(training, {"class": "X"}, local=(b"0", b"1"))
     assert Document.decode(data, "there") == Document(
         step=7,
         world=2,
@@ -45,9 +52,26 @@ def test_it_comes_back_as_it_was() -> None:
 
 def test_what_cannot_be_written_is_named() -> None:
     with pytest.raises(sw.CheckpointError, match=r"training.position\['model'\] is a builtins"):
-        encode(sw.Training(position={"model": object()}), [], ["null"])
+        values_of(sw.Training(position={"model": object()}))
     with pytest.raises(sw.CheckpointError, match=r"training.local is a builtins.object"):
-        local_text(sw.Training(local=object()))
+        values_of(sw.Training(local=object()))
+
+
+@pytest.mark.parametrize("metric", [float("nan"), float("inf"), -float("inf")])
+def test_a_metric_that_cannot_be_ranked_is_refused(metric: float) -> None:
+    with pytest.raises(sw.CheckpointError, match="Pass metric=None to save this checkpoint"):
+        values_of(sw.Training(metric=metric))
+
+
+def test_what_is_stored_once_is_compared_between_ranks() -> None:
+    def facts(**values: Any) -> dict[str, str]:
+        training = sw.Training(**values)
+        return facts_of(training, values_of(training))
+
+    assert facts(position={"a": 1, "b": {"x", "y"}}) == facts(position={"b": {"y", "x"}, "a": 1})
+    assert facts(position=1)["training.position"] == "1"
+    assert facts(position=list(range(100))) != facts(position=[*range(99), 0])  # cut, with a digest
+    assert facts(local=1, config={"rank": 1}) == facts(local=2, config={"rank": 2})
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"version": 1}', b"[" * 99_999, b"\xff"])
@@ -57,7 +81,7 @@ def test_other_documents_are_refused(data: bytes) -> None:
 
 
 def test_a_later_version_asks_for_a_later_shardwise() -> None:
-    data = encode(sw.Training(), [], ["null"])
+    data = encoded(sw.Training())
     later = json.dumps({**json.loads(data), "version": 2}).encode()
     with pytest.raises(sw.CheckpointError, match="Install a later shardwise"):
         Document.decode(later, "there")

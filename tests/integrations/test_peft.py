@@ -110,6 +110,7 @@ def test_the_adapters_folder_is_complete_and_plain_peft_loads_it(
         assert torch.count_nonzero(value) > 0.9 * value.numel(), name  # B begins at zero
     loaded = peft.PeftModel.from_pretrained(seeded(llama), tmp_path)
     assert torch.equal(answer(loaded), told)
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # all may be read alike
 
 
 def test_what_is_frozen_is_not_gathered() -> None:

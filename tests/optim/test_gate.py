@@ -478,6 +478,59 @@ def test_the_shards_of_a_scalar_keep_the_optimizers_books() -> None:
     on_ranks(3, ODD.build, rank)
 
 
+# --- state that is loaded -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whole_state_is_loaded_before_the_first_step_and_after_it(
+    strategy: str, steps: int
+) -> None:
+    """A run that began unsharded goes on: ``optimizer.load_state_dict(torch.load(...))``."""
+
+    def run(model: nn.Module, shard: Callable[[nn.Module], object]) -> dict[str, Tensor]:
+        def train_on(optimizer: Optimizer, steps: int) -> None:
+            for _ in range(steps):
+                train(model, ODD.batch(0, 2))
+                optimizer.step(), optimizer.zero_grad()
+
+        first = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train_on(first, 2)
+        saved = copy.deepcopy(first.state_dict())
+        shard(model)
+        second = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train_on(second, steps)
+        for _ in range(2):  # the second time it is known already
+            second.load_state_dict(copy.deepcopy(saved))
+            train_on(second, 1)
+        return clones(model.state_dict())
+
+    plain = run(seeded(ODD.build), lambda model: None)
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        return run(model, lambda model: sw.shard(model, strategy, comm=comm))
+
+    for state in on_ranks(4, ODD.build, rank):
+        assert equal(state, plain)
+
+
+def test_state_of_another_number_of_ranks_is_refused() -> None:
+    model = nn.Linear(6, 6)
+    sw.shard(model, comm=FakeComm(0, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(
+        {
+            "state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(4, 6)}},
+            "param_groups": optimizer.state_dict()["param_groups"],
+        }
+    )
+    assert said(sw.ShardwiseError, optimizer.step) == (
+        "state 'exp_avg' of parameter 'weight' has shape (4, 6); the shard here is (32, 1) of "
+        "(6, 6). It is another rank's state, or that of other ranks. Load whole state, as an "
+        "unsharded optimizer has it, or use sharded.load_optimizer_state_dict() or sharded.load()."
+    )
+
+
 # --- parameters beside those of the model -----------------------------------------------------
 
 

@@ -45,6 +45,13 @@ def test_transformers_loads_the_folder_with_equal_logits(tmp_path: Path, tied: b
         assert torch.equal(model(ids), theirs(ids).logits)
 
 
+def test_whoever_may_read_one_file_may_read_all(tmp_path: Path) -> None:
+    exported(tmp_path, tied=True)
+    files = [path for path in tmp_path.iterdir() if path.is_file()]
+    assert "model.safetensors" in {path.name for path in files}
+    assert len({path.stat().st_mode for path in files}) == 1
+
+
 def test_transformers_knows_the_end_token(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 

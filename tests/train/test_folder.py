@@ -135,18 +135,6 @@ def test_a_crash_at_any_moment_of_moving_leaves_the_earlier_run_as_it_was(
     pytest.fail("it was never done")
 
 
-def test_broken_checkpoints_make_room_for_those_that_will_come(tmp_path: Path) -> None:
-    for step in (4, 8, 12):
-        checkpoint(tmp_path, f"step-{step}")
-    assert Folder(tmp_path).set_aside(4) == [
-        ("step-12", "broken-step-12-1"),
-        ("step-8", "broken-step-8-1"),
-    ]
-    checkpoint(tmp_path, "step-8")
-    assert Folder(tmp_path).set_aside(4) == [("step-8", "broken-step-8-2")]
-    assert "step-4" in names(tmp_path / "checkpoints")
-
-
 def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.write_text("a.txt", "old")

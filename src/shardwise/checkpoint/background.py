@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.checkpoint.copying import Copying, Watched
-from shardwise.checkpoint.disk import explained
+from shardwise.checkpoint.disk import explained, host
 from shardwise.checkpoint.meeting import (
     await_parts,
     from_rank_0,
@@ -38,7 +38,7 @@ from shardwise.checkpoint.optimizers import Optimizers
 from shardwise.checkpoint.points import reached
 from shardwise.checkpoint.save import Task, begin, check_parts, finish, give_up
 from shardwise.checkpoint.saving import Saved, SaveOptions
-from shardwise.checkpoint.snapshot import Pool
+from shardwise.checkpoint.snapshot import Pool, budget_of
 from shardwise.checkpoint.state import Training
 from shardwise.checkpoint.writer import Part, Writer
 from shardwise.comm.protocol import Comm, Label
@@ -275,6 +275,7 @@ class Background:
         self._saving: Saving | None = None
         self._pool: Pool | None = None
         self._budget = 0
+        self._ranks_here = 0  # of this host; 0: not counted yet
 
     def save(
         self,
@@ -294,7 +295,10 @@ class Background:
                 log.warning("%s is not saved: the save before it is still being written", path)
             return None
         self.settle()
-        pool = together(sharded.comm, "memory", lambda: self._memory(options, sharded.comm))
+        comm = sharded.comm
+        if not self._ranks_here:
+            self._ranks_here = share(comm, host(), "hosts").count(host())
+        pool = together(comm, "memory", lambda: self._memory(options.snapshot_bytes, comm))
         task = begin(sharded, path, optimizers, training, options)
         if task.hold.is_split:
             give_up(task)
@@ -304,7 +308,7 @@ class Background:
                 "too soon. Nothing was written. Call save(..., kind='local'), or save to a path "
                 "that all hosts share."
             )
-        saving = Saving(task, sharded.comm, pool)
+        saving = Saving(task, comm, pool)
         # In the middle of an accumulation, backward passes change what is saved.
         at_once = options.copied_by == "return" or (training and training.accumulating)
         try:
@@ -337,8 +341,9 @@ class Background:
         saving, self._saving = self._saving, None
         return None if saving is None or saving.failure else saving
 
-    def _memory(self, options: SaveOptions, comm: Comm) -> Pool:
-        if self._pool is None or self._budget != options.snapshot_bytes:
-            self._pool = Pool(options.snapshot_bytes, pinned=comm.device.type == "cuda")
-            self._budget = options.snapshot_bytes
+    def _memory(self, asked: int | None, comm: Comm) -> Pool:
+        budget = budget_of(self._ranks_here) if asked is None else asked
+        if self._pool is None or self._budget != budget:
+            self._pool = Pool(budget, pinned=comm.device.type == "cuda")
+            self._budget = budget
         return self._pool

@@ -16,7 +16,8 @@ import torch
 from shardwise.checkpoint.catalogue import SUFFIX
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.disk import explained
-from shardwise.checkpoint.folder import LOCK, step_of
+from shardwise.checkpoint.folder import step_of
+from shardwise.checkpoint.lock import LOCK
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.names import inside
 from shardwise.checkpoint.run import CHECKPOINTS

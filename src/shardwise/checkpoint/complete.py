@@ -1,104 +1,120 @@
 """Is a checkpoint complete? And which is the newest that is?
 
 A look, not a reading: the manifest is whole, and every file that it lists is there in its size.
-Whether their bytes are those that were written shows when they are read.
+Whether their bytes are those that were written shows when they are read. The newest is the one that
+was saved last, as the manifests say: a run that went back to an earlier step has lower numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from shardwise.checkpoint.disk import explained
-from shardwise.checkpoint.folder import resolve, steps, steps_to_resume
+from shardwise.checkpoint.disk import retried, size_of
+from shardwise.checkpoint.folder import resolve, steps_to_resume
 from shardwise.checkpoint.manifest import CAP, NAME, Manifest
 from shardwise.checkpoint.names import inside
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamagedCheckpoint
 
-__all__ = ["Found", "check_complete", "metrics", "newest", "read_manifest"]
+__all__ = ["Checkpoint", "Found", "check_complete", "read_manifest", "saved_in"]
+
+
+class Checkpoint(NamedTuple):
+    """A complete one: its folder ``step-N``, and what it consists of."""
+
+    path: Path
+    manifest: Manifest
 
 
 @dataclass(frozen=True)
 class Found:
-    """The newest complete checkpoint of a run, and what is newer and broken.
+    """What a run's folder holds under the names ``step-N``.
 
     Attributes:
-        path: its folder, or ``None``.
-        skipped: newer folders, newest first, each with the reason.
+        complete: the newest first.
+        skipped: those that are not complete, each with the reason.
     """
 
-    path: Path | None
+    complete: tuple[Checkpoint, ...]
     skipped: tuple[tuple[Path, str], ...]
+
+    @property
+    def path(self) -> Path | None:
+        """The newest complete one's."""
+        return self.complete[0].path if self.complete else None
 
 
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a checkpoint; ``None`` where there is none.
 
     Raises:
-        CheckpointError: it is damaged, or of a later version.
+        DamagedCheckpoint: its bytes are not those that were written.
+        CheckpointError: it is of a later version, or the disk does not let it be read.
     """
     path = inside(folder, NAME)
-    with explained(f"reading {path}", reads=True):
-        if not path.is_file():
-            return None
-        if path.stat().st_size > CAP:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size:,} bytes, and no manifest has more than {CAP:,}. "
-                "Load another checkpoint."
+
+    def read() -> bytes | None:
+        size = size_of(path)
+        if size is not None and size > CAP:
+            raise DamagedCheckpoint(
+                f"{path} has {size:,} bytes, and no manifest has more than {CAP:,}. Load another "
+                "checkpoint."
             )
-        data = path.read_bytes()
-    return Manifest.decode(data, str(path))
+        return None if size is None else path.read_bytes()
+
+    data = retried(f"reading {path}", read)
+    return None if data is None else Manifest.decode(data, str(path))
 
 
 def check_complete(folder: Path) -> Manifest:
     """The manifest, if all that it lists is there in full size.
 
     Raises:
-        CheckpointError: naming every file that is not.
+        DamagedCheckpoint: naming every file that is not.
+        CheckpointError: as ``read_manifest`` does.
     """
     found = read_manifest(folder)
     if found is None:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{folder} has no {NAME}, so it was not written to its end, or not by shardwise. Load "
             "another checkpoint."
         )
     wrong = []
     for name, record in found.files.items():
         path = inside(folder, name)
-        length = path.stat().st_size if path.is_file() else None
+        length = retried(f"looking at {path}", partial(size_of, path))
         if length != record.size:
             has = "is missing, and should have" if length is None else f"has {length:,} of"
             wrong.append(f"{name} {has} {record.size:,} bytes")
     if wrong:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{folder} is not complete: {'; '.join(wrong)}. Nothing of it was used. Load another "
             "checkpoint."
         )
     return found
 
 
-def newest(run: Path, broken: Collection[str] = ()) -> Found:
-    """The newest complete checkpoint among the folders ``step-N`` of a run but ``broken`` ones."""
-    skipped = []
-    for path in steps_to_resume(run) if run.is_dir() else []:
-        if path.name in broken:
-            continue
+def saved_in(run: Path) -> Found:
+    """The checkpoints ``step-N`` of a run; none where there is no such folder.
+
+    Raises:
+        CheckpointError: something there cannot be read, or a later version wrote it.
+    """
+    complete, skipped = [], []
+    for path in _named_in(run):
         try:
-            check_complete(resolve(path))
+            complete.append(Checkpoint(path, check_complete(resolve(path))))
         except CheckpointError as error:
+            if path not in _named_in(run):
+                continue  # another process has just removed it
+            if not isinstance(error, DamagedCheckpoint):
+                raise
             skipped.append((path, str(error)))
-        else:
-            return Found(path, tuple(skipped))
-    return Found(None, tuple(skipped))
+    complete.sort(key=lambda one: one.manifest.created, reverse=True)
+    return Found(tuple(complete), tuple(skipped))
 
 
-def metrics(run: Path) -> list[tuple[Path, float | None]]:
-    """The complete checkpoints of a run, the newest first, and how good each is."""
-    found = []
-    for path in steps(run):
-        try:
-            found.append((path, check_complete(path).metric))
-        except CheckpointError:
-            continue  # what is broken is left for a person to look at
-    return found
+def _named_in(run: Path) -> list[Path]:
+    return retried(f"looking into {run}", partial(steps_to_resume, run))

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,14 +53,12 @@ class Contents:
         small: all other files but the manifest, whole; those of the rank that keeps the folder
             are written.
         aliases: further names of tied tensors → the stored one.
-        metric: how good it is, where that was said.
     """
 
     files: tuple[FilePlan, ...]
     segments: tuple[Segments, ...] = field(repr=False)
     small: Mapping[str, bytes] = field(repr=False)
     aliases: Mapping[str, str] = field(repr=False)
-    metric: float | None
 
     def chunks(self, rank: int) -> Iterator[Chunk]:
         """What ``rank`` writes, in order, and where it is in memory now."""
@@ -85,41 +83,45 @@ def _fact(file: FilePlan) -> str:
     return f"{len(file.tensors):,} tensors, {file.size:,} bytes, {text.hexdigest()[:12]}"
 
 
+class _Held(NamedTuple):
+    """What this rank has of it, found before any rank tells another."""
+
+    groups: Mapping[str, Sequence[Holding]]
+    aliases: Mapping[str, str]
+    small: Mapping[str, bytes]
+    records: Sequence[Mapping[str, Any]]  # of optimizers
+    own: Mapping[str, Tensor]  # generators
+
+
 def collect(
     sharded: Sharded,
     optimizers: Sequence[Optimizer],
     training: Training | None,
+    values: Mapping[str, Any],
     options: SaveOptions,
 ) -> Contents:
     """All of it. A collective.
 
     Args:
         training: ``None`` for weights alone.
+        values: ``state.values_of(training)``.
         options: how it is to be stored.
 
     Raises:
-        CheckpointError: something of it cannot be stored.
+        CheckpointError: something of it cannot be stored; on every rank alike.
     """
     comm, model = sharded.comm, sharded.model
-    found, aliases = weights(sharded.buckets, model)
-    live = options.copied_by == "next_step"  # forward passes change buffers before all is copied
-    groups = {MODEL: [h.apart() if live and h.entry.everywhere else h for h in found]}
-    small = {**_model_config(model), **_checked(options.small())}
+    held = together(comm, "contents", lambda: _held(sharded, optimizers, training, options))
+    groups, small = dict(held.groups), dict(held.small)
     if training is not None:
-        places = homes(sharded.buckets)
-        groups[OPTIMIZER], records = together(
-            comm, "optimizer state", lambda: contents(optimizers, Named(places))
-        )
         if training.accumulating:
-            groups[GRADIENTS] = gradients_of(sharded.buckets, places, comm)
-        else:
-            check_reduced(sharded.buckets)
-        own = {RNG + name: value for name, value in rng.capture(comm.device).items()}
-        own |= {BUFFER + name: value for name, value in _differing_buffers(comm, model).items()}
+            groups[GRADIENTS] = gradients_of(sharded.buckets, homes(sharded.buckets), comm)
+        buffers = _differing_buffers(comm, model)
+        own = {**held.own, **{BUFFER + name: value for name, value in buffers.items()}}
         rows = own_rows(own, comm.rank, comm.size)
-        groups[RANKS] = [row.apart() for row in rows] if live else rows
-        local = share(comm, state.local_text(training), "values of each rank")
-        small[state.NAME] = state.encode(training, records, local)
+        groups[RANKS] = [row.apart() for row in rows] if _is_live(options) else rows
+        local = share(comm, json.dumps(values["local"]), "values of each rank")
+        small[state.NAME] = state.document(training.step, values, held.records, local)
     plans: dict[str, Sequence[FilePlan]] = {}
     segments: list[Segments] = []
     for stem, group in groups.items():
@@ -133,8 +135,31 @@ def collect(
         if len(some) > 1 and options.kind != "local"
     }
     every = tuple(plan for some in plans.values() for plan in some)
-    metric = training.metric if training else None
-    return Contents(every, tuple(segments), small, aliases, metric)
+    return Contents(every, tuple(segments), small, held.aliases)
+
+
+def _held(
+    sharded: Sharded,
+    optimizers: Sequence[Optimizer],
+    training: Training | None,
+    options: SaveOptions,
+) -> _Held:
+    found, aliases = weights(sharded.buckets, sharded.model)
+    live = _is_live(options)
+    groups = {MODEL: [h.apart() if live and h.entry.everywhere else h for h in found]}
+    small = {**_model_config(sharded.model), **_checked(options.small())}
+    if training is None:
+        return _Held(groups, aliases, small, (), {})
+    if not training.accumulating:
+        check_reduced(sharded.buckets)
+    groups[OPTIMIZER], records = contents(optimizers, Named(homes(sharded.buckets)))
+    own = {RNG + name: value for name, value in rng.capture(sharded.comm.device).items()}
+    return _Held(groups, aliases, small, records, own)
+
+
+def _is_live(options: SaveOptions) -> bool:
+    """Do forward passes change buffers before all is copied?"""
+    return options.copied_by == "next_step"
 
 
 def _files(

@@ -11,14 +11,13 @@ from pathlib import Path
 from shardwise.checkpoint.complete import read_manifest
 from shardwise.checkpoint.disk import explained, free_bytes
 from shardwise.checkpoint.folder import (
-    LOCK,
     Partial,
     check_replaceable,
-    is_alive,
     leftovers,
     new_token,
     step_of,
 )
+from shardwise.checkpoint.lock import LOCK, is_alive
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.state import NAME as TRAINING
 from shardwise.errors import CheckpointError

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.checkpoint.accumulated import GRADIENTS
 from shardwise.checkpoint.catalogue import stem_of
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER, RANKS
-from shardwise.checkpoint.dtypes import DTYPES, itemsize
+from shardwise.checkpoint.dtypes import dtype_of, itemsize
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.source import Place, Source
@@ -33,6 +33,8 @@ PIECE = 1 << 18
 """Elements that are compared at once: 6 MB with what is computed from them."""
 ABSENT = object()
 """Stands for a value that one side does not have."""
+_HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # what a float of 4 bits (E2M1) can be
+_FOUR_BITS = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.float64)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDEX = ".safetensors.index.json"
 _TRAINING = (OPTIMIZER, RANKS, GRADIENTS)
@@ -181,7 +183,7 @@ class _Side:
         data = np.empty((stop - start) * item, np.uint8)
         self.source.read_into(place.file, place.stored.start + start * item, data)
         self.read += len(data)
-        return torch.from_numpy(data).view(DTYPES[place.stored.dtype])
+        return torch.from_numpy(data).view(dtype_of(place.stored.dtype))
 
     @property
     def training(self) -> Any:
@@ -292,7 +294,7 @@ def _distance(x: Tensor, y: Tensor) -> tuple[int, float, float]:
         bits = _BITS[x.dtype.itemsize]
         unlike = x.view(bits) != y.view(bits)
         count = int(unlike.sum())
-        x, y = _exact(x[unlike]), _exact(y[unlike])
+        x, y = (_exact(z.view(bits)[unlike].view(z.dtype)) for z in (x, y))
     else:
         x, y = _exact(x), _exact(y)
         unlike = (x != y) & ~(x.isnan() & y.isnan())
@@ -308,6 +310,9 @@ def _distance(x: Tensor, y: Tensor) -> tuple[int, float, float]:
 
 
 def _exact(values: Tensor) -> Tensor:
+    if values.dtype == torch.float4_e2m1fn_x2:
+        pairs = values.view(torch.uint8).long()
+        return _FOUR_BITS[torch.stack([pairs & 15, pairs >> 4])]
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 

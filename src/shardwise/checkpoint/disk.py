@@ -5,20 +5,37 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+import platform
+import stat
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from shardwise.errors import CheckpointError
 
 __all__ = [
+    "MODE",
+    "NAPS",
     "check_is_folder",
     "explained",
     "free_bytes",
+    "host",
     "is_unreadable",
+    "make_folder",
+    "retried",
+    "size_of",
     "sync_folder",
     "write_file",
     "written_by_library",
 ]
+
+T = TypeVar("T")
+
+MODE = 0o666  # of new files, less what the umask takes
+NAPS = 0.1, 0.3, 1.0
+"""Seconds before what could not be read is tried again."""
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free space there, or save elsewhere",
@@ -57,6 +74,30 @@ def explained(what: str, reads: bool = False) -> Iterator[None]:
         ) from error
 
 
+def retried(what: str, act: Callable[[], T], naps: Iterator[float] | None = None) -> T:
+    """The result of ``act``, which only reads. What the disk refuses is tried again, after a nap.
+
+    A mount that comes back, a stale handle or a moment without file descriptors must not look like
+    damage: whoever takes it for that goes on from an older checkpoint.
+
+    Args:
+        naps: ``NAPS``, or what is left of them.
+
+    Raises:
+        CheckpointError: the disk refused each time; the advice is for somebody who reads.
+    """
+    left = iter(NAPS) if naps is None else naps
+    with explained(what, reads=True):
+        while True:
+            try:
+                return act()
+            except OSError:
+                nap = next(left, None)
+                if nap is None:
+                    raise
+                time.sleep(nap)
+
+
 @contextlib.contextmanager
 def written_by_library(path: Path, act: str) -> Iterator[None]:
     """``explained``, for what torch and safetensors raise where a disk is full: no ``OSError``.
@@ -89,6 +130,23 @@ def check_is_folder(path: Path) -> None:
         )
 
 
+def size_of(path: Path) -> int | None:
+    """Bytes of the file; ``None`` where there is no file of this name. May raise ``OSError``."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+@cache
+def host() -> str:
+    """This host since it was started: processes that have it in common see each other's locks."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    started = boot.read_text("ascii").strip() if boot.exists() else ""
+    return f"{platform.node()} {started}".strip()
+
+
 def free_bytes(folder: Path) -> int:
     """Bytes that this user may still write to the file system of ``folder``."""
     found = os.statvfs(folder)
@@ -107,9 +165,18 @@ def sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder and the parents that it lacks; their names last. May raise ``OSError``."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Write a small file, and its bytes are on the disk when this returns."""
-    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, MODE)
     try:
         view = memoryview(data)
         while view:

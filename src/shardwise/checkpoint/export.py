@@ -254,6 +254,11 @@ def _stems(source: Source, all_of_it: bool) -> list[str]:
 
 def _entry(name: str, place: Place, stem: str, target: str | None) -> Entry:
     dtype, shape = place.stored.dtype, place.stored.shape
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            f"tensor {name!r} is stored as {dtype}, and torch has no such dtype, so it cannot be "
+            "exported. Convert it with the tool that wrote it."
+        )
     if stem == MODEL and target is not None and dtype in FLOATS:
         dtype = target
     numel = prod(shape)
@@ -330,7 +335,7 @@ def _check_range(source: Source, wants: Sequence[tuple[str, Want]]) -> None:
 def _manifest(source: Source, token: str, files: Mapping[str, FileRecord], whole: bool) -> Manifest:
     from shardwise import __version__
 
-    made = datetime.now(UTC).isoformat(timespec="seconds")
+    made = datetime.now(UTC).isoformat(timespec="microseconds")
     before = source.manifest
     versions = {"shardwise": __version__, "torch": torch.__version__}
     if before is None:

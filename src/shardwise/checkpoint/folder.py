@@ -7,6 +7,7 @@
       step-300.partial-5f0c…/        being written, or left by a process that died
       step-100.removing-81d2…/       on its way out
       step-200.replaced-c0de…/       a checkpoint that a new one of the same name replaces
+      broken-step-250-1/             damaged: a resume went on from an older one
 
 A folder's name says what it is, so a crash at any moment leaves what the next run understands.
 Whether a partial one is still being written, a lock on a file in it says: it ends with the
@@ -15,21 +16,20 @@ process that holds it, however that process ends.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.checkpoint.disk import sync_folder
+from shardwise.checkpoint.disk import make_folder, sync_folder
+from shardwise.checkpoint.lock import LOCK, is_alive, make_locked
 from shardwise.checkpoint.manifest import CAP, Manifest
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.points import reached
@@ -40,9 +40,9 @@ __all__ = [
     "Leftover",
     "Partial",
     "check_replaceable",
-    "is_alive",
     "is_leftover",
     "leftovers",
+    "mark_broken",
     "move_latest",
     "new_token",
     "publish",
@@ -51,7 +51,6 @@ __all__ = [
     "step_of",
     "steps",
     "steps_to_resume",
-    "surplus",
     "sweep",
     "target_of",
 ]
@@ -60,8 +59,6 @@ log = logging.getLogger("shardwise")
 
 LATEST = "latest"
 LONGEST, LONGEST_NAME = 4096, 255  # characters of what it says that are looked at; of a name
-LOCK = ".lock"
-TRIES = 5  # to make a folder, while others remove what they find there
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>partial|removing|replaced)-[0-9a-f]{16}")
@@ -75,9 +72,14 @@ def step_of(name: str) -> int | None:
 
 
 def steps(run: Path) -> list[Path]:
-    """The folders of ``run`` that are named for a step, the newest first."""
-    found = [path for path in run.iterdir() if step_of(path.name) is not None and path.is_dir()]
-    return sorted(found, key=lambda path: step_of(path.name) or 0, reverse=True)
+    """The folders of ``run`` that are named for a step, the highest first."""
+    return _by_step(path for path in run.iterdir() if path.is_dir())
+
+
+def _by_step(paths: Iterable[Path]) -> list[Path]:
+    numbers = {path: step_of(path.name) for path in paths}
+    found = {path: number for path, number in numbers.items() if number is not None}
+    return sorted(found, key=lambda path: found[path], reverse=True)
 
 
 def is_leftover(name: str) -> bool:
@@ -88,11 +90,13 @@ def is_leftover(name: str) -> bool:
 def steps_to_resume(run: Path) -> list[Path]:
     """``steps``, and those that a crash between two renames left without their name.
 
-    ``resolve`` knows where the latter are.
+    ``resolve`` knows where the latter are. None where there is no folder ``run``.
     """
-    lost = {one.path.with_name(one.name) for one in leftovers(run) if one.is_lost}
-    found = {*steps(run), *(path for path in lost if step_of(path.name) is not None)}
-    return sorted(found, key=lambda path: step_of(path.name) or 0, reverse=True)
+    try:
+        lost = [one.path.with_name(one.name) for one in leftovers(run) if one.is_lost]
+        return _by_step({*steps(run), *lost})
+    except FileNotFoundError:
+        return []
 
 
 class Leftover(NamedTuple):
@@ -191,25 +195,13 @@ class Partial:
     def make(cls, final: Path, token: str, rank: int = 0) -> Partial:
         """A new one beside ``final``, which must be free or a checkpoint. May raise ``OSError``."""
         check_replaceable(final)
-        final.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(final.parent)
         path = final.with_name(f"{final.name}.partial-{token}")
         try:
-            lock = _make_locked(path)
+            return cls(path, final, make_locked(path), rank)
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                cls(path, final, lock).abandon()
-                raise
-            log.warning(
-                "%s: this file system has no locks, so what a crash may leave here is not removed "
-                "by itself",
-                path,
-            )
-        return cls(path, final, lock, rank)
 
     def close(self) -> None:
         """Let the lock go."""
@@ -219,15 +211,6 @@ class Partial:
         """Remove what was written; nothing that was there before changes."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
-
-
-def _make_locked(path: Path) -> int:
-    """Make the folder, and open a file in it to lock, though somebody may sweep here just now."""
-    for _ in range(TRIES):
-        path.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            return os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def new_token() -> str:
@@ -358,38 +341,12 @@ def sweep(run: Path) -> list[str]:
     return gone
 
 
-def is_alive(partial: Path) -> bool:
-    """Does somebody hold its lock?
+def mark_broken(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that no resume tries it again; its new path.
 
-    A folder without one is what an exchange of names or a removal left, or it is so young that its
-    maker finds it gone and makes it again.
+    It is there to be looked at or removed by a person. May raise ``OSError``.
     """
-    try:
-        lock = os.open(partial / LOCK, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody has it, or nobody can know
-        return True
-    finally:
-        os.close(lock)
-    return False
-
-
-def surplus(
-    complete: Sequence[tuple[Path, float | None]], limit: int, keep_best: str | None
-) -> list[Path]:
-    """Which checkpoints go so that ``limit`` stay. Pure.
-
-    Args:
-        complete: folders and how good each is, the newest first.
-        limit: how many stay, at least 1; the best one counts.
-        keep_best: ``"lowest"`` or ``"highest"`` metric stays, however old; or ``None``.
-    """
-    measured = [(metric, path) for path, metric in complete if metric is not None]
-    pick = {"lowest": min, "highest": max}
-    best = pick[keep_best](measured, key=lambda m: m[0])[1] if keep_best and measured else None
-    first = [complete[0][0]] if complete else []
-    ordered = dict.fromkeys([*first, *([best] if best else []), *(path for path, _ in complete)])
-    return list(ordered)[max(limit, 1 + (best is not None and best not in first)) :]
+    number = 1
+    while (place := path.with_name(f"broken-{path.name}-{number}")).exists():
+        number += 1
+    return resolve(path).rename(place)

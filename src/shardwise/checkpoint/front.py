@@ -17,6 +17,7 @@ from shardwise.checkpoint import save as writing
 from shardwise.checkpoint.background import Saving
 from shardwise.checkpoint.fit import Loaded, Wish
 from shardwise.checkpoint.kinds import StateDict
+from shardwise.checkpoint.meeting import together
 from shardwise.checkpoint.model_dict import model_state, put_model_state
 from shardwise.checkpoint.one_file import SavedFile, save_one_file
 from shardwise.checkpoint.optimizer_dict import optimizer_state, put_optimizer_state
@@ -63,8 +64,9 @@ def save(
         CheckpointError: on every rank alike; what was under ``path`` before still is.
     """
     optimizers = self.admitted("save() was called", optimizer)
+    chosen = together(self.comm, "options of save()", lambda: SaveOptions.of(options))
     self._background.settle()
-    return writing.save(self, path, optimizers, training, SaveOptions.of(options))
+    return writing.save(self, path, optimizers, training, chosen)
 
 
 def save_async(
@@ -82,14 +84,19 @@ def save_async(
         What is on its way: ``wait()`` for it before the process ends. ``None`` if the save
         before is still being written and ``when_busy`` is ``"skip"``.
     """
+    optimizers = self.admitted("save_async() was called", optimizer)
+    chosen = together(self.comm, "options of save_async()", lambda: _in_background(options))
+    return self._background.save(self, path, optimizers, training, chosen)
+
+
+def _in_background(options: dict[str, Any]) -> SaveOptions:
     chosen = SaveOptions.of(options)
     if chosen.kind == "full":
         raise ConfigError(
             "kind='full' sends everything to rank 0 while it is written, which training must not "
             "wait for. Pass kind='sharded' to save_async(), or call save()."
         )
-    optimizers = self.admitted("save_async() was called", optimizer)
-    return self._background.save(self, path, optimizers, training, chosen)
+    return chosen
 
 
 def load(
@@ -120,7 +127,17 @@ def resume(
     training: Training | None = None,
     **how: Any,
 ) -> Loaded | None:
-    """``load`` the newest whole checkpoint ``run/step-N``; ``None`` if there is none."""
+    """``load`` the newest whole checkpoint ``run/step-N``. A collective.
+
+    Only what is damaged is passed over, and renamed when an older one is loaded.
+
+    Returns:
+        What was loaded; ``None`` where the run has no checkpoint.
+
+    Raises:
+        DamagedCheckpoint: it has some, and all are damaged.
+        CheckpointError: as for ``load``; also where the disk does not let the newest one be read.
+    """
     return reading.resume(self, run, _wish(self, optimizer, training, how))
 
 
@@ -128,8 +145,9 @@ def _wish(
     sharded: Sharded, optimizer: Given, training: Training | None, how: dict[str, Any]
 ) -> Wish:
     optimizers = sharded.admitted("a checkpoint was to be loaded", optimizer)
+    wish = together(sharded.comm, "options of load()", lambda: Wish.of(optimizers, training, how))
     sharded._background.settle()
-    return Wish.of(optimizers, training, how)
+    return wish
 
 
 # --- state dicts, and one file ---------------------------------------------------------------

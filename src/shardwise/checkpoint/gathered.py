@@ -15,7 +15,6 @@ from shardwise.checkpoint.plan import cut_at_blocks
 from shardwise.checkpoint.segments import Segments, exchange_edges, rounds
 from shardwise.checkpoint.writer import Chunk, Part, Writer
 from shardwise.comm.protocol import Comm
-from shardwise.errors import CheckpointError
 
 __all__ = ["write_gathered"]
 
@@ -26,19 +25,19 @@ def write_gathered(comm: Comm, folder: Path, contents: Contents) -> Part:
         for _ in _chunks(comm, contents):
             pass  # what rank 0 needs of this rank was sent
         return Part({})
-    error = ""
+    failed: Part | None = None
     with ExitStack() as stack:
         writer = stack.enter_context(Writer(folder, 0, contents.total(0)))
         for chunk in _chunks(comm, contents):
             try:
-                if not error:
+                if failed is None:
                     writer.write(chunk)
-            except CheckpointError as failure:  # the others go on sending, and so must this rank
-                error = str(failure)
+            except Exception as error:  # noqa: BLE001 - the others go on sending: so must this rank
+                failed = Part.failed(error)
         try:
-            return Part({}, error) if error else writer.finish()
-        except CheckpointError as failure:
-            return Part({}, str(failure))
+            return failed or writer.finish()
+        except Exception as error:  # noqa: BLE001 - raised on all ranks
+            return Part.failed(error)
 
 
 def _chunks(comm: Comm, contents: Contents) -> Iterator[Chunk]:

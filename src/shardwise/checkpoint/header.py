@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from shardwise.checkpoint.dtypes import DTYPES, itemsize
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.dtypes import BITS, PACKED, itemsize
+from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 __all__ = ["CAP", "PAGE", "Header", "Stored", "decode", "encode", "length_of"]
 
@@ -29,7 +29,10 @@ _PREFIX = 8
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: bytes ``[start, stop)`` of it, counted from the file's first."""
+    """A tensor in a file: bytes ``[start, stop)`` of it, counted from the file's first.
+
+    Its shape counts torch's elements: see ``dtypes``.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,7 +60,8 @@ def encode(
     at = 0
     for name, dtype, shape in tensors:
         end = at + prod(shape) * itemsize(dtype)
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        elements = [*shape[:-1], shape[-1] * PACKED.get(dtype, 1)] if shape else []
+        entries[name] = {"dtype": dtype, "shape": elements, "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(_PREFIX + len(text)) % PAGE)
@@ -122,18 +126,22 @@ def _stored(name: str, entry: Any, first: int, file: str) -> Stored:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _bad(file, f"tensor {name!r} has no plain dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in BITS:
         raise _bad(file, f"tensor {name!r} has the dtype {dtype!r:.40}, which is not known here")
     if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
         raise _bad(file, f"tensor {name!r} has a shape or offsets that are no counts")
     start, stop = offsets
-    if stop - start != prod(shape) * itemsize(dtype):
+    if 8 * (stop - start) != prod(shape) * BITS[dtype]:
         raise _bad(
             file,
             f"tensor {name!r} has bytes {start:,} to {stop:,}, which is not what {dtype} of shape "
             f"{tuple(shape)} takes",
         )
-    return Stored(dtype, tuple(shape), first + start, first + stop)
+    packed = PACKED.get(dtype, 1)
+    if packed > 1 and not (shape and shape[-1] % packed == 0):
+        dtype, packed = f"{dtype} in rows of odd length", 1
+    elements = (*shape[:-1], shape[-1] // packed) if shape else ()
+    return Stored(dtype, elements, first + start, first + stop)
 
 
 def _are_counts(values: Any) -> bool:
@@ -167,8 +175,8 @@ def _no_constant(word: str) -> None:
     raise ValueError(f"{word} is no number")
 
 
-def _bad(file: str, fact: str) -> CheckpointError:
-    return CheckpointError(
+def _bad(file: str, fact: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
         f"{file} is not a whole safetensors file: {fact}. Nothing of it was used. Fetch or write "
         "it again, or load another checkpoint."
     )

@@ -10,19 +10,29 @@ all raise the same error.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint import manifest, state
-from shardwise.checkpoint.complete import newest
+from shardwise.checkpoint.complete import saved_in
+from shardwise.checkpoint.disk import retried
 from shardwise.checkpoint.fit import Fitted, Found, Loaded, Wish, open_found
-from shardwise.checkpoint.folder import is_leftover
+from shardwise.checkpoint.folder import (
+    LATEST,
+    is_leftover,
+    mark_broken,
+    move_latest,
+    steps_to_resume,
+    target_of,
+)
 from shardwise.checkpoint.local import check_own
-from shardwise.checkpoint.meeting import from_rank_0, one_message, share, together
+from shardwise.checkpoint.meeting import by_rank_0, one_message, share, together
 from shardwise.checkpoint.reader import fill
 from shardwise.checkpoint.source import Source
 from shardwise.comm.protocol import Comm, Label
@@ -43,21 +53,22 @@ def load(sharded: Sharded, path: str | Path, wish: Wish) -> Loaded:
 
     Raises:
         CheckpointError: on every rank alike. If it says so, some tensors were already replaced.
-        DamagedCheckpoint: the same, where bytes are missing or not those that were written.
+        DamagedCheckpoint: the same, where bytes are missing or not those that were written. What
+            the disk does not let be read is not damage.
     """
     comm = sharded.comm
     comm.fence(Label("fence", "load"))  # nobody still reads the memory that is filled next
     with ExitStack() as stack:
-        found = together(
-            comm, "opening", lambda: _opened(path, wish, stack, comm.rank), DamagedCheckpoint
-        )
+        found = together(comm, "opening", lambda: _opened(path, wish, stack, comm.rank))
         _check_identity(comm, found)
         fitted = together(comm, "comparing", lambda: _fitted(sharded, found, wish))
-        together(comm, "reading", lambda: _read(found, fitted), DamagedCheckpoint)
+        together(comm, "reading", lambda: _read(found, fitted))
         report = together(comm, "restoring", lambda: _restored(found, fitted, wish))
     for bucket in sharded.buckets:
         bucket.expire()
-    if found.source.manifest is None and comm.rank == 0:
+    made = found.source.manifest
+    sharded._loaded = made.token if made else ""
+    if made is None and comm.rank == 0:
         log.warning(
             "%s has no manifest, so nothing could tell whether its bytes are those that were "
             "written; headers and sizes fit",
@@ -91,7 +102,7 @@ def _check_identity(comm: Comm, found: Found) -> None:
     first = said[0].rpartition(" on ")[0]
     other = {rank: text for rank, text in enumerate(said) if text.rpartition(" on ")[0] != first}
     if other:
-        raise DamagedCheckpoint(
+        raise CheckpointError(
             f"the ranks opened different checkpoints: rank 0 {said[0]}; "
             f"{one_message(other, comm.size)}. It is not whole on all hosts, or the path means "
             "another folder on each. Nothing of it was used. Load one that all hosts have."
@@ -101,7 +112,7 @@ def _check_identity(comm: Comm, found: Found) -> None:
 def _check_foreign(source: Source) -> None:
     """A folder without a manifest must not be one of ours that has lost it, or never had it."""
     if is_leftover(source.folder.name) or source.has(state.NAME):
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{source.folder} has no {manifest.NAME}, and shardwise began it, so it was not "
             "written to its end or was damaged since. Nothing of it was used. Load another "
             "checkpoint; or, for its weights as they are, one of its safetensors files."
@@ -111,46 +122,83 @@ def _check_foreign(source: Source) -> None:
 def resume(sharded: Sharded, run: str | Path, wish: Wish) -> Loaded | None:
     """Load the newest checkpoint of a run's folder that is whole. A collective.
 
+    When it is loaded, those that were found damaged are renamed, to ``broken-step-N-1``. Until then
+    nothing on the disk changes.
+
     Returns:
-        The report, or ``None`` where the folder holds no complete checkpoint.
+        The report, or ``None`` where the folder holds no checkpoint.
 
     Raises:
-        CheckpointError: the newest whole one does not fit the model.
+        CheckpointError: the newest whole one does not fit the model, or cannot be read; or some
+            rank sees checkpoints where rank 0 sees none.
+        DamagedCheckpoint: there are checkpoints, and all are damaged.
     """
     comm, folder = sharded.comm, Path(run).expanduser().absolute()
-    broken: list[str] = []
+    damaged: dict[str, str] = {}
     while True:
-        name = from_rank_0(comm, _candidate(folder, broken, comm.rank), "checkpoint to resume")
-        if not name:
-            _warn_of_others(folder, broken, comm.rank)
+        text = by_rank_0(comm, "checkpoint to resume", lambda: _candidate(folder, damaged))
+        if not text:
+            together(comm, "nothing to resume", lambda: _check_nothing(folder))
             return None
+        name, on_each_host = json.loads(text)
         try:
-            return load(sharded, folder / name, wish)
-        except DamagedCheckpoint as error:
-            broken.append(name)
+            report = load(sharded, folder / name, wish)
+        except CheckpointError as error:
+            if not (isinstance(error, DamagedCheckpoint) or on_each_host):
+                raise
+            damaged[name] = str(error)
             if comm.rank == 0:
                 log.warning("SKIPPED %s, which is broken: %s", folder / name, error)
+        else:
+            if comm.rank == 0 and not on_each_host:
+                _mark(folder, damaged, name)
+            return report
 
 
-def _candidate(folder: Path, broken: Sequence[str], rank: int) -> str:
-    if rank:
-        return ""
-    found = newest(folder, broken)
+def _candidate(folder: Path, damaged: dict[str, str]) -> str:
+    """The newest complete one's name that is not ``damaged``, and whether each host has a folder.
+
+    Adds to ``damaged`` what is not complete. ``""`` where there is no checkpoint at all.
+    """
+    found = saved_in(folder)
     for path, reason in found.skipped:
-        if path.name not in broken:
+        if path.name not in damaged:
+            damaged[path.name] = reason
             log.warning("SKIPPED %s, which is not complete: %s", path, reason)
-    return found.path.name if found.path else ""
-
-
-def _warn_of_others(folder: Path, broken: Sequence[str], rank: int) -> None:
-    """Rank 0 has nothing to resume; where each host has a folder of its own, this one may."""
-    if rank and (found := newest(folder, broken).path):
-        log.warning(
-            "SKIPPED %s on %s: the host of rank 0 has no such checkpoint, so nothing is resumed. "
-            "Was its disk replaced, or do the ranks run on other hosts now?",
-            found,
-            socket.gethostname(),
+    for path, made in found.complete:
+        if path.name not in damaged:
+            return json.dumps([path.name, made.ranks is not None])
+    if damaged:
+        raise DamagedCheckpoint(
+            f"{folder} holds {len(damaged)} checkpoints, and none that is whole, so nothing can be "
+            f"resumed: {'; '.join(damaged.values())} Restore one from a copy; or, to begin anew, "
+            "move them away."
         )
+    return ""
+
+
+def _check_nothing(folder: Path) -> None:
+    """Rank 0 finds no checkpoint: a mount that is missing must not look like a new run."""
+    paths = retried(f"looking into {folder}", lambda: steps_to_resume(folder))
+    seen = [path.name for path in paths] + [LATEST] * os.path.lexists(folder / LATEST)
+    if seen:
+        raise CheckpointError(
+            f"{folder} on {socket.gethostname()} shows {', '.join(seen[:8])}, and rank 0 finds no "
+            "checkpoint there, so nothing was resumed. Look whether the disk is mounted on every "
+            "host, and whether checkpoints were moved; to begin anew, remove what is left."
+        )
+
+
+def _mark(folder: Path, damaged: Collection[str], loaded: str) -> None:
+    """A start has succeeded without the damaged ones, so from now on they do not count."""
+    try:
+        for name in damaged:
+            if any((folder / name / file).exists() for file in (manifest.NAME, state.NAME)):
+                log.warning("damaged %s renamed to %s", name, mark_broken(folder / name).name)
+        if target_of(folder) in damaged:
+            move_latest(folder / loaded)
+    except (CheckpointError, OSError) as error:
+        log.warning("%s: what is broken there could not be renamed: %s", folder, error)
 
 
 def _fitted(sharded: Sharded, found: Found, wish: Wish) -> Fitted:
@@ -185,6 +233,6 @@ def _read(found: Found, fitted: Fitted) -> None:
     try:
         fill(found.source, fitted.wants)
     except CheckpointError as error:
-        raise CheckpointError(
+        raise type(error)(
             f"{error} {REPLACED}: load another checkpoint before you use it."
         ) from error

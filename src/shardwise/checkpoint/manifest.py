@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.checkpoint import checksum
 from shardwise.checkpoint.names import is_plain
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 __all__ = ["NAME", "VERSION", "FileRecord", "Manifest", "record_of"]
 
@@ -62,7 +62,7 @@ class Manifest(_Frozen):
     format: Literal["shardwise"] = "shardwise"
     version: Literal[1] = 1
     token: str = Field(min_length=8, description="of this save alone")
-    created: str = Field(description="UTC, ISO 8601")
+    created: str = Field(description="UTC, ISO 8601; texts of it are in the order of time")
     step: Count | None = Field(description="optimizer steps taken")
     world: int = Field(ge=1, description="ranks that wrote it")
     strategy: str
@@ -104,7 +104,8 @@ class Manifest(_Frozen):
         """Read it, and believe it only if it is whole.
 
         Raises:
-            CheckpointError: it is not, or a later version of shardwise wrote it.
+            DamagedCheckpoint: it is not.
+            CheckpointError: a later version of shardwise wrote it.
         """
         try:
             fields = json.loads(data)
@@ -117,7 +118,7 @@ class Manifest(_Frozen):
             manifest = cls.model_validate(fields)
         except (ValueError, RecursionError, ValidationError) as error:
             fact = str(error).splitlines()[0][:200]
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"{where} is damaged: {fact}. Without it nothing vouches for the files beside it, "
                 "so the checkpoint counts as incomplete. Load another one."
             ) from None
@@ -130,7 +131,7 @@ class Manifest(_Frozen):
             whole = len(blocks) == -(-record.size // self.block)
             pairs = all(len(pair) == 2 for pair in record.writers)
             if not (is_plain(name) and whole and pairs and digest_fits(record, blocks)):
-                raise CheckpointError(
+                raise DamagedCheckpoint(
                     f"{where} lists {name!r:.80} with checksums that do not fit its size, or by a "
                     "name that is no plain file name. Load another checkpoint."
                 )

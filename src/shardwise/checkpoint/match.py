@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint.dtypes import DTYPES, PACKED
 from shardwise.checkpoint.header import Stored
 from shardwise.errors import nearest
 
@@ -112,7 +112,9 @@ def _find(
 
 
 def _converts(stored: str, wanted: str) -> bool:
-    return DTYPES[stored].is_floating_point and DTYPES[wanted].is_floating_point
+    """Can torch? It has no arithmetic on packed elements."""
+    known = stored in DTYPES and not {stored, wanted} & set(PACKED)
+    return known and DTYPES[stored].is_floating_point and DTYPES[wanted].is_floating_point
 
 
 def _missing(names: Sequence[str], there: Sequence[str]) -> dict[str, str]:

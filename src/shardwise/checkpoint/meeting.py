@@ -7,39 +7,73 @@ and rank 0 looks for them, with a limit to its patience and names for whom it wa
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
+from shardwise import errors
 from shardwise.checkpoint.disk import explained, write_file
 from shardwise.comm.protocol import Comm, Label
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, RanksDisagree, ShardwiseError
 
-__all__ = ["await_parts", "from_rank_0", "leave_part", "share", "together"]
+__all__ = [
+    "await_parts",
+    "by_rank_0",
+    "check_alike",
+    "from_rank_0",
+    "leave_part",
+    "one_message",
+    "share",
+    "together",
+]
 
 T = TypeVar("T")
+
+SHORT = 4096  # bytes of a text that all ranks send at once; the rest of a longer one goes alone
 
 PATIENCE = 1800.0  # seconds without a new part, after which a rank counts as gone
 NAPS = 0.02, 0.5  # seconds between two looks, the first and the longest
 
 
 def share(comm: Comm, text: str, what: str) -> list[str]:
-    """Every rank's ``text``, by rank. A collective; ``what`` names it."""
+    """Every rank's ``text``, by rank. A collective; ``what`` names it.
+
+    A gather alone would pad all texts to the longest: 256 ranks, of which one has 8 MB to say,
+    would each need 2 GB. So only the beginnings are gathered, and the rest is broadcast.
+    """
     data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
     lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
     lengths[comm.rank] = len(data)
     comm.all_gather(lengths, Label("gather", f"lengths of {what}")).wait()
     counts = [int(count) for count in lengths.tolist()]
-    width = max(counts)
+    width = min(SHORT, max(counts))
     full = torch.zeros(comm.size, width, dtype=torch.uint8, device=comm.device)
-    full[comm.rank, : len(data)] = data.to(comm.device)
+    begin = data[:width]
+    full[comm.rank, : len(begin)] = begin.to(comm.device)
     comm.all_gather(full.view(-1), Label("gather", what)).wait()
-    rows = full.cpu().numpy()
-    return [rows[r, : count - 1].tobytes().decode() for r, count in enumerate(counts)]
+    texts = [
+        bytes(row.tobytes()[:count]) for row, count in zip(full.cpu().numpy(), counts, strict=True)
+    ]
+    for rank, count in enumerate(counts):
+        if count > width:
+            texts[rank] += _rest(comm, data[width:], rank, Label("broadcast", what), count - width)
+    return [text[:-1].decode() for text in texts]
+
+
+def _rest(comm: Comm, data: Tensor, root: int, label: Label, count: int) -> bytes:
+    """``root``'s ``data``, ``[count]`` bytes, on every rank."""
+    rest = torch.empty(count, dtype=torch.uint8, device=comm.device)
+    if comm.rank == root:
+        rest.copy_(data)
+    comm.broadcast(rest, root, label).wait()
+    return rest.cpu().numpy().tobytes()
 
 
 def from_rank_0(comm: Comm, text: str, what: str) -> str:
@@ -47,35 +81,80 @@ def from_rank_0(comm: Comm, text: str, what: str) -> str:
     return share(comm, text if comm.rank == 0 else "", what)[0]
 
 
-def together(
-    comm: Comm, what: str, act: Callable[[], T], kind: type[CheckpointError] = CheckpointError
-) -> T:
+def by_rank_0(comm: Comm, what: str, act: Callable[[], str]) -> str:
+    """What ``act()`` returns on rank 0, which alone calls it, on every rank. A collective.
+
+    Raises:
+        ShardwiseError: as ``together`` does.
+    """
+    text = together(comm, what, lambda: act() if comm.rank == 0 else "")
+    return from_rank_0(comm, text, what)
+
+
+def together(comm: Comm, what: str, act: Callable[[], T]) -> T:
     """``act()`` on every rank; if it fails on any, all raise, naming each rank. A collective.
 
     Raises:
-        CheckpointError: the ranks' own, in one of this ``kind``.
+        ShardwiseError: of the class that all ranks that failed raised; a ``CheckpointError`` where
+            these differ, or are not ours.
     """
     result: list[T] = []
-    said = ""
+    failure: Exception | None = None
     try:
         result.append(act())
-    except CheckpointError as error:
-        said = str(error)
-    failed = {rank: text for rank, text in enumerate(share(comm, said, what)) if text}
+    except RanksDisagree:  # then nobody can be told
+        raise
+    except Exception as error:  # noqa: BLE001 - raised again, on all ranks
+        failure = error
+    said = share(comm, "" if failure is None else json.dumps(_told(failure)), what)
+    failed = {rank: json.loads(text) for rank, text in enumerate(said) if text}
     if failed:
-        raise kind(one_message(failed, comm.size))
+        kinds = {kind for kind, _ in failed.values()}
+        kind = getattr(errors, kinds.pop() if len(kinds) == 1 else "", CheckpointError)
+        texts = {rank: text for rank, (_, text) in failed.items()}
+        raise kind(one_message(texts, comm.size)) from failure
     return result[0]
 
 
-def one_message(failed: dict[int, str], world: int) -> str:
+def _told(failure: Exception) -> tuple[str, str]:
+    """The class of an error and its message, for the other ranks."""
+    if isinstance(failure, ShardwiseError):
+        return type(failure).__name__, str(failure)
+    return CheckpointError.__name__, f"{type(failure).__name__}: {failure}"
+
+
+def check_alike(comm: Comm, facts: Mapping[str, str]) -> None:
+    """Raises ``CheckpointError`` on every rank if a fact differs between ranks. A collective.
+
+    Unlike after ``comm.agree``, the ranks can go on together.
+    """
+    mine = json.dumps(dict(facts))
+    if len(set(share(comm, hashlib.sha256(mine.encode()).hexdigest(), "digests of facts"))) == 1:
+        return
+    said = [json.loads(text) for text in share(comm, mine, "facts")]
+    lines = []
+    for name in sorted({name for theirs in said for name in theirs}):
+        texts = dict(enumerate(theirs.get(name, "(absent)") for theirs in said))
+        if len(set(texts.values())) > 1:
+            lines.append(f"\n  {name}: {'; '.join(_by_ranks(texts))}")
+    raise CheckpointError(
+        f"the ranks do not save the same:{''.join(lines)}\nNothing was written. Pass the same on "
+        "every rank; what differs by rank belongs in Training(local=...)."
+    )
+
+
+def one_message(failed: Mapping[int, str], world: int) -> str:
     """What ranks said, each thing once, with the ranks that said it."""
+    if len(failed) == world and len(set(failed.values())) == 1:
+        return failed[0]
+    return "\n".join(_by_ranks(failed))
+
+
+def _by_ranks(texts: Mapping[int, str]) -> list[str]:
     ranks: dict[str, list[int]] = {}
-    for rank, text in failed.items():
+    for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
-    if len(ranks) == 1 and len(failed) == world:
-        return next(iter(ranks))
-    told = [f"{_named(those)}: {text}" for text, those in ranks.items()]
-    return "\n".join(told)
+    return [f"{_named(those)}: {text}" for text, those in ranks.items()]
 
 
 def _named(ranks: list[int]) -> str:

@@ -24,7 +24,7 @@ from shardwise.checkpoint.header import Stored
 from shardwise.checkpoint.holdings import homes, persistent_buffers, warn_of_extra_state
 from shardwise.checkpoint.kinds import StateDict
 from shardwise.checkpoint.match import Matched, Wanted, match
-from shardwise.checkpoint.meeting import from_rank_0, share, together
+from shardwise.checkpoint.meeting import by_rank_0, share
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
 from shardwise.listing import size
@@ -200,8 +200,7 @@ def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
     Raises:
         CheckpointError: on every rank alike: it has something that is no plain tensor.
     """
-    text = together(comm, "state dict", lambda: _index(tensors) if comm.rank == 0 else "")
-    found = json.loads(from_rank_0(comm, text, "names of a state dict"))
+    found = json.loads(by_rank_0(comm, "names of a state dict", lambda: _index(tensors)))
     return {
         name: Stored(code, tuple(shape), 0, prod(shape) * DTYPES[code].itemsize)
         for name, (code, shape) in found.items()

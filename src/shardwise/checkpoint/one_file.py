@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwise.checkpoint.disk import explained, sync_folder, written_by_library
+from shardwise.checkpoint.disk import (
+    MODE,
+    explained,
+    make_folder,
+    sync_folder,
+    written_by_library,
+)
 from shardwise.checkpoint.folder import new_token
 from shardwise.checkpoint.kinds import StateDict
-from shardwise.checkpoint.meeting import from_rank_0, together
+from shardwise.checkpoint.meeting import by_rank_0, check_alike, together
 from shardwise.checkpoint.model_dict import model_state
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardwise.sharded import Sharded
 
-__all__ = ["PICKLED", "SavedFile", "save_one_file", "write_one_file"]
+__all__ = ["PICKLED", "SavedFile", "save_one_file", "save_safetensors", "write_one_file"]
 
 log = logging.getLogger("shardwise")
 
@@ -60,12 +67,10 @@ def save_one_file(sharded: Sharded, path: str | Path, how: StateDict) -> SavedFi
     """
     comm, final = sharded.comm, Path(path).expanduser().absolute()
     together(comm, "naming", lambda: _check_suffix(final))
-    comm.agree({"single file": str(path)})
+    check_alike(comm, {"single file": str(path)})
     states = model_state(sharded, how)
-    told = together(
-        comm, "writing", lambda: _told(write_one_file(final, states)) if comm.rank == 0 else ""
-    )
-    tensors, nbytes = map(int, from_rank_0(comm, told, "what was saved").split())
+    text = by_rank_0(comm, "writing", lambda: _told(write_one_file(final, states)))
+    tensors, nbytes = map(int, text.split())
     saved = SavedFile(final, tensors, nbytes)
     if comm.rank == 0:
         log.info("saved %s", saved)
@@ -93,7 +98,7 @@ def write_one_file(path: Path, states: Mapping[str, Any]) -> SavedFile:
     unfinished = path.with_name(f".{path.name}.unfinished-{new_token()}")
     try:
         with explained(f"writing {path}"):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             tensors = _write(unfinished, path.suffix, states)
             opened = os.open(unfinished, os.O_RDONLY)
             try:
@@ -112,10 +117,22 @@ def _write(unfinished: Path, suffix: str, states: Mapping[str, Any]) -> int:
     found = _once(states) if suffix == ".safetensors" else dict(states)
     with written_by_library(unfinished, "save"):
         if suffix == ".safetensors":
-            save_file(found, unfinished, metadata={"format": "pt"})
+            save_safetensors(found, unfinished)
         else:
             torch.save(found, unfinished)
     return len(found)
+
+
+def save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write the tensors as one file, which is not synced. May raise the library's own errors.
+
+    The library makes files that nobody but their owner may read; this one's mode is as the umask
+    says.
+    """
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, MODE))
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def _once(states: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from shardwise.buffers import Bucket
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.holdings import homes
 from shardwise.checkpoint.kinds import StateDict
-from shardwise.checkpoint.meeting import from_rank_0, together
+from shardwise.checkpoint.meeting import by_rank_0, together
 from shardwise.checkpoint.model_dict import offered, send, warn_of_copies
 from shardwise.checkpoint.optimizers import (
     AS_BUILT,
@@ -233,10 +233,8 @@ def _of_another(optimizer: Optimizer, record: Mapping[str, Any]) -> list[str]:
 
 def _record(comm: Comm, optimizer: Optimizer, states: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint would say of rank 0's state beside its tensors."""
-    text = together(
-        comm, "optimizer state dict", lambda: _described(states) if comm.rank == 0 else ""
-    )
-    found: dict[str, Any] = json.loads(from_rank_0(comm, text, "options of an optimizer"))
+    text = by_rank_0(comm, "options of an optimizer", lambda: _described(states))
+    found: dict[str, Any] = json.loads(text)
     return {"class": type(optimizer).__qualname__, **found}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.destination import Destination, check_room, workplace
 from shardwise.checkpoint.disk import explained, sync_folder, written_by_library
-from shardwise.checkpoint.dtypes import DTYPES, itemsize
+from shardwise.checkpoint.dtypes import dtype_of, itemsize
 from shardwise.checkpoint.export import (
     FLOATS,
     Exported,
@@ -95,7 +95,7 @@ def _mapped(source: Source) -> dict[str, Tensor]:
 
 
 def _tensor(folder: Path, place: Place) -> Tensor:
-    stored, dtype = place.stored, DTYPES[place.stored.dtype]
+    stored, dtype = place.stored, dtype_of(place.stored.dtype)
     if stored.start == stored.stop:
         return torch.empty(stored.shape, dtype=dtype)
     size = stored.stop - stored.start

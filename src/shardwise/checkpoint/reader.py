@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.source import Place, Source
 
@@ -35,7 +35,7 @@ class Want(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.place.stored.dtype]
+        return dtype_of(self.place.stored.dtype)
 
     @property
     def nbytes(self) -> int:

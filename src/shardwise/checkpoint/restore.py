@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import plain
-from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.holdings import Home
 from shardwise.checkpoint.optimizers import AS_BUILT, Named, Optimizers, params_of
 from shardwise.checkpoint.reader import Want, wanted
@@ -200,7 +200,7 @@ def _conflicts(targets: Iterable[_Target]) -> Iterator[str]:
 
 def _memory(target: _Target, key: str, place: Place) -> tuple[Tensor, int]:
     """Where one state of one parameter goes, and which of its elements is the first here."""
-    dtype = DTYPES[place.stored.dtype]
+    dtype = dtype_of(place.stored.dtype)
     one = place.stored.shape == () and not _is_element(target, key)
     shape = torch.Size([]) if one else target.home.value.shape
     there = target.optimizer.state.get(target.param, {}).get(key)

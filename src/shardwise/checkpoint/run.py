@@ -6,17 +6,14 @@ Nothing here changes anything: what is broken is named and stays, for a person t
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.complete import check_complete, newest, read_manifest
+from shardwise.checkpoint.complete import check_complete, read_manifest, saved_in
 from shardwise.checkpoint.disk import explained
 from shardwise.checkpoint.folder import (
     LATEST,
-    LOCK,
     Leftover,
-    is_alive,
     leftovers,
     resolve,
     step_of,
@@ -24,6 +21,7 @@ from shardwise.checkpoint.folder import (
     steps_to_resume,
     target_of,
 )
+from shardwise.checkpoint.lock import is_alive
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.errors import CheckpointError
 
@@ -32,7 +30,6 @@ __all__ = ["Listed", "Run", "checkpoint_of", "folder_of_run", "meant", "survey"]
 log = logging.getLogger("shardwise")
 
 CHECKPOINTS = "checkpoints"
-YOUNG = 2.0  # seconds; a lock that is just being taken is not touched
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Run:
 
     Attributes:
         folder: the one that holds the checkpoints.
-        checkpoints: the newest first.
+        checkpoints: the highest step first.
         latest: the name that ``latest`` points at, if it does.
         leftovers: folders that are no checkpoints, each with whether it is being written now.
     """
@@ -90,7 +87,9 @@ def folder_of_run(path: Path) -> Path | None:
 def survey(folder: Path) -> Run:
     """Look at every checkpoint in ``folder``: at names and sizes, not at bytes."""
     with explained(f"looking into {folder}", reads=True):
-        left = tuple((found, _is_being_written(found)) for found in leftovers(folder))
+        left = tuple(
+            (found, found.kind == "partial" and is_alive(found.path)) for found in leftovers(folder)
+        )
         return Run(folder, tuple(map(_listed, steps_to_resume(folder))), target_of(folder), left)
 
 
@@ -134,7 +133,7 @@ def checkpoint_of(path: Path) -> Path:
     folder = folder_of_run(path)
     if folder is None:
         return path
-    found = newest(folder)
+    found = saved_in(folder)
     for broken, reason in found.skipped:
         log.warning("SKIPPED %s, which is not complete: %s", broken, reason)
     if found.path is None:
@@ -157,15 +156,3 @@ def _listed(path: Path) -> Listed:
     except CheckpointError as error:
         problem = str(error)
     return Listed(found, step_of(path.name) or 0, nbytes, manifest, problem)
-
-
-def _is_being_written(leftover: Leftover) -> bool:
-    if leftover.kind != "partial":
-        return False
-    lock = leftover.path / LOCK
-    try:
-        if lock.exists() and time.time() - lock.stat().st_mtime < YOUNG:
-            return True
-        return is_alive(leftover.path)
-    except OSError:  # it may not be opened here, or has just got its name
-        return True

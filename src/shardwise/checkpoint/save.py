@@ -21,15 +21,13 @@ import platform
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import checksum, manifest
-from shardwise.checkpoint.complete import metrics
+from shardwise.checkpoint import checksum, manifest, state
 from shardwise.checkpoint.contents import Contents, collect
 from shardwise.checkpoint.disk import explained, sync_folder, write_file
 from shardwise.checkpoint.folder import (
@@ -39,22 +37,34 @@ from shardwise.checkpoint.folder import (
     move_latest,
     new_token,
     publish,
-    remove,
     step_of,
-    surplus,
     sweep,
 )
 from shardwise.checkpoint.gathered import write_gathered
 from shardwise.checkpoint.keepers import Hold, beginning, on_all_hosts, take_back
 from shardwise.checkpoint.manifest import Manifest, record_of
-from shardwise.checkpoint.meeting import from_rank_0, one_message, share, together
+from shardwise.checkpoint.meeting import (
+    check_alike,
+    from_rank_0,
+    one_message,
+    share,
+    together,
+)
 from shardwise.checkpoint.optimizers import Optimizers
 from shardwise.checkpoint.plan import BLOCK, FilePlan
 from shardwise.checkpoint.points import reached
+from shardwise.checkpoint.retention import Retention, moment_of, retire
 from shardwise.checkpoint.saving import Saved, SaveOptions
 from shardwise.checkpoint.segments import exchange_edges
 from shardwise.checkpoint.state import Training
-from shardwise.checkpoint.writer import Part, Writer, allocate, pieces_of, write_header
+from shardwise.checkpoint.writer import (
+    Part,
+    Writer,
+    allocate,
+    check_hosts,
+    pieces_of,
+    write_header,
+)
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError
 
@@ -75,6 +85,7 @@ class Task:
         token: of this save alone.
         contents: what is stored.
         facts: what the manifest says of who saved it.
+        resumed_from: token of the checkpoint that this run goes on from; ``""`` if there is none.
         options: how.
         hold: on the folder that is being written.
     """
@@ -83,6 +94,7 @@ class Task:
     token: str
     contents: Contents
     facts: Mapping[str, Any]
+    resumed_from: str
     options: SaveOptions
     hold: Hold
 
@@ -173,16 +185,18 @@ def begin(
     step = step_of(final.name) if training is None or training.step is None else training.step
     if optimizers or training is not None:
         training = replace(training or Training(), step=step)
-    # First what decides which collectives follow.
-    asked = {"kind of checkpoint": options.kind, "optimizers": str(len(optimizers))}
-    comm.agree({**asked, "training state": str(training is not None)})
-    contents = collect(sharded, optimizers, training, options)
-    comm.agree({"checkpoint": str(path), **contents.facts()})
-    said = json.dumps([new_token(), contents.metric])
+    # First what may be wrong on one rank alone, and what decides which collectives follow.
+    values = together(comm, "what is saved", lambda: state.values_of(training) if training else {})
+    asked = {"path": str(path), "kind of checkpoint": options.kind}
+    asked |= {"optimizers": str(len(optimizers)), "training state": str(training is not None)}
+    check_alike(comm, asked | (state.facts_of(training, values) if training else {}))
+    contents = collect(sharded, optimizers, training, values, options)
+    check_alike(comm, contents.facts())
+    metric = None if training is None or training.metric is None else float(training.metric)
+    said = json.dumps([new_token(), metric])
     token, metric = json.loads(from_rank_0(comm, said, "token of a checkpoint"))
-    contents = replace(contents, metric=metric)
     facts = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
-    facts["kind"] = options.kind
+    facts |= {"kind": options.kind, "metric": metric}
     own_files = options.kind == "local"  # who makes them, depends on who sees the folder
 
     def make() -> Partial:
@@ -192,7 +206,7 @@ def begin(
         return partial
 
     hold = beginning(comm, _folder(final, token), make, options.kind)
-    task = Task(final, token, contents, facts, options, hold)
+    task = Task(final, token, contents, facts, sharded._loaded, options, hold)
     try:
         if own_files:
             together(comm, "making files", lambda: _make_own(task))
@@ -243,8 +257,8 @@ def write_part(task: Task, rank: int) -> Part:
             for chunk in task.contents.chunks(rank):
                 writer.write(chunk)
             return writer.finish()
-    except CheckpointError as error:
-        return Part({}, str(error))
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
+        return Part.failed(error)
 
 
 def check_parts(parts: Sequence[Part]) -> None:
@@ -272,6 +286,7 @@ def _publish(task: Task, parts: Sequence[Part]) -> None:
     rank = task.partial.rank
     reached("all parts known", rank)
     with explained(f"publishing {task.final.name}"):
+        check_hosts(task.folder, [file.name for file in task.files], parts)
         files = {}
         for file in task.files:
             pieces = [*write_header(task.folder, file), *pieces_of(parts, file.name)]
@@ -298,7 +313,10 @@ def _settle(task: Task, common: Collection[str] | None = None) -> tuple[str, ...
     if step_of(task.final.name) is not None:
         with explained(f"pointing {LATEST} at {task.final.name}, which is complete,"):
             move_latest(task.final, task.partial.rank)
-    return _retire(task, common)
+    if (limit := task.options.save_total_limit) is None or step_of(task.final.name) is None:
+        return ()
+    keep = Retention(limit, task.options.keep_best, (task.token, task.resumed_from))
+    return retire(task.final.parent, keep, task.partial.rank, common)
 
 
 def _manifest(task: Task, files: Mapping[str, manifest.FileRecord]) -> Manifest:
@@ -311,9 +329,8 @@ def _manifest(task: Task, files: Mapping[str, manifest.FileRecord]) -> Manifest:
     }
     return Manifest(
         token=task.token,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=moment_of(task.final),
         versions=versions,
-        metric=task.contents.metric,
         aliases=dict(task.contents.aliases),
         ranks=list(task.ranks) if task.hold.is_split else None,
         files=dict(files),
@@ -328,22 +345,3 @@ def _write_manifest(folder: Path, made: Manifest, rank: int) -> None:
     unfinished.rename(folder / manifest.NAME)
     sync_folder(folder)
     reached("manifest written", rank)
-
-
-def _retire(task: Task, common: Collection[str] | None) -> tuple[str, ...]:
-    """Old checkpoints go. That this fails is no reason to lose the new one."""
-    limit = task.options.save_total_limit
-    if limit is None or step_of(task.final.name) is None:
-        return ()
-    gone = []
-    there = metrics(task.final.parent)
-    if common is not None:
-        there = [(path, metric) for path, metric in there if path.name in common]
-    rank = 0 if task.partial is None else task.partial.rank
-    for path in surplus(there, limit, task.options.keep_best):
-        try:
-            remove(path, rank)
-            gone.append(path.name)
-        except OSError as error:
-            log.warning("%s is no longer needed and could not be removed: %s", path, error)
-    return tuple(gone)

@@ -28,7 +28,9 @@ class SaveOptions:
             stays, however old.
         files: further small files for the folder: name → text or bytes.
         snapshot_bytes: host memory that a rank may use to save in the background; what does not
-            fit is copied as the writing goes on, and ``save_async`` returns later.
+            fit is copied as the writing goes on, and ``save_async`` returns later. ``None``: its
+            part of a quarter of the host's memory, which the ranks of a host divide, and 16 GiB at
+            most.
         copied_by: when, in the background, all is copied that training may change: ``"return"`` of
             ``save_async``; or the ``"next_step"`` of an optimizer, which waits for what is left.
             Until then nothing else may change parameters or optimizer state; that it did is an
@@ -43,7 +45,7 @@ class SaveOptions:
     save_total_limit: int | None = None
     keep_best: str | None = None
     files: Mapping[str, str | bytes] = field(default_factory=dict)
-    snapshot_bytes: int = 16 << 30
+    snapshot_bytes: int | None = None
     copied_by: str = "return"
     when_busy: str = "wait"
 

@@ -7,6 +7,7 @@ waits for the writing. Slabs stay mapped between saves, since fresh pages cost m
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from threading import Condition
 
@@ -18,9 +19,16 @@ from shardwise.checkpoint.writer import Chunk
 from shardwise.errors import ConfigError
 from shardwise.listing import size
 
-__all__ = ["Pool", "Slab"]
+__all__ = ["Pool", "Slab", "budget_of"]
 
 LARGEST = 16 << 20  # bytes of a slab, if the budget allows for four
+MOST = 16 << 30  # bytes that a rank uses if nobody said how many
+
+
+def budget_of(ranks: int) -> int:
+    """Bytes for each of the ``ranks`` of this host: together they use a quarter of its memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(BLOCK, min(MOST, memory // 4 // ranks))
 
 
 @dataclass(eq=False)

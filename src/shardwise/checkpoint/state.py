@@ -7,18 +7,21 @@ that dropout draws cannot be the same, and loading says so.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardwise.checkpoint import plain
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 __all__ = ["NAME", "Document", "Stateful", "Training"]
 
 NAME = "training.json"
 VERSION = 1
+SHORT = 80  # characters of a value in a message
 
 
 class Stateful(Protocol):
@@ -37,10 +40,11 @@ class Training:
         step: optimizer steps taken so far; ``None``: the number in the folder's name.
         scheduler: of the learning rate; its state must be plain values.
         scaler: of the loss.
-        position: where in the data the run is: plain values, alike on every rank.
+        position: where in the data the run is: plain values, alike on every rank. What differs,
+            as the position of a loader that each rank has of its own does, belongs in ``local``.
         config: what the run was started with: plain values.
         local: plain values of this rank's own.
-        metric: how good this checkpoint is, for ``keep_best``.
+        metric: how good this checkpoint is, for ``keep_best``: a finite number; rank 0's counts.
         accumulating: the step is not over: what was accumulated is stored, too.
     """
 
@@ -81,7 +85,8 @@ class Document:
         """Read it.
 
         Raises:
-            CheckpointError: it is not what ``encode`` wrote.
+            DamagedCheckpoint: it is not what ``document`` returned.
+            CheckpointError: a later version wrote it.
         """
         try:
             found = json.loads(data)
@@ -96,7 +101,7 @@ class Document:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"{where} is damaged ({type(error).__name__}: {error}). Load another checkpoint, "
                 "or only the weights of this one."
             ) from None
@@ -105,28 +110,53 @@ class Document:
 _VALUES = ("scheduler", "scaler", "position", "config", "local")
 
 
-def encode(
-    training: Training, optimizers: Sequence[Mapping[str, Any]], local: Sequence[str]
-) -> bytes:
-    """The document.
+_ALIKE = ("scheduler", "scaler", "position")  # rank 0's are stored, for all ranks
 
-    Args:
-        training: of this rank; only ``local`` may differ by rank.
-        optimizers: see ``optimizers.contents``.
-        local: each rank's ``local_text``, by rank.
+
+def values_of(training: Training) -> dict[str, Any]:
+    """The values of this rank, as JSON has them.
 
     Raises:
-        CheckpointError: a value that cannot be written, naming it.
+        CheckpointError: one of them cannot be written, or ranked; it is named.
     """
-    states = {"scheduler": training.scheduler, "scaler": training.scaler}
-    values = {"position": training.position, "config": training.config}
-    values |= {key: None if owner is None else owner.state_dict() for key, owner in states.items()}
-    found = {key: plain.encode(value, f"training.{key}") for key, value in values.items()}
-    found |= {"version": VERSION, "step": training.step, "world": len(local)}
+    values = {key: getattr(training, key) for key in _VALUES}
+    for key in ("scheduler", "scaler"):
+        values[key] = None if values[key] is None else values[key].state_dict()
+    metric = training.metric
+    if metric is not None and not math.isfinite(metric):
+        raise CheckpointError(
+            f"training.metric is {metric}, which is neither better nor worse than another. Pass "
+            "metric=None to save this checkpoint without one."
+        )
+    return {key: plain.encode(value, f"training.{key}") for key, value in values.items()}
+
+
+def facts_of(training: Training, values: Mapping[str, Any]) -> dict[str, str]:
+    """What must be alike on every rank, as short texts to compare."""
+    texts = {key: json.dumps(values[key], sort_keys=True) for key in _ALIKE}
+    facts = {f"training.{key}": _short(text) for key, text in texts.items()}
+    return facts | {"training.step": str(training.step)}
+
+
+def _short(text: str) -> str:
+    if len(text) <= SHORT:
+        return text
+    return f"{text[:SHORT]}… (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
+def document(
+    step: int | None,
+    values: Mapping[str, Any],
+    optimizers: Sequence[Mapping[str, Any]],
+    local: Sequence[str],
+) -> bytes:
+    """The file.
+
+    Args:
+        values: of this rank; only ``local`` may differ by rank.
+        optimizers: see ``optimizers.contents``.
+        local: each rank's ``values["local"]`` as JSON, by rank.
+    """
+    found = {"version": VERSION, "step": step, "world": len(local), **values}
     found |= {"optimizers": list(optimizers), "local": [json.loads(text) for text in local]}
     return json.dumps(found, indent=1).encode() + b"\n"
-
-
-def local_text(training: Training) -> str:
-    """This rank's own values, as they travel to rank 0."""
-    return json.dumps(plain.encode(training.local, "training.local"))

@@ -15,22 +15,30 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from shardwise.checkpoint import checksum
 from shardwise.checkpoint.checksum import Piece
-from shardwise.checkpoint.disk import explained, free_bytes
+from shardwise.checkpoint.disk import MODE, explained, free_bytes, host
 from shardwise.checkpoint.plan import FilePlan, cut_at_blocks
 from shardwise.checkpoint.points import reached
 from shardwise.errors import CheckpointError
 from shardwise.listing import size
 
-__all__ = ["Chunk", "Part", "Writer", "allocate", "pieces_of", "write_header"]
+__all__ = [
+    "Chunk",
+    "Part",
+    "Writer",
+    "allocate",
+    "check_hosts",
+    "fallocate",
+    "pieces_of",
+    "write_header",
+]
 
 VECTORS = 512  # pieces of memory in one system call; Linux allows 1,024
 
@@ -45,20 +53,27 @@ class Chunk(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank wrote, by file; or why it could not."""
+    """What one rank wrote, by file, and on which host; or why it could not."""
 
     pieces: Mapping[str, Sequence[Piece]]
     error: str = ""
+    host: str = ""
+
+    @classmethod
+    def failed(cls, error: Exception) -> Part:
+        """What a rank that could not write has to say."""
+        ours = isinstance(error, CheckpointError)
+        return cls({}, str(error) if ours else f"{type(error).__name__}: {error}")
 
     def encode(self) -> str:
         """As a text for rank 0."""
-        return json.dumps({"pieces": self.pieces, "error": self.error}, separators=(",", ":"))
+        return json.dumps(self._asdict(), separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: str) -> Part:
         found = json.loads(text)
         pieces = {name: [tuple(p) for p in ps] for name, ps in found["pieces"].items()}
-        return cls(pieces, found["error"])
+        return cls(pieces, found["error"], found["host"])
 
 
 def allocate(folder: Path, files: Sequence[FilePlan], more: int) -> None:
@@ -78,21 +93,35 @@ def allocate(folder: Path, files: Sequence[FilePlan], more: int) -> None:
             "checkpoints that were there before are as they were."
         )
     for file in files:
-        opened = os.open(folder / file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        opened = os.open(folder / file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, MODE)
         try:
             # Not only of that length: blocks that exist are written 2.4 times as fast (ext4).
-            os.posix_fallocate(opened, 0, file.size)
+            fallocate(opened, file.size)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
                 raise
             os.ftruncate(opened, file.size)
         finally:
             os.close(opened)
 
 
+def fallocate(file: int, size: int) -> None:
+    """Give the file this length and blocks on the disk. ``OSError`` where a file system cannot.
+
+    ``os.posix_fallocate`` must not be called: where a file system cannot (NFS before 4.2, CephFS),
+    glibc writes a byte into every block instead, from rank 0 alone.
+    """
+    if _fallocate is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    while _fallocate(file, 0, 0, size) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
 @dataclass
 class Writer:
-    """This rank's hand on the files of a partial folder. Use it as a context.
+    """This rank's hand on the files of a partial folder, one open at a time. Use it as a context.
 
     Attributes:
         folder: the partial folder.
@@ -109,12 +138,12 @@ class Writer:
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
-        self._open: dict[str, int] = {}
-        self._stack = ExitStack()
+        self._name, self._opened = "", -1  # the file that is open
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        if self._opened >= 0:
+            os.close(self._opened)
 
     def write(self, chunk: Chunk) -> None:
         """Write one chunk. On a GPU its bytes pass through host memory, 4 MiB at a time."""
@@ -123,9 +152,10 @@ class Writer:
             value = 0
             for buffer in buffers:
                 value = checksum.running(buffer, value)
-            opened = self._file(chunk.file)
-            _write_at(opened, buffers, chunk.start)
-            _set_off(opened, chunk.start, chunk.stop - chunk.start)
+            if chunk.file != self._name:
+                self._turn_to(chunk.file)
+            _write_at(self._opened, buffers, chunk.start)
+            _set_off(self._opened, chunk.start, chunk.stop - chunk.start)
         self.pieces.setdefault(chunk.file, []).append((chunk.start, chunk.stop, value))
         before, self.written = self.written, self.written + chunk.stop - chunk.start
         if 2 * before < self.total <= 2 * self.written:
@@ -135,16 +165,21 @@ class Writer:
         """Everything is on the disk when this returns."""
         reached("data written", self.rank)
         with explained(f"syncing {self.folder.name}"):
-            for opened in self._open.values():
-                os.fsync(opened)
+            self._turn_to("")
         reached("data synced", self.rank)
-        return Part(self.pieces)
+        return Part(self.pieces, host=host())
 
-    def _file(self, name: str) -> int:
-        if name not in self._open:
-            self._open[name] = os.open(self.folder / name, os.O_RDWR)
-            self._stack.callback(os.close, self._open[name])
-        return self._open[name]
+    def _turn_to(self, name: str) -> None:
+        """Sync and close the file that is open, and open the one of this name, if it is one."""
+        before, self._opened = self._opened, -1
+        if before >= 0:
+            try:
+                os.fsync(before)
+            finally:
+                os.close(before)
+        self._name = name
+        if name:
+            self._opened = os.open(self.folder / name, os.O_RDWR)
 
 
 def _write_at(file: int, buffers: Sequence[memoryview], at: int) -> None:
@@ -169,16 +204,18 @@ def _set_off(file: int, start: int, count: int) -> None:
         _sync_file_range(file, start, count, LINUX_SYNC_FILE_RANGE_WRITE)
 
 
-def _found() -> Callable[[int, int, int, int], int] | None:
-    """Linux alone has it, and Python has no name for it."""
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+def _of_linux(name: str, *types: Any) -> Callable[[int, int, int, int], int] | None:
+    """A function of its C library that Python has no name for."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+        function.argtypes = types
     return function
 
 
+_INT, _LONG = ctypes.c_int, ctypes.c_int64
 LINUX_SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = _found()
+_sync_file_range = _of_linux("sync_file_range", _INT, _LONG, _LONG, ctypes.c_uint)
+_fallocate = _of_linux("fallocate", _INT, _INT, _LONG, _LONG)
 
 
 def write_header(folder: Path, file: FilePlan) -> list[Piece]:
@@ -196,3 +233,27 @@ def write_header(folder: Path, file: FilePlan) -> list[Piece]:
 def pieces_of(parts: Iterable[Part], name: str) -> list[Piece]:
     """What all ranks wrote of one file."""
     return [piece for part in parts for piece in part.pieces.get(name, ())]
+
+
+def check_hosts(folder: Path, names: Iterable[str], parts: Sequence[Part]) -> None:
+    """Read one piece of each file back for every host that wrote to it. Rank 0's, after all synced.
+
+    Mounted object stores keep the file of the host that closed it last, and lose the others' bytes.
+
+    Raises:
+        CheckpointError: something is not what its host wrote.
+    """
+    for name in names:
+        wrote = {part.host: part.pieces[name] for part in parts if name in part.pieces}
+        for where, pieces in wrote.items() if len(wrote) > 1 else ():
+            start, stop, value = max(pieces, key=lambda piece: piece[1] - piece[0])
+            with (folder / name).open("rb") as file:
+                file.seek(start)
+                data = file.read(stop - start)
+            if checksum.running(data) != value:
+                raise CheckpointError(
+                    f"{folder.name}/{name} does not hold what {where} wrote to it, so it is not "
+                    "published: this file system keeps what one host writes to a file and loses "
+                    "the others', as mounted object stores do. Save to one that several hosts may "
+                    "write to (NFS, Lustre), and copy the folder from there."
+                )

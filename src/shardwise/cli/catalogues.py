@@ -36,8 +36,8 @@ TITLES = {
 
 
 def dtype_name(code: str) -> str:
-    """``"BF16"`` → ``"bfloat16"``."""
-    return str(DTYPES[code]).removeprefix("torch.")
+    """``"BF16"`` → ``"bfloat16"``; what torch does not have, as it is stored."""
+    return str(DTYPES.get(code, code)).removeprefix("torch.")
 
 
 def short(value: object, width: int = WIDTH) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardwise.checkpoint.disk import explained, sync_folder
+from shardwise.checkpoint.disk import explained, make_folder, sync_folder
 from shardwise.checkpoint.folder import new_token
 from shardwise.checkpoint.meeting import together
 from shardwise.errors import CheckpointError
@@ -118,8 +119,10 @@ def _write(model: Any, final: Path, states: Mapping[str, Tensor], adapter: str) 
         )
         # peft puts any adapter but the default one into a folder of its name
         made = unfinished if adapter == "default" else unfinished / adapter
-        final.mkdir(parents=True, exist_ok=True)
+        make_folder(final)
+        mode = stat.S_IMODE((made / "adapter_config.json").stat().st_mode)
         for path in sorted(made.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+            path.chmod(mode)  # the safetensors library lets nobody but the owner read its files
             _sync(path)
             path.replace(final / path.name)
         sync_folder(final)

@@ -95,6 +95,7 @@ class Gate:
         self._mine = {id(param) for param in params}
         self._before_step = weakref.WeakMethod(before_step)
         self._known: list[weakref.ref[Optimizer]] = []  # in order of their first step
+        self._admitted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._params: weakref.WeakKeyDictionary[Optimizer, _Params] = weakref.WeakKeyDictionary()
         self._shown: dict[int, list[Tensor]] = {}  # by the optimizer that steps now
         self._handles = [
@@ -164,15 +165,19 @@ class Gate:
         )
 
     def admit(self, optimizer: Optimizer) -> None:
-        """Make sure, once, that it may step on shards, and cut state from before ``shard()``."""
+        """Make sure that it may step on shards, and cut whole state, once and after each load."""
         params = self._params_of(optimizer)
-        if not params or any(ref() is optimizer for ref in self._known):
+        if not params or optimizer in self._admitted:
             return
         _check_elementwise(optimizer, params)
         for param in params:
             _make_plain(optimizer.state.get(param, {}))
             _cut_state(optimizer, param)
-        self._known.append(weakref.ref(optimizer))
+        self._admitted.add(optimizer)
+        if all(ref() is not optimizer for ref in self._known):
+            self._known.append(weakref.ref(optimizer))
+            loaded = optimizer.register_load_state_dict_post_hook(self._admitted.discard)
+            self._handles.append(loaded)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _guard(self._shown.pop(id(optimizer), ()))
@@ -258,8 +263,22 @@ def _cut_state(optimizer: Optimizer, param: nn.Parameter) -> None:
     state = optimizer.state.get(param)
     if sharding is None or not state or sharding.shape == param.shape:
         return
-    for name, value in _elements(state, sharding.shape).items():
-        state[name] = sharding.cut(value, param.shape).clone()
+    whole = _elements(state, sharding.shape)
+    for name, value in state.items():
+        if name in whole:
+            state[name] = sharding.cut(value, param.shape).clone()
+        elif isinstance(optimizer, _ELEMENTWISE) and name not in BOOKKEEPING:
+            _check_cut(name, value, param, sharding)
+
+
+def _check_cut(name: str, value: object, param: nn.Parameter, sharding: Sharding) -> None:
+    if isinstance(value, Tensor) and value.shape != param.shape:
+        raise OptimizerError(
+            f"state {name!r} of parameter {sharding.name!r} has shape {tuple(value.shape)}; the "
+            f"shard here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another rank's "
+            "state, or that of other ranks. Load whole state, as an unsharded optimizer has it, or "
+            "use sharded.load_optimizer_state_dict() or sharded.load()."
+        )
 
 
 def _uncut_state(optimizer: Optimizer, bucket: Bucket) -> None:

@@ -8,6 +8,7 @@ what is stored is there to refuse: the recipe, and a fingerprint of the tokens.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,7 +19,7 @@ from shardwise.checkpoint import Saved as Written
 from shardwise.checkpoint.folder import steps
 from shardwise.checkpoint.state import NAME as DOCUMENT
 from shardwise.checkpoint.state import Document
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from shardwise.train.config import CheckpointConfig, Recipe
 from shardwise.train.data import Data
 from shardwise.train.exchange import text_from_rank_0
@@ -80,7 +81,8 @@ class Checkpoints:
     def resume(self, start: Start) -> tuple[Start, Point]:
         """Load what the recipe says to go on from, and say so; step 0 if there is nothing.
 
-        Nothing on the disk changes. What is refused is refused before it is loaded.
+        Nothing on the disk changes, but that damaged checkpoints are renamed once an older one is
+        loaded. What is refused is refused before it is loaded.
 
         Args:
             start: as decided from the folder.
@@ -90,7 +92,8 @@ class Checkpoints:
             now, or all its checkpoints are damaged. And where the run stands.
 
         Raises:
-            CheckpointError: there are checkpoints, and all are broken; or they do not fit.
+            CheckpointError: there are checkpoints, and all are damaged; or they do not fit, or the
+                disk does not let them be read.
             ConfigError: they are another run's; only on rank 0, where that is found first.
         """
         source = self._job.recipe.checkpoint.resume
@@ -115,15 +118,12 @@ class Checkpoints:
         return Start(text_from_rank_0(self._job.sharded.comm, text, "whether the run goes on"))
 
     def _newest(self, folder: Path) -> Loaded | None:
-        report = self._job.sharded.resume(folder, self._job.optimizer, Training())
-        overwrites = self._job.recipe.run.overwrite and folder == self._folder
-        if report is None and _has_steps(folder) and not overwrites:
-            raise CheckpointError(
-                f"{_shown(folder)} holds {len(steps(folder))} checkpoints, and none that is whole, "
-                "so the run would begin anew. See the warnings above; then move them away, or "
-                "start over with --run.overwrite true, which deletes the run."
-            )
-        return report
+        try:
+            return self._job.sharded.resume(folder, self._job.optimizer, Training())
+        except DamagedCheckpoint as error:  # all of them
+            if self._job.recipe.run.overwrite and folder == self._folder:
+                return None
+            raise DamagedCheckpoint(f"{error} Or {OVERWRITE}") from None
 
     def _given(self, path: Path) -> Loaded:
         """A run, a folder of checkpoints, or a checkpoint."""
@@ -269,7 +269,8 @@ class Checkpoints:
         }
         # Where it lies is not what it is: equal runs have equal checkpoints.
         config = recipe.model_dump(mode="json", exclude={"run": {"folder"}})
-        training = Training(step=point.step, position=position, config=config, metric=metric)
+        known = metric if metric is not None and math.isfinite(metric) else None
+        training = Training(step=point.step, position=position, config=config, metric=known)
         return self._job.optimizer, training
 
     def _how(self) -> dict[str, Any]:

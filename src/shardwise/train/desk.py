@@ -125,8 +125,7 @@ class Desk:
 
         Args:
             start: afresh, in place of a run that may be there, or on with it.
-            after: the step that it goes on from. Checkpoints of later steps are broken, or one of
-                them would have been loaded.
+            after: the step that it goes on from.
             files: of the tokenizer, by name.
         """
         if (folder := self.folder) is None:
@@ -139,8 +138,6 @@ class Desk:
             self.journal.begin(after)
         folder.launch = self._attempt.launch
         self.done()
-        for old, new in folder.set_aside(after):
-            self.say(Warned(f"damaged {old} renamed to {new}"))
 
     def asked(self) -> Ask:
         """What files in the folder ask for."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwise.checkpoint.disk import written_by_library
+from shardwise.checkpoint.one_file import save_safetensors
 from shardwise.train.config import ModelConfig
 from shardwise.train.folder import Folder
 from shardwise.train.tokenizer import transformers_config
@@ -37,7 +37,7 @@ def export(
     kept = {name: t.contiguous() for name, t in states.items() if name != HEAD or not config.tied}
     place = folder.path / "model.safetensors"
     with folder.replacing(place.name) as path, written_by_library(place, "export"):
-        save_file(kept, path, metadata={"format": "pt"})
+        save_safetensors(kept, path)
     embedding = states[EMBEDDING]
     for name, value in described(config, embedding.shape[0], context, end, embedding.dtype).items():
         folder.write_json(name, value)

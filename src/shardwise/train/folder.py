@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardwise.checkpoint.disk import MODE, make_folder
 from shardwise.checkpoint.folder import LATEST, remove, steps, sweep
 from shardwise.errors import ConfigError
 
@@ -84,8 +85,8 @@ class Folder:
         """
         patience = PATIENCE if patience is None else patience
         folder = cls(Path(path).expanduser())
-        folder.path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        make_folder(folder.path)
+        lock = os.open(folder.path / LOCK, os.O_RDWR | os.O_CREAT, MODE)
         try:
             _acquire(lock, folder.path, time.monotonic() + patience)
             folder.restore()
@@ -150,20 +151,6 @@ class Folder:
         while (path := self.path / f"{prefix}{number}").exists():
             number += 1
         return path
-
-    def set_aside(self, after: int) -> list[tuple[str, str]]:
-        """Rename checkpoints of later steps, which are broken, so that new ones find their place.
-
-        Returns:
-            Old and new names.
-        """
-        renamed = []
-        for path in steps(self.checkpoints) if self.checkpoints.is_dir() else []:
-            if int(path.name.removeprefix("step-")) > after:
-                place = self._free(f"{CHECKPOINTS}/broken-{path.name}-")
-                path.rename(place)
-                renamed.append((path.name, place.name))
-        return renamed
 
     def write_text(self, name: str, text: str) -> None:
         with self.replacing(name) as path:

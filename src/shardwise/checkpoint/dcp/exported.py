@@ -28,7 +28,7 @@ from shardwise.checkpoint.dcp.imported import Converted
 from shardwise.checkpoint.dcp.sorted_out import default_options
 from shardwise.checkpoint.destination import Destination, check_room, workplace
 from shardwise.checkpoint.disk import explained, sync_folder
-from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.export import check_whole, no_training, no_weights
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import Document
@@ -155,12 +155,12 @@ def _optimizer(document: Document, tensors: Mapping[str, Place]) -> dict[str, An
 
 
 def _meta(place: Place) -> Tensor:
-    return torch.empty(place.stored.shape, dtype=DTYPES[place.stored.dtype], device="meta")
+    return torch.empty(place.stored.shape, dtype=dtype_of(place.stored.dtype), device="meta")
 
 
 def _read(source: Source, place: Place) -> Tensor:
     """Checked, and then mapped: torch's writer keeps all it wrote, and must not keep memory."""
-    stored, dtype = place.stored, DTYPES[place.stored.dtype]
+    stored, dtype = place.stored, dtype_of(place.stored.dtype)
     if stored.start == stored.stop:
         return torch.empty(stored.shape, dtype=dtype)
     for _ in source.read(place.file, stored.start, stored.stop):

@@ -127,8 +127,8 @@ def _training(found: Sorted, optimizer: str | None) -> bytes:
             f"the first is {min(unknown, key=str)!r}. Import the weights alone."
         )
     told = records(found, optimizer or class_of(found))
-    training = Training(step=found.step)
-    return state.encode(training, told, [state.local_text(training)])
+    values = state.values_of(Training())
+    return state.document(found.step, values, told, [json.dumps(values["local"])])
 
 
 def _small(paths: Sequence[Path]) -> dict[str, bytes]:
@@ -227,7 +227,7 @@ def _manifest(token: str, step: int | None, files: Mapping[str, FileRecord]) -> 
     versions = {"shardwise": __version__, "torch": torch.__version__}
     return Manifest(
         token=token,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=datetime.now(UTC).isoformat(timespec="microseconds"),
         step=step,
         world=1,
         strategy="imported",
