@@ -167,7 +167,9 @@ def test_asking_for_processes_inside_a_launcher_is_refused(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert failed(str(recipe_file(tmp_path)), "--nproc", "2") == 1
-    assert "--nproc is 2, but a launcher has started 1 processes" in capsys.readouterr().err
+    assert (
+        "--nproc is 2, but a launcher has started the processes already" in capsys.readouterr().err
+    )
 
 
 # --- whole runs ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.train import folder as of_folder
 from shardwise.train.folder import RECIPE, Folder, kept
 
 
@@ -31,6 +32,38 @@ def test_nobody_else_holds_it_while_the_block_lasts(tmp_path: Path) -> None:
         pass
     with Folder.held(tmp_path, patience=0.0):
         pass
+
+
+def test_a_new_folder_in_which_nothing_was_written_goes_again(tmp_path: Path) -> None:
+    place = tmp_path / "new"
+    with Folder.held(place) as folder:
+        assert folder.path.is_dir()
+    assert not place.exists()
+    place.mkdir()
+    with Folder.held(place):
+        pass
+    assert place.is_dir()
+    with Folder.held(tmp_path / "used") as folder:
+        folder.write_text("a", "")
+    assert (tmp_path / "used" / "a").exists()
+
+
+def test_a_lock_that_went_with_its_folder_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, taken = tmp_path / "new", []
+
+    def acquire(_lock: int, path: Path, _until: float) -> None:
+        taken.append(path)
+        if len(taken) == 1:  # who had it before was the one who made the folder
+            (path / ".lock").unlink()
+            path.rmdir()
+
+    monkeypatch.setattr(of_folder, "_acquire", acquire)
+    with Folder.held(place) as folder:
+        folder.write_text("a", "")
+    assert taken == [place, place]
+    assert (place / "a").exists()
 
 
 def test_it_is_free_after_an_error(tmp_path: Path) -> None:

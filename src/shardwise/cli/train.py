@@ -92,8 +92,8 @@ def _be_a_rank(recipe: Recipe, wanted: Processes, launch: Launch) -> None:
     try:
         if wanted.nproc not in (None, launch.size):
             raise ConfigError(
-                f"--nproc is {wanted.nproc}, but a launcher has started {launch.size} processes "
-                "already; leave --nproc out, or start without the launcher."
+                f"--nproc is {wanted.nproc}, but a launcher has started the processes already, of "
+                f"which there are {launch.size}; leave --nproc out, or start without the launcher."
             )
         _run(recipe, _requests(wanted, launch.rank))
     except Exception as error:

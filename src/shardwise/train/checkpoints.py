@@ -26,7 +26,7 @@ from shardwise.train.exchange import text_from_rank_0
 from shardwise.train.export import described
 from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.job import Job
-from shardwise.train.metrics import Record, Resumed, Saved, Warned
+from shardwise.train.metrics import Record, Resumed, Saved, Warned, count
 from shardwise.train.recipe import flat
 from shardwise.train.start import OVERWRITE, Start, check_same
 from shardwise.train.tokenizer import FILE, end_id
@@ -158,7 +158,7 @@ class Checkpoints:
             raise self._other_text(path, document)
         if position["step"] > recipe.run.steps:
             raise ConfigError(
-                f"{_shown(path)} has taken {position['step']} steps, and run.steps is "
+                f"{_shown(path)} has taken {count(position['step'], 'step')}, and run.steps is "
                 f"{recipe.run.steps}; raise it, or name another folder with --run.folder."
             )
 

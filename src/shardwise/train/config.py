@@ -103,6 +103,13 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         return self.width // self.heads
 
+    def parameters(self, vocabulary: int) -> int:
+        """How many the decoder has: embedding, blocks, last norm, and a head if it is not tied."""
+        attention = 2 * self.width * (self.width + self.kv_heads * self.head_size)
+        block = attention + 3 * self.width * self.hidden + 2 * self.width
+        tables = vocabulary * self.width * (1 if self.tied else 2)
+        return tables + self.layers * block + self.width
+
     @model_validator(mode="after")
     def _shapes_fit(self) -> Self:
         if self.width % self.heads or self.head_size % 2:

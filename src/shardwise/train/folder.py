@@ -78,20 +78,21 @@ class Folder:
     def held(cls, path: str | Path, patience: float | None = None) -> Iterator[Folder]:
         """The folder, made if need be, and nobody else's while the block lasts.
 
-        A replacement of an earlier run that a crash interrupted is undone.
+        A replacement of an earlier run that a crash interrupted is undone; a folder that is made
+        here, and in which nothing is written, goes again.
 
         Raises:
             ConfigError: another process holds it, for longer than ``patience`` seconds (10).
         """
-        patience = PATIENCE if patience is None else patience
         folder = cls(Path(path).expanduser())
-        make_folder(folder.path)
-        lock = os.open(folder.path / LOCK, os.O_RDWR | os.O_CREAT, MODE)
+        is_new = not folder.path.exists()
+        lock = _locked(folder.path, PATIENCE if patience is None else patience)
         try:
-            _acquire(lock, folder.path, time.monotonic() + patience)
             folder.restore()
             yield folder
         finally:
+            if is_new:
+                _remove_empty(folder.path)
             os.close(lock)
 
     @property
@@ -193,6 +194,31 @@ def _remove_checkpoints(folder: Path) -> None:
     sweep(folder)
     with contextlib.suppress(OSError):  # something else is in it
         folder.rmdir()
+
+
+def _locked(path: Path, patience: float) -> int:
+    """The folder's lock, held; it may go with its folder while it is waited for."""
+    until = time.monotonic() + patience
+    while True:
+        make_folder(path)
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, MODE)
+        try:
+            _acquire(lock, path, until)
+            if os.path.samestat(os.fstat(lock), (path / LOCK).stat()):
+                return lock
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _remove_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if os.listdir(path) == [LOCK]:  # noqa: PTH208 - names alone
+            (path / LOCK).unlink()
+            path.rmdir()
 
 
 def _acquire(lock: int, path: Path, until: float) -> None:

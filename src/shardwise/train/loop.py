@@ -29,6 +29,7 @@ from shardwise.train.checkpoints import Checkpoints, Point, is_due
 from shardwise.train.config import Recipe, RunConfig
 from shardwise.train.data import Data, prepare
 from shardwise.train.desk import Desk
+from shardwise.train.estimate import check_memory
 from shardwise.train.exchange import gathered
 from shardwise.train.export import export
 from shardwise.train.folder import Folder
@@ -108,9 +109,11 @@ def train(
         if beginning is Start.FINISHED:
             desk.say(Complete(recipe.run.folder, recipe.run.steps))
             return Outcome(recipe.run.steps)
+        check_memory(recipe, comm.device, comm.size)
         _seed(recipe.run.seed + comm.rank)
         data = prepare(recipe, comm, desk.folder, desk.busy)
         desk.say(data.report)
+        check_memory(recipe, comm.device, comm.size, data.tokenizer.get_vocab_size())
         with desk.busy("building the model"):
             job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
         desk.say(_built(job, data))

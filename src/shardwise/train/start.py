@@ -31,6 +31,7 @@ from shardwise.checkpoint.folder import steps
 from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
 from shardwise.train.folder import CHECKPOINTS, JOURNAL, RECIPE, kept
+from shardwise.train.metrics import count
 from shardwise.train.recipe import flat, keys
 
 __all__ = [
@@ -116,7 +117,7 @@ def decide(recipe: Recipe, restarted: bool = False) -> Start:
     saved = path / CHECKPOINTS
     if done is not None and not (saved.is_dir() and steps(saved)):
         raise ConfigError(
-            f"run.folder {path} holds a run that is finished with {done} steps and has no "
+            f"run.folder {path} holds a run that is finished with {count(done, 'step')} and has no "
             f"checkpoint, so it cannot go on to {recipe.run.steps}; {OVERWRITE}"
         )
     return Start.GO_ON
@@ -128,7 +129,7 @@ def check_ours(recipe: Recipe) -> bool:
     entries = _entries(path)
     if entries and RECIPE not in entries:
         raise ConfigError(
-            f"run.folder {path} holds {len(entries)} entries ({', '.join(entries[:3])}, …) and no "
+            f"run.folder {path} holds {', '.join(entries[:3])}{', …' * (len(entries) > 3)} and no "
             f"{RECIPE}, so it is not an earlier run and is left alone; name another folder."
         )
     return bool(entries)
