@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.guard import ShardedParameter
 
 __all__ = ["is_handed_out", "on_gradient"]
 
 
-def on_gradient(param: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
-    """Call ``hook`` after each gradient. One that is frozen now may be trained later.
+class _OursLast(OrderedDict[int, Callable[[Tensor], None]]):
+    """The hooks on a parameter's gradient; the one with the key ``ours`` stays the last.
 
-    Returns:
-        A handle, whose ``remove()`` undoes it.
+    It takes the gradient away, so hooks of users must see it before, whenever they come. autograd
+    calls hooks in the order of the underlying dict, which ``move_to_end`` would not change.
     """
-    trained = param.requires_grad
-    try:
-        return param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
-    finally:
-        param.requires_grad_(trained)
+
+    ours: int | None = None
+
+    def __setitem__(self, key: int, hook: Callable[[Tensor], None]) -> None:
+        super().__setitem__(key, hook)
+        if self.ours is not None and self.ours in self and key != self.ours:
+            super().__setitem__(self.ours, self.pop(self.ours))
+
+
+def on_gradient(param: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call ``hook`` after each gradient, and after all other hooks on it.
+
+    Also on a frozen parameter, which may be trained later.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks = param._post_accumulate_grad_hooks
+        if not isinstance(hooks, _OursLast):
+            others, hooks = hooks, _OursLast()
+            if others:  # their handles know this dict only
+                hooks[-1] = partial(_call, others)
+            param._post_accumulate_grad_hooks = hooks
+    handle = RemovableHandle(hooks)
+    hooks.ours = handle.id
+    hooks[handle.id] = hook
+    return handle
+
+
+def _call(hooks: Mapping[int, Callable[[Tensor], None]], param: Tensor) -> None:
+    for hook in tuple(hooks.values()):
+        hook(param)
 
 
 def is_handed_out(param: nn.Parameter) -> bool:
