@@ -314,6 +314,35 @@ def critical_step(both: nn.Module, batch: Batch) -> None:
     (critic(made).sum() - critic(batch[0]).square().sum()).backward()
 
 
+class Tree(nn.Module):
+    """Calls itself on both halves of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf, self.join = nn.Linear(1, 4), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == 1:
+            out: Tensor = self.leaf(x)
+            return out
+        half = x.shape[1] // 2
+        out = torch.tanh(self.join(torch.cat([self(x[:, :half]), self(x[:, half:])], 1)))
+        for block in self.blocks:
+            out = block(out)
+        return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_may_call_itself(inside: bool, strategy: str) -> None:
+    def step(model: nn.Module, batch: Batch) -> None:
+        model(batch[0][:, :3]).square().sum().backward()
+
+    model = nn.Sequential(Tree(), nn.Linear(4, 2)) if inside else Tree()
+    play(model, [step] * 2, BATCHES, strategy=strategy)
+
+
 # ---- what cannot work, and says so ---------------------------------------------------------------
 
 

@@ -7,9 +7,13 @@ nothing left gathered, all ranks alike, and as many collectives as events.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from types import FrameType
+from typing import Self
 
 import pytest
 import torch
@@ -544,15 +548,95 @@ def test_after_an_exception_the_next_step_is_right_and_the_stopped_one_forgotten
 
     with caplog.at_level(logging.WARNING, "shardwise"):
         run_threads(2, rank)
-    assert (
-        caplog.messages.count(
-            f"a {where} pass {WHAT[where]}: its gradients were dropped, parameters are as before it"
-        )
-        == 4
-    )
+    assert caplog.messages == [WARNED[where]] * 4
 
 
-WHAT = {"forward": "raised an exception", "backward": "stopped before its end"}
+WARNED = {
+    "forward": "a forward pass raised an exception: parameters and gradients are as before it",
+    "backward": "a backward pass stopped before its end: what was not averaged yet was dropped, "
+    "parameters are as before it",
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt])
+def test_micro_batches_from_before_a_stopped_forward_pass_are_kept(
+    stop: type[BaseException], strategy: str
+) -> None:
+    """As the plain ``.grad`` is, where a batch that was too large is left out."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        def fail(*_: object) -> None:
+            raise stop
+
+        sharded = handles.get(model)
+        with sharded.no_sync() if sharded else nullcontext():
+            train(model, batch)
+        handle = chain(model).layers[1].get_submodule("fc").register_forward_pre_hook(fail)
+        with pytest.raises(stop):
+            train(model, batch)
+        handle.remove()
+        train(model, batch)
+
+    handles: dict[nn.Module, sw.Sharded] = {}
+    models = [Chain()]
+    models.append(deepcopy(models[0]))
+    truth = averaged(models[0], step, BATCHES)
+
+    def rank(comm: Comm) -> None:
+        sharded = handles[models[comm.rank]] = sw.shard(models[comm.rank], strategy, comm=comm)
+        step(sharded.model, BATCHES[comm.rank])
+        assert_gradients(sharded.model, truth)
+        assert_at_rest(sharded)
+
+    run_threads(2, rank)
+
+
+class Interrupt:
+    """Ctrl-C at the ``number``-th time that a function of the engine begins or ends."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.seen = number, 0
+
+    def __enter__(self) -> Self:
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: FrameType, event: str, _: object) -> None:
+        if event not in ("call", "return") or "shardwise" not in frame.f_code.co_filename:
+            return
+        self.seen += 1
+        if self.seen == self.number:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ctrl_c_anywhere_in_a_step_leaves_the_model_between_steps(strategy: str) -> None:
+    """At once, while the traceback is still there: a notebook keeps it."""
+    sharded = sw.shard(Chain(), strategy, comm=FakeComm(0, 2))
+    model, batch = sharded.model, BATCHES[0]
+    before = deepcopy(model.state_dict())
+    train(model, batch)
+    truth = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    with Interrupt(0) as whole:
+        train(model, batch)
+    for number in range(1, whole.seen, whole.seen // 16):
+        model.zero_grad()
+        with pytest.raises(KeyboardInterrupt) as kept, Interrupt(number):
+            train(model, batch)
+        model.zero_grad()
+        assert all(map(torch.equal, model.state_dict().values(), before.values()))
+        assert_at_rest(sharded)
+        train(model, batch)
+        for param, grad in zip(model.parameters(), truth, strict=True):
+            assert param.grad is not None
+            assert grad is not None
+            assert torch.equal(param.grad, grad)
+        del kept
 
 
 @pytest.mark.parametrize("where", STOPS)
@@ -572,13 +656,17 @@ def test_gradients_from_before_a_stopped_step_are_kept(where: str) -> None:
     run_threads(2, rank)
 
 
-def test_a_model_that_catches_a_layers_exception_goes_on() -> None:
+@pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
+def test_a_model_that_catches_a_layers_exception_goes_on(kind: type[BaseException]) -> None:
+    def stop(*_: object) -> None:
+        raise kind
+
     def step(model: nn.Module, batch: Batch) -> None:
         handle = chain(model).layers[1].get_submodule("fc").register_forward_pre_hook(stop)
         x = chain(model).layers[0](batch[0])
         try:
             x = chain(model).layers[1](x)
-        except Stop:
+        except kind:
             handle.remove()
         chain(model).head(chain(model).layers[2](x)).sum().backward()
 

@@ -70,6 +70,7 @@ def test_an_abandoned_unit_is_at_rest_and_waits_for_nothing() -> None:
         0, torch.ones(state.trainable[0].layout.slots[0].shape), carried=True
     )
     state.abandon()
+    state.drop_gradients()
     assert (state.depth, state.pinned, state.reducing) == (0, False, False)
     assert not state.visits.live()
     assert_at_rest(sharded)

@@ -82,7 +82,7 @@ class Backward:
         """Forget a backward pass that an exception has ended."""
         if self._open and not self.running:
             self._open, self._token = False, None
-            self.runtime.abandon("a backward pass stopped before its end")
+            self.runtime.drop_gradients("a backward pass stopped before its end")
 
     def forget_calls(self) -> None:
         """No graph exists any more through which a backward pass would come."""

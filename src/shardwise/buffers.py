@@ -139,10 +139,9 @@ class Bucket:
 
     def free(self) -> None:
         """Let the parameters be shards again, and the full bucket's memory go."""
-        if not self.gathered:
-            return
         try:
-            self._lay_down()
+            if self.gathered:
+                self._lay_down()
         finally:
             self._release()
 
@@ -153,13 +152,13 @@ class Bucket:
             self._lay_down()
 
     def _lay_down(self) -> None:
-        self.gathered = False
         pending, self._pending = self._pending, None
         try:
             if pending is not None:  # gathered ahead and never entered: the peers still send
                 pending.wait()
         finally:
             self.rest()
+            self.gathered = False  # last: where Ctrl-C comes between, it is done again
 
     def rest(self) -> None:
         """Let the parameters be what this rank holds at rest."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ class Frame:
     unit: str | None
     visit: Visit | None  # None: no gradients, or a recomputation whose first call is remembered
     inputs: frozenset[Node]
-    cued: bool  # False in a recomputation, which the schedule does not list
+    call: FrameType  # Python's frame of it: on a stack for as long as it goes on
     handled: BaseException | None  # what the caller was handling already when it began
+    cued: bool = True  # False in a recomputation, which the schedule does not list
     resume: Any = None  # of the outermost frame: the cursor to go on with
-    tells_its_end: bool = False  # a registered method, whose end is seen however it ends
 
 
 class Hooks:
@@ -100,6 +101,7 @@ class Hooks:
 
     def check_idle(self, asked: str) -> None:
         """Raises ``ScheduleError`` while a forward or backward pass is under way."""
+        self._abandon_stopped()
         if self._frames or self.backward.running:
             raise ScheduleError(
                 f"{asked} in the middle of a step, while units are gathered and gradients are on "
@@ -111,35 +113,37 @@ class Hooks:
                 f"{asked} inside full_params(), where every parameter is whole already and will be "
                 "a shard again at the end of the block. Do it after the block."
             )
-        self.backward.abandon_stopped()
 
     # ---- forward ---------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.backward.suspended:
             return None
+        if self._frames and self._may_begin(module):
+            self._abandon_stopped()
         unit = self.brackets.get(module)
         if self._root is not None and module in self._stacks:
             unit = self._root.name
             if self._root.depth:  # as usual: the model around it is being called
                 return None
-        return self._enter(module, unit, args, kwargs)
+        return self._enter(module, unit, (args, kwargs), sys._getframe(1))
 
-    def _enter(
-        self, module: nn.Module, unit: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _may_begin(self, module: nn.Module) -> bool:
+        """Might this be the first call of a pass, though others seem to be open?"""
+        return module in self._outermost or self._frames[0].module not in self._outermost
+
+    def _enter(self, module: nn.Module, unit: str | None, given: Any, call: FrameType) -> Any:
         if torch._C._current_graph_task_id() != -1 and self.backward.running:
-            self._recompute(module, unit, (args, kwargs))
+            self._recompute(self._frame(module, unit, given, call))
             return None
-        outermost = not self._frames or self._is_abandoned(module)
-        resume = self._begin(unit) if outermost else None
-        frame = self._frame(module, unit, (args, kwargs), cued=True)
+        resume = None if self._frames else self._begin(unit)
+        frame = self._frame(module, unit, given, call)
         frame.resume = resume
         self._frames.append(frame)
         if unit is not None:
             self.runtime.units[unit].begin_call()
             self.runtime.cue(Op.ENTER, unit, Phase.FORWARD)
-        return self._cast_inputs(module, args, kwargs)
+        return self._cast_inputs(module, given)
 
     def _begin(self, unit: str | None) -> Any:
         self.backward.abandon_stopped()
@@ -151,32 +155,35 @@ class Hooks:
             self.backward.forget_calls()
         return self.runtime.begin(unit)
 
-    def _is_abandoned(self, module: nn.Module) -> bool:
-        """The model is called while it is being called: that call ended without telling us."""
-        calls = [frame for frame in self._frames if frame.module is module]
-        if module not in self._outermost or not calls or calls[-1].tells_its_end:
-            return False
-        self._frames.clear()
-        self.runtime.abandon("a forward pass stopped before its end")
-        return True
+    def _abandon_stopped(self) -> None:
+        """Forget calls that have ended without telling us: torch tells of no KeyboardInterrupt."""
+        going_on = len(self._frames)
+        while going_on and not _goes_on(self._frames[going_on - 1].call):
+            going_on -= 1
+        stopped = self._frames[going_on:]
+        del self._frames[going_on:]
+        if stopped and not going_on and stopped[0].cued:
+            self.runtime.abandon("a forward pass stopped before its end")
+        for frame in reversed(stopped) if going_on else ():
+            self._failed(frame)
+        self.backward.abandon_stopped()
 
-    def _frame(self, module: nn.Module, unit: str | None, called: Any, cued: bool) -> Frame:
+    def _frame(self, module: nn.Module, unit: str | None, given: Any, call: FrameType) -> Frame:
         handled = sys.exc_info()[1]
         if not torch.is_grad_enabled():
-            return Frame(module, unit, None, frozenset(), cued, handled)
+            return Frame(module, unit, None, frozenset(), call, handled)
         parent = self._frames[-1].visit if self._frames else None
         visit = Visit(unit, parent, torch._C._autograd._get_sequence_nr())
-        return Frame(module, unit, visit, frozenset(makers(called)), cued, handled)
+        return Frame(module, unit, visit, frozenset(makers(given)), call, handled)
 
-    def _recompute(self, module: nn.Module, unit: str | None, called: Any) -> None:
+    def _recompute(self, frame: Frame) -> None:
         """A forward call inside the backward pass: activation checkpointing.
 
         A unit whose first call is remembered (non-reentrant) only has to be whole. One whose
         first call ran without gradients (reentrant) is met by autograd now for the first time.
         """
-        remembered = unit is None or self.runtime.units[unit].visits.live()
-        frame = self._frame(module, unit, called, cued=False)
-        if remembered:
+        frame.cued, unit = False, frame.unit
+        if unit is None or self.runtime.units[unit].visits.live():
             frame.visit = None
         self._frames.append(frame)
         if unit is not None:
@@ -184,15 +191,18 @@ class Hooks:
             self.runtime.serve(unit, Phase.BACKWARD, "recomputed")
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.backward.suspended or not self._frames or self._frames[-1].module is not module:
+        if self.backward.suspended or not self._frames:
             return None
+        if self._frames[-1].module is not module:
+            self._abandon_stopped()
+            if not self._frames or self._frames[-1].module is not module:
+                return None
         frame = self._frames.pop()
-        failed = sys.exc_info()[1] is not frame.handled
-        if frame.unit is not None:
-            self.runtime.units[frame.unit].end_call(keeps=not failed)
-        if failed:
+        if sys.exc_info()[1] is not frame.handled:
             self._failed(frame)
             return None
+        if frame.unit is not None:
+            self.runtime.units[frame.unit].end_call(keeps=True)
         if frame.unit is not None and frame.cued:
             self._pin(frame.unit, output)
             self._meet(frame, output)
@@ -205,6 +215,8 @@ class Hooks:
 
     def _failed(self, frame: Frame) -> None:
         """The call raised. Early-stopped recomputations do so, and mean no harm."""
+        if frame.unit is not None:
+            self.runtime.units[frame.unit].end_call(keeps=False)
         if frame.cued and not self._frames:
             self.runtime.abandon("a forward pass raised an exception")
         elif frame.cued and frame.unit is not None:  # the model may catch it and go on
@@ -256,11 +268,13 @@ class Hooks:
         kwargs: Any,
     ) -> Any:
         """Run a method of ``module`` as its ``forward`` is run: ``unit`` is whole inside."""
+        if self._frames and self._may_begin(module):
+            self._abandon_stopped()
         around = unit is not None and self.runtime.units[unit].depth > 0
         if around or self.backward.suspended or any(f.module is module for f in self._frames):
             return method(*args, **kwargs)
-        args, kwargs = self._enter(module, unit, args, kwargs) or (args, kwargs)
-        self._frames[-1].tells_its_end = True
+        given = (args, kwargs)
+        args, kwargs = self._enter(module, unit, given, sys._getframe()) or given
         try:
             output = method(*args, **kwargs)
         except BaseException:
@@ -271,15 +285,28 @@ class Hooks:
 
     # ---- casts at the model's border -------------------------------------------------------
 
-    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _cast_inputs(self, module: nn.Module, given: Any) -> Any:
         if module not in self._outermost or self.casts[0] is None:
             return None
-        return cast((args, kwargs), self.casts[0])
+        return cast(given, self.casts[0])
 
     def _cast_outputs(self, module: nn.Module, output: Any) -> Any:
         if module not in self._outermost or self.casts[1] is None:
             return None
         return cast(output, self.casts[1])
+
+
+def _goes_on(call: FrameType) -> bool:
+    """Is this call on the stack of this thread, or else of another one?"""
+    return _is_on(sys._getframe(1), call) or any(
+        _is_on(stack, call) for stack in sys._current_frames().values()
+    )
+
+
+def _is_on(stack: FrameType | None, call: FrameType) -> bool:
+    while stack is not None and stack is not call:
+        stack = stack.f_back
+    return stack is call
 
 
 leave_alone(Hooks._before, Hooks._after)

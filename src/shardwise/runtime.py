@@ -360,13 +360,23 @@ class Runtime:
         self.schedules.set_order(mode, order)
 
     def abandon(self, why: str) -> None:
-        """Forget a step that stopped half-way: nothing gathered, nothing collected."""
-        log.warning("%s: its gradients were dropped, parameters are as before it", why)
+        """Forget a pass that stopped before it had a gradient: nothing is gathered."""
+        log.warning("%s: parameters and gradients are as before it", why)
+        self._abandon()
+
+    def drop_gradients(self, why: str) -> None:
+        """Forget a pass that stopped half-way, and all that was collected and not reduced."""
+        log.warning("%s: what was not averaged yet was dropped, parameters are as before it", why)
+        self._abandon()
+        for state in self.units.values():
+            state.drop_gradients()
+        self._settling.clear()
+        self.trained.owe(reduced=True)
+
+    def _abandon(self) -> None:
         for state in self.units.values():
             state.abandon()
-        self._settling.clear()
         self._endless.clear()
-        self.trained.owe(reduced=True)
         self._cursor.ended = True
 
     def take_up_trained(self) -> None:

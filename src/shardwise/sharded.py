@@ -381,4 +381,4 @@ class Sharded:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were accumulated and not reduced."""
-        self.runtime.abandon("drop_gradients() was called")
+        self.runtime.drop_gradients("drop_gradients() was called")

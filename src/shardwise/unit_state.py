@@ -106,12 +106,17 @@ class UnitState:
             bucket.shelve()
 
     def abandon(self) -> None:
-        """Forget a step that stopped half-way, even if the group is dead by now."""
-        self.depth, self.pinned, self.reducing, self.gathered = 0, False, False, False
+        """Be at rest after a pass that stopped half-way, even if the group is dead by now."""
+        self.depth, self.pinned, self.gathered = 0, False, False
         self.visits.clear()
         for bucket in self.buckets:
             with contextlib.suppress(RanksDisagree):
                 bucket.free()
+
+    def drop_gradients(self) -> None:
+        """Forget what was collected and not reduced, or is on its way."""
+        self.reducing = False
+        for bucket in self.buckets:
             bucket.gradients.drop()
 
     def weight(self) -> Weight:
