@@ -517,7 +517,7 @@ class Broken:
         ({}, {"save_total_limit": 0}, sw.ConfigError, "rank 1: save_total_limit is 0"),
         ({}, {"files": {"../x": ""}}, sw.CheckpointError, "rank 1: a file called"),
     ],
-    ids=str,
+    ids=["NaN", "no number", "local", "scheduler", "position", "step", "limit", "file"],
 )
 @pytest.mark.parametrize("way", ["save", "save_async"])
 def test_one_rank_s_mistake_is_an_error_on_all_and_the_next_save_works(
