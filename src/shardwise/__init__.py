@@ -18,7 +18,6 @@ back) and ``train``.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that exist
     def __getattr__(name: str) -> object:
         """A public name from its module, or a module of the package."""
         if name == "__version__":
-            return version("shardwise")
+            return import_module("importlib.metadata").version("shardwise")
         for home in _HOMES if name in __all__ else ():
             module = import_module(f"shardwise.{home}")
             if name in module.__all__:

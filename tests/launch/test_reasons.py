@@ -94,6 +94,7 @@ def test_how_a_rank_ended_is_one_clause() -> None:
     assert Ended(1, 7, -9, 0.0).fact == "rank 1 (process 7) was killed by SIGKILL"
     assert Ended(1, 7, -42, 0.0).fact == "rank 1 (process 7) was killed by signal 42"
     assert Ended(1, 7, 1, 0.0, "no data").fact == "rank 1: no data"
+    assert Ended(1, 7, 1, 0.0, "rank 0: no disk").fact == "rank 0: no disk"
 
 
 def test_the_cause_is_told_from_what_followed() -> None:

@@ -114,6 +114,17 @@ def test_of_what_lies_with_a_replaced_run_only_the_run_is_removed(tmp_path: Path
     assert (tmp_path / "replaced-2" / RECIPE).exists()
 
 
+def test_a_run_whose_checkpoints_lie_behind_a_link_is_not_moved(tmp_path: Path) -> None:
+    for name in ("run", "scratch"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run" / RECIPE).touch()
+    (tmp_path / "run" / "checkpoints").symlink_to("../scratch")
+    folder = Folder(tmp_path / "run")
+    with pytest.raises(ConfigError, match="is a link, so the run there cannot be moved aside"):
+        folder.replacing_run().__enter__()
+    assert names(tmp_path / "run") == ["checkpoints", RECIPE]
+
+
 def test_a_beginning_that_fails_leaves_the_earlier_run_as_it_was(tmp_path: Path) -> None:
     before, folder = earlier_run(tmp_path), Folder(tmp_path)
 

@@ -135,6 +135,8 @@ class Ended:
     @property
     def fact(self) -> str:
         """How it ended, in one clause."""
+        if self.said.startswith("rank "):  # it says itself whose it is
+            return self.said
         if self.said:
             return f"rank {self.rank}: {self.said}"
         if self.status >= 0:

@@ -106,7 +106,8 @@ class Folder:
 
     @launch.setter
     def launch(self, name: str) -> None:
-        (self.path / LOCK).write_text(name, "utf-8")
+        with named(self.path / LOCK):
+            (self.path / LOCK).write_text(name, "utf-8")
 
     # ---- one run after another ---------------------------------------------------------------
 
@@ -115,7 +116,16 @@ class Folder:
         """Move an earlier run to ``replaced-N``; the block writes what the new one begins with.
 
         After an error, and after a crash at any moment, the earlier run is where it was.
+
+        Raises:
+            ConfigError: its checkpoints lie behind a link, which would not lead there any more.
         """
+        if self.checkpoints.is_symlink():
+            raise ConfigError(
+                f"{self.checkpoints} is a link, so the run there cannot be moved aside for "
+                "a new one. Remove its checkpoints yourself, or name another folder with "
+                "--run.folder."
+            )
         moved = self.path / REPLACING
         moved.mkdir()
         with Folder(moved).replacing(RECIPE) as copy:  # the folder itself is never without one
