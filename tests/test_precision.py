@@ -15,6 +15,7 @@ from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.precision import AVERAGES, Averaging, Dtypes, Precision
 from shardwise.sharding import sharding_of
+from tests.copies import local
 from tests.nets import decoder, decoder_batch, loss, mostly_frozen, numbers
 from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_threads
@@ -188,7 +189,7 @@ def mean_of(gradients: list[float], strategy: str = "full_shard", **precision: A
         sharded.model(torch.full((SIZE,), gradients[comm.rank])).backward()
         grad = models[comm.rank].weight.grad
         assert grad is not None
-        return set(grad.tolist())
+        return set(local(grad).tolist())
 
     [mean] = set().union(*run_threads(len(gradients), rank))
     return float(mean)
@@ -279,7 +280,7 @@ def gradients_with(precision: Precision, world: int, strategy: str) -> tuple[lis
             assert sharding is not None
             assert param.grad is not None
             whole = torch.zeros(sharding.shape.numel(), dtype=param.grad.dtype)
-            whole[sharding.start : sharding.stop] = param.grad.flatten()
+            whole[sharding.start : sharding.stop] = local(param.grad).flatten()
             found[name] = whole
         return found, comm.counters.bytes_sent["reduce"]
 
@@ -320,7 +321,7 @@ def test_the_wide_sum_of_a_narrow_wire_is_the_sum_of_what_was_rounded_for_the_wi
         sharding = sharding_of(mine.weight)
         assert sharding is not None
         assert mine.weight.grad is not None
-        assert torch.equal(mine.weight.grad, sharding.cut(truth, mine.weight.shape))
+        assert torch.equal(local(mine.weight.grad), sharding.cut(truth, mine.weight.shape))
 
     run_threads(3, rank)
 
@@ -339,7 +340,7 @@ def test_what_is_accumulated_is_kept_in_the_dtype_of_sums_and_rounded_once_for_t
                 assert bucket.gradients.full is not None
                 assert bucket.gradients.full.dtype is FP32
         assert model.weight.grad is not None
-        return sorted(set(model.weight.grad.tolist()))
+        return sorted(set(local(model.weight.grad).tolist()))
 
     expected = torch.tensor(1 + 7 / 512).bfloat16().item()  # in bf16, 1 + 1 / 512 would stay 1
     assert run_threads(2, rank) == [[expected], [expected]]

@@ -20,6 +20,7 @@ from shardwise.comm.peers import PeerComm
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import SharedMemoryComm
 from shardwise.errors import ConfigError
+from tests.copies import local
 from tests.nets import loss, tied_decoder, tied_decoder_batch
 from tests.ranks import gloo_group, outcomes_of, run_sharing
 
@@ -162,7 +163,7 @@ def relayouts(comm: SharedMemoryComm) -> list[int]:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     sharded = sw.shard(model, comm=comm)
     weight = model.get_parameter("0.weight")
-    kept = weight.detach() if comm.rank == 1 else torch.empty(0)
+    kept = local(weight.detach()) if comm.rank == 1 else torch.empty(0)
     values, used = kept.clone(), []
     for frozen in (True, False) * 3:
         weight.requires_grad_(not frozen)  # other buckets, of other sizes
