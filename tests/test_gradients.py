@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.gradients import LocalGradient
 from shardwise.sharding import sharding_of
 from tests.copies import local
 from tests.nets import (
@@ -284,7 +287,7 @@ def test_accumulated_gradients_stay_on_the_rank_until_the_last_micro_batch(
                 (loss(sharded.model, second) / 3).backward()
             assert not [line for line in watched.log if not line.startswith("gather")]
             assert (watched.log == []) == (strategy != "full_shard" or world == 1)
-            assert all(param.grad is None for param in sharded.model.parameters())
+            assert all(type(param.grad) is LocalGradient for param in sharded.model.parameters())
             assert all(b.gradients.full is not None for b in sharded.buckets)
             with sharded.accumulate(last=True):
                 (loss(sharded.model, last) / 3).backward()
@@ -334,6 +337,88 @@ def test_reductions_per_step_are_one_when_accumulating_and_one_each_otherwise() 
 
     for counts in run_threads(2, rank):
         assert counts == [5, 15]
+
+
+def by_model(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def by_hand(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def to_zero(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
+
+
+def half_of_them(model: nn.Module) -> None:
+    torch.optim.SGD(list(model.parameters())[::2], lr=0.1).zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("throw_away", [by_model, by_hand, to_zero, half_of_them])
+def test_what_zero_grad_takes_from_an_accumulation_is_gone(
+    throw_away: Callable[[nn.Module], None], strategy: str
+) -> None:
+    """As in plain torch, and for each parameter by itself."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        sharded = handles.get(model)
+        with sharded.no_sync() if sharded else nullcontext():
+            (loss(model, batch) * 1000).backward()
+        throw_away(model)
+        train(model, batch)
+
+    handles: dict[nn.Module, sw.Sharded] = {}
+    models = [decoder()]
+    models.append(deepcopy(models[0]))
+    batches = [decoder_batch(rank, 2) for rank in range(2)]
+    truth = averaged(models[0], step, batches)
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        handles[model] = sw.shard(model, strategy, comm=comm)
+        step(model, batches[comm.rank])
+        assert_gradients(model, truth)
+        assert_at_rest(handles[model])
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_between_micro_batches_grad_is_this_ranks_whole_sum(strategy: str) -> None:
+    """As under DDP's ``no_sync``, also where the parameter itself is a shard."""
+    models = [decoder()]
+    models.append(deepcopy(models[0]))
+    plain = deepcopy(models)
+
+    def rank(comm: Comm) -> None:
+        batch = decoder_batch(comm.rank, 2)
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        with sharded.no_sync():
+            train(sharded.model, batch)
+        train(plain[comm.rank], batch)
+        pairs = zip(sharded.model.parameters(), plain[comm.rank].parameters(), strict=True)
+        for param, whole in pairs:
+            assert param.grad is not None
+            assert whole.grad is not None
+            assert torch.equal(param.grad, whole.grad)
+
+    run_threads(2, rank)
+
+
+def test_an_optimizer_steps_over_nothing_once_the_accumulation_is_thrown_away() -> None:
+    model = decoder()
+    sharded = sw.shard(model, comm=LocalComm())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = deepcopy(model.state_dict())
+    with sharded.no_sync():
+        train(model, decoder_batch(0, 2))
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    assert_at_rest(sharded)
 
 
 def test_dropped_gradients_are_forgotten_and_those_of_shards_stay() -> None:

@@ -22,6 +22,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from shardwise.buffers import Bucket
 from shardwise.compiling import leave_alone
 from shardwise.errors import ScheduleError, ShardUseError
+from shardwise.gradients import LocalGradient
 from shardwise.guard import get_grad, set_grad
 from shardwise.leaves import is_handed_out, on_gradient
 from shardwise.refusals import handed_out
@@ -202,9 +203,11 @@ class Backward:
                 "gradients that are freed by then. Take the inner derivative with "
                 "torch.autograd.grad, inside `with sharded.full_params():`."
             )
+        running = self._token is not None and self._token() is not None
         # Taken first: what the shards have when a backward pass begins is set aside.
-        set_grad(param, None)
-        if self._token is None or self._token() is None:
+        if running or type(gradient) is not LocalGradient:
+            set_grad(param, None)
+        if not running:
             self._begin()
         self.runtime.collect(state, bucket, index, gradient)
 

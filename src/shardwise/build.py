@@ -150,6 +150,7 @@ def _place_buffers(
 def uncut(buckets: Iterable[Bucket]) -> None:
     """Make every parameter plain and whole again. A collective; gradients are dropped."""
     for bucket in buckets:
+        bucket.gradients.drop()
         for param, whole in zip(bucket.params, bucket.whole(), strict=True):
             param.grad = None
             param.__class__ = nn.Parameter

@@ -8,25 +8,39 @@ The ordinary way lets autograd keep one tensor per parameter and copies them all
 afterwards. Here each gradient is written where it will be sent from, once: a large one at once,
 while the processor still has it at hand; small ones wait for each other, because a call costs
 more than their bytes.
+
+Between micro-batches that are not reduced, ``.grad`` is the parameter's slot in the gradient
+bucket, as it is this rank's sum in plain torch: what is done to it is done to what will be
+reduced, and what is taken away from there (``zero_grad()``) will not be.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.bucket import BucketSpec
 from shardwise.comm.protocol import Label, Pending
-from shardwise.errors import RanksDisagree
-from shardwise.guard import get_grad, set_grad
+from shardwise.errors import RanksDisagree, ShardUseError
+from shardwise.guard import get_grad, put_grad, set_grad
 from shardwise.precision import Averaging
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "LocalGradient"]
 
 SMALL = 1 << 14  # elements: below this a copy costs less than the call that asks for it
+
+
+class LocalGradient(Tensor):
+    """This rank's sum of whole gradients, not averaged: what ``.grad`` is between micro-batches.
+
+    Otherwise a plain tensor. It is in the dtype of sums, and whole also where its parameter is not.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
 
 class Gradients:
@@ -41,6 +55,9 @@ class Gradients:
         self.touched: set[int] = set()  # those that arrived since the last ``deliver``
         self.trained = frozenset(range(len(spec.members)) if spec.trainable else ())
         self.aside: dict[int, Tensor] = {}
+        self.carries = False  # has a pass that did not reduce written here since the last reduce?
+        self._shown: dict[int, Tensor] = {}  # what ``.grad`` is between two passes
+        self._versions: dict[int, int] = {}  # of what is shown instead of what is aside
         self._small = [slot.numel < SMALL for slot in spec.slots]
         self._waiting: dict[int, Tensor] = {}
         self._views: list[Tensor] = []
@@ -63,23 +80,97 @@ class Gradients:
 
     def set_aside(self) -> None:
         """Move the shards' ``.grad`` out of autograd's way; ``deliver`` adds to them."""
+        self.look()
         with torch._C.DisableTorchFunctionSubclass():
             for index, param in enumerate(self.spec.params):
                 if (grad := get_grad(param)) is not None:
-                    self.aside[index] = grad
+                    if index not in self._shown:
+                        self.aside[index] = grad
                     set_grad(param, None)
+        self._shown.clear()
+        self._versions.clear()
+
+    def show(self) -> None:
+        """A pass that did not reduce is over: ``.grad`` is what was collected, or is aside."""
+        self.write()  # what waits is autograd's, and may change after this
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in self.arrived:
+                if index in self.aside:  # with a version of its own, which tells of writes
+                    self._views[index] = self._views[index].data
+                    self._versions[index] = self._views[index]._version
+                self._shown[index] = view = self._views[index]
+                view.__class__ = LocalGradient
+            unused = {i: self.aside.pop(i) for i in self.aside.keys() - self.arrived}
+            for index, grad in (self._shown | unused).items():
+                put_grad(self.spec.params[index], grad)
+
+    def look(self) -> None:
+        """What was done to ``.grad`` since ``show`` is done to what was collected.
+
+        Raises:
+            ShardUseError: it was changed, and is only the part that came after an averaged one.
+        """
+        if not self._shown:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, view in tuple(self._shown.items()):
+                grad = get_grad(self.spec.params[index])
+                if grad is view:
+                    self._look_aside(index, view)
+                elif grad is None or self._is_of_shard(index, grad):
+                    self._forget(index)
+                else:
+                    view.copy_(grad)
+                    self.aside.pop(index, None)
+        if not self.arrived:
+            self.full, self._views = None, []
+
+    def _look_aside(self, index: int, view: Tensor) -> None:
+        if index not in self.aside or view._version == self._versions[index]:
+            return
+        if view.any():
+            raise ShardUseError(
+                f"the gradient of {self.spec.members[index].name!r} was changed in place while a "
+                "part of it is averaged over the ranks and another part is not, which .grad shows: "
+                "the change cannot be carried over to both. Set it to zero or to None, or change "
+                "it before the first or after the last micro-batch."
+            )
+        self.aside[index].zero_()
+
+    def _is_of_shard(self, index: int, grad: Tensor) -> bool:
+        slot, spec = self.spec.slots[index], self.spec
+        shard = spec.layout.shard_shape(slot, spec.comm.rank)
+        return spec.placement.splits and grad.shape == shard
+
+    def _forget(self, index: int) -> None:
+        for kept in (self.arrived, self.touched):
+            kept.discard(index)
+        for shown in (self._shown, self._versions, self.aside):
+            shown.pop(index, None)
+
+    def is_reduced(self) -> bool:
+        """Is nothing left of passes that did not reduce? Then they count as never made."""
+        self.look()
+        self.carries = bool(self.arrived)
+        return not self.carries
 
     def drop(self) -> None:
         """Forget what was collected and what is on its way; give the shards' ``.grad`` back."""
         if self._pending is not None:
             with contextlib.suppress(RanksDisagree):  # the memory must outlive what is in flight
                 self._pending.wait()
-        for index, grad in self.aside.items():
-            self.spec.params[index].grad = grad
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, view in self._shown.items():
+                if get_grad(self.spec.params[index]) is view:
+                    set_grad(self.spec.params[index], None)
+            for index, grad in self.aside.items():
+                put_grad(self.spec.params[index], grad)
         self.full = self._pending = self._out = self._result = None
-        self._views = []
-        for kept in (self.aside, self._waiting, self.arrived, self.touched):
+        self._views, self.carries = [], False
+        for kept in (self.aside, self._waiting, self._shown, self._versions):
             kept.clear()
+        for indices in (self.arrived, self.touched):
+            indices.clear()
 
     def collect(self, index: int, grad: Tensor, carried: bool) -> bool:
         """Write one parameter's gradient into its slot; a second one is added.
@@ -96,6 +187,7 @@ class Gradients:
         if self.full is None:
             dtypes = self.spec.dtypes
             self._open(dtypes.sum if carried else dtypes.wire)
+        self.carries = self.carries or carried
         again = index in self.arrived
         self.arrived.add(index)
         self.fresh.add(index)
@@ -105,6 +197,8 @@ class Gradients:
             return self.complete
         self.write()
         view, grad = self._views[index], grad.to_dense() if grad.is_sparse else grad
+        if grad is view:  # it was in ``.grad``, and autograd has added to it
+            return self.complete
         if again:
             view.add_(grad)
         else:
@@ -123,20 +217,23 @@ class Gradients:
 
     def delivered(self, index: int) -> Tensor | None:
         """A shard's gradient of earlier backward passes, plain: ``.grad``, or what is aside."""
+        self.look()
         with torch._C.DisableTorchFunctionSubclass():
             grad = get_grad(self.spec.params[index])
-            grad = self.aside.get(index) if grad is None else grad
+            grad = self.aside.get(index) if grad is None or index in self._shown else grad
             return None if grad is None else grad.detach()
 
     def collected(self) -> dict[int, Tensor]:
         """What lies here between two micro-batches, by parameter: views, in the sums' dtype."""
-        self.write()
+        self.look()
         return {index: self._views[index] for index in sorted(self.arrived)}
 
     def take_up(self, full: Tensor, arrived: set[int]) -> None:
         """Go on with what was collected before, in ``full`` ``[W * S]``, for these parameters."""
-        self.full, self._views = full, self.spec.full_views(full)
+        self.full, self._views, self.carries = full, self.spec.full_views(full), True
         self.arrived, self.touched = set(arrived), set(arrived)
+        self.set_aside()
+        self.show()
 
     def _open(self, dtype: torch.dtype) -> Tensor:
         spec = self.spec
@@ -184,7 +281,7 @@ class Gradients:
             result = self._spread(out if out.dtype is stored else out.to(stored))
             self._result = result if self._result is None else self._result.add_(result)
         self.full = self._pending = self._out = None
-        self._views = []
+        self._views, self.carries = [], False
         self.arrived.clear()
 
     def _spread(self, mean: Tensor) -> Tensor:

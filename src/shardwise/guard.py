@@ -17,12 +17,21 @@ from torch import Tensor, nn
 from shardwise.refusals import lost
 from shardwise.shard_tensor import ShardTensor, marked
 
-__all__ = ["ShardedParameter", "get_grad", "set_grad"]
+__all__ = ["ShardedParameter", "get_grad", "put_grad", "set_grad"]
 
 _GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
 #: What ``param.grad = ...`` does, for a parameter at rest or not: ``set_grad(param, value)``.
 set_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 get_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+
+
+def put_grad(param: Tensor, grad: Tensor) -> None:
+    """``param.grad = grad``, whatever their shapes and dtypes: torch compares them only then."""
+    value = _DATA.__get__(param)
+    _DATA.__set__(param, grad)
+    set_grad(param, grad)
+    _DATA.__set__(param, value)
 
 
 class ShardedParameter(ShardTensor, nn.Parameter):

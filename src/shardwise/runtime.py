@@ -94,6 +94,8 @@ class Runtime:
         if not torch.is_grad_enabled():
             self._cursor = Cursor("forward", self.schedules.script("forward"))
             self._pinned = [name for name, state in self.units.items() if state.pinned]
+            for bucket in self.trained.buckets:
+                bucket.gradients.look()  # memory of what was thrown away is not kept
             return before
         self._read, mode = True, self._mode()
         if before.mode == mode and not before.ended and self._goes_on(first):
@@ -231,13 +233,14 @@ class Runtime:
         self._carry_out([Event(Op.SETTLE, n, Phase.BACKWARD, "left over") for n in self._settling])
         if self.reduces or self.policy.placement.frees:
             self._release_all(Phase.BACKWARD)
+        if self.reduces:
             if not self.policy.placement.splits:  # peers still read this rank's mean
                 self.comm.fence(Label("fence", "gradients"))
             self._deliver(used())
-            if self.reduces and self.trained.buckets:  # every rank has answered
+            if self.trained.buckets:  # every rank has answered
                 self._read = False
         for bucket in self.trained.buckets if not self.reduces else ():
-            bucket.gradients.write()  # what waits is autograd's, and may change after this
+            bucket.gradients.show()
         self.trained.owe(self.reduces)
         self._ended()
 

@@ -372,7 +372,7 @@ class Sharded:
 
     def _check_reduced(self) -> None:
         for state in self.runtime.units.values():
-            if state.collected:
+            if not all(bucket.gradients.is_reduced() for bucket in state.trainable):
                 raise ScheduleError(
                     f"unit {state.name or '(root)'!r} holds gradients that were accumulated and "
                     "never reduced, so this update would miss them. Run the last micro-batch under "

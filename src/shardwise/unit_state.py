@@ -48,7 +48,9 @@ class UnitState:
 
     @property
     def collected(self) -> bool:
-        return any(bucket.gradients.full is not None for bucket in self.trainable)
+        """Has a pass written gradients here since the last reduce, thrown away by now or not?"""
+        buckets = [bucket.gradients for bucket in self.trainable]
+        return any(gradients.carries or gradients.full is not None for gradients in buckets)
 
     @property
     def complete(self) -> bool:

@@ -65,7 +65,7 @@ def gradients_of(buckets: Sequence[Bucket], places: Sequence[Home], comm: Comm) 
 def check_reduced(buckets: Sequence[Bucket]) -> None:
     """Raises ``ScheduleError`` where gradients wait that a checkpoint would miss."""
     for bucket in buckets:
-        if bucket.gradients.full is not None:
+        if not bucket.gradients.is_reduced():
             raise ScheduleError(
                 f"unit {bucket.unit or '(root)'!r} holds gradients that were accumulated and never "
                 "reduced, so this checkpoint would miss them. Save after the last micro-batch of "
