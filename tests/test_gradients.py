@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.gradients import LocalGradient
+from shardwise.guard import LocalGradient
 from shardwise.sharding import sharding_of
 from tests.copies import local
 from tests.nets import (
@@ -406,6 +406,63 @@ def test_between_micro_batches_grad_is_this_ranks_whole_sum(strategy: str) -> No
             assert torch.equal(param.grad, whole.grad)
 
     run_threads(2, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_put_in_place_of_an_accumulation_is_what_is_reduced(strategy: str) -> None:
+    """``p.grad = f(p.grad)`` between micro-batches, as in plain torch."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        sharded = handles.get(model)
+        with sharded.no_sync() if sharded else nullcontext():
+            train(model, batch)
+        for param in model.parameters():
+            param.grad = None if param.grad is None else param.grad * 3
+        train(model, batch)
+
+    handles: dict[nn.Module, sw.Sharded] = {}
+    models = [decoder()]
+    models.append(deepcopy(models[0]))
+    batches = [decoder_batch(rank, 2) for rank in range(2)]
+    truth = averaged(models[0], step, batches)
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        handles[model] = sw.shard(model, strategy, comm=comm)
+        step(model, batches[comm.rank])
+        assert_gradients(model, truth)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("change", [lambda grad: grad * 2, lambda grad: grad.add_(1)])
+def test_a_gradient_that_is_averaged_in_part_only_is_not_changed(
+    change: Callable[[Tensor], Tensor],
+) -> None:
+    sharded = sw.shard(decoder(), comm=LocalComm())
+    train(sharded.model, decoder_batch(0, 2))
+    with sharded.no_sync():
+        train(sharded.model, decoder_batch(0, 2))
+    param = next(sharded.model.parameters())
+    assert param.grad is not None
+    param.grad = change(param.grad)
+    with pytest.raises(sw.ShardUseError, match="averaged over the ranks and another part is not"):
+        train(sharded.model, decoder_batch(0, 2))
+
+
+def test_a_backward_pass_that_meets_no_unit_adds_to_an_accumulation() -> None:
+    """A penalty on whole parameters: autograd has added to ``.grad`` before it tells us."""
+    model = decoder()
+    plain = deepcopy(model)
+    sharded = sw.shard(model, "no_shard", comm=LocalComm())
+    batch = decoder_batch(0, 2)
+    for one, last in ((plain, nullcontext()), (model, sharded.no_sync())):
+        train(one, batch)
+        with last:
+            train(one, batch)
+        torch.stack([param.pow(2).sum() for param in one.parameters()]).sum().backward()
+    for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, whole.grad)
 
 
 def test_an_optimizer_steps_over_nothing_once_the_accumulation_is_thrown_away() -> None:

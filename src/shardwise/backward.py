@@ -22,7 +22,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from shardwise.buffers import Bucket
 from shardwise.compiling import leave_alone
 from shardwise.errors import ScheduleError, ShardUseError
-from shardwise.gradients import LocalGradient
 from shardwise.guard import get_grad, set_grad
 from shardwise.leaves import is_handed_out, on_gradient
 from shardwise.refusals import handed_out
@@ -205,7 +204,7 @@ class Backward:
             )
         running = self._token is not None and self._token() is not None
         # Taken first: what the shards have when a backward pass begins is set aside.
-        if running or type(gradient) is not LocalGradient:
+        if running or not bucket.gradients.was_added_to(index, gradient):
             set_grad(param, None)
         if not running:
             self._begin()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,21 +25,12 @@ from torch import Tensor
 from shardwise.bucket import BucketSpec
 from shardwise.comm.protocol import Label, Pending
 from shardwise.errors import RanksDisagree, ShardUseError
-from shardwise.guard import get_grad, put_grad, set_grad
+from shardwise.guard import LocalGradient, get_grad, is_of_shard, put_grad, set_grad
 from shardwise.precision import Averaging
 
-__all__ = ["Gradients", "LocalGradient"]
+__all__ = ["Gradients"]
 
 SMALL = 1 << 14  # elements: below this a copy costs less than the call that asks for it
-
-
-class LocalGradient(Tensor):
-    """This rank's sum of whole gradients, not averaged: what ``.grad`` is between micro-batches.
-
-    Otherwise a plain tensor. It is in the dtype of sums, and whole also where its parameter is not.
-    """
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
 
 class Gradients:
@@ -115,13 +105,12 @@ class Gradients:
         with torch._C.DisableTorchFunctionSubclass():
             for index, view in tuple(self._shown.items()):
                 grad = get_grad(self.spec.params[index])
-                if grad is view:
-                    self._look_aside(index, view)
-                elif grad is None or self._is_of_shard(index, grad):
+                if grad is None or is_of_shard(grad, view):
                     self._forget(index)
-                else:
+                    continue
+                if grad is not view:
                     view.copy_(grad)
-                    self.aside.pop(index, None)
+                self._look_aside(index, view)
         if not self.arrived:
             self.full, self._views = None, []
 
@@ -130,17 +119,20 @@ class Gradients:
             return
         if view.any():
             raise ShardUseError(
-                f"the gradient of {self.spec.members[index].name!r} was changed in place while a "
-                "part of it is averaged over the ranks and another part is not, which .grad shows: "
+                f"the gradient of {self.spec.members[index].name!r} was changed while a part "
+                "of it is averaged over the ranks and another part is not, which .grad shows: "
                 "the change cannot be carried over to both. Set it to zero or to None, or change "
                 "it before the first or after the last micro-batch."
             )
         self.aside[index].zero_()
 
-    def _is_of_shard(self, index: int, grad: Tensor) -> bool:
-        slot, spec = self.spec.slots[index], self.spec
-        shard = spec.layout.shard_shape(slot, spec.comm.rank)
-        return spec.placement.splits and grad.shape == shard
+    def was_added_to(self, index: int, grad: Tensor) -> bool:
+        """Did autograd add to what is shown, since nobody knew yet that a pass had begun?"""
+        if self._shown.get(index) is not grad:
+            return False
+        if index in self._versions:
+            self._versions[index] += 1
+        return True
 
     def _forget(self, index: int) -> None:
         for kept in (self.arrived, self.touched):

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.refusals import lost
 from shardwise.shard_tensor import ShardTensor, marked
 
-__all__ = ["ShardedParameter", "get_grad", "put_grad", "set_grad"]
+__all__ = ["LocalGradient", "ShardedParameter", "get_grad", "is_of_shard", "put_grad", "set_grad"]
 
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
@@ -32,6 +33,20 @@ def put_grad(param: Tensor, grad: Tensor) -> None:
     _DATA.__set__(param, grad)
     set_grad(param, grad)
     _DATA.__set__(param, value)
+
+
+class LocalGradient(Tensor):
+    """This rank's sum of whole gradients, not averaged: what ``.grad`` is between micro-batches.
+
+    Otherwise a plain tensor. It is in the dtype of sums, and whole also where its parameter is not.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+
+def is_of_shard(grad: Tensor, whole: Tensor) -> bool:
+    """Is it a shard's gradient, put in place of a ``whole`` one?"""
+    return isinstance(grad, ShardTensor) or grad.shape != whole.shape
 
 
 class ShardedParameter(ShardTensor, nn.Parameter):
@@ -55,7 +70,11 @@ class ShardedParameter(ShardTensor, nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         self.__class__ = nn.Parameter  # type: ignore[assignment]
         try:
-            set_grad(self, value)
+            local = None if value is None else get_grad(self)
+            if value is None or type(local) is not LocalGradient or is_of_shard(value, local):
+                set_grad(self, value)
+            else:
+                local.detach().copy_(value.detach())
         finally:
             self.__class__ = ShardedParameter
 
