@@ -151,6 +151,15 @@ def test_so_they_are_over_real_ranks_in_bf16(strategy: str, run: Any, backend: s
     assert run(2, rank, block_after) == run(2, rank, None)
 
 
+def test_one_rank_alone_may_compile_though_ranks_map_the_same_memory() -> None:
+    """Gradients step aside and come back: that hands no parameter's memory out."""
+
+    def rank(comm: Comm, way: Way | None) -> list[float]:
+        return losses(comm, way if comm.rank == 0 else None)
+
+    assert run_sharing(2, rank, layer) == run_sharing(2, rank, None)
+
+
 @pytest.mark.slow
 def test_inductor() -> None:
     found = losses(FakeComm(0, 3), block_after, "inductor")

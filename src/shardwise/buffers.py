@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shardwise.bucket import BucketSpec
 from shardwise.comm.protocol import Label, Pending
 from shardwise.errors import ShardUseError
-from shardwise.gathered_parameter import GatheredParameter
+from shardwise.gathered_parameter import GatheredParameter, set_data
 from shardwise.gradients import Gradients
 from shardwise.guard import ShardedParameter
 from shardwise.refusals import replaced
@@ -162,8 +162,7 @@ class Bucket:
 
     def rest(self) -> None:
         """Let the parameters be what this rank holds at rest."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self._bind(self._rest_views, self._class_at_rest)
+        self._bind(self._rest_views, self._class_at_rest)
 
     def rest_one(self, index: int) -> None:
         """The same for one parameter; memory that it had of its own may go."""
@@ -217,11 +216,10 @@ class Bucket:
     def _bind(self, values: list[Tensor], kind: type[nn.Parameter]) -> None:
         """Let the parameters be ``values``, and ours of class ``kind``."""
         for param in self._ours:
-            param.__class__ = nn.Parameter  # whose data is set without a word to anybody
-        for param, value in zip(self.params, values, strict=True):
-            param.data = value
-        for param in self._ours if kind is not nn.Parameter else ():
             param.__class__ = kind
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, value in zip(self.params, values, strict=True):
+                set_data(param, value)
 
     # ---- written while whole -----------------------------------------------------------------
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
+from shardwise.gathered_parameter import get_data, set_data
 from shardwise.guard import get_grad, set_grad
 
 __all__ = ["leave_alone", "shield"]
@@ -79,9 +80,10 @@ def _put_back(_: Any) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         while _thread.aside:
             param, grad = _thread.aside.pop()
-            whole, param.data = param.data, grad  # torch compares their shapes
+            whole = get_data(param)
+            set_data(param, grad)  # torch compares their shapes
             set_grad(param, grad)
-            param.data = whole
+            set_data(param, whole)
 
 
 leave_alone(_set_aside, _put_back)

@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GatheredParameter"]
+__all__ = ["GatheredParameter", "get_data", "set_data"]
 
 _DATA: Any = Tensor.data
+#: What ``param.data = ...`` does, without a word to anybody: ``set_data(param, value)``.
+set_data: Callable[[Tensor, Tensor], None] = _DATA.__set__
+get_data: Callable[[Tensor], Tensor] = _DATA.__get__
 _BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _WRITES_NOTHING = ("requires_grad_", "share_memory_")
 
@@ -43,13 +46,12 @@ class GatheredParameter(nn.Parameter):
     def data(self) -> Tensor:
         """The whole values, without their history."""
         self.before_write()
-        value: Tensor = _DATA.__get__(self)
-        return value
+        return get_data(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         self.before_write()
-        _DATA.__set__(self, value)
+        set_data(self, value)
 
 
 def _told_before(name: str) -> Callable[..., Any]:
