@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.catalogue import Catalogue
-from shardwise.checkpoint.difference import compare
 from shardwise.checkpoint.dtypes import BITS, DTYPES
-from shardwise.checkpoint.export import export
 from shardwise.checkpoint.source import Source
 from shardwise.comm.protocol import Comm
+from shardwise.convert.catalogue import Catalogue
+from shardwise.convert.difference import compare
+from shardwise.convert.export import export
 from tests.copies import on_ranks
 
 FOUR, SCALE = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu

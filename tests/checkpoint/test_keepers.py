@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.checkpoint import points
-from shardwise.checkpoint.catalogue import Catalogue, damage_of
 from shardwise.checkpoint.complete import check_complete
 from shardwise.checkpoint.run import survey
 from shardwise.comm.protocol import Comm
+from shardwise.convert.catalogue import Catalogue, damage_of
 from tests.checkpoint.runs import adamw, steps
 from tests.checkpoint.test_accumulated import MICRO, micro_batches, waiting
 from tests.checkpoint.test_optimizer_dict import same

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
-from shardwise.checkpoint.difference import ABSENT, Change, Difference, Unlike
 from shardwise.cli.differences import difference_lines
+from shardwise.convert.difference import ABSENT, Change, Difference, Unlike
 
 
 def unlike(name: str, differing: int = 3, largest: float = 0.5) -> Unlike:

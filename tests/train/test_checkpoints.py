@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError
 
 from shardwise.checkpoint import points
-from shardwise.checkpoint.difference import compare
 from shardwise.checkpoint.source import Source
+from shardwise.convert.difference import compare
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.checkpoints import is_due
 from shardwise.train.config import CheckpointConfig, Recipe

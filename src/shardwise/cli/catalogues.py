@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoint import plain
-from shardwise.checkpoint.catalogue import Catalogue, Damage, Listing, OneFile
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.header import Stored
@@ -19,6 +18,7 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.run import Listed, Run
 from shardwise.cli.folded import counted, fold, named, shown
 from shardwise.cli.lines import table
+from shardwise.convert.catalogue import Catalogue, Damage, Listing, OneFile
 from shardwise.errors import CheckpointError
 from shardwise.listing import size
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoint.contents import MODEL
-from shardwise.checkpoint.difference import ABSENT, Change, Difference, Unlike
 from shardwise.cli.catalogues import WIDTH, dtype_name, short
 from shardwise.cli.folded import counted, fold, named, shown
+from shardwise.convert.difference import ABSENT, Change, Difference, Unlike
 from shardwise.listing import size
 
 __all__ = ["difference_lines"]

@@ -12,13 +12,13 @@ from pathlib import Path
 import click
 import torch
 
-from shardwise.checkpoint.catalogue import OF_TORCH
-from shardwise.checkpoint.destination import Destination, workplace
-from shardwise.checkpoint.export import Exported, ExportOptions, export
-from shardwise.checkpoint.pickled import export_pickled
 from shardwise.checkpoint.run import checkpoint_of
 from shardwise.checkpoint.source import Source
 from shardwise.cli.folded import shown
+from shardwise.convert.catalogue import OF_TORCH
+from shardwise.convert.destination import Destination, workplace
+from shardwise.convert.export import Exported, ExportOptions, export
+from shardwise.convert.pickled import export_pickled
 from shardwise.errors import ConfigError
 from shardwise.listing import size
 
@@ -143,7 +143,7 @@ def _ours(source: Path, destination: Path, wanted: Wanted) -> Iterator[Path]:
             )
         yield checkpoint_of(source)
         return
-    from shardwise.checkpoint.dcp import import_checkpoint
+    from shardwise.convert.dcp_import import import_checkpoint
 
     with workplace(destination.absolute()) as folder:
         sources = [source, *filter(None, [wanted.optimizer_file])]
@@ -154,7 +154,7 @@ def _ours(source: Path, destination: Path, wanted: Wanted) -> Iterator[Path]:
 
 
 def _to_dcp(path: Path, destination: Path, options: ExportOptions) -> None:
-    from shardwise.checkpoint.dcp import export_dcp
+    from shardwise.convert.dcp_export import export_dcp
 
     made = export_dcp(path, destination, options.with_optimizer)
     _say_left_out(made.left_out)

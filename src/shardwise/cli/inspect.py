@@ -13,13 +13,13 @@ from typing import Any
 
 import click
 
-from shardwise.checkpoint.catalogue import OF_TORCH, SUFFIX, Catalogue, Damage, damage_of
-from shardwise.checkpoint.difference import ABSENT, Difference, compare
 from shardwise.checkpoint.run import Listed, Run, checkpoint_of, folder_of_run, meant, survey
 from shardwise.checkpoint.source import Source
 from shardwise.cli.catalogues import damage_lines, lines_of, run_lines
 from shardwise.cli.differences import difference_lines
 from shardwise.cli.folded import counted, shown, shown_lines
+from shardwise.convert.catalogue import OF_TORCH, SUFFIX, Catalogue, Damage, damage_of
+from shardwise.convert.difference import ABSENT, Difference, compare
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 
 __all__ = ["Look", "run_inspect"]

@@ -20,15 +20,6 @@ import torch
 
 from shardwise.checkpoint import checksum, state
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER
-from shardwise.checkpoint.dcp.foreign import Foreign, Tensor, opened
-from shardwise.checkpoint.dcp.sorted_out import (
-    Sorted,
-    class_of,
-    named_numbers,
-    records,
-    sort_out,
-)
-from shardwise.checkpoint.destination import clear
 from shardwise.checkpoint.disk import explained, sync_folder, write_file
 from shardwise.checkpoint.folder import Partial, check_replaceable, new_token, publish
 from shardwise.checkpoint.manifest import NAME as MANIFEST
@@ -36,6 +27,15 @@ from shardwise.checkpoint.manifest import FileRecord, Manifest, record_of
 from shardwise.checkpoint.plan import Entry, FilePlan, Held, cut_at_blocks, index_of, plan_files
 from shardwise.checkpoint.state import Training
 from shardwise.checkpoint.writer import Chunk, Writer, allocate, pieces_of, write_header
+from shardwise.convert.destination import clear
+from shardwise.convert.foreign import Foreign, Tensor, opened
+from shardwise.convert.normalize import (
+    Sorted,
+    class_of,
+    named_numbers,
+    records,
+    sort_out,
+)
 from shardwise.errors import CheckpointError
 
 __all__ = ["Converted", "import_checkpoint"]

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.dcp.foreign import Foreign, Part, Tensor, Value
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.optimizers import AS_BUILT
+from shardwise.convert.foreign import Foreign, Part, Tensor, Value
 from shardwise.errors import CheckpointError
 
 __all__ = [

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.checkpoint.dcp import talk
-from shardwise.checkpoint.dcp.talk import Silent, Talk
+from shardwise.convert import talk
+from shardwise.convert.talk import Silent, Talk
 
 
 @contextmanager

@@ -22,10 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import checksum
-from shardwise.checkpoint.catalogue import OF_TORCH, stem_of
-from shardwise.checkpoint.companions import INDEX, companions, with_dtype
 from shardwise.checkpoint.contents import MODEL
-from shardwise.checkpoint.destination import Destination, clear
 from shardwise.checkpoint.disk import explained, sync_folder, write_file
 from shardwise.checkpoint.dtypes import DTYPES, code_of, itemsize
 from shardwise.checkpoint.folder import Partial, is_leftover, new_token, publish, step_of
@@ -36,6 +33,9 @@ from shardwise.checkpoint.reader import Want, fill
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import NAME as TRAINING
 from shardwise.checkpoint.writer import Chunk, Writer, allocate, pieces_of, write_header
+from shardwise.convert.catalogue import OF_TORCH, stem_of
+from shardwise.convert.companions import INDEX, companions, with_dtype
+from shardwise.convert.destination import Destination, clear
 from shardwise.errors import CheckpointError
 
 __all__ = [

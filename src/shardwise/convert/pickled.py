@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.contents import MODEL
-from shardwise.checkpoint.destination import Destination, check_room, workplace
 from shardwise.checkpoint.disk import explained, sync_folder, written_by_library
 from shardwise.checkpoint.dtypes import dtype_of, itemsize
-from shardwise.checkpoint.export import (
+from shardwise.checkpoint.source import Place, Source
+from shardwise.convert.destination import Destination, check_room, workplace
+from shardwise.convert.export import (
     FLOATS,
     Exported,
     ExportOptions,
@@ -27,7 +28,6 @@ from shardwise.checkpoint.export import (
     check_whole,
     export,
 )
-from shardwise.checkpoint.source import Place, Source
 from shardwise.errors import CheckpointError
 
 __all__ = ["export_pickled"]

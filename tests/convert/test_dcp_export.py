@@ -16,13 +16,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import shardwise as sw
-from shardwise.checkpoint import destination
-from shardwise.checkpoint.dcp import export_dcp, exported, import_checkpoint
+from shardwise.checkpoint.dcp import export_dcp, import_checkpoint
 from shardwise.comm.protocol import Comm
-from tests.checkpoint.dcp import theirs
-from tests.checkpoint.dcp.test_imported import assert_same, values
-from tests.checkpoint.dcp.theirs import Told, adamw, net
+from shardwise.convert import dcp_export as exported
+from shardwise.convert import destination
 from tests.checkpoint.runs import tensors
+from tests.convert import theirs
+from tests.convert.test_dcp_import import assert_same, values
+from tests.convert.theirs import Told, adamw, net
 from tests.copies import on_ranks
 from tests.nets import NETS
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint.destination import Destination, workplace
-from shardwise.checkpoint.export import ExportOptions, export
 from shardwise.checkpoint.source import Source
+from shardwise.convert.destination import Destination, workplace
+from shardwise.convert.export import ExportOptions, export
 from tests.checkpoint.runs import saved
 from tests.nets import NETS
 
@@ -101,7 +101,7 @@ def test_what_killed_exports_left_the_next_ones_remove(made: Path, tmp_path: Pat
     """Each is killed when all but the last name is there."""
     torch.save({"x": torch.ones(3)}, tmp_path / "x.pt")
     before = names(tmp_path)
-    command = [sys.executable, "-m", "tests.checkpoint.test_destination", str(made), str(tmp_path)]
+    command = [sys.executable, "-m", "tests.convert.test_destination", str(made), str(tmp_path)]
     subprocess.run(command, check=True)
     hidden = [name for name in names(tmp_path) if name not in before]
     assert sorted(name.partition(".unfinished")[0] for name in hidden) == [".dcp", ".k.pt", ".of"]
@@ -111,9 +111,9 @@ def test_what_killed_exports_left_the_next_ones_remove(made: Path, tmp_path: Pat
 
 def run(made: Path, folder: Path, do: Callable[[Callable[[], object]], object]) -> None:
     """One export of each kind that is written in a hidden folder first."""
-    from shardwise.checkpoint.dcp import export_dcp
-    from shardwise.checkpoint.pickled import export_pickled
     from shardwise.cli import export as cli
+    from shardwise.convert.dcp_export import export_dcp
+    from shardwise.convert.pickled import export_pickled
 
     def pickled() -> None:
         with Source.open(made) as source:
@@ -130,9 +130,9 @@ def die(*_: object) -> None:
 
 def killed(act: Callable[[], object]) -> None:
     """In a process of its own, at the last moment before the result has its name."""
-    from shardwise.checkpoint import pickled
-    from shardwise.checkpoint.dcp import exported
     from shardwise.cli import export as cli
+    from shardwise.convert import dcp_export as exported
+    from shardwise.convert import pickled
 
     child = os.fork()
     if child == 0:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint import destination
-from shardwise.checkpoint.export import ExportOptions
-from shardwise.checkpoint.pickled import export_pickled
 from shardwise.checkpoint.source import Source
+from shardwise.convert import destination
+from shardwise.convert.export import ExportOptions
+from shardwise.convert.pickled import export_pickled
 from tests.checkpoint.recorded import record
 from tests.checkpoint.runs import same, saved
 from tests.nets import NETS

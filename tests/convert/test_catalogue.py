@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.catalogue import Catalogue, Damage, damage_of, stem_of
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.plan import BLOCK
+from shardwise.convert.catalogue import Catalogue, Damage, damage_of, stem_of
 from tests.checkpoint.runs import saved
 from tests.copies import seeded
 from tests.nets import NETS

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.accumulated import GRADIENTS
-from shardwise.checkpoint.catalogue import stem_of
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER, RANKS
 from shardwise.checkpoint.dtypes import dtype_of, itemsize
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import NAME as TRAINING
+from shardwise.convert.catalogue import stem_of
 from shardwise.errors import CheckpointError
 
 __all__ = ["ABSENT", "Change", "Difference", "Unlike", "compare", "unlike_fields"]

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.dcp import import_checkpoint, imported
+from shardwise.checkpoint.dcp import import_checkpoint
 from shardwise.comm.protocol import Comm
-from tests.checkpoint.dcp import theirs
-from tests.checkpoint.dcp.theirs import Told, adamw, net
+from shardwise.convert import dcp_import as imported
+from tests.convert import theirs
+from tests.convert.theirs import Told, adamw, net
 from tests.copies import on_ranks
 from tests.ranks import outcomes_of
 

@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import shardwise as sw
-from shardwise.checkpoint.dcp import foreign, import_checkpoint, worker
-from shardwise.checkpoint.dcp.foreign import opened
+from shardwise.convert import foreign, worker
+from shardwise.convert.dcp_import import import_checkpoint
+from shardwise.convert.foreign import opened
 
 PROCESS = "__import__('os').getpid()"
 

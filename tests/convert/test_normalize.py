@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint.dcp import foreign, worker
-from shardwise.checkpoint.dcp.foreign import Foreign
-from shardwise.checkpoint.dcp.sorted_out import (
+from shardwise.convert import foreign, worker
+from shardwise.convert.foreign import Foreign
+from shardwise.convert.normalize import (
     Sorted,
     class_of,
     default_options,
@@ -20,7 +20,7 @@ from shardwise.checkpoint.dcp.sorted_out import (
     records,
     sort_out,
 )
-from tests.checkpoint.dcp.theirs import Net, adamw, net, steps, told
+from tests.convert.theirs import Net, adamw, net, steps, told
 
 NAMES = [name for name, _ in Net().named_parameters()]
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.checkpoint.dcp import worker
-from shardwise.checkpoint.dcp.talk import Bytes, Silent, Talk
 from shardwise.checkpoint.disk import explained
 from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.convert import worker
+from shardwise.convert.talk import Bytes, Silent, Talk
 from shardwise.errors import CheckpointError
 
 __all__ = ["FLAG", "Foreign", "Tensor", "Value", "opened"]

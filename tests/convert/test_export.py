@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.catalogue import Catalogue, damage_of
 from shardwise.checkpoint.complete import check_complete
-from shardwise.checkpoint.difference import compare
-from shardwise.checkpoint.export import Exported, ExportOptions, export
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.source import Source
+from shardwise.convert.catalogue import Catalogue, damage_of
+from shardwise.convert.difference import compare
+from shardwise.convert.export import Exported, ExportOptions, export
 from tests.checkpoint.recorded import record
 from tests.checkpoint.runs import adamw, loaded_and_saved, same, saved, tensors
 from tests.copies import clones, on_ranks, seeded

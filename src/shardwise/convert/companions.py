@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.catalogue import SUFFIX
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.disk import explained
 from shardwise.checkpoint.folder import step_of
@@ -23,6 +22,7 @@ from shardwise.checkpoint.names import inside
 from shardwise.checkpoint.run import CHECKPOINTS
 from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.state import NAME as TRAINING
+from shardwise.convert.catalogue import SUFFIX
 from shardwise.errors import CheckpointError
 
 __all__ = ["INDEX", "companions", "with_dtype"]

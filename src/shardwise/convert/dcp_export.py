@@ -24,14 +24,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardwise.checkpoint import plain, state
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER
-from shardwise.checkpoint.dcp.imported import Converted
-from shardwise.checkpoint.dcp.sorted_out import default_options
-from shardwise.checkpoint.destination import Destination, check_room, workplace
 from shardwise.checkpoint.disk import explained, sync_folder
 from shardwise.checkpoint.dtypes import dtype_of
-from shardwise.checkpoint.export import check_whole, no_training, no_weights
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import Document
+from shardwise.convert.dcp_import import Converted
+from shardwise.convert.destination import Destination, check_room, workplace
+from shardwise.convert.export import check_whole, no_training, no_weights
+from shardwise.convert.normalize import default_options
 from shardwise.errors import CheckpointError
 
 __all__ = ["export_dcp"]

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.checkpoint.difference import ABSENT, Change, Difference, compare, unlike_fields
-from shardwise.checkpoint.export import export
 from shardwise.checkpoint.source import Source
+from shardwise.convert.difference import ABSENT, Change, Difference, compare, unlike_fields
+from shardwise.convert.export import export
 from tests.checkpoint.runs import loaded_and_saved, saved
 from tests.nets import NETS
 

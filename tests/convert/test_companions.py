@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 import shardwise as sw
-from shardwise.checkpoint import companions as of_export
-from shardwise.checkpoint.export import Exported, ExportOptions, export
 from shardwise.checkpoint.source import Source
+from shardwise.convert import companions as of_export
+from shardwise.convert.export import Exported, ExportOptions, export
 from tests.checkpoint.runs import saved
 from tests.nets import NETS
 
