@@ -99,8 +99,11 @@ class Bucket:
 
     def take(self, index: int, whole: Tensor) -> None:
         """Copy this rank's part of a whole parameter into the shard."""
-        view = self._rest_views[index]
-        view.copy_(self.spec.sharding(index).cut(whole.detach(), view.shape))
+        self._rest_views[index].copy_(self.part(index, whole))
+
+    def part(self, index: int, whole: Tensor) -> Tensor:
+        """This rank's part of parameter ``index``, or of its gradient, in a ``whole`` one."""
+        return self.spec.sharding(index).cut(whole.detach(), self._rest_views[index].shape)
 
     # ---- gather and free -----------------------------------------------------------------
 
@@ -300,6 +303,9 @@ class Bucket:
         self._full_views = self._rest_views = []
 
     def holds(self, index: int, whole: Tensor) -> bool:
-        """Is this rank's part of parameter ``index`` what ``whole`` says?"""
-        view = self._rest_views[index]
-        return torch.equal(view, self.spec.sharding(index).cut(whole.detach(), view.shape))
+        """Has this rank's part of parameter ``index`` the bits of that in ``whole``?
+
+        Bits, since a NaN is not equal to itself.
+        """
+        shard, part = self._rest_views[index].reshape(-1), self.part(index, whole).reshape(-1)
+        return torch.equal(shard.view(torch.uint8), part.view(torch.uint8))

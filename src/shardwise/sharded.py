@@ -25,6 +25,7 @@ from shardwise.checkpoint.optimizers import Given, Optimizers, as_optimizers
 from shardwise.comm.connect import connect, over
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, ScheduleError
+from shardwise.full_params import full_params
 from shardwise.hooks import Hooks
 from shardwise.listing import Layouts, Schedule
 from shardwise.methods import ForwardMethods
@@ -35,7 +36,7 @@ from shardwise.recompute import check_own_checkpointing, checkpoint_units
 from shardwise.runtime import Runtime
 from shardwise.schedule import Order, Policy
 from shardwise.schedules import Mode
-from shardwise.state import StateHooks, full_params, local_state, whole_copy
+from shardwise.state import StateHooks, local_state, whole_copy
 from shardwise.strategies import Placement
 from shardwise.unit_state import UnitState
 from shardwise.units import Units, choose_units
@@ -213,13 +214,13 @@ class Sharded:
 
     @contextmanager
     def full_params(self, writeback: bool = False) -> Iterator[None]:
-        """Inside, every parameter is whole, in its stored dtype. A collective.
+        """Inside, every parameter is whole, in its stored dtype, and so is ``.grad``. A collective.
 
         Args:
-            writeback: keep what is written to parameters inside (by every rank alike).
+            writeback: keep what is written to parameters and gradients inside (by all ranks alike).
 
         Raises:
-            ShardUseError: parameters were written without ``writeback``.
+            ShardUseError: a parameter or a gradient was written without ``writeback``.
         """
         self._idle("full_params() was called")
         self.runtime.await_readers()

@@ -8,8 +8,7 @@ room for the whole model on its device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.buffers import Bucket
-from shardwise.errors import ConfigError, ShardUseError
-from shardwise.refusals import replaced
+from shardwise.errors import ConfigError
 from shardwise.sharding import Sharding, sharding_of
 from shardwise.units import Member
 
-__all__ = ["StateHooks", "full_params", "local_state", "whole_copy"]
+__all__ = ["StateHooks", "local_state", "whole_copy"]
 
 
 class StateHooks:
@@ -111,66 +109,6 @@ def local_state(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
             for member in bucket.members
             for alias in member.aliases
         }
-
-
-@contextmanager
-def full_params(buckets: Sequence[Bucket], writeback: bool) -> Iterator[None]:
-    """Every parameter is whole, in its stored dtype, for the length of the block.
-
-    Raises:
-        ShardUseError: at the end, a parameter was written and ``writeback`` is false.
-    """
-    wholes = [bucket.whole() for bucket in buckets]
-    params = [param for bucket in buckets for param in bucket.params]
-    gradients = [param.grad for param in params]  # shards, which would not fit
-    for bucket, whole in zip(buckets, wholes, strict=True):
-        bucket.bind_whole(whole)
-    _put_gradients(params, [None] * len(params))
-    versions = [param._version for param in params]
-    try:
-        yield
-    finally:
-        moved = [param._version != v for param, v in zip(params, versions, strict=True)]
-        written = _written(buckets, wholes, iter(moved))
-        found = [[param.detach() for param in bucket.params] for bucket in buckets]
-        for bucket in buckets:
-            bucket.rest()
-        _put_gradients(params, gradients)
-    if writeback:
-        _take_all(buckets, wholes, found)
-    elif written:
-        raise ShardUseError(
-            f"{len(written)} parameters were written inside full_params(), the first is "
-            f"{written[0]!r}; those values are gone. Use full_params(writeback=True) to keep them."
-        )
-
-
-def _put_gradients(params: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    for param, gradient in zip(params, gradients, strict=True):
-        param.grad = gradient
-
-
-def _take_all(
-    buckets: Sequence[Bucket], wholes: Sequence[list[Tensor]], found: Sequence[list[Tensor]]
-) -> None:
-    """Keep what was found in the parameters; a write in place is found in ``wholes``, too."""
-    for bucket, before, after in zip(buckets, wholes, found, strict=True):
-        for index, (whole, value) in enumerate(zip(before, after, strict=True)):
-            if (value.shape, value.dtype) != (whole.shape, whole.dtype):
-                raise replaced(bucket.members[index].name, whole, value)
-            bucket.take(index, value)
-
-
-def _written(
-    buckets: Sequence[Bucket], wholes: Sequence[Sequence[Tensor]], moved: Iterator[bool]
-) -> list[str]:
-    found = []
-    for bucket, whole in zip(buckets, wholes, strict=True):
-        for index, (member, value) in enumerate(zip(bucket.members, whole, strict=True)):
-            replaced = member.param.data_ptr() != value.data_ptr()
-            if next(moved) or replaced or not bucket.holds(index, value):
-                found.append(member.name)
-    return found
 
 
 def whole_copy(
