@@ -5,18 +5,20 @@ All take a function of a comm and return what each rank returned, in rank order.
 
 from __future__ import annotations
 
-import ctypes
+import atexit
 import multiprocessing as mp
 import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +33,6 @@ from shardwise.comm.shared_memory import shared_memory
 
 T = TypeVar("T")
 
-LINUX_PR_SET_PDEATHSIG = 1
 HUNG = "it did not end in time, and was killed"
 
 
@@ -54,7 +55,7 @@ def run_sharing(world: int, fn: Callable[..., T], *args: Any, timeout: float = 6
 
 
 def run_processes(world: int, fn: Callable[..., T], *args: Any, timeout: float = 240.0) -> list[T]:
-    """``fn(comm, *args)`` on ``world`` spawned gloo processes. ``fn`` must be importable.
+    """``fn(comm, *args)`` on ``world`` gloo processes. ``fn`` must be importable.
 
     Raises the error of the first rank that raised or died.
     """
@@ -79,17 +80,17 @@ class Outcome:
 def outcomes_of(
     world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0
 ) -> list[Outcome]:
-    """``fn(rank, world, folder, *args)`` in ``world`` spawned processes with no group between them.
+    """``fn(rank, world, folder, *args)`` in ``world`` processes with no group between them.
 
     ``folder`` is an empty one, for their store. Every process is gone when this returns.
     """
-    context = mp.get_context("spawn")
+    context = _server()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         processes = [
             context.Process(
                 target=_child,
-                args=(pipe[1], os.getpid(), fn, (rank, world, folder, *args)),
+                args=(pipe[1], fn, (rank, world, folder, *args)),
                 daemon=True,
             )
             for rank, pipe in enumerate(pipes)
@@ -148,14 +149,27 @@ def _results(pipes: list[Connection], deadline: float) -> list[tuple[Any, str]]:
     return [said.get(pipe, (None, HUNG)) for pipe in pipes]
 
 
-def _child(pipe: Connection, parent: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    ctypes.CDLL(None).prctl(LINUX_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
+def _server() -> ForkServerContext:
+    """Forks processes that have imported torch already, which takes a second and more."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["shardwise.sharded", "shardwise.comm.connect", "numpy.testing"])
+    return context
+
+
+def _child(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:
         said = pickle.dumps((fn(*args), ""))
     except BaseException:  # noqa: BLE001 - its parent reports it
-        pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
-        raise SystemExit(1) from None
+        said = pickle.dumps((None, traceback.format_exc()))
     pipe.send_bytes(said)
+    atexit._run_exitfuncs()  # which Python leaves out in a process that was forked
+    raise SystemExit(bool(pickle.loads(said)[1]))
+
+
+def _end_with_parent() -> None:
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
