@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from shardwise.comm import connect, threads
-from shardwise.comm.process_group import Ending
+from shardwise.comm.gloo import Ending
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
 

@@ -14,7 +14,7 @@ Run it
 What is real
     Rank 0 of torch's fake process group runs both engines' own code: their streams, events,
     allocations and copies, and their host time down to ``torch.distributed``'s calls. Ours runs
-    over ``NativeComm``, which is what runs over NCCL.
+    over ``BackendComm``, which is what runs over NCCL.
 
 What is simulated
     The collectives (``peers.py``): each takes as long as an assumed link needs for its bytes, one
@@ -39,7 +39,7 @@ Without a GPU
     memory in use are those of the same code. Nothing here has run on a GPU yet.
 
 Everything that wants a GPU, in one line
-    ``python -m pytest -W default -m gpu tests/comm/test_native.py tests/parity/test_devices.py
+    ``python -m pytest -W default -m gpu tests/comm/test_backend.py tests/parity/test_devices.py
     tests/benchmarks/test_gpu.py && python -m benchmarks gpu --json gpu.json --plot gpu.png``
 
     The tests: NCCL takes every call of the engine; one rank trains as a plain model does; peers

@@ -41,8 +41,8 @@ a collective, and is no copy of an engine."""
 FILES = {
     "shardwise/buffers.py": PARAMETERS,
     "shardwise/gradients.py": GRADIENTS,
-    "shardwise/comm/native.py": GRADIENTS,  # the sum of what arrived
-    "shardwise/comm/peers.py": GRADIENTS,
+    "shardwise/comm/backend.py": GRADIENTS,  # the sum of what arrived
+    "shardwise/comm/messages.py": GRADIENTS,
     "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": PARAMETERS,
     "benchmarks/gpu/peers.py": PEERS,
 }

@@ -1,6 +1,6 @@
 """Both engines as the same two calls, compute and update, on rank 0 of a group without peers.
 
-    full_shard, shard_grad_op   ours, over ``NativeComm``: the path that NCCL takes
+    full_shard, shard_grad_op   ours, over ``BackendComm``: the path that NCCL takes
     fsdp2, fsdp2_keep           ``fully_shard`` with and without reshard_after_forward
     plain                       bf16, whole, no communication and no optimizer: for scale
 
@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 import shardwise as sw
 from benchmarks.gpu.models import Batch, Shape, build, loss_of
 from benchmarks.gpu.peers import Echo, Link
-from shardwise.comm.native import NativeComm
-from shardwise.comm.process_group import Ending
+from shardwise.comm.backend import BackendComm
+from shardwise.comm.gloo import Ending
 from shardwise.units import choose_units
 
 __all__ = ["ENGINES", "OPTIMIZERS", "PLAIN", "RIVALS", "WIRES", "Engine", "Setup", "start"]
@@ -135,7 +135,7 @@ def _ours(strategy: str, setup: Setup) -> Engine:
     model, world = setup.new_model(), dist.group.WORLD
     assert world is not None  # `start` made it
     slice_numel = _largest_slice(setup, model)
-    comm = NativeComm(world, setup.place, Echo(), averages=False, timeout=600, ending=Ending())
+    comm = BackendComm(world, setup.place, Echo(), averages=False, timeout=600, ending=Ending())
     precision = sw.Precision(compute=torch.bfloat16, wire=WIRES[setup.wire][0])
     sharded = sw.shard(model, strategy, comm=comm, precision=precision)
     flat = setup.optimizer == "flat"

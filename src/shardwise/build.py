@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.bucket import BucketSpec
 from shardwise.buffers import Bucket
-from shardwise.comm.memory import give_back
+from shardwise.comm.malloc import trim
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
 from shardwise.integrations.wrappers import check_unwrapped
@@ -92,7 +92,7 @@ def cut(
         buckets = (_cut_bucket(spec, sends) for spec in specs[unit.name])
         states[unit.name] = UnitState(unit.name, tuple(buckets))
         if comm.device.type == "cpu" and unit.numel >= GIVEN_BACK:
-            give_back()
+            trim()
 
     given = [m.param.numel() * m.param.element_size() for unit in units for m in unit.members]
     give_values(model, units, comm.device, options.init, finished)

@@ -182,7 +182,7 @@ FSDP = "torch/distributed/fsdp/_fully_shard"
     [
         ("parameters", [("shardwise/buffers.py", "gather"), ("shardwise/hooks.py", "f")]),
         ("gradients", [("torch/_ops.py", "__call__"), ("shardwise/gradients.py", "write")]),
-        ("gradients", [("shardwise/comm/native.py", "finish")]),
+        ("gradients", [("shardwise/comm/backend.py", "finish")]),
         ("engine", [("shardwise/runtime.py", "_deliver")]),
         ("engine", [(f"{FSDP}/_fsdp_state.py", "_root_pre_forward")]),
         ("update", [("torch/optim/adamw.py", "step")]),

@@ -264,7 +264,7 @@ def test_a_call_is_put_down_to_the_file_that_makes_it() -> None:
     assert kind(copy, "torch/nn/modules/linear.py") == "compute: forward"
     assert kind(copy, "torch/optim/adamw.py") == "optimizer"
     wait = "<built-in method torch._C._distributed_c10d.wait>"
-    assert kind(wait, "shardwise/comm/process_group.py") == "waiting for peers"
+    assert kind(wait, "shardwise/comm/gloo.py") == "waiting for peers"
     assert kind("shardwise/hooks.py:9 f", "torch/x.py", "shardwise/hooks.py") == "engine: Python"
     forward = "shardwise/train/decoder.py"
     assert kind(f"{forward}:9 forward", "torch/x.py", forward) == "Python of model and torch"

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.accelerators import Backend, row
+from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import _load, connect, over
 from shardwise.comm.local import LocalComm
-from shardwise.comm.native import NativeComm
-from shardwise.comm.peers import PeerComm
+from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.shared_memory import SharedMemoryComm
 from shardwise.errors import ConfigError, RanksDisagree
@@ -143,7 +143,7 @@ def use_what_exists(rank: int, world: int, folder: str) -> list[object]:
             with pytest.raises(ConfigError, match="not a member"):
                 over(None)
         else:
-            kinds = {"messages": PeerComm, "memory": SharedMemoryComm, "native": NativeComm}
+            kinds = {"messages": MessagesComm, "memory": SharedMemoryComm, "native": BackendComm}
             for transport, kind in kinds.items():
                 with over(pair, transport=transport) as comm:
                     assert type(comm) is kind

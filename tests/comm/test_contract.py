@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import shared_memory
+from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import over
 from shardwise.comm.local import LocalComm
-from shardwise.comm.native import NativeComm
-from shardwise.comm.peers import PeerComm
+from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import SharedMemoryComm
 from tests.comm import laws
@@ -23,9 +23,9 @@ from tests.ranks import gloo_group, outcomes_of, run_sharing, run_threads
 
 WORLDS_OF_PROCESSES = [2, 3]
 KINDS: dict[str, type] = {
-    "messages": PeerComm,
+    "messages": MessagesComm,
     "memory": SharedMemoryComm,
-    "native": NativeComm,
+    "native": BackendComm,
 }
 
 # law → (what came out, the error's text or "")

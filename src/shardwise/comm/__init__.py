@@ -1,8 +1,9 @@
-"""Ways for ranks to talk: one protocol, and its implementations side by side.
+"""Ways for ranks to exchange bytes: one protocol, and its implementations side by side.
 
-In reading order: ``protocol`` (what the engine sees), ``disagree`` (when ranks differ, and how to
-say so), ``local`` and ``fake`` (nobody to talk to), ``peers`` (collectives as messages),
-``threads`` and ``process_group`` (what carries the messages), ``native`` (a vendor's own
-collectives), ``watch`` (no wait without end or explanation), ``environment`` (what a launcher
-says), ``connect`` (which of them it is).
+In reading order: ``protocol`` (what the engine sees), ``desync`` (when ranks differ, and the
+sentences that say so), ``local`` and ``fake`` (no peers), ``messages`` (collectives as messages),
+``threads`` and ``gloo`` (what carries the messages), ``arena`` and ``shared_memory`` (ranks of one
+host that map the same memory), ``backend`` (the collectives of NCCL, XCCL and HCCL), ``watchdog``
+(no wait without end or explanation), ``malloc`` (freed memory that stays mapped), ``environment``
+(the launcher's variables), ``connect`` (chooses one of them).
 """

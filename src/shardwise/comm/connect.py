@@ -25,12 +25,12 @@ from shardwise.accelerators import (
     imported,
     row,
 )
+from shardwise.comm.backend import BackendComm
 from shardwise.comm.environment import Launch, launched
+from shardwise.comm.gloo import Ending, GlooWire
 from shardwise.comm.local import LocalComm
-from shardwise.comm.memory import keep_mapped
-from shardwise.comm.native import NativeComm
-from shardwise.comm.peers import PeerComm
-from shardwise.comm.process_group import Ending, GlooWire
+from shardwise.comm.malloc import keep_mapped
+from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
 from shardwise.errors import ConfigError, RanksDisagree
@@ -124,7 +124,7 @@ def _comm(
         keep_mapped()
     store = _own_store(group, rank)
     if transport == "native" or (transport == "auto" and device.type != "cpu"):
-        return NativeComm(group, device, store, row(device).averages, timeout, ending)
+        return BackendComm(group, device, store, row(device).averages, timeout, ending)
     if transport in ("auto", "memory"):
         if comm := shared_memory(store, rank, size, timeout, ending):
             return comm
@@ -134,7 +134,7 @@ def _comm(
                 "containers of their own, or not on Linux on x86-64). Leave transport out: "
                 "messages over gloo work everywhere."
             )
-    return PeerComm(rank, size, device, GlooWire(store, rank, size, timeout, ending))
+    return MessagesComm(rank, size, device, GlooWire(store, rank, size, timeout, ending))
 
 
 def _own_store(group: ProcessGroup, rank: int) -> Store:
@@ -169,7 +169,7 @@ def _here(group: ProcessGroup, device: str | None) -> torch.device:
 
 
 def _initialise(backend: Backend, device: torch.device, timeout: float, launch: Launch) -> None:
-    # A vendor's own watchdog would end the process before our watch has said why.
+    # A vendor's own watchdog would end the process before ours has said why.
     patience = timeout if device.type == "cpu" else timeout + 60
     host = f"[{launch.address}]" if ":" in launch.address else launch.address  # of IPv6
     try:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.local import Done
-from shardwise.comm.memory import fresh
-from shardwise.comm.peers import check_splits
+from shardwise.comm.malloc import fresh
+from shardwise.comm.messages import check_splits
 from shardwise.comm.protocol import Counters, Label, Pending
 from shardwise.errors import ConfigError
 

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from shardwise.comm.memory import fresh
+from shardwise.comm.malloc import fresh
 from shardwise.comm.protocol import Counters, Label, Pending
 
 __all__ = ["Done", "LocalComm"]

@@ -9,7 +9,7 @@ shard is a slice of it, and to gather means to know that every rank has finished
 reduction is each rank summing its own slice of the W gradient buckets, in rank order, so results
 are the same bits as over gloo. What is left of a collective is one row of four numbers per rank
 that says "I am at collective n, which is …": ranks at unlike collectives never pass each other,
-and the watch finds them.
+and the watchdog finds them.
 
     row of rank r, collective n (mod ROWS):  n + 1 | tag | where its piece is | n + 1 once read
 """
@@ -35,11 +35,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.arena import Arena, CommonHeap, Heap
-from shardwise.comm.disagree import Collective
-from shardwise.comm.peers import InFlight, agree, pieces_of, sum_in_rank_order
-from shardwise.comm.process_group import Ending
+from shardwise.comm.desync import Collective
+from shardwise.comm.gloo import Ending
+from shardwise.comm.messages import InFlight, agree, pieces_of, sum_in_rank_order
 from shardwise.comm.protocol import Counters, Label, Pending
-from shardwise.comm.watch import Wait, Watch, how_this_process_ends
+from shardwise.comm.watchdog import Wait, Watchdog, how_this_process_ends
 
 __all__ = ["SharedMemoryComm", "shared_memory"]
 
@@ -61,27 +61,27 @@ def shared_memory(
         for word in dead:
             word[0] = 1
 
-    watch = Watch(PrefixStore("memory/", store), rank, size, interrupt, timeout)
+    watchdog = Watchdog(PrefixStore("memory/", store), rank, size, interrupt, timeout)
     try:
-        opened, pids = _meet(watch, rank)
+        opened, pids = _meet(watchdog, rank)
     except BaseException as error:
-        watch.leave(f"it raised {error!r}")
+        watchdog.leave(f"it raised {error!r}")
         raise
     if opened is None:
-        watch.leave("the ranks cannot share memory")
+        watchdog.leave("the ranks cannot share memory")
         return None
-    comm = SharedMemoryComm(rank, size, watch, opened, pids, ending)
+    comm = SharedMemoryComm(rank, size, watchdog, opened, pids, ending)
     dead.append(comm.dead)
     return comm
 
 
-def _meet(watch: Watch, rank: int) -> tuple[list[Arena] | None, list[int]]:
+def _meet(watchdog: Watchdog, rank: int) -> tuple[list[Arena] | None, list[int]]:
     """The arenas of all ranks, if every rank could open them all; and the ranks' processes."""
     arenas = [Arena.made() for _ in range(1 + (rank == 0))] if _possible() else []
     mine = json.dumps([_host(), os.getpid(), [arena.fd for arena in arenas]])
-    said = [json.loads(text) for text in watch.share(_first(0), mine)]
+    said = [json.loads(text) for text in watchdog.share(_first(0), mine)]
     opened = _open(said, rank, arenas) if len({host for host, _, _ in said}) == 1 else None
-    everywhere = set(watch.share(_first(1), str(opened is not None))) == {"True"}
+    everywhere = set(watchdog.share(_first(1), str(opened is not None))) == {"True"}
     return opened if everywhere else None, [pid for _, pid, _ in said]
 
 
@@ -134,14 +134,14 @@ class SharedMemoryComm:
         self,
         rank: int,
         size: int,
-        watch: Watch,
+        watchdog: Watchdog,
         arenas: list[Arena],
         pids: list[int],
         ending: Ending,
     ) -> None:
         self.rank, self.size, self.device = rank, size, torch.device("cpu")
         self.counters = Counters()
-        self._watch, self._ending, self._closed = watch, ending, False
+        self._watchdog, self._ending, self._closed = watchdog, ending, False
         self._common, *self._own = arenas
         self._peers = [peer for peer in range(size) if peer != rank]
         rows = self._common.bytes(0, size * ROWS * 4 * 8).view(np.int64)
@@ -233,14 +233,14 @@ class SharedMemoryComm:
 
     def agree(self, facts: Mapping[str, str]) -> None:
         if difference := agree(facts, self._share):
-            raise self._watch.fail(difference)
+            raise self._watchdog.fail(difference)
 
     def _share(self, text: str) -> list[str]:
         """Every rank's ``text``; what every rank has let go by now may be given out again."""
         collective = self._next("agree", Label("agree"), 0)
         self._post(collective, 0)
         mine = json.dumps([text, sorted(self._buckets.let_go)])
-        texts = self._watch.share(collective, mine, is_gone=self._is_gone)
+        texts = self._watchdog.share(collective, mine, is_gone=self._is_gone)
         self._read(collective)
         said = [json.loads(text) for text in texts]
         self._buckets.reuse(set.intersection(*(set(let_go) for _, let_go in said)))
@@ -253,7 +253,7 @@ class SharedMemoryComm:
         return Collective(self._issued - 1, kind, label.op, label.unit, nbytes)
 
     def _post(self, collective: Collective, offset: int) -> None:
-        self._watch.issue(collective)
+        self._watchdog.issue(collective)
         if collective.seq >= self._room:
             self._make_room(collective)
         row = self._rows[self.rank, collective.seq % ROWS]
@@ -339,15 +339,15 @@ class SharedMemoryComm:
             os.sched_yield()
         since, nap = monotonic(), NAP
         while (peer := missing()) is not None or self.dead[0]:
-            self._watch.waits = Wait(collective, since, -1 if peer is None else peer)
-            self._watch.raise_if_dead()
+            self._watchdog.waits = Wait(collective, since, -1 if peer is None else peer)
+            self._watchdog.raise_if_dead()
             if self.dead[0]:
-                raise self._watch.explain(-1, RuntimeError("another rank ended the group"))
+                raise self._watchdog.explain(-1, RuntimeError("another rank ended the group"))
             if peer is not None and self._is_gone(peer):
-                raise self._watch.explain(peer, RuntimeError("its process has ended"))
+                raise self._watchdog.explain(peer, RuntimeError("its process has ended"))
             sleep(nap)
             nap = min(LONGEST_NAP, 1.2 * nap)
-        self._watch.waits = None
+        self._watchdog.waits = None
 
     def _is_gone(self, peer: int) -> bool:
         """Has the process ended? If it said goodbye, ``explain`` will find that."""
@@ -374,7 +374,7 @@ class SharedMemoryComm:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._watch.leave(how, self._ending.linger)
+        self._watchdog.leave(how, self._ending.linger)
         self._ending.then()
 
     def _at_exit(self) -> None:

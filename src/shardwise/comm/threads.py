@@ -20,9 +20,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.comm.disagree import Collective, late, left, mismatch, named
+from shardwise.comm.desync import Collective, late, left, mismatch, named
 from shardwise.comm.local import LocalComm
-from shardwise.comm.peers import PeerComm
+from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Comm
 from shardwise.errors import RanksDisagree
 
@@ -74,7 +74,7 @@ class _Rank(Thread, Generic[T]):
         size = self._meeting.size
         wire = _ThreadWire(self.number, self._meeting)
         cpu = torch.device("cpu")
-        comm: Comm = PeerComm(self.number, size, cpu, wire) if size > 1 else LocalComm()
+        comm: Comm = MessagesComm(self.number, size, cpu, wire) if size > 1 else LocalComm()
         try:
             self.results.append(self._fn(comm))
         except BaseException as error:  # noqa: BLE001 - `run` raises it in the caller's thread

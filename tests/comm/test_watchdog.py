@@ -1,4 +1,4 @@
-"""The watch of a group, between threads and over a store in memory: it needs no backend."""
+"""The watchdog of a group, between threads and over a store in memory: it needs no backend."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from shardwise.comm import watch
-from shardwise.comm.disagree import Collective
-from shardwise.comm.watch import Wait, Watch
+from shardwise.comm import watchdog
+from shardwise.comm.desync import Collective
+from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
 A, B, C = (Collective(seq, "all_gather", "gather", f"blocks.{seq}", 1024) for seq in range(3))
@@ -22,10 +22,10 @@ A, B, C = (Collective(seq, "all_gather", "gather", f"blocks.{seq}", 1024) for se
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "TICK", 0.01)
-    monkeypatch.setattr(watch, "PATIENCE", 0.05)
-    monkeypatch.setattr(watch, "SAY", 0.1)
-    monkeypatch.setattr(watch, "SLOWEST", 0.05)
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+    monkeypatch.setattr(watchdog, "PATIENCE", 0.05)
+    monkeypatch.setattr(watchdog, "SAY", 0.1)
+    monkeypatch.setattr(watchdog, "SLOWEST", 0.05)
 
 
 @dataclass
@@ -33,13 +33,13 @@ class Group:
     """Watches over one store, and which of them were interrupted."""
 
     store: HashStore = field(default_factory=HashStore)
-    watches: list[Watch] = field(default_factory=list)
+    watches: list[Watchdog] = field(default_factory=list)
     interrupted: list[threading.Event] = field(default_factory=list)
 
-    def add(self, size: int, timeout: float = 60.0) -> Watch:
+    def add(self, size: int, timeout: float = 60.0) -> Watchdog:
         event = threading.Event()
         rank = len(self.watches)
-        self.watches.append(Watch(self.store, rank, size, event.set, timeout))
+        self.watches.append(Watchdog(self.store, rank, size, event.set, timeout))
         self.interrupted.append(event)
         return self.watches[rank]
 
@@ -52,7 +52,7 @@ def group() -> Iterator[Group]:
         one.leave("the test is over")
 
 
-def wait_for(one: Watch, collective: Collective, peer: int = -1) -> None:
+def wait_for(one: Watchdog, collective: Collective, peer: int = -1) -> None:
     one.waits = Wait(collective, time.monotonic(), peer)
 
 
@@ -63,7 +63,7 @@ def until(come_true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def reason(one: Watch) -> str:
+def reason(one: Watchdog) -> str:
     with pytest.raises(RanksDisagree) as error:
         one.issue(C)
     return str(error.value)
@@ -130,7 +130,7 @@ def test_a_comm_that_notes_its_wait_at_every_poll_is_told_of_at_doubling_times(
 def test_ranks_that_are_still_starting_are_given_more_time(
     group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watch, "SAY_AT_START", 0.5)
+    monkeypatch.setattr(watchdog, "SAY_AT_START", 0.5)
     mine, since = group.add(2), time.monotonic()
     wait_for(mine, A._replace(seq=-2))
     until(lambda: "has waited" in caplog.text)
@@ -243,7 +243,7 @@ def test_a_store_that_is_gone_is_said_to_be_gone() -> None:
             master_listen_fd=listener.detach(),
         )
     interrupted = threading.Event()
-    mine = Watch(TCPStore("127.0.0.1", port), 0, 2, interrupted.set, 60.0)
+    mine = Watchdog(TCPStore("127.0.0.1", port), 0, 2, interrupted.set, 60.0)
     mine.issue(A)
     del server
     wait_for(mine, A, peer=1)

@@ -23,10 +23,10 @@ from torch.distributed.distributed_c10d import Store
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.comm import native
+from shardwise.comm import backend
+from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import over
-from shardwise.comm.native import NativeComm
-from shardwise.comm.process_group import Ending
+from shardwise.comm.gloo import Ending
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
 from tests.devices import DEVICES
@@ -45,7 +45,7 @@ def mean_of_ranks(comm: Comm) -> float:
     return out[0].item()
 
 
-def averaging(folder: str, calls: native._Calls) -> list[Any]:
+def averaging(folder: str, calls: backend._Calls) -> list[Any]:
     """The ReduceOps that a comm uses when the backend claims to average, and the mean."""
     used: list[str] = []
     scatter = calls.scatter
@@ -57,15 +57,15 @@ def averaging(folder: str, calls: native._Calls) -> list[Any]:
     store: Store = FileStore(f"{folder}/averages{scatter.__name__}", 2)
     world = dist.group.WORLD
     assert world is not None
-    native._calls = lambda: calls._replace(scatter=spy)
-    with NativeComm(world, CPU, store, averages=True, timeout=60, ending=Ending()) as comm:
+    backend._calls = lambda: calls._replace(scatter=spy)
+    with BackendComm(world, CPU, store, averages=True, timeout=60, ending=Ending()) as comm:
         mean = mean_of_ranks(comm)
     return [*used, mean]
 
 
 def try_averages(rank: int, world: int, folder: str) -> list[list[Any]]:
     with gloo_group(rank, world, folder):
-        right = native._calls()
+        right = backend._calls()
 
         def divides_twice(out: Tensor, full: Tensor, op: Any, **options: Any) -> Any:
             """On one rank, and for one size only, as XCCL once did."""
@@ -183,7 +183,7 @@ def test_a_wide_sum_is_one_operation_however_many_ranks_there_are() -> None:
     assert [o.value[0] for o in outcomes] == [["aten::sum.IntList_out", "aten::div_.Tensor"]] * 2
 
 
-def test_the_reductions_own_group_is_more_patient_than_the_watch() -> None:
+def test_the_reductions_own_group_is_more_patient_than_the_watchdog() -> None:
     outcomes = summed_wide()
     assert [o.value[2] for o in outcomes] == [[150.0]] * 2
 
@@ -199,7 +199,7 @@ def test_work_that_failed_is_not_over_although_nccl_says_that_it_is_complete() -
         if result is not None:
             future.set_result(result)
         work = SimpleNamespace(is_completed=lambda: True, get_future_result=lambda: future)
-        return native._is_over(cast("Any", work))
+        return backend._is_over(cast("Any", work))
 
     assert [over(result) for result in (0, 1, 2, 100, None)] == [True, False, False, False, False]
 
@@ -209,9 +209,9 @@ def test_the_old_names_serve_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> No
     for name, call in new.items():
         monkeypatch.setattr(dist, name, call, raising=False)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
-    assert native._calls() == (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
+    assert backend._calls() == (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0+cpu"))
-    assert native._calls() == tuple(new.values())
+    assert backend._calls() == tuple(new.values())
 
 
 def alone(rank: int, world: int, folder: str, device: str) -> list[Any]:
@@ -225,7 +225,7 @@ def alone(rank: int, world: int, folder: str, device: str) -> list[Any]:
     assert group is not None
     own: Store = FileStore(f"{folder}/own", world)
     ending = Ending(then=dist.destroy_process_group)
-    with NativeComm(group, here, own, averages=True, timeout=60, ending=ending) as comm:
+    with BackendComm(group, here, own, averages=True, timeout=60, ending=ending) as comm:
         full = torch.arange(6, dtype=torch.bfloat16, device=here)
         outs = [torch.empty(6, dtype=dtype, device=here) for dtype in (full.dtype, torch.float32)]
         pendings = [comm.all_gather(full, Label("gather")), comm.broadcast(full, 0, Label("send"))]

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from shardwise.comm.memory import fresh
+from shardwise.comm.malloc import fresh
 
 
 def test_memory_asked_for_in_inference_mode_can_be_trained_with() -> None:
@@ -44,7 +44,7 @@ def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 AGAIN = """
 import resource, torch
-from shardwise.comm.memory import keep_mapped
+from shardwise.comm.malloc import keep_mapped
 kept, faults = keep_mapped(), []
 for _ in range(10):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -71,7 +71,7 @@ def test_what_was_freed_can_be_given_back() -> None:
 HELD = """
 import torch
 from pathlib import Path
-from shardwise.comm.memory import give_back, keep_mapped
+from shardwise.comm.malloc import trim, keep_mapped
 def held():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(x.split()[1]) << 10 for x in lines if x.startswith("Anonymous"))
@@ -79,6 +79,6 @@ keep_mapped()
 before = held()
 unit, shard = torch.empty(64 << 20, dtype=torch.uint8).fill_(1), torch.ones(1 << 20)
 del unit
-give_back()
+trim()
 print(held() - before)
 """

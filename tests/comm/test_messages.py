@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm.disagree import Collective
-from shardwise.comm.peers import PeerComm, agree, sum_in_rank_order
+from shardwise.comm.desync import Collective
+from shardwise.comm.messages import MessagesComm, agree, sum_in_rank_order
 from shardwise.comm.protocol import Label
 from shardwise.errors import RanksDisagree
 
@@ -43,7 +43,7 @@ class Notes:
 def test_pieces_go_straight_from_and_to_their_place() -> None:
     wire = Notes()
     full = torch.arange(12.0)
-    PeerComm(1, 4, CPU, wire).all_gather(full, Label("gather", "blocks.0"))
+    MessagesComm(1, 4, CPU, wire).all_gather(full, Label("gather", "blocks.0"))
     (collective, sends, receives) = wire.posts[0]
     assert collective == (0, "all_gather", "gather", "blocks.0", 48)
     assert list(sends) == list(receives) == [2, 3, 0]
@@ -55,7 +55,7 @@ def test_pieces_go_straight_from_and_to_their_place() -> None:
 def test_a_reduction_sends_slices_of_the_buffer_itself() -> None:
     wire = Notes()
     full = torch.arange(6.0)
-    PeerComm(0, 3, CPU, wire).reduce_scatter(torch.empty(2), full, Label("reduce"))
+    MessagesComm(0, 3, CPU, wire).reduce_scatter(torch.empty(2), full, Label("reduce"))
     _, sends, receives = wire.posts[0]
     assert {peer: data.tolist() for peer, data in sends.items()} == {1: [2.0, 3.0], 2: [4.0, 5.0]}
     assert all(data.untyped_storage().data_ptr() == full.data_ptr() for data in sends.values())
@@ -64,7 +64,7 @@ def test_a_reduction_sends_slices_of_the_buffer_itself() -> None:
 
 def test_memory_for_what_peers_send_is_used_again_once_the_sum_is_there() -> None:
     wire = Notes()
-    comm = PeerComm(0, 2, CPU, wire)
+    comm = MessagesComm(0, 2, CPU, wire)
 
     def issue(n: int) -> tuple[int, Callable[[], None]]:
         pending = comm.reduce_scatter(torch.empty(n), torch.zeros(2 * n), Label("reduce"))
@@ -81,7 +81,7 @@ def test_memory_for_what_peers_send_is_used_again_once_the_sum_is_there() -> Non
 
 def test_collectives_are_numbered_as_they_are_issued() -> None:
     wire = Notes()
-    comm = PeerComm(0, 2, CPU, wire)
+    comm = MessagesComm(0, 2, CPU, wire)
     comm.broadcast(torch.zeros(1), 1, Label("broadcast"))
     comm.agree({})
     comm.all_gather(torch.zeros(2), Label("gather"))
@@ -90,9 +90,9 @@ def test_collectives_are_numbered_as_they_are_issued() -> None:
 
 def test_the_end_of_a_with_block_tells_whether_it_was_an_error() -> None:
     wire = Notes()
-    with PeerComm(0, 2, CPU, wire):
+    with MessagesComm(0, 2, CPU, wire):
         pass
-    with pytest.raises(KeyError), PeerComm(0, 2, CPU, wire):
+    with pytest.raises(KeyError), MessagesComm(0, 2, CPU, wire):
         raise KeyError("x")
     assert wire.closed == ["it closed its end of the group", "it raised KeyError('x')"]
 

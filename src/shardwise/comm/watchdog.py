@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.comm.disagree import (
+from shardwise.comm.desync import (
     Collective,
     Cursor,
     absent,
@@ -32,7 +32,7 @@ from shardwise.comm.disagree import (
 )
 from shardwise.errors import RanksDisagree
 
-__all__ = ["Wait", "Watch", "how_this_process_ends"]
+__all__ = ["Wait", "Watchdog", "how_this_process_ends"]
 
 TICK = 0.5  # seconds between two looks at whether this rank waits
 PATIENCE = 1.0  # seconds of waiting before the first look at the others
@@ -60,8 +60,8 @@ class Wait(NamedTuple):
     over: Callable[[], bool] = lambda: False
 
 
-class Watch:
-    """One rank's watch over its group, through a store that all ranks share. Final.
+class Watchdog:
+    """One rank's watchdog over its group, through a store that all ranks share. Final.
 
     Args:
         store: the group's own, with no other user's keys.
@@ -82,7 +82,7 @@ class Watch:
         self._recent: deque[Collective] = deque(maxlen=RECENT)
         self._issued = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
 
     # --- what the comm calls ---------------------------------------------------------------

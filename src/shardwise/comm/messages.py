@@ -19,14 +19,14 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from shardwise.comm.disagree import Collective, facts_differ
-from shardwise.comm.memory import fresh
+from shardwise.comm.desync import Collective, facts_differ
+from shardwise.comm.malloc import fresh
 from shardwise.comm.protocol import Counters, Label, Pending
 from shardwise.errors import ConfigError, RanksDisagree
 
 __all__ = [
     "InFlight",
-    "PeerComm",
+    "MessagesComm",
     "Wire",
     "agree",
     "check_splits",
@@ -60,7 +60,7 @@ class Wire(Protocol):
         """Leave the group, telling the others how. Safe to call twice."""
 
 
-class PeerComm:
+class MessagesComm:
     """One rank's end of a group whose messages a wire carries. Final; see ``Comm``."""
 
     shares = False

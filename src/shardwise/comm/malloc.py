@@ -14,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-__all__ = ["fresh", "give_back", "keep_mapped"]
+__all__ = ["fresh", "keep_mapped", "trim"]
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 KEPT = 1 << 30  # bytes: freed memory up to this stays mapped in the process
@@ -44,12 +44,12 @@ def keep_mapped() -> bool:
     return bool(taken and mallopt(TRIM_THRESHOLD, KEPT))
 
 
-def give_back() -> None:
+def trim() -> None:
     """Return to the kernel what this process has freed, where the allocator can (glibc).
 
     Setting up frees whole units between shards that stay. What is kept mapped then has holes in
     which the next unit does not fit, and the process grows by about as much as its shards.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

@@ -7,7 +7,7 @@ an all-to-all and one local kernel, where the ordinary way widens first and send
 On a device, every collective of a comm and all that computes with its memory belong on one stream:
 memory is freed by the host as soon as that stream was told to wait for what reads it.
 
-These backends have no tags. Unlike collectives are found by the watch, from the ranks' cursors.
+These backends have no tags. Unlike collectives are found by the watchdog, from the ranks' cursors.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.comm.disagree import Collective
+from shardwise.comm.desync import Collective
+from shardwise.comm.gloo import Ending, close_connections
 from shardwise.comm.local import Done
-from shardwise.comm.memory import fresh
-from shardwise.comm.peers import PART, InFlight, agree, check_splits
-from shardwise.comm.process_group import Ending, close_connections
+from shardwise.comm.malloc import fresh
+from shardwise.comm.messages import PART, InFlight, agree, check_splits
 from shardwise.comm.protocol import Counters, Label, Pending
-from shardwise.comm.watch import Wait, Watch, how_this_process_ends
+from shardwise.comm.watchdog import Wait, Watchdog, how_this_process_ends
 
-__all__ = ["NativeComm"]
+__all__ = ["BackendComm"]
 
 GREETING = Collective(-2, "greeting", "start", "", 0)
 SUCCESS = 0  # of torch's C++ enum WorkResult
 SELF_TEST = Collective(-1, "self-test", "self-test of AVG", "", 0)
 
 
-class NativeComm:
+class BackendComm:
     """One rank's end of a group that a vendor's library serves. Final; see ``Comm``.
 
     Args:
@@ -74,20 +74,20 @@ class NativeComm:
         self._calls = _calls()
         self._groups = _Groups(group, group)
         self._stop = _stopper(dist.get_backend(group), (self.rank + 1) % self.size)
-        self._watch = Watch(store, self.rank, self.size, self._interrupt, timeout)
+        self._watchdog = Watchdog(store, self.rank, self.size, self._interrupt, timeout)
         try:
-            self._watch.share(GREETING, "")
+            self._watchdog.share(GREETING, "")
             # All processes must take part in making a group, so only one of all of them is safe
             # to make here. A mesh axis keeps to one communicator: right, with less overlap.
             if self.size == dist.get_world_size():
                 # Torch's default is ten minutes for NCCL, and then the process is killed. Longer
-                # than ours: the watch knows what to say.
+                # than ours: the watchdog knows what to say.
                 patience = timedelta(seconds=timeout + 60)
                 reduce = dist.new_group(timeout=patience, group_desc="shardwise reductions")
                 self._groups = _Groups(group, reduce)
             self._averages = averages and self._average_is_right()
         except BaseException as error:
-            self._watch.leave(f"it raised {error!r}")
+            self._watchdog.leave(f"it raised {error!r}")
             raise
         atexit.register(self._at_exit)
 
@@ -132,10 +132,10 @@ class NativeComm:
 
     def agree(self, facts: Mapping[str, str]) -> None:
         def share(text: str) -> list[str]:
-            return self._watch.share(self._next("agree", Label("agree"), 0), text)
+            return self._watchdog.share(self._next("agree", Label("agree"), 0), text)
 
         if difference := agree(facts, share):
-            raise self._watch.fail(difference)
+            raise self._watchdog.fail(difference)
 
     def close(self) -> None:
         self._close("it closed its end of the group")
@@ -198,23 +198,23 @@ class NativeComm:
         finish: Callable[[], None] | None = None,
     ) -> Pending:
         collective = self._next(kind, label, nbytes)
-        self._watch.issue(collective)
+        self._watchdog.issue(collective)
         self.counters.sent(label.op, sent)
         if nbytes == 0:
             return Done()
         try:
             work = call()
         except RuntimeError as error:
-            raise self._watch.explain(-1, error) from error
+            raise self._watchdog.explain(-1, error) from error
         return InFlight(lambda: self._complete(collective, work), finish, self.counters, label.op)
 
     def _complete(self, collective: Collective, work: Work) -> None:
-        # On a GPU `wait` only orders streams: the watch goes on asking whether the work is over.
-        self._watch.waits = Wait(collective, monotonic(), over=partial(_is_over, work))
+        # On a GPU `wait` only orders streams: the watchdog goes on asking whether the work is over.
+        self._watchdog.waits = Wait(collective, monotonic(), over=partial(_is_over, work))
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._watch.explain(-1, error) from error
+            raise self._watchdog.explain(-1, error) from error
 
     def _average_is_right(self) -> bool:
         """Whether AVG of 1, 2, …, size is (size + 1) / 2, for each of some sizes, on every rank."""
@@ -224,7 +224,7 @@ class NativeComm:
             out = torch.empty(n, device=self.device)
             self._calls.scatter(out, full, op=dist.ReduceOp.AVG, group=self._groups.reduce)
             right &= bool((out == (self.size + 1) / 2).all())
-        return set(self._watch.share(SELF_TEST, str(right))) == {"True"}
+        return set(self._watchdog.share(SELF_TEST, str(right))) == {"True"}
 
     def _interrupt(self) -> None:
         for group in set(self._groups):
@@ -235,7 +235,7 @@ class NativeComm:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._watch.leave(how, self._ending.linger)
+        self._watchdog.leave(how, self._ending.linger)
         if self._groups.reduce is not self._groups.gather:
             dist.destroy_process_group(self._groups.reduce)
         self._ending.then()
@@ -272,7 +272,7 @@ def _stopper(backend: str, peer: int) -> Callable[[ProcessGroup], None]:
 
 
 def _is_over(work: Work) -> bool:
-    """Is it complete? NCCL says so of work that failed, too, and the watch shall say why it did."""
+    """Is it complete and did it succeed? NCCL calls work that failed complete, too."""
     if not work.is_completed():
         return False
     try:

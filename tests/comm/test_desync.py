@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.comm.disagree import (
+from shardwise.comm.desync import (
     NO_TAG,
     Collective,
     Cursor,

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardwise.comm.disagree import NO_TAG, Collective
-from shardwise.comm.watch import Wait, Watch, how_this_process_ends
+from shardwise.comm.desync import NO_TAG, Collective
+from shardwise.comm.watchdog import Wait, Watchdog, how_this_process_ends
 from shardwise.errors import RanksDisagree
 
 __all__ = ["Ending", "GlooWire", "close_connections"]
@@ -71,23 +71,23 @@ class GlooWire:
         # What is in flight, kept also if nobody waits: a peer's message needs its place.
         self._flying: dict[int, list[tuple[int, Work]]] = {}
         self._group: _Messages | None = None
-        self._watch = Watch(store, rank, size, self._interrupt, timeout)
+        self._watchdog = Watchdog(store, rank, size, self._interrupt, timeout)
         try:
-            self._watch.share(GREETING, "")  # names who never came; gloo would only time out
-            # Longer than ours: the watch knows what to say.
+            self._watchdog.share(GREETING, "")  # names who never came; gloo would only time out
+            # Longer than ours: the watchdog knows what to say.
             patience = timedelta(seconds=timeout + 60)
             gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, patience)
             self._group = cast("Any", gloo)
-            self._watch.share(CONNECTED, "")  # or who is done soon leaves while a peer connects
+            self._watchdog.share(CONNECTED, "")  # or who is done soon leaves while a peer connects
         except BaseException as error:
-            self._watch.leave(f"it raised {error!r}")
+            self._watchdog.leave(f"it raised {error!r}")
             raise
         atexit.register(self._at_exit)
 
     def post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        self._watch.issue(collective)
+        self._watchdog.issue(collective)
         return self._posted(collective, sends, receives)
 
     def _posted(
@@ -104,7 +104,7 @@ class GlooWire:
             for peer, data in sends.items():
                 works.append((peer, group.send([data], peer, tag)))
         except RuntimeError as error:
-            raise self._watch.explain(peer, error) from error
+            raise self._watchdog.explain(peer, error) from error
         return lambda: self._complete(collective)
 
     def share(self, collective: Collective, text: str) -> list[str]:
@@ -115,17 +115,17 @@ class GlooWire:
         def meet() -> None:
             self._posted(collective, sends, places)()
 
-        return self._watch.share(collective, text, meet)
+        return self._watchdog.share(collective, text, meet)
 
     def fail(self, reason: str) -> RanksDisagree:
-        return self._watch.fail(reason)
+        return self._watchdog.fail(reason)
 
     def close(self, how: str) -> None:
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._watch.leave(how, self._ending.linger)
+        self._watchdog.leave(how, self._ending.linger)
         self._interrupt()  # or what is in flight would still write into memory that is freed
         self._group = None
         self._ending.then()
@@ -133,12 +133,12 @@ class GlooWire:
     def _complete(self, collective: Collective) -> None:
         since = monotonic()
         for peer, work in self._flying[collective.seq]:
-            self._watch.waits = Wait(collective, since, peer)
+            self._watchdog.waits = Wait(collective, since, peer)
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._watch.explain(peer, error) from error
-        self._watch.waits = None
+                raise self._watchdog.explain(peer, error) from error
+        self._watchdog.waits = None
         del self._flying[collective.seq]
 
     def _interrupt(self) -> None:
