@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.refusals import lost
-from shardwise.shard_tensor import ShardTensor, marked
+from shardwise.shard_tensor import ShardTensor
 
 __all__ = ["LocalGradient", "ShardedParameter", "get_grad", "is_of_shard", "put_grad", "set_grad"]
 
@@ -62,8 +62,9 @@ class ShardedParameter(ShardTensor, nn.Parameter):
             gradient = get_grad(self)
         finally:
             self.__class__ = ShardedParameter
-        if gradient.__class__ is Tensor and (sharding := self.__dict__.get("sharding")) is not None:
-            return marked(gradient, sharding)
+        if gradient.__class__ is Tensor and "sharding" in self.__dict__:  # as ``marked`` does
+            gradient.sharding = self.sharding  # type: ignore[attr-defined]
+            gradient.__class__ = ShardTensor
         return gradient
 
     @grad.setter
