@@ -30,6 +30,7 @@ from shardwise.gathered_parameter import GatheredParameter, set_data
 from shardwise.gradients import Gradients
 from shardwise.guard import ShardedParameter
 from shardwise.refusals import replaced
+from shardwise.sharding import sharding_of
 
 __all__ = ["Bucket"]
 
@@ -76,21 +77,26 @@ class Bucket:
         self._cast = False  # does a lasting bucket hold what the shard holds now?
         with torch.inference_mode(False):
             self.full = memory(self.layout.numel, dtypes.compute)  # [W * S]
-            at_rest = spec.own(self.full) if spec.placement.splits else self.full
-            self.shard = (  # [S], or [W * S] when nothing is split
-                at_rest if self.aliased else spec.comm.allocate(at_rest.numel(), dtypes.stored)
-            )
-            self.shard.zero_()  # padding stays zero for life
             self._full_views = spec.full_views(self.full)
-            self._rest_views = spec.rest_views(self.shard)
             self._writer = torch.empty(0, dtype=dtypes.compute, device=self.full.device)
             size = (self.layout.numel,)
             self._writer.set_(self.full.untyped_storage(), 0, size, (1,))
             self._own = spec.own(self._writer) if spec.placement.splits else self._writer
         self._storage = self.full.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self._places = [(view.data_ptr(), view.shape) for view in self._rest_views]
+        self._allocate_shard()
         self._release()
+
+    def _allocate_shard(self) -> None:
+        spec = self.spec
+        with torch.inference_mode(False):
+            at_rest = spec.own(self.full) if spec.placement.splits else self.full
+            self.shard = (  # [S], or [W * S] when nothing is split
+                at_rest if self.aliased else spec.comm.allocate(at_rest.numel(), self.dtypes.stored)
+            )
+            self.shard.zero_()  # padding stays zero for life
+            self._rest_views = spec.rest_views(self.shard)
+        self._places = [(view.data_ptr(), view.shape) for view in self._rest_views]
 
     @property
     def is_whole(self) -> bool:
@@ -184,15 +190,26 @@ class Bucket:
             self._storage.resize_(0)
 
     def adopt(self) -> None:
-        """Take over values that the user put in place of a shard by ``param.data = ...``."""
+        """Take over values that were put in place of a parameter's by ``param.data = ...``.
+
+        A guarded parameter does so itself. Who has read ``param.data`` before keeps the values that
+        were there, as of any parameter: where nothing is split, the bucket moves to other memory.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             if [(param.data_ptr(), param.shape) for param in self.params] == self._places:
                 return
             for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):
                 if param.shape != view.shape or param.dtype != view.dtype:
                     raise replaced(self.members[index].name, view, param)
-                if param.data_ptr() != view.data_ptr():
-                    view.copy_(param.detach())
+            values = [param.detach() for param in self.params]
+            if self._whole_at_rest:
+                self._allocate() if self.aliased else self._allocate_shard()
+            for param, view, value in zip(self.params, self._rest_views, values, strict=True):
+                if value.data_ptr() != view.data_ptr():
+                    if (sharding := sharding_of(param)) is not None:
+                        sharding.end_loans()
+                    view.copy_(value)
+            self.rest()
 
     # ---- whole values, outside the step --------------------------------------------------
 

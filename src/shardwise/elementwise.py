@@ -6,9 +6,12 @@ itself. Whether its operands are cut alike is decided where they are known (``sh
 
 from __future__ import annotations
 
-__all__ = ["COPIES", "ELEMENTWISE", "METADATA", "NEW", "bare_name", "writes"]
+from functools import cache
+
+__all__ = ["COPIES", "ELEMENTWISE", "METADATA", "NEW", "SHAPES", "bare_name", "writes"]
 
 
+@cache
 def bare_name(name: str) -> str:
     """``__iadd__``, ``_foreach_add_`` and ``add_`` are all ``add``; ``__float__`` is no copy."""
     if name == "__float__":
@@ -22,16 +25,16 @@ def bare_name(name: str) -> str:
 def writes(name: str) -> bool:
     """Does the elementwise function of this name write into its first operand?"""
     if name.startswith("__"):
-        return name[2] == "i" and name.strip("_") not in ELEMENTWISE
+        return name[2:3] == "i" and bare_name(name) != name.strip("_")
     return name.endswith("_")
 
 
 _METADATA = """
-    detach zeros_like ones_like empty_like full_like rand_like randn_like requires_grad size dim
-    ndimension numel nelement stride storage_offset element_size is_floating_point is_complex
+    detach zeros_like ones_like empty_like full_like rand_like randn_like requires_grad dim
+    ndimension stride storage_offset element_size is_floating_point is_complex
     is_contiguous is_signed is_sparse is_cuda is_meta is_inference data_ptr storage untyped_storage
     get_device has_names is_shared is_pinned is_same_size type register_hook
-    register_post_accumulate_grad_hook retain_grad repr format hash len delattr setattr _is_view
+    register_post_accumulate_grad_hook retain_grad repr format hash delattr setattr _is_view
     result_type can_cast is_tensor is_storage dlpack_device
 """
 _COPIES = """
@@ -47,6 +50,7 @@ _ELEMENTWISE = """
     bitwise_xor and or xor invert relu sgd adam adamw adagrad
 """
 METADATA = frozenset(_METADATA.split())
+SHAPES = frozenset({"size", "numel", "nelement", "len"})
 NEW = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 """They take a dtype and a device from the shard, and a shape from whoever calls."""
 COPIES = frozenset(_COPIES.split())

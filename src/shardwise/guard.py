@@ -62,7 +62,7 @@ class ShardedParameter(ShardTensor, nn.Parameter):
             gradient = get_grad(self)
         finally:
             self.__class__ = ShardedParameter
-        if gradient.__class__ is Tensor and "sharding" in self.__dict__:  # as ``marked`` does
+        if gradient.__class__ is Tensor and "sharding" in self.__dict__:  # as ``Call.mark`` does
             gradient.sharding = self.sharding  # type: ignore[attr-defined]
             gradient.__class__ = ShardTensor
         return gradient

@@ -8,7 +8,8 @@ What a call returned is looked at once, for the nodes by which ``backward`` will
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.registered import Registered
 from shardwise.runtime import Runtime
 from shardwise.schedule import Op, Phase
+from shardwise.sharding import Sharding, sharding_of
 from shardwise.trees import cast, hides, makers, tensors
 from shardwise.visits import Visit
 
@@ -82,6 +84,8 @@ class Hooks:
                 module.register_forward_hook(self._after, always_call=True),
             ]
         self.backward.install()
+        for sharding in self._shardings():
+            sharding.engine = weakref.ref(self)
 
     def remove(self) -> None:
         """Take every hook away again."""
@@ -90,6 +94,12 @@ class Hooks:
             handle.remove()
         self._handles.clear()
         self.backward.remove()
+        for sharding in self._shardings():
+            sharding.engine = None
+
+    def _shardings(self) -> Iterator[Sharding]:
+        params = (p for s in self.runtime.units.values() for b in s.buckets for p in b.params)
+        return (found for param in params if (found := sharding_of(param)) is not None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardUseError(
@@ -99,10 +109,27 @@ class Hooks:
             "model gives a plain copy."
         )
 
+    # ---- what shards ask -------------------------------------------------------------------
+
+    @property
+    def computing(self) -> bool:
+        """Is a forward or backward pass under way?"""
+        return bool(self._frames) or self.backward.running
+
+    def make_whole(self, unit: str) -> None:
+        """A parameter is read beside its unit's call: whole until the step is over."""
+        phase = Phase.BACKWARD if self.backward.running else Phase.FORWARD
+        self.runtime.serve(unit, phase, "read")
+        self.runtime.units[unit].pinned = True
+
+    def before_write(self, unit: str) -> None:
+        """Shards of a unit are written next, at any time."""
+        self.runtime.before_write(unit)
+
     def check_idle(self, asked: str) -> None:
         """Raises ``ScheduleError`` while a forward or backward pass is under way."""
         self._abandon_stopped()
-        if self._frames or self.backward.running:
+        if self.computing:
             raise ScheduleError(
                 f"{asked} in the middle of a step, while units are gathered and gradients are on "
                 "their way, and other ranks may be at another unit. Do it between steps: after "
@@ -225,7 +252,8 @@ class Hooks:
     def _pin(self, unit: str, output: Any) -> None:
         """An output that is a view of a parameter keeps the unit whole until the step ends."""
         state = self.runtime.units[unit]
-        if any(t.untyped_storage()._cdata in state.homes for t in tensors(output)):
+        homes = state.homes
+        if any(t.untyped_storage()._cdata in homes for t in tensors(output)):
             state.pinned = True
 
     def _meet(self, frame: Frame, output: Any) -> None:

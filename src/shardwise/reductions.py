@@ -6,18 +6,23 @@ together, and each rank combines them in rank order. So the result is the same b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.calls import Call
 from shardwise.comm.protocol import Comm, Label
+from shardwise.refusals import clipped
+from shardwise.sharding import Sharding
 
-__all__ = ["Reduction", "joined_norm", "over_ranks", "reduction_of", "vector_norm"]
+__all__ = ["Reduction", "foreach_norm", "over_ranks", "reduced", "reduction_of"]
 
 CHUNK = 1 << 16
 """Elements: on CPU, torch adds up millions of squares one by one, and is off by up to 1e-3."""
@@ -91,6 +96,61 @@ def reduction_of(
     if name not in _REDUCTIONS or len(positional) < len(args) or not known.issuperset(options):
         return None
     return _REDUCTIONS[name](Asked(part, numel, options))
+
+
+def reduced(call: Call) -> Any:
+    """One number for every rank. A collective. A ``ShardUseError`` where it cannot be formed."""
+    shard = call.first
+    if not (call.args and call.args[0] is shard) or len(list(call.tensors())) > 1:
+        return call.misused()
+    sharding: Sharding = shard.sharding
+    numel = sharding.shape.numel()
+    reduction = reduction_of(call.name, call.args[1:], call.kwargs, shard, numel)
+    if reduction is None:
+        return call.misused()
+    if call.records():
+        return call.recorded()
+    name = call.name.removeprefix("linalg_")
+    if name.endswith("norm") and _is_clipping():
+        raise clipped()
+    here = reduction.part(shard).reshape(1)
+    label = Label(name, sharding.name)
+    return over_ranks(here, reduction.combine, sharding.comm, label)[0].to(reduction.dtype)
+
+
+def foreach_norm(call: Call) -> Any:
+    """The norm of each of a list: one collective for all shards of the same ranks."""
+    if call.records():
+        return call.recorded()
+    if _is_clipping():
+        raise clipped()
+    tensors = list(call.args[0])
+    order = float(call.kwargs.get("ord", (*call.args[1:], 2.0)[0]))
+    norms = [vector_norm(tensor, order) for tensor in tensors]
+    groups: dict[int, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        if call.is_shard(tensor):
+            groups.setdefault(id(tensor.sharding.comm), []).append(at)
+    for places in groups.values():
+        here = torch.stack([norms[at].double() for at in places])
+        comm, label = tensors[places[0]].sharding.comm, Label("norm", f"of {len(places)} shards")
+        whole = over_ranks(here, partial(joined_norm, order), comm, label)
+        for at, norm in zip(places, whole.unbind(), strict=True):
+            norms[at] = norm
+    dtype = call.kwargs.get("dtype")
+    return [norm.to(dtype or t.dtype) for norm, t in zip(norms, tensors, strict=True)]
+
+
+def _is_clipping() -> bool:
+    """Does torch's clipping ask for this norm? It shows no function of its own to intercept."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.utils.clip_grad":
+        frame = frame.f_back
+    while frame is not None and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        if frame.f_code.co_name == "clip_grad_norm_":
+            return True
+        frame = frame.f_back  # a comprehension has a frame of its own before Python 3.12
+    return False
 
 
 def _says_nothing(value: object) -> bool:

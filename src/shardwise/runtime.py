@@ -325,6 +325,15 @@ class Runtime:
         for state in self.units.values():
             state.shelve()
 
+    def before_write(self, unit: str) -> None:
+        """Every rank writes shards of a unit at rest next; a peer may still compute with them."""
+        if self.units[unit].gathered:  # ahead of its use, and what travels would be old
+            self._carry_out([Event(Op.FREE, unit, Phase.FORWARD, "written")])
+        if self._cursor.ended:
+            self.await_readers()
+        else:
+            self.comm.fence(Label("fence", "written"))
+
     def await_readers(self) -> None:
         """Shared parameters are written next: wait for a forward pass that had no other end."""
         if self._read:

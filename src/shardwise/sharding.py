@@ -6,7 +6,9 @@ from one rank's part, such as a gradient or a moving average (see ``shard_tensor
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +16,24 @@ from torch import Tensor
 from shardwise.comm.protocol import Comm, Label
 from shardwise.layout import Layout
 
-__all__ = ["Sharding", "sharding_of"]
+__all__ = ["Engine", "Sharding", "sharding_of"]
 
 
-@dataclass(frozen=True, eq=False)
+class Engine(Protocol):
+    """What shards ask of the engine of their model."""
+
+    @property
+    def computing(self) -> bool:
+        """Is a forward or backward pass of the model under way?"""
+
+    def make_whole(self, unit: str) -> None:
+        """Let the parameters of a unit be whole until the step is over."""
+
+    def before_write(self, unit: str) -> None:
+        """Shards of a unit are written next: nobody may still read or send what they hold."""
+
+
+@dataclass(eq=False)
 class Sharding:
     """Where a parameter's elements are.
 
@@ -30,6 +46,8 @@ class Sharding:
         atom: elements that are never split between ranks (a row, or 1).
         layout: of its bucket, in which its slot has its name.
         comm: the ranks that have the other ranges.
+        engine: the model's, while it is sharded.
+        lent: what was read from the parameter and shares the shard's memory, by ``id``.
     """
 
     name: str
@@ -41,6 +59,27 @@ class Sharding:
     atom: int
     layout: Layout = field(repr=False)
     comm: Comm = field(repr=False)
+    engine: weakref.ref[Engine] | None = field(default=None, repr=False)
+    lent: weakref.WeakValueDictionary[int, Tensor] = field(
+        default_factory=weakref.WeakValueDictionary, repr=False
+    )
+
+    @property
+    def serving(self) -> Engine | None:
+        """The engine, while a pass is under way in which it can make parameters whole."""
+        engine = None if self.engine is None else self.engine()
+        return engine if engine is not None and engine.computing else None
+
+    def before_write(self) -> None:
+        """The shard of the parameter is written next."""
+        if self.engine is not None and (engine := self.engine()) is not None:
+            engine.before_write(self.unit)
+
+    def end_loans(self) -> None:
+        """What was lent keeps its values, in memory of its own: the shard gets other ones."""
+        for tensor in list(self.lent.values()):
+            tensor.data = tensor.clone()
+        self.lent.clear()
 
     def cut(self, whole: Tensor, local_shape: torch.Size) -> Tensor:
         """This rank's part of ``whole`` (``shape`` elements), in the shape of its shard."""

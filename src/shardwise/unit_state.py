@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Label
@@ -41,7 +40,7 @@ class UnitState:
     def __post_init__(self) -> None:
         self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
 
-    @cached_property
+    @property
     def homes(self) -> frozenset[int]:
         """The identities of the storages that hold its parameters while they are whole."""
         return frozenset(bucket.full.untyped_storage()._cdata for bucket in self.buckets)

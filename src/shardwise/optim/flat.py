@@ -128,14 +128,12 @@ class FlatOptimizer(Optimizer, ABC):
 
     def _step(self) -> None:
         self._check_sharded()
-        shown = all(held.shows(self.state) for held in self._held)
-        if not shown or self._facts != self._facts_now():
+        if not self._is_current():
             self._hold()
         given = [[param.grad for param in held.params] for held in self._held]
         update = self._update([[gradient is not None for gradient in mine] for mine in given])
         flats, gradients = [], list[Tensor]()
         for held, mine, cuts in zip(self._held, given, update.cuts, strict=True):
-            held.adopt()
             if cuts is not None:
                 flats.append(flat_gradient(held, mine))
                 gradients += cuts.views(flats[-1].flat)
@@ -165,6 +163,12 @@ class FlatOptimizer(Optimizer, ABC):
         return None if on_host and scale.item() == 1 else scale
 
     # ---- decided and held beforehand -----------------------------------------------------------
+
+    def _is_current(self) -> bool:
+        """Is what is held still the memory of the parameters and their state?"""
+        return self._facts == self._facts_now() and all(
+            held.adopt() and held.shows(self.state) for held in self._held
+        )
 
     def _update(self, there: list[list[bool]]) -> Update:
         """The step; the last one again, as long as nothing that it depends on changed."""
@@ -202,6 +206,8 @@ class FlatOptimizer(Optimizer, ABC):
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
         }
+        for bucket in self._sharded.buckets:
+            bucket.adopt()
         every = [Held(bucket, groups) for bucket in self._sharded.buckets]
         held = [one for one in every if one.shares]
         for one in held:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from shardwise.buffers import Bucket
 from shardwise.errors import ConfigError
 from shardwise.optim.runs import Run
-from shardwise.refusals import replaced
 from shardwise.sharding import sharding_of
 
 __all__ = ["STEP", "Held", "Share", "State"]
@@ -178,14 +177,8 @@ class Held:
 
     # ---- values ------------------------------------------------------------------------------
 
-    def adopt(self) -> None:
-        """Take over values that the user put in place of a shard by ``param.data = ...``."""
-        if list(map(Tensor.data_ptr, self._solid_params)) == self._places:
-            return
-        for share in self.shares:
-            param, view = share.param, share.view
-            if param.shape != view.shape or param.dtype != view.dtype:
-                raise replaced(self.bucket.members[share.index].name, view, param)
-            if param.data_ptr() != view.data_ptr():
-                view.copy_(param.detach())
-                self.bucket.rest_one(share.index)
+    def adopt(self) -> bool:
+        """Take over values that were put in by ``param.data = ...``; is the memory the same?"""
+        if list(map(Tensor.data_ptr, self._solid_params)) != self._places:
+            self.bucket.adopt()
+        return self.bucket.shard is self.shard

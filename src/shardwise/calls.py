@@ -1,0 +1,118 @@
+"""A call of one of torch's functions, with shards among its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.elementwise import writes
+from shardwise.errors import ShardUseError
+from shardwise.refusals import misused, recorded
+from shardwise.sharding import Sharding
+
+__all__ = ["Call"]
+
+
+class Call:
+    """A function, and what it was called with.
+
+    Args:
+        func: the function.
+        args, kwargs: its arguments.
+        kind: the class of shards, each of which has a ``sharding``.
+    """
+
+    def __init__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: Any
+    ) -> None:
+        self.func, self.args, self.kwargs, self.kind = func, args, kwargs, kind
+        self.name = getattr(func, "__name__", str(func))
+        self.values = (*args, *kwargs.values())
+
+    def is_shard(self, value: object) -> bool:
+        return isinstance(value, self.kind)
+
+    def shards(self, values: Iterable[Any]) -> list[Any]:
+        """Those among tensors."""
+        return [value for value in values if isinstance(value, self.kind)]
+
+    @property
+    def first(self) -> Any:
+        """The first shard."""
+        return next(tensor for tensor in self.tensors() if isinstance(tensor, self.kind))
+
+    @property
+    def attribute(self) -> str:
+        """Of ``Tensor.T.__get__``: ``T``; of a function: nothing."""
+        accesses = self.name in ("__get__", "__set__", "__delete__")
+        return getattr(getattr(self.func, "__self__", None), "__name__", "") if accesses else ""
+
+    @property
+    def written(self) -> object:
+        """What it writes to, by its name and arguments; ``None``: nothing."""
+        in_place = not self.name.startswith("__") and self.name.endswith("_")
+        if in_place or self.name == "__setitem__" or writes(self.name):
+            return self.values[0]
+        return self.kwargs.get("out")
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors among the arguments, and in their lists."""
+        return _tensors(self.values)
+
+    def rows(self) -> list[tuple[Tensor, ...]]:
+        """The tensors that meet each other; first the one that may be written to.
+
+        The tensors of lists (foreach) pair up, and meet those that stand alone.
+        """
+        alone = [value for value in self.values if isinstance(value, Tensor)]
+        lists = [list(_tensors(value)) for value in self.values if isinstance(value, (list, tuple))]
+        filled = [tensors for tensors in lists if tensors]
+        return [(*row, *alone) for row in (zip(*filled, strict=False) if filled else [()])]
+
+    def run(self, instead: dict[int, Tensor] | None = None) -> Any:
+        """Carry it out on this rank's parts; ``instead`` of some of them, by id, on others."""
+        if not instead:
+            return self.func(*self.args, **self.kwargs)
+        args, kwargs = self.exchanged(instead)
+        return self.func(*args, **kwargs)
+
+    def exchanged(self, instead: dict[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with other tensors in place of some, by id."""
+        kwargs = {name: _exchanged(value, instead) for name, value in self.kwargs.items()}
+        return _exchanged(self.args, instead), kwargs
+
+    def mark(self, result: Any, sharding: Sharding) -> Any:
+        """The same, as a shard, if it is a tensor of the plain class."""
+        if type(result) is Tensor:
+            result.sharding = sharding  # type: ignore[attr-defined]
+            result.__class__ = self.kind
+        return result
+
+    def records(self) -> bool:
+        """Would autograd record this, as if a shard were a whole parameter of a loss?"""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors())
+
+    def recorded(self) -> ShardUseError:
+        """Why it must not be recorded."""
+        return recorded(self.name, self.first)
+
+    def misused(self) -> ShardUseError:
+        """It needs the whole of what it was given."""
+        return misused(f".{self.attribute}" if self.attribute else self.name, self.first)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _exchanged(value: Any, instead: dict[int, Tensor]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_exchanged(one, instead) for one in value)
+    return instead.get(id(value), value)
