@@ -236,7 +236,7 @@ class Runtime:
         if self.reduces:
             if not self.policy.placement.splits:  # peers still read this rank's mean
                 self.comm.fence(Label("fence", "gradients"))
-            self._deliver(used())
+            self.trained.deliver(used())
             if self.trained.buckets:  # every rank has answered
                 self._read = False
         for bucket in self.trained.buckets if not self.reduces else ():
@@ -306,13 +306,6 @@ class Runtime:
         buckets = self.trained.buckets
         touched = [flag for bucket in buckets for flag in bucket.gradients.touched_flags()]
         return ask_used(touched, self.comm) if self.reduces else lambda: touched
-
-    def _deliver(self, used: list[bool]) -> None:
-        start = 0
-        for bucket in self.trained.buckets:
-            stop = start + len(bucket.params)
-            bucket.gradients.deliver(used[start:stop])
-            start = stop
 
     # ---- ends ------------------------------------------------------------------------------
 

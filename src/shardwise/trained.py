@@ -66,6 +66,14 @@ class Trained:
         """A backward pass is over: until gradients are reduced, their buckets take part."""
         self._owing = frozenset() if reduced else frozenset(self.buckets)
 
+    def deliver(self, used: list[bool]) -> None:
+        """Let every shard have its gradient; ``used``: which ones any rank has used."""
+        start = 0
+        for bucket in self.buckets:
+            stop = start + len(bucket.params)
+            bucket.gradients.deliver(used[start:stop])
+            start = stop
+
     def _agree(self, now: list[bool]) -> None:
         pairs = zip(self._places, self._now, now, strict=True)
         changed = [(bucket, index, new) for (bucket, index), old, new in pairs if old is not new]
