@@ -37,7 +37,7 @@ ONLY: dict[str, set[str]] = {
     "synonyms": set(),
 }
 NEVER = {"plan": {"buffers", "runtime", "comm"}}
-MAY_IMPORT_TORCH_DISTRIBUTED = {"comm", "launch", "integrations", "convert"}
+MAY_IMPORT_TORCH_DISTRIBUTED = {"comm", "launch", "integrations", "convert/dcp_export"}
 WITHOUT_TORCH = {"errors", "schedule", "strategies", "synonyms"}
 
 

@@ -75,9 +75,7 @@ def test_a_file_of_torch_becomes_a_folder(
 def test_dcp_there_and_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export(run, tmp_path / "dcp", "--format", "dcp", "--with-optimizer") == 0
     assert f"wrote    {tmp_path / 'dcp'}" in capsys.readouterr().out
-    assert export(tmp_path / "dcp", tmp_path / "out", "--with-optimizer") == 1
-    assert "--trust-source" in capsys.readouterr().err
-    assert export(tmp_path / "dcp", tmp_path / "out", "--with-optimizer", "--trust-source") == 0
+    assert export(tmp_path / "dcp", tmp_path / "out", "--with-optimizer") == 0
     whole = tensors(run / "step-2", "model")
     found = tensors(tmp_path / "out", "model")  # with tied weights under each of their names
     assert same({name: found[name] for name in whole}, whole)
@@ -105,7 +103,7 @@ def test_dcp_holds_weights_alone_unless_told(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(run, tmp_path / "dcp", "--format", "dcp") == 0
-    assert export(tmp_path / "dcp", tmp_path / "out", "--trust-source") == 0
+    assert export(tmp_path / "dcp", tmp_path / "out") == 0
     assert not list((tmp_path / "out").glob("optimizer*"))
     assert not (tmp_path / "out" / "training.json").exists()
     assert export(tmp_path / "out", tmp_path / "no", "--format", "dcp", "--with-optimizer") == 1

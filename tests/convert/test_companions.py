@@ -13,14 +13,15 @@ from safetensors.torch import save_file
 import shardwise as sw
 from shardwise.checkpoint.source import Source
 from shardwise.convert import companions as of_export
-from shardwise.convert.export import Exported, ExportOptions, export
+from shardwise.convert.export import ExportOptions, export
+from shardwise.convert.writer import Converted
 from tests.checkpoint.runs import saved
 from tests.nets import NETS
 
 DECODER = NETS[0]
 
 
-def exported(source: Path, destination: Path, **options: Any) -> Exported:
+def exported(source: Path, destination: Path, **options: Any) -> Converted:
     with Source.open(source) as opened:
         return export(opened, destination, ExportOptions(**options))
 

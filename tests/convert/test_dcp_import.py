@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.checkpoint.dcp import import_checkpoint
 from shardwise.comm.protocol import Comm
-from shardwise.convert import dcp_import as imported
+from shardwise.convert.dcp_import import _config
 from tests.convert import theirs
 from tests.convert.theirs import Told, adamw, net
 from tests.copies import on_ranks
@@ -62,7 +62,7 @@ def assert_same(ours: Told, torchs: Told) -> None:
 
 def test_fsdp2s_dcp_folder(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
     run, torchs = fsdp
-    made = import_checkpoint(run / "dcp", tmp_path / "step-2", trust=True)
+    made = import_checkpoint(run / "dcp", tmp_path / "step-2")
     assert made.path == tmp_path / "step-2"
     assert (made.tensors, made.left_out) == (9 + 3 * 6, ())
     for world in (1, 3):
@@ -72,7 +72,7 @@ def test_fsdp2s_dcp_folder(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
 
 def test_an_optimizer_flattened_by_torch(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
     run, torchs = fsdp
-    import_checkpoint(run / "flat", tmp_path / "step-2", trust=True)
+    import_checkpoint(run / "flat", tmp_path / "step-2")
     assert_same(loaded(tmp_path / "step-2", 2), torchs)
 
 
@@ -119,12 +119,12 @@ def test_config_json_of_a_folder_is_kept_if_it_is_one(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text('{"token": 1}')
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "net"}')
-    assert imported._small([tmp_path]) == {"config.json": b'{"model_type": "net"}'}
+    assert _config([tmp_path]) == {"config.json": b'{"model_type": "net"}'}
     config.write_text("[1]")
-    assert imported._small([tmp_path]) == {}
+    assert _config([tmp_path]) == {}
     config.unlink()
     config.symlink_to(tmp_path / "secret")
-    assert imported._small([tmp_path]) == {}
+    assert _config([tmp_path]) == {}
 
 
 def test_moments_go_to_the_parameters_that_the_groups_name(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_class_that_it_does_not_tell_must_be_named(tmp_path: Path) -> None:
     made = torch.optim.RMSprop(model.parameters())
     theirs.steps(model, made)
     torch.save({"model": model.state_dict(), "optimizer": made.state_dict()}, tmp_path / "a.pt")
-    with pytest.raises(sw.CheckpointError, match="--optimizer AdamW"):
+    with pytest.raises(sw.CheckpointError, match="--optimizer-class AdamW"):
         import_checkpoint(tmp_path / "a.pt", tmp_path / "step-2")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     import_checkpoint(tmp_path / "a.pt", tmp_path / "step-2", optimizer="RMSprop")
@@ -159,5 +159,5 @@ def test_a_broken_dcp_folder_leaves_nothing_behind(fsdp: tuple[Path, Told], tmp_
     cut = max(broken.glob("*.distcp"), key=lambda path: path.stat().st_size)
     cut.write_bytes(cut.read_bytes()[:-3000])
     with pytest.raises(sw.CheckpointError, match=r"could not be read: \w+"):
-        import_checkpoint(broken, tmp_path / "out", trust=True)
+        import_checkpoint(broken, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["dcp"]

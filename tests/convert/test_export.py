@@ -19,7 +19,8 @@ from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.source import Source
 from shardwise.convert.catalogue import Catalogue, damage_of
 from shardwise.convert.difference import compare
-from shardwise.convert.export import Exported, ExportOptions, export
+from shardwise.convert.export import ExportOptions, export
+from shardwise.convert.writer import Converted
 from tests.checkpoint.recorded import record
 from tests.checkpoint.runs import adamw, loaded_and_saved, same, saved, tensors
 from tests.copies import clones, on_ranks, seeded
@@ -28,7 +29,7 @@ from tests.nets import NETS
 DECODER, TIED = NETS[0], NETS[1]
 
 
-def exported(source: Path, destination: Path, **options: Any) -> Exported:
+def exported(source: Path, destination: Path, **options: Any) -> Converted:
     with Source.open(source) as opened:
         return export(opened, destination, ExportOptions(**options))
 

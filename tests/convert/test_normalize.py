@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 import shardwise as sw
-from shardwise.convert import foreign, worker
-from shardwise.convert.foreign import Foreign
 from shardwise.convert.normalize import (
-    Sorted,
+    NormalizedState,
     class_of,
-    default_options,
-    named_numbers,
+    name_numbered,
+    normalize,
     records,
-    sort_out,
 )
+from shardwise.convert.torch_reader import Tree, _tree
 from tests.convert.theirs import Net, adamw, net, steps, told
 
 NAMES = [name for name, _ in Net().named_parameters()]
 
 
-def foreign_of(states: Any, name: str = "a.pt") -> Foreign:
-    """As if a worker had read it from a file."""
-    items = [worker.told(path, found) for path, found in worker._walked((), states)]
-    return foreign._foreign(Path(name), json.loads(json.dumps(items)), cast("Any", None))
+def tree_of(states: Any, name: str = "a.pt") -> Tree:
+    """As if it had been read from a file."""
+    tree: Tree = _tree(Path(name), states, "")
+    return tree
 
 
 def trained(make: Any = torch.optim.AdamW, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
@@ -55,7 +52,7 @@ def test_the_usual_keys_of_scripts(keys: tuple[str, str]) -> None:
     model, optimizer = trained()
     states = {keys[0]: model.state_dict(), keys[1]: named(model, optimizer)}
     for nested in (states, {"app": states}):
-        found = sort_out([foreign_of(nested)])
+        found = normalize([tree_of(nested)])
         assert list(found.weights) == list(model.state_dict())
         assert list(found.state) == NAMES
         assert found.groups[0].params == NAMES
@@ -65,8 +62,8 @@ def test_the_usual_keys_of_scripts(keys: tuple[str, str]) -> None:
 def test_names_that_begin_like_a_key_stay_names() -> None:
     # A Llama's own names begin with "model."
     states = {"model.layers.0.weight": torch.ones(2), "lm_head.weight": torch.ones(2)}
-    assert list(sort_out([foreign_of(states)]).weights) == list(states)
-    assert list(sort_out([foreign_of({"model": states})]).weights) == list(states)
+    assert list(normalize([tree_of(states)]).weights) == list(states)
+    assert list(normalize([tree_of({"model": states})]).weights) == list(states)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +71,14 @@ def test_names_that_begin_like_a_key_stay_names() -> None:
 )
 def test_parts_of_names_that_wrappers_put_there(prefix: str) -> None:
     states = {f"{prefix}{name}": value for name, value in net().state_dict().items()}
-    assert list(sort_out([foreign_of(states)]).weights) == list(net().state_dict())
+    assert list(normalize([tree_of(states)]).weights) == list(net().state_dict())
 
 
 def test_an_optimizer_in_a_file_of_its_own() -> None:
     model, optimizer = trained()
     for states in (named(model, optimizer), optimizer.state_dict()):
-        found = sort_out([foreign_of(model.state_dict()), foreign_of(states, "optimizer.pt")])
-        named_numbers(found)
+        found = normalize([tree_of(model.state_dict()), tree_of(states, "optimizer.pt")])
+        name_numbered(found)
         assert list(found.state) == NAMES
         assert found.groups[0].params == NAMES
         assert found.groups[0].options["lr"] == 1e-3
@@ -89,20 +86,20 @@ def test_an_optimizer_in_a_file_of_its_own() -> None:
 
 @pytest.mark.parametrize("key", ["step", "global_step", "iteration"])
 def test_how_many_steps_were_taken(key: str) -> None:
-    assert sort_out([foreign_of({"model": net().state_dict(), key: 7})]).step == 7
+    assert normalize([tree_of({"model": net().state_dict(), key: 7})]).step == 7
 
 
 def test_steps_of_something_else_are_not_the_runs() -> None:
     states = {"step": 5, "model": net().state_dict(), "scheduler": {"step": 999}}
-    found = sort_out([foreign_of(states)])
+    found = normalize([tree_of(states)])
     assert (found.step, found.left_out) == (5, ["scheduler.step"])
-    assert sort_out([foreign_of({"model": net().state_dict(), "step": -1})]).step is None
+    assert normalize([tree_of({"model": net().state_dict(), "step": -1})]).step is None
 
 
 def test_names_that_would_be_one_without_wrappers_are_refused() -> None:
     states = {"a._orig_mod.w": torch.zeros(2), "a.w": torch.ones(2)}
     with pytest.raises(sw.CheckpointError, match=r"are both 'a\.w'"):
-        sort_out([foreign_of(states)])
+        normalize([tree_of(states)])
 
 
 GROUPS = [[1, 2], [{"params": 5}], [{"params": [[1]]}], [{"params": [0.5]}], [None]]
@@ -112,39 +109,39 @@ GROUPS = [[1, 2], [{"params": 5}], [{"params": [[1]]}], [{"params": [0.5]}], [No
 def test_groups_that_are_none_are_refused(groups: Any) -> None:
     optim = {"state": {}, "param_groups": groups}
     with pytest.raises(sw.CheckpointError, match=r"optimizer (is|are) "):
-        sort_out([foreign_of({"model": {"a": torch.ones(2)}, "optim": optim})])
+        normalize([tree_of({"model": {"a": torch.ones(2)}, "optim": optim})])
 
 
 def test_what_has_no_place_is_listed() -> None:
     states = {"model": net().state_dict(), "ema": {"w": torch.ones(2)}, "args": {"lr": 0.1}}
-    assert sort_out([foreign_of(states)]).left_out == ["ema.w", "args.lr"]
+    assert normalize([tree_of(states)]).left_out == ["ema.w", "args.lr"]
     odd = {"model": net().state_dict(), "dtype": torch.float32}
-    assert sort_out([foreign_of(odd)]).left_out == ["dtype (torch.dtype)"]
+    assert normalize([tree_of(odd)]).left_out == ["dtype"]
 
 
 def test_without_weights_it_is_no_checkpoint() -> None:
     with pytest.raises(sw.CheckpointError, match="no weights were found"):
-        sort_out([foreign_of(trained()[1].state_dict())])
+        normalize([tree_of(trained()[1].state_dict())])
 
 
 def test_two_sources_of_weights_are_one_too_many() -> None:
     states = net().state_dict()
     with pytest.raises(sw.CheckpointError, match=r"a.pt and .*b.pt both hold weights called"):
-        sort_out([foreign_of(states), foreign_of(states, "b.pt")])
+        normalize([tree_of(states), tree_of(states, "b.pt")])
 
 
-def with_groups(*parts: str) -> Sorted:
+def with_groups(*parts: str) -> NormalizedState:
     """A plain optimizer's state, numbered, with a group for each of these modules."""
     model = net()
     groups = [{"params": list(getattr(model, part).parameters())} for part in parts]
     optimizer = torch.optim.AdamW(groups)
-    return sort_out([foreign_of({"model": model.state_dict(), "optim": optimizer.state_dict()})])
+    return normalize([tree_of({"model": model.state_dict(), "optim": optimizer.state_dict()})])
 
 
 @pytest.mark.parametrize("parts", [("down", "norm", "up"), ("up",)])
 def test_numbers_that_could_be_other_parameters_are_refused(parts: tuple[str, ...]) -> None:
     with pytest.raises(sw.CheckpointError, match="which is which is not sure"):
-        named_numbers(with_groups(*parts))
+        name_numbered(with_groups(*parts))
 
 
 def test_several_groups_by_the_names_that_they_give() -> None:
@@ -155,8 +152,8 @@ def test_several_groups_by_the_names_that_they_give() -> None:
     optimizer = torch.optim.AdamW(groups)
     steps(model, optimizer)
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    found = sort_out([foreign_of(states)])
-    named_numbers(found)
+    found = normalize([tree_of(states)])
+    name_numbered(found)
     assert found.groups[0].params == [name for name, _ in rest[::-1]]
     assert found.groups[1].params == ["up.weight", "up.bias"]
     assert set(found.state) == set(NAMES)
@@ -166,23 +163,23 @@ def test_several_groups_by_the_names_that_they_give() -> None:
 def test_an_order_that_was_assumed_is_said(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = trained()
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    named_numbers(sort_out([foreign_of(states)]))
+    name_numbered(normalize([tree_of(states)]))
     assert "6 parameters, and these have only 4 different shapes" in caplog.text
 
 
 @pytest.mark.parametrize("owner", ["a", "b"])
 def test_state_by_name_must_fit_the_weight(owner: str) -> None:
     optim = {"state": {owner: {"exp_avg": torch.ones(7)}}, "param_groups": [{"params": ["a", "b"]}]}
-    found = sort_out([foreign_of({"model": {"a": torch.ones(2)}, "optim": optim})])
+    found = normalize([tree_of({"model": {"a": torch.ones(2)}, "optim": optim})])
     with pytest.raises(sw.CheckpointError, match=f"state of '{owner}', and there is no weight"):
-        named_numbers(found)
+        name_numbered(found)
 
 
 def test_state_of_a_number_that_no_group_has_is_refused() -> None:
     optim = {"state": {7: {"m": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
-    found = sort_out([foreign_of({"model": {"a": torch.ones(2)}, "optim": optim})])
+    found = normalize([tree_of({"model": {"a": torch.ones(2)}, "optim": optim})])
     with pytest.raises(sw.CheckpointError, match="not sure"):
-        named_numbers(found)
+        name_numbered(found)
 
 
 def test_shapes_must_fit_the_order_of_numbers() -> None:
@@ -191,7 +188,7 @@ def test_shapes_must_fit_the_order_of_numbers() -> None:
     steps(model, optimizer)
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     with pytest.raises(sw.CheckpointError, match="not sure"):
-        named_numbers(sort_out([foreign_of(states)]))
+        name_numbered(normalize([tree_of(states)]))
 
 
 @pytest.mark.parametrize(
@@ -206,21 +203,21 @@ def test_shapes_must_fit_the_order_of_numbers() -> None:
 def test_the_class_is_known_by_what_it_keeps(make: Any, options: Any, kind: str) -> None:
     model, optimizer = trained(make, **options)
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    assert class_of(sort_out([foreign_of(states)])) == kind
+    assert class_of(normalize([tree_of(states)])) == kind
 
 
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RAdam])
 def test_a_class_that_keeps_the_same_as_adam_is_not_taken_for_it(make: Any) -> None:
     model, optimizer = trained(make)
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    with pytest.raises(sw.CheckpointError, match="--optimizer"):
-        class_of(sort_out([foreign_of(states)]))
+    with pytest.raises(sw.CheckpointError, match="--optimizer-class"):
+        class_of(normalize([tree_of(states)]))
 
 
 def test_groups_that_were_flattened_are_put_together_again() -> None:
     model = net()
     flat = {f"param_groups.{name}.lr": 0.5 if "up" in name else 0.1 for name in NAMES}
-    found = sort_out([foreign_of({"model": model.state_dict(), "optim": flat})])
+    found = normalize([tree_of({"model": model.state_dict(), "optim": flat})])
     made = records(found, "SGD")[0]["groups"]
     assert [group["options"] for group in made] == [{"lr": 0.5}, {"lr": 0.1}]
     assert [name for group in made for name in group["params"]] == NAMES
@@ -229,7 +226,7 @@ def test_groups_that_were_flattened_are_put_together_again() -> None:
 def test_how_to_compute_is_not_stored() -> None:
     model, optimizer = trained(fused=False, foreach=True)
     states = {"model": model.state_dict(), "optim": named(model, optimizer)}
-    (record,) = records(sort_out([foreign_of(states)]), "AdamW")
+    (record,) = records(normalize([tree_of(states)]), "AdamW")
     assert set(record["groups"][0]["options"]) == set(adamw(model).param_groups[0]) - {
         "params",
         "foreach",
@@ -237,10 +234,3 @@ def test_how_to_compute_is_not_stored() -> None:
         "capturable",
         "differentiable",
     }
-
-
-def test_what_an_optimizer_takes_if_nothing_is_said() -> None:
-    assert default_options("AdamW")["decoupled_weight_decay"] is True
-    assert default_options("SGD")["nesterov"] is False
-    assert default_options("system") == {}
-    assert default_options("Optimizer") == {}

@@ -6,6 +6,7 @@ They live in ``shardwise.convert``; importing them costs the import of ``torch.d
 from __future__ import annotations
 
 from shardwise.convert.dcp_export import export_dcp
-from shardwise.convert.dcp_import import Converted, import_checkpoint
+from shardwise.convert.dcp_import import import_checkpoint
+from shardwise.convert.writer import Converted
 
 __all__ = ["Converted", "export_dcp", "import_checkpoint"]

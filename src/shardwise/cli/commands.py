@@ -183,8 +183,8 @@ SOURCE is a checkpoint, a run (its newest complete checkpoint), a Hugging Face f
 every byte that has a checksum is checked on the way.
 
 SOURCE may also be a PyTorch file (.pt, .pth, .bin) or a torch.distributed.checkpoint folder. They
-hold pickles. A file is read by torch's restricted loader (weights_only); what that refuses, and
-every such folder, can run arbitrary code: pass --trust-source only if you trust its author.
+hold pickles, which are opened by restricted readers. What those refuse can run arbitrary code: pass
+--trust-source only if you trust its author.
 
 \b
 Examples:
@@ -192,7 +192,7 @@ Examples:
   shardwise export run/step-100 model --dtype bfloat16 --max-file-size 2GB
   shardwise export run/step-100 other --with-optimizer
   shardwise export run/step-100 model.pt --format pt
-  shardwise export dcp-folder model --trust-source --with-optimizer
+  shardwise export dcp-folder model --with-optimizer
   shardwise export fsdp.pt model --optimizer-file optim.pt --optimizer-class AdamW --with-optimizer
 """
 

@@ -17,8 +17,9 @@ from shardwise.checkpoint.source import Source
 from shardwise.cli.folded import shown
 from shardwise.convert.catalogue import OF_TORCH
 from shardwise.convert.destination import Destination, workplace
-from shardwise.convert.export import Exported, ExportOptions, export
+from shardwise.convert.export import ExportOptions, export
 from shardwise.convert.pickled import export_pickled
+from shardwise.convert.writer import Converted
 from shardwise.errors import ConfigError
 from shardwise.listing import size
 
@@ -199,7 +200,7 @@ def _ties(source: Source, form: str) -> Iterator[str]:
             )
 
 
-def _lines(made: Exported, form: str, *source: str) -> Iterator[str]:
+def _lines(made: Converted, form: str, *source: str) -> Iterator[str]:
     files = f"{len(made.files):,} file{'s' * (len(made.files) != 1)}"
     yield f"wrote    {shown(made.path)}: {made.tensors:,} tensors, {size(made.nbytes)} in {files}"
     yield from source

@@ -23,14 +23,16 @@ from shardwise.checkpoint.run import CHECKPOINTS
 from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.state import NAME as TRAINING
 from shardwise.convert.catalogue import SUFFIX
+from shardwise.convert.writer import INDEX
 from shardwise.errors import CheckpointError
 
-__all__ = ["INDEX", "companions", "with_dtype"]
+__all__ = ["CONFIG", "companions", "with_dtype"]
 
+CONFIG = "config.json"
 SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of what a folder of weights has beside them: configuration and tokenizer."""
 FROM_A_RUN = (
-    "config.json",
+    CONFIG,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,7 +44,6 @@ FROM_A_RUN = (
     "chat_template.jinja",
 )
 LARGEST = 100_000_000  # bytes of all small files together: they are in memory at once
-INDEX = ".safetensors.index.json"
 OTHER_INDEX = ".index.json"  # of weights in pickles
 
 

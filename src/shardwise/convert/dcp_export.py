@@ -28,13 +28,12 @@ from shardwise.checkpoint.disk import explained, sync_folder
 from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import Document
-from shardwise.convert.dcp_import import Converted
 from shardwise.convert.destination import Destination, check_room, workplace
 from shardwise.convert.export import check_whole, no_training, no_weights
-from shardwise.convert.normalize import default_options
+from shardwise.convert.writer import Converted
 from shardwise.errors import CheckpointError
 
-__all__ = ["export_dcp"]
+__all__ = ["default_options", "export_dcp"]
 
 
 def export_dcp(
@@ -169,3 +168,15 @@ def _read(source: Source, place: Place) -> Tensor:
     # Copy on write, and nobody writes: a tensor over read-only memory is a warning.
     data = np.memmap(source.folder / place.file, np.uint8, "c", stored.start, length)
     return torch.from_numpy(data).view(dtype).reshape(stored.shape)
+
+
+def default_options(kind: str) -> dict[str, Any]:
+    """The options of a torch optimizer's groups, with the values it has if nothing is said."""
+    found = getattr(torch.optim, kind, None)
+    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+        return {}
+    make: Any = found
+    try:
+        return dict(make([torch.zeros(1, requires_grad=True)]).defaults)
+    except TypeError:  # it wants more than parameters
+        return {}

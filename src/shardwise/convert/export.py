@@ -10,45 +10,31 @@ on many machines can be converted on none of them.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import checksum
 from shardwise.checkpoint.contents import MODEL
-from shardwise.checkpoint.disk import explained, sync_folder, write_file
 from shardwise.checkpoint.dtypes import DTYPES, code_of, itemsize
-from shardwise.checkpoint.folder import Partial, is_leftover, new_token, publish, step_of
+from shardwise.checkpoint.folder import is_leftover, step_of
 from shardwise.checkpoint.manifest import NAME as MANIFEST
-from shardwise.checkpoint.manifest import FileRecord, Manifest, record_of
-from shardwise.checkpoint.plan import BLOCK, Entry, FilePlan, Held, index_of, plan_files
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.plan import BLOCK, Entry, FilePlan, plan_files
 from shardwise.checkpoint.reader import Want, fill
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import NAME as TRAINING
-from shardwise.checkpoint.writer import Chunk, Writer, allocate, pieces_of, write_header
+from shardwise.checkpoint.writer import Chunk
 from shardwise.convert.catalogue import OF_TORCH, stem_of
-from shardwise.convert.companions import INDEX, companions, with_dtype
-from shardwise.convert.destination import Destination, clear
+from shardwise.convert.companions import CONFIG, companions, with_dtype
+from shardwise.convert.destination import Destination
+from shardwise.convert.writer import Converted, Progress, entry_of, write_folder
 from shardwise.errors import CheckpointError
 
-__all__ = [
-    "ExportOptions",
-    "Exported",
-    "Progress",
-    "check_whole",
-    "export",
-    "no_training",
-    "no_weights",
-]
-
-Progress = Callable[[int, int], object]
+__all__ = ["FLOATS", "ExportOptions", "check_whole", "export", "no_training", "no_weights"]
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What is cast. Eight-bit floats stay: without their scales they mean nothing."""
@@ -71,52 +57,12 @@ class ExportOptions:
     overwrite: bool = False
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was written.
-
-    Attributes:
-        path: the folder.
-        tensors: how many, with their optimizer state if there is any.
-        nbytes: of all files of tensors.
-        files: their names.
-        cast: names of tensors that were cast.
-        small: names of other files.
-        left_out: names of files of the source that are not in the result.
-    """
-
-    path: Path
-    tensors: int
-    nbytes: int
-    files: tuple[str, ...]
-    cast: tuple[str, ...]
-    small: tuple[str, ...]
-    left_out: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Paper:
-    """The result before anything is written."""
-
-    plans: Mapping[str, tuple[FilePlan, ...]]
-    places: Mapping[str, Mapping[str, Place]]  # where each tensor comes from, by kind
-    small: Mapping[str, bytes]
-    cast: tuple[str, ...]
-    left_out: tuple[str, ...]
-
-    @property
-    def files(self) -> Iterator[tuple[FilePlan, Mapping[str, Place]]]:
-        for stem, plans in self.plans.items():
-            for plan in plans:
-                yield plan, self.places[stem]
-
-
 def export(
     source: Source,
     destination: str | Path,
     options: ExportOptions | None = None,
     progress: Progress | None = None,
-) -> Exported:
+) -> Converted:
     """Write ``source`` again, as a folder that ``transformers`` and shardwise load.
 
     Beyond Python and torch it holds a few blocks of 4 MiB, whatever the size of the model.
@@ -133,66 +79,63 @@ def export(
     chosen = options or ExportOptions()
     named = Destination.of(destination, chosen.with_optimizer, chosen.overwrite)
     named.check_folder(None if source.manifest is None else source.folder)
-    final = named.path
-    paper = _decided(source, chosen)
-    token = new_token()
-    with explained(f"making a folder beside {final}"):
-        clear(final)
-        partial = Partial.make(final, token)
-    try:
-        files = _write(source, partial.path, paper, progress)
-        made = _manifest(source, token, files, chosen.with_optimizer)
-        with explained(f"publishing {final.name}"):
-            write_file(partial.path / MANIFEST, made.encode())
-            sync_folder(partial.path)
-            publish(partial)
-    except BaseException:
-        if partial.path.exists():
-            partial.abandon()
-        raise
-    plans = [plan for plan, _ in paper.files]
-    return Exported(
-        final,
-        sum(len(plan.tensors) for plan in plans),
-        sum(plan.size for plan in plans),
-        tuple(plan.name for plan in plans),
-        paper.cast,
-        tuple(paper.small),
-        paper.left_out,
+    check_whole(source)
+    stems = _stems(source, chosen.with_optimizer)
+    places = {stem: source.tensors(stem) for stem in stems}
+    if not places[MODEL]:
+        raise no_weights(source)
+    plans = _plans(places, chosen)
+    small, left_out = companions(source, chosen.with_optimizer)
+    if chosen.dtype is not None and CONFIG in small:
+        small[CONFIG] = with_dtype(small[CONFIG], chosen.dtype)
+    made = write_folder(
+        named.path,
+        plans,
+        lambda stem, plan: _chunks(source, places[stem], plan),
+        small,
+        _facts(source.manifest, chosen.with_optimizer),
+        progress,
     )
+    dtypes = {name: stored.dtype for plan in plans[MODEL] for name, stored in plan.tensors.items()}
+    cast = [name for name in dtypes if dtypes[name] != places[MODEL][name].stored.dtype]
+    return replace(made, cast=tuple(cast), left_out=left_out)
 
 
 # --- decide ----------------------------------------------------------------------------------
 
 
-def _decided(source: Source, options: ExportOptions) -> _Paper:
-    check_whole(source)
-    stems = _stems(source, options.with_optimizer)
-    places = {stem: source.tensors(stem) for stem in stems}
-    if not places[MODEL]:
-        raise no_weights(source)
+def _plans(
+    places: Mapping[str, Mapping[str, Place]], options: ExportOptions
+) -> dict[str, tuple[FilePlan, ...]]:
+    """The new files of each stem; weights are cast, and no other state."""
     target = None if options.dtype is None else code_of(options.dtype, "--dtype")
     if target not in (None, *FLOATS):
         known = ", ".join(str(DTYPES[code]).removeprefix("torch.") for code in FLOATS)
         raise CheckpointError(f"weights cannot be cast to {options.dtype}; choose one of {known}.")
     plans = {}
-    for stem, some in places.items():
-        entries = [_entry(name, place, stem, target) for name, place in some.items()]
+    for stem, by_name in places.items():
+        dtype = target if stem == MODEL else None
+        entries = [_entry(name, place, dtype) for name, place in by_name.items()]
         plans[stem] = plan_files(stem, entries, options.max_file_size, {"format": "pt"})
-    small, left_out = companions(source, options.with_optimizer)
-    if target is not None and "config.json" in small:
-        small["config.json"] = with_dtype(small["config.json"], options.dtype)
-    for stem, some_plans in plans.items():
-        if len(some_plans) > 1:
-            text = json.dumps(index_of(some_plans), indent=2)
-            small[f"{stem}{INDEX}"] = text.encode() + b"\n"
-    changed = [
-        name
-        for plan in plans[MODEL]
-        for name, stored in plan.tensors.items()
-        if stored.dtype != places[MODEL][name].stored.dtype
-    ]
-    return _Paper(plans, places, small, tuple(changed), left_out)
+    return plans
+
+
+def _entry(name: str, place: Place, target: str | None) -> Entry:
+    dtype, shape = place.stored.dtype, place.stored.shape
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            f"tensor {name!r} is stored as {dtype}, and torch has no such dtype, so it cannot be "
+            "exported. Convert it with the tool that wrote it."
+        )
+    return entry_of(name, target if target is not None and dtype in FLOATS else dtype, shape)
+
+
+def _facts(manifest: Manifest | None, whole: bool) -> dict[str, object]:
+    """Fields of the new manifest. With all its state a checkpoint keeps its own."""
+    alone = {"world": 1, "strategy": "export", "kind": "full"}
+    if manifest is None:
+        return {**alone, "step": None, "aliases": {}}
+    return dict(manifest) if whole else {**dict(manifest), **alone}
 
 
 def check_whole(source: Source) -> None:
@@ -252,50 +195,10 @@ def _stems(source: Source, all_of_it: bool) -> list[str]:
     return list(dict.fromkeys([MODEL, *filter(None, map(stem_of, source.manifest.files))]))
 
 
-def _entry(name: str, place: Place, stem: str, target: str | None) -> Entry:
-    dtype, shape = place.stored.dtype, place.stored.shape
-    if dtype not in DTYPES:
-        raise CheckpointError(
-            f"tensor {name!r} is stored as {dtype}, and torch has no such dtype, so it cannot be "
-            "exported. Convert it with the tool that wrote it."
-        )
-    if stem == MODEL and target is not None and dtype in FLOATS:
-        dtype = target
-    numel = prod(shape)
-    return Entry(name, dtype, shape, (Held(0, numel, (0,)),) if numel else ())
-
-
 # --- write -----------------------------------------------------------------------------------
 
 
-def _write(
-    source: Source, folder: Path, paper: _Paper, progress: Progress | None
-) -> dict[str, FileRecord]:
-    plans = [plan for plan, _ in paper.files]
-    with explained(f"making the files of {folder.name}"):
-        more = sum(map(len, paper.small.values())) + (1 << 20)  # the manifest
-        allocate(folder, plans, more)
-    total = sum(plan.size - len(plan.header) for plan in plans)
-    with Writer(folder, 0, total) as writer:
-        for plan, places in paper.files:
-            for chunk in _chunks(source, plan, places):
-                writer.write(chunk)
-                if progress is not None:
-                    progress(chunk.stop - chunk.start, total)
-        part = writer.finish()
-    found = {}
-    with explained(f"finishing {folder.name}"):
-        for plan in plans:
-            pieces = [*write_header(folder, plan), *pieces_of([part], plan.name)]
-            blocks = checksum.block_checksums(pieces, plan.size, plan.name)
-            found[plan.name] = record_of(blocks, plan.size)
-        for name, data in paper.small.items():
-            write_file(folder / name, data)
-            found[name] = record_of(checksum.of_bytes(data), len(data))
-    return found
-
-
-def _chunks(source: Source, plan: FilePlan, places: Mapping[str, Place]) -> Iterator[Chunk]:
+def _chunks(source: Source, places: Mapping[str, Place], plan: FilePlan) -> Iterator[Chunk]:
     """The bytes of a new file, one block after the other, in the same memory each time."""
     buffer = torch.empty(BLOCK, dtype=torch.uint8)
     names = [name for name, stored in plan.tensors.items() if stored.stop > stored.start]
@@ -330,31 +233,3 @@ def _check_range(source: Source, wants: Sequence[tuple[str, Want]]) -> None:
                 f"{largest:.6g}, and {limit:.6g} is the most, so they would become infinite. "
                 "Nothing was written. Export as bfloat16, or without --dtype."
             )
-
-
-def _manifest(source: Source, token: str, files: Mapping[str, FileRecord], whole: bool) -> Manifest:
-    from shardwise import __version__
-
-    made = datetime.now(UTC).isoformat(timespec="microseconds")
-    before = source.manifest
-    versions = {"shardwise": __version__, "torch": torch.__version__}
-    if before is None:
-        return Manifest(
-            token=token,
-            created=made,
-            step=None,
-            world=1,
-            strategy="export",
-            versions=versions,
-            aliases={},
-            files=dict(files),
-        )
-    changed: dict[str, object] = {
-        "token": token,
-        "created": made,
-        "versions": versions,
-        "files": dict(files),
-    }
-    if not whole:  # whoever had what of the weights is over; a run's own state tells its ranks
-        changed |= {"world": 1, "strategy": "export", "kind": "full"}
-    return before.model_copy(update=changed)

@@ -22,12 +22,11 @@ from shardwise.checkpoint.source import Place, Source
 from shardwise.convert.destination import Destination, check_room, workplace
 from shardwise.convert.export import (
     FLOATS,
-    Exported,
     ExportOptions,
-    Progress,
     check_whole,
     export,
 )
+from shardwise.convert.writer import Converted, Progress
 from shardwise.errors import CheckpointError
 
 __all__ = ["export_pickled"]
@@ -38,7 +37,7 @@ def export_pickled(
     destination: str | Path,
     options: ExportOptions | None = None,
     progress: Progress | None = None,
-) -> Exported:
+) -> Converted:
     """Write parameters and buffers as a state dict that ``torch.load(weights_only=True)`` takes.
 
     Tied weights are there under each of their names, and share memory when loaded, where a
@@ -70,7 +69,7 @@ def export_pickled(
             named.check_file()  # it may have come while this was written
             unfinished.replace(final)
             sync_folder(final.parent)
-    return Exported(final, made.tensors, nbytes, (final.name,), made.cast, ())
+    return Converted(final, made.tensors, nbytes, (final.name,), made.cast, ())
 
 
 def _nbytes(source: Source, dtype: torch.dtype | None) -> int:

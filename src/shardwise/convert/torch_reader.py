@@ -1,0 +1,238 @@
+"""A checkpoint that torch wrote: a folder of ``torch.distributed.checkpoint``, or a pickled file.
+
+A pickle is a program, so without trust only restricted readers open one. A file is read by
+``torch.load(weights_only=True)``; so is each value in a DCP folder. The folder's ``.metadata`` is
+read by an unpickler that knows the classes of DCP's own description, and no others.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.disk import explained
+from shardwise.checkpoint.dtypes import code_of
+from shardwise.checkpoint.names import inside
+from shardwise.errors import CheckpointError
+
+__all__ = ["TorchTensor", "Tree", "read_torch"]
+
+Tree = dict[str | int, Any]
+"""Dicts in dicts. A list of dicts or tensors is a dict, too, by its numbers."""
+
+METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+}
+"""What ``.metadata`` is made of, beside dtypes. None of these does anything when it is made."""
+
+
+@dataclass(frozen=True)
+class TorchTensor:
+    """A tensor that is read when it is needed.
+
+    Attributes:
+        source: the file or folder that holds it.
+        name: its keys, joined by dots.
+        dtype: as safetensors calls it.
+        load: returns its value.
+    """
+
+    source: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    load: Callable[[], Tensor]
+
+    def read(self) -> Tensor:
+        """Its bytes in row-major order, ``[nbytes]``, uint8.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        with _explained(self.source, f"{self.name!r:.200} could not be read"):
+            return self.load().detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class _Untrusted(Exception):
+    """A restricted reader was asked for something else, which the text names."""
+
+
+def read_torch(source: Path, trust: bool = False) -> Tree:
+    """Everything in a DCP folder or a file of ``torch.save``; each tensor is a ``TorchTensor``.
+
+    Args:
+        source: absolute.
+        trust: what restricted readers refuse is unpickled in this process, and may run any code.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it needs trust, or it cannot be read.
+    """
+    with explained(f"opening {source}", reads=True):
+        source.stat()
+        if source.is_dir() and not (source / ".metadata").is_file():
+            raise CheckpointError(
+                f"{source} has no .metadata, so it is no complete DCP folder. Name the folder that "
+                "torch.distributed.checkpoint.save wrote, or one pickled file."
+            )
+    with _explained(source, "it cannot be read"):
+        tree = _folder(source, trust) if source.is_dir() else _file(source, trust)
+    if not isinstance(tree, dict) or not tree:
+        raise CheckpointError(
+            f"{source} holds one value, or nothing, and no names. Save a dict of tensors by name, "
+            "as state_dict() makes it."
+        )
+    return tree
+
+
+@contextmanager
+def _explained(source: Path, what: str) -> Iterator[None]:
+    """Whatever torch and pickle raise inside, as a ``CheckpointError`` that says ``what``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _Untrusted as error:
+        raise CheckpointError(
+            f"{source} was not read: {error} in it would have to be unpickled, which can run any "
+            "code. If you trust whoever wrote it, pass trust=True (on the command line: "
+            "--trust-source)."
+        ) from None
+    except Exception as error:
+        raise CheckpointError(
+            f"{source}: {what}: {type(error).__name__}: {error!s:.300}. Look whether it is "
+            "complete, and written by torch."
+        ) from error
+
+
+def _load(file: Path | BinaryIO, trust: bool, name: str, mmap: bool = False) -> Any:
+    """By torch's restricted reader; with trust, what that refuses by pickle."""
+    try:
+        return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError as error:
+        if not trust:
+            asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+            raise _Untrusted(asked[1] if asked else repr(name)) from None
+    if not isinstance(file, Path):
+        file.seek(0)
+    return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)
+
+
+# --- a file that torch.save wrote ------------------------------------------------------------
+
+
+def _file(source: Path, trust: bool) -> Any:
+    """Its values; tensors are mapped, and read from the disk when they are used."""
+    try:
+        states = _load(source, trust, source.name, mmap=True)
+    except RuntimeError:  # written by a torch before 1.6, in one stream: it cannot be mapped
+        states = _load(source, trust, source.name)
+    return _tree(source, states, "")
+
+
+def _tree(source: Path, value: Any, name: str) -> Any:
+    if isinstance(value, list) and any(isinstance(v, Mapping | Tensor) for v in value):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        keys = {key: key if isinstance(key, int) else str(key) for key in value}
+        return {
+            keys[key]: _tree(source, inner, f"{name}.{keys[key]}".lstrip("."))
+            for key, inner in value.items()
+        }
+    return _in_memory(source, value, name) if isinstance(value, Tensor) else value
+
+
+def _in_memory(source: Path, value: Tensor, name: str) -> TorchTensor:
+    is_dense = value.layout == torch.strided and not value.is_meta and not value.is_quantized
+    if not is_dense or type(value) not in (Tensor, torch.nn.Parameter):
+        raise CheckpointError(
+            f"{source}: {name!r:.200} is no dense tensor ({type(value).__name__}, {value.layout}, "
+            f"{value.device}). Save whole tensors, as a full state dict has them."
+        )
+    return TorchTensor(source, name, code_of(value.dtype, name), (*value.shape,), lambda: value)
+
+
+# --- a folder that torch.distributed.checkpoint wrote ----------------------------------------
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of ``.metadata`` and dtypes; with trust, everything."""
+
+    def __init__(self, file: BinaryIO, trust: bool) -> None:
+        super().__init__(file)
+        self._trust = trust
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class of this name. Raises ``_Untrusted`` for one that ``.metadata`` has not."""
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
+        is_dtype = module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype)
+        if self._trust or is_dtype or name in METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise _Untrusted(f"{module}.{name}")
+
+
+def _folder(source: Path, trust: bool) -> Tree:
+    """What ``.metadata`` lists; tensors are put together from their chunks when they are used."""
+    with (source / ".metadata").open("rb") as file:
+        metadata = _MetadataUnpickler(file, trust).load()
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    chunks: dict[str, dict[Any, Any]] = {}  # name → offsets in the tensor, or None → place on disk
+    for index, place in metadata.storage_data.items():
+        offsets = None if index.offset is None else tuple(index.offset)
+        chunks.setdefault(index.fqn, {})[offsets] = place
+    tree: Tree = {}
+    for name, kind in metadata.state_dict_metadata.items():
+        places = chunks.get(name, {})
+        if type(kind).__name__ == "TensorStorageMetadata":
+            code, load = (
+                code_of(kind.properties.dtype, name),
+                partial(_joined, source, kind, places),
+            )
+            value: Any = TorchTensor(source, name, code, tuple(kind.size), load)
+        else:
+            value = _chunk(source, next(iter(places.values())), trust, name)
+        *parents, key = paths.get(name, (name,))
+        inner = tree
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[key] = value
+    return tree
+
+
+def _joined(source: Path, kind: Any, places: Mapping[Any, Any]) -> Tensor:
+    """A tensor from all its chunks."""
+    sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in kind.chunks}
+    if sum(map(prod, sizes.values())) != prod(kind.size):
+        raise ValueError(f"its chunks do not make up its shape {tuple(kind.size)}")
+    whole = torch.empty(tuple(kind.size), dtype=kind.properties.dtype)
+    for offsets, lengths in sizes.items():
+        ranges = (slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))
+        if prod(lengths):
+            whole[tuple(ranges)] = _chunk(source, places[offsets], False, "a tensor")
+    return whole
+
+
+def _chunk(source: Path, place: Any, trust: bool, name: str) -> Any:
+    if getattr(place, "transform_descriptors", None):
+        raise ValueError("it was written through an extension of DCP (compressed or encrypted)")
+    with inside(source, str(place.relative_path)).open("rb") as file:
+        file.seek(place.offset)
+        return _load(io.BytesIO(file.read(place.length)), trust, name)
