@@ -1,4 +1,4 @@
-"""What a forward pass writes to a parameter of its unit is kept, or it is an error."""
+"""What a forward pass writes to a parameter is kept, or it is an error."""
 
 from __future__ import annotations
 
@@ -128,9 +128,55 @@ def test_over_shared_memory_a_function_that_writes_is_an_error_that_says_how_to(
         model = Writing(lambda model: torch._foreach_add_([model.target], 1.0))
         sw.shard(model, comm=comm)
         with pytest.raises(sw.ShardUseError, match=r"'target' was written .* 2 ranks map the same"):
-            model(torch.ones(4, 4))
+            model(torch.ones(4, 4)).backward()
 
     run_sharing(2, rank)
+
+
+class Around(nn.Module):
+    """Writes to a parameter of its part outside the calls of that part."""
+
+    def __init__(self, write: Write) -> None:
+        super().__init__()
+        self.write, self.seen = write, list[float]()
+        self.part = Writing(lambda part: self.seen.append(part.target.float().sum().item()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.part(x)
+        for _ in range(2):
+            with torch.no_grad():
+                self.write(self.part)
+            out = out + self.part(x)
+        with torch.no_grad():
+            self.write(self.part)
+        return out
+
+
+def seen(model: Around) -> list[float]:
+    """Sums over the target: in each call of a few steps, and at the end."""
+    for _ in range(2):
+        model(torch.ones(4, 4)).backward()
+        model.zero_grad()
+    model(torch.ones(4, 4))
+    return [*model.seen, model.state_dict()["part.target"].sum().item()]
+
+
+@pytest.mark.parametrize("precision", [sw.Precision(), BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("transport", RUNS)
+@pytest.mark.parametrize("write", ["+=", "data.add_", "data =", "detach().mul_"])
+def test_what_a_module_around_it_writes_is_kept(
+    write: str, transport: str, precision: sw.Precision
+) -> None:
+    """In every strategy: the unit may still be whole. Integers are exact in any dtype."""
+    expected = seen(Around(WRITES[write]))
+
+    def rank(comm: Comm) -> None:
+        for strategy in STRATEGIES:
+            model = Around(WRITES[write])
+            sw.shard(model, strategy, sw.wrap.by_class(Writing), comm, precision=precision)
+            assert seen(model) == expected, strategy
+
+    RUNS[transport](2, rank)
 
 
 def test_a_replacement_that_the_shard_cannot_hold_is_an_error() -> None:
@@ -143,7 +189,7 @@ def test_a_replacement_that_the_shard_cannot_hold_is_an_error() -> None:
         model = Writing(pack)
         sw.shard(model, comm=comm)
         with pytest.raises(sw.ConfigError, match=r"'target' was replaced by .* shape \(3,\)"):
-            model(torch.ones(4, 4))
+            model(torch.ones(4, 4)).backward()
 
     run_threads(2, rank)
 

@@ -18,6 +18,7 @@ version counter is its own (the views' counters must not move).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from shardwise.sharding import sharding_of
 __all__ = ["Bucket"]
 
 _VERSION: Any = Tensor._version.__get__  # type: ignore[attr-defined]
+_DETACH: Any = Tensor.detach
 
 
 class Bucket:
@@ -57,7 +59,8 @@ class Bucket:
         #: Whose class changes. Classes that users gave their parameters are left alone.
         self._ours = [] if self.stays_whole else ours
         self._class_at_rest = nn.Parameter if self._whole_at_rest else ShardedParameter
-        self._handed_out = False  # may a parameter have been written since the unit's call began?
+        self._shown = False  # do the parameters show the full bucket?
+        self._handed_out = False  # may a parameter have been written since then?
         self._versions: list[int] = []
         for param in self._ours:
             param.before_write = self._before_write  # type: ignore[attr-defined]
@@ -139,12 +142,18 @@ class Bucket:
             self.gather()
             self.ready()
             return
-        if self.dtypes.stored is not self.dtypes.compute:
+        if not self._shown:
+            self._bind(self._full_views, GatheredParameter)
+            self._handed_out, self._versions = False, list(map(_VERSION, self.params))
+        elif self.dtypes.stored is not self.dtypes.compute:
             # A change of dtype makes autograd forget the node that adds up a parameter's gradients.
             # So a unit that was kept since its last use must change, too: else the uses of a tied
             # weight would be summed by autograd here and by us there, and strategies would differ.
+            written = self.is_written()
+            values = list(map(_DETACH, self.params)) if written else self._full_views
             self.rest()
-        self._bind(self._full_views, GatheredParameter)
+            self._bind(values, GatheredParameter)
+        self._shown = True
 
     def free(self) -> None:
         """Let the parameters be shards again, and the full bucket's memory go."""
@@ -171,6 +180,7 @@ class Bucket:
 
     def rest(self) -> None:
         """Let the parameters be what this rank holds at rest."""
+        self._shown = False
         self._bind(self._rest_views, self._class_at_rest)
 
     def rest_one(self, index: int) -> None:
@@ -243,16 +253,11 @@ class Bucket:
 
     # ---- written while whole -----------------------------------------------------------------
 
-    def begin_call(self) -> None:
-        """The unit's module begins computing."""
-        self._handed_out = False
-        self._versions = list(map(_VERSION, self.params))
-
     def is_written(self) -> bool:
-        """May a parameter have been written since ``begin_call``?"""
-        if self.stays_whole or not self.is_whole:
-            return False
-        return (
+        """May a parameter have been written since it became whole?"""
+        if self.stays_whole:
+            return self._is_replaced()
+        return self._shown and (
             self._handed_out
             or list(map(_VERSION, self.params)) != self._versions
             or (len(self._ours) < len(self.params) and self._is_replaced())
@@ -265,6 +270,9 @@ class Bucket:
             ConfigError: a parameter was replaced by what its shard cannot hold.
             ShardUseError: all ranks wrote to the memory that they share.
         """
+        if self.stays_whole:
+            self.adopt()
+            return
         if self.shared and not self._handed_out:
             raise self._written_by_all()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -273,7 +281,7 @@ class Bucket:
                 if (whole.shape, whole.dtype) != (full.shape, full.dtype):
                     raise replaced(self.members[index].name, full, whole)
                 self._take_written(index, whole)
-        self._handed_out = False
+        self._cast = False
 
     def _take_written(self, index: int, whole: Tensor) -> None:
         shard = self._rest_views[index]
@@ -292,15 +300,14 @@ class Bucket:
         self._handed_out = True
 
     def _is_replaced(self) -> bool:
-        pairs = zip(self.params, self._full_views, strict=True)
-        return any(param.data_ptr() != full.data_ptr() for param, full in pairs)
+        return _addresses(self.params) != _addresses(self._full_views)
 
     def _written_by_all(self) -> ShardUseError:
         versions = map(_VERSION, self.params)
         changed = (v != before for v, before in zip(versions, self._versions, strict=True))
         names = [m.name for m, one in zip(self.members, changed, strict=True) if one]
         return ShardUseError(
-            f"parameter {names[0]!r} was written inside its unit's forward by a function, while "
+            f"parameter {names[0]!r} was written in a forward pass by a function, while "
             f"{self.spec.comm.size} ranks map the same memory, so each of them wrote to it. Write "
             "by a method of the parameter, such as param.add_(...), which is kept; or call "
             'sw.connect(transport="messages").'
@@ -326,3 +333,7 @@ class Bucket:
         """
         shard, part = self._rest_views[index].reshape(-1), self.part(index, whole).reshape(-1)
         return torch.equal(shard.view(torch.uint8), part.view(torch.uint8))
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))

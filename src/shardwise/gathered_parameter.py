@@ -8,7 +8,7 @@ So while its unit is whole a parameter is of this class. The methods that write,
 hand its memory out (``data``, ``detach``), tell the bucket first. Every other operation sees a
 plain parameter, since torch's own dispatch to subclasses is disabled, and costs nothing. Functions
 that write without a method (``torch._foreach_add_``) change the parameter's version, which the
-bucket looks at when the unit's call ends.
+bucket looks at before the unit is freed.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Hooks:
         frame.resume = resume
         self._frames.append(frame)
         if unit is not None:
-            self.runtime.units[unit].begin_call()
+            self.runtime.units[unit].depth += 1
             self.runtime.cue(Op.ENTER, unit, Phase.FORWARD)
         return self._cast_inputs(module, given)
 
@@ -214,7 +214,7 @@ class Hooks:
             frame.visit = None
         self._frames.append(frame)
         if unit is not None:
-            self.runtime.units[unit].begin_call()
+            self.runtime.units[unit].depth += 1
             self.runtime.serve(unit, Phase.BACKWARD, "recomputed")
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -229,7 +229,7 @@ class Hooks:
             self._failed(frame)
             return None
         if frame.unit is not None:
-            self.runtime.units[frame.unit].end_call(keeps=True)
+            self.runtime.units[frame.unit].depth -= 1
         if frame.unit is not None and frame.cued:
             self._pin(frame.unit, output)
             self._meet(frame, output)
@@ -243,7 +243,7 @@ class Hooks:
     def _failed(self, frame: Frame) -> None:
         """The call raised. Early-stopped recomputations do so, and mean no harm."""
         if frame.unit is not None:
-            self.runtime.units[frame.unit].end_call(keeps=False)
+            self.runtime.units[frame.unit].depth -= 1
         if frame.cued and not self._frames:
             self.runtime.abandon("a forward pass raised an exception")
         elif frame.cued and frame.unit is not None:  # the model may catch it and go on

@@ -61,21 +61,12 @@ class UnitState:
         """Has every parameter a gradient, so that none is needed once all of them are there?"""
         return all(len(b.gradients.trained) == len(b.params) for b in self.buckets)
 
-    def begin_call(self) -> None:
-        """A forward call begins; one inside it does not count."""
-        self.depth += 1
-        for bucket in self.buckets if self.depth == 1 else ():
-            bucket.begin_call()
-
-    def end_call(self, keeps: bool) -> None:
-        """A forward call has ended; ``keeps``: what it wrote to parameters is kept.
+    def _keep_written(self) -> None:
+        """Keep what was written to parameters while they were whole.
 
         Ranks that map the same memory wait for each other before they write to it, since a peer may
         still compute with it, and after it, since they read each other's parts next.
         """
-        self.depth -= 1
-        if self.depth or not keeps:
-            return
         written = [bucket for bucket in self.buckets if bucket.is_written()]
         fences = [bucket.spec.comm for bucket in written if bucket.shared][:1]
         for comm in fences:
@@ -96,15 +87,22 @@ class UnitState:
             bucket.ready()
 
     def free(self) -> None:
-        self.gathered = False
-        for bucket in self.buckets:
-            bucket.free()
+        try:
+            self._keep_written()
+        finally:
+            self.gathered = False
+            for bucket in self.buckets:
+                bucket.free()
 
     def shelve(self) -> None:
         """Between steps: what was gathered or cast is old as soon as an optimizer steps."""
-        self.gathered = False
-        for bucket in self.buckets:
-            bucket.shelve()
+        try:
+            if self.gathered:
+                self._keep_written()
+        finally:
+            self.gathered = False
+            for bucket in self.buckets:
+                bucket.shelve()
 
     def abandon(self) -> None:
         """Be at rest after a pass that stopped half-way, even if the group is dead by now."""
