@@ -77,8 +77,7 @@ LIMIT = How("old ones go", limit=1)
 BOTH = How("background, old ones go", background=True, limit=1)
 NEXT = How("copied by the next step", background=True, limit=1, copied_by="next_step")
 FULL = How("kind full", limit=1, kind="full")
-LOCAL = How("kind local", limit=1, kind="local")
-HOWS = (NEW, AGAIN, TWICE, BACKGROUND, LIMIT, BOTH, NEXT, FULL, LOCAL)
+HOWS = (NEW, AGAIN, TWICE, BACKGROUND, LIMIT, BOTH, NEXT, FULL)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         StateDict,
         Training,
         by_name,
-        join,
         numbered,
     )
     from shardwise.comm.connect import connect
@@ -70,7 +69,6 @@ __all__ = [
     "Training",
     "by_name",
     "connect",
-    "join",
     "numbered",
     "optim",
     "shard",

@@ -471,27 +471,6 @@ def test_what_the_engine_itself_changes_waits_for_the_copy(tmp_path: Path) -> No
     on_ranks(2, DECODER.build, rank)
 
 
-def test_in_the_middle_of_an_accumulation_all_is_copied_at_once(tmp_path: Path) -> None:
-    """The next backward pass changes gradients, long before a step."""
-
-    def rank(comm: Comm, model: nn.Module) -> bool:
-        sharded = sw.shard(model, comm=comm)
-        with sharded.accumulate(last=False):
-            train(model, DECODER.batch(comm.rank, 2))
-        saving = sharded.save_async(
-            tmp_path / "step-1",
-            None,
-            sw.Training(step=1, accumulating=True),
-            copied_by="next_step",
-        )
-        assert saving is not None
-        copied = saving._copied.is_set()
-        saving.wait()
-        return copied
-
-    assert on_ranks(2, DECODER.build, rank) == [True, True]
-
-
 def test_an_unknown_way_to_copy_is_an_error(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(sw.ConfigError, match="choose 'return' or 'next_step'"):

@@ -1,8 +1,7 @@
 """Whatever happens to the bytes of a checkpoint: a clear error, or the checkpoint before.
 
 Three checkpoints stand for all: with everything in it, cut into many files; weights alone, with
-small files of others beside them; and one that was written in the background, in the middle of an
-accumulation.
+small files of others beside them; and one that was written in the background.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from shardwise.checkpoint.folder import Partial, new_token
 from shardwise.checkpoint.lock import LOCK
 from shardwise.checkpoint.meeting import share
 from shardwise.comm.protocol import Comm
-from tests import nets
 from tests.checkpoint.runs import adamw, same, steps, tensors
 from tests.copies import clones, on_ranks, said
 from tests.nets import NETS
@@ -40,7 +38,7 @@ MUST_HAVE = {
         "optimizer.safetensors.index.json",
     },
     "weights": {"config.json", "manifest.json", "model.safetensors"},
-    "background": {"gradients.safetensors", "ranks.safetensors", "training.json"},
+    "background": {"ranks.safetensors", "training.json"},
 }
 
 
@@ -64,13 +62,9 @@ def write(kind: str, run: Path) -> None:
             elif kind == "weights":
                 sharded.save(path, files={"config.json": '{"width": 16}'})
             else:
-                with sharded.accumulate(last=False):
-                    nets.loss(model, DECODER.batch(step, 2)).backward()
-                training = sw.Training(accumulating=True)
-                saving = sharded.save_async(path, optimizer, training)
+                saving = sharded.save_async(path, optimizer, sw.Training())
                 assert saving is not None
                 saving.wait()
-                sharded.drop_gradients()
 
     on_ranks(2, DECODER.build, rank)
 

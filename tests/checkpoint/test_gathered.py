@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import gathered, segments, writer
+from shardwise.checkpoint import gathered, load, segments, writer
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.comm.protocol import Comm
-from tests.checkpoint.runs import adamw, saved, steps, tensors
-from tests.copies import on_ranks, said
+from tests.checkpoint.runs import adamw, same, saved, steps, tensors
+from tests.copies import clones, on_ranks, said
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES
 
@@ -75,16 +75,15 @@ def test_little_is_on_its_way_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_manifest_says_who_wrote_it(tmp_path: Path) -> None:
-    for kind in ("sharded", "full", "local"):
+    for kind in ("sharded", "full"):
         saved(DECODER, 2, tmp_path / kind, kind=kind)
     lines = [
         Manifest.decode((tmp_path / kind / "manifest.json").read_bytes(), kind).line
-        for kind in ("sharded", "full", "local")
+        for kind in ("sharded", "full")
     ]
     assert lines == [
         "sharded safetensors, written by 2 ranks; any number of ranks loads it",
         "full safetensors, written by one of 2 ranks; any number of ranks loads it",
-        "local shards of 2 ranks; only 2 ranks with full_shard and the same units can load it",
     ]
 
 
@@ -115,6 +114,61 @@ def test_a_disk_that_refuses_is_said_on_every_rank(
     texts = on_ranks(2, DECODER.build, rank)
     assert all("the disk is full" in text for text in texts)
     assert list(tmp_path.iterdir()) == []
+
+
+def loaded_on(world: int, seen: Path, unseen: Path, strategy: str, kind: Any) -> Any:
+    """What ``world`` ranks have after loading what rank 0 alone sees."""
+
+    def rank(comm: Comm, model: nn.Module) -> Any:
+        sharded = sw.shard(model, strategy, comm=comm)
+        optimizer = adamw(model.parameters())
+        path = unseen if comm.rank else seen
+        if kind is not None:
+            return said(kind, lambda: sharded.load(path, optimizer, sw.Training()))
+        report = sharded.load(path, optimizer, sw.Training())
+        assert (report.step, report.checked, report.missing) == (2, True, ())
+        assert sharded._loaded
+        moments = sharded.optimizer_state_dict(optimizer)["state"]
+        return {"model": clones(model.state_dict()), "moments": moments}
+
+    found: list[Any] = on_ranks(world, seeded_otherwise, rank)
+    assert all(type(one) is type(found[0]) for one in found)
+    return found[-1]
+
+
+def seeded_otherwise() -> nn.Module:
+    model = DECODER.build()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    return model
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(3, "full_shard"), (2, "zero1")])
+def test_rank_0_reads_what_it_alone_sees_for_all(world: int, strategy: str, tmp_path: Path) -> None:
+    state = saved(DECODER, 3, tmp_path / "step-2", kind="full", max_file_size=30_000)
+    found = loaded_on(world, tmp_path / "step-2", tmp_path / "other" / "step-2", strategy, None)
+    assert same(found["model"], state)
+    stored = tensors(tmp_path / "step-2", "optimizer")
+    named = {f"{k}/{n}": v for n, one in found["moments"].items() for k, v in one.items()}
+    assert same(named, stored)
+
+
+def test_what_rank_0_finds_damaged_is_told_on_every_rank(tmp_path: Path) -> None:
+    saved(DECODER, 2, tmp_path / "step-2", kind="full")
+    with (tmp_path / "step-2" / "model.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"else")
+    args = tmp_path / "step-2", tmp_path / "other", "full_shard", sw.DamagedCheckpoint
+    assert "model.safetensors is damaged" in str(loaded_on(2, *args))
+
+
+def test_a_shared_folder_is_read_by_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(DECODER, 2, tmp_path / "step-2", kind="full")
+    monkeypatch.setattr(load, "read_from_rank_0", None)
+    loaded_on(2, tmp_path / "step-2", tmp_path / "step-2", "full_shard", None)
 
 
 def test_not_in_the_background(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
+from shardwise.shard_tensor import ShardTensor
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Net
-from tests.steps import STRATEGIES, train
+from tests.steps import STRATEGIES
 
 DECODER, TIED, CONVNET = NETS[0], NETS[1], next(n for n in NETS if "convnet" in str(n))
 
@@ -110,9 +111,14 @@ def test_only_the_buckets_of_chosen_names_are_gathered() -> None:
 
 @pytest.mark.parametrize("net", NETS, ids=str)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_sharded_is_joined_to_the_whole(net: Net, strategy: str) -> None:
-    states = taken(net, 3, "SHARDED_STATE_DICT", strategy)
-    assert equal(sw.join(states), seeded(net.build).state_dict())
+def test_every_shard_of_sharded_knows_its_whole(net: Net, strategy: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        state = sw.shard(model, strategy, comm=comm).state_dict("SHARDED_STATE_DICT")
+        parts = {n: v.to_local() for n, v in state.items() if isinstance(v, ShardTensor)}
+        assert bool(parts) == (strategy == "full_shard")
+        return {n: v.full_tensor() if n in parts else v for n, v in state.items()}
+
+    assert equal(on_ranks(3, net.build, rank)[0], seeded(net.build).state_dict())
 
 
 def test_local_is_what_this_rank_has_at_rest() -> None:
@@ -158,13 +164,13 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing() -> None:
         assert part in texts[0]
 
 
-def test_pieces_are_not_loaded_as_wholes() -> None:
+def test_shards_are_not_loaded_as_wholes() -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        pieces = sharded.state_dict("sharded")
-        return said(sw.CheckpointError, lambda: sharded.load_state_dict(pieces))
+        shards = sharded.state_dict("sharded")
+        return said(sw.CheckpointError, lambda: sharded.load_state_dict(shards))
 
-    assert "join() makes whole tensors" in on_ranks(2, DECODER.build, rank)[1]
+    assert "full_tensor(), called on every rank" in on_ranks(2, DECODER.build, rank)[1]
 
 
 def test_in_the_middle_of_a_step_it_is_refused() -> None:
@@ -178,18 +184,6 @@ def test_in_the_middle_of_a_step_it_is_refused() -> None:
         return found[0]
 
     assert "state_dict() was called" in on_ranks(2, DECODER.build, rank)[0]
-
-
-def test_statistics_of_batch_norm_are_joined_as_rank_0_has_them() -> None:
-    def rank(comm: Comm, model: nn.Module) -> tuple[Any, Any]:
-        sharded = sw.shard(model, comm=comm)
-        train(model, CONVNET.batch(comm.rank, 4))  # so ranks differ in them
-        return sharded.state_dict("sharded"), sharded.state_dict()
-
-    found = on_ranks(3, CONVNET.build, rank)
-    first, last = found[0][1], found[-1][1]
-    assert not equal(first, last)
-    assert equal(sw.join([pieces for pieces, _ in found]), first)
 
 
 def small() -> nn.Module:

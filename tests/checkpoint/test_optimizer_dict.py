@@ -142,15 +142,21 @@ def test_scalar_parameters_go_there_and_back() -> None:
     assert all(same(state, first) for state in on_ranks(3, ODD.build, rank))
 
 
-def test_pieces_are_joined_and_shards_are_this_ranks() -> None:
-    full = taken(DECODER, 3, adamw)[0]["state"]
-    pieces = taken(DECODER, 3, adamw, kind="sharded")
-    shards = taken(DECODER, 3, adamw, kind="local")
-    for key in ("exp_avg", "exp_avg_sq"):
-        joined = sw.join([{n: one[key] for n, one in p["state"].items()} for p in pieces])
-        assert same(joined, {name: one[key] for name, one in full.items()})
-        sizes = [sum(one[key].numel() for one in s["state"].values()) for s in shards]
-        assert sum(sizes) == sum(value.numel() for value in joined.values())
+def test_shards_of_state_know_their_whole() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded, optimizer = stepped(comm, model, adamw)
+        full, shards, plain = (
+            sharded.optimizer_state_dict(optimizer, kind)["state"]
+            for kind in ("full", "sharded", "local")
+        )
+        for name, state in full.items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(shards[name][key].full_tensor(), state[key])
+                assert torch.equal(shards[name][key].to_local(), plain[name][key])
+                assert type(plain[name][key]) is Tensor
+            assert torch.equal(shards[name]["step"], state["step"])
+
+    on_ranks(3, small, rank)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +210,9 @@ def stepped(comm: Comm, model: nn.Module, make: Make) -> tuple[sw.Sharded, Optim
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("sharded", "exp_avg of 0.weight is a dict"), ("local", "nothing loads one of kind 'local'")],
+    [("sharded", "is a ShardTensor"), ("local", "nothing loads one of kind 'local'")],
 )
-def test_pieces_and_shards_are_not_loaded_as_wholes(kind: str, says: str) -> None:
+def test_shards_are_not_loaded_as_wholes(kind: str, says: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded, optimizer = stepped(comm, model, adamw)
         before = sharded.optimizer_state_dict(optimizer)
@@ -216,10 +222,6 @@ def test_pieces_and_shards_are_not_loaded_as_wholes(kind: str, says: str) -> Non
         return text
 
     assert all(says in text for text in on_ranks(2, small, rank))
-
-
-def test_state_dicts_of_all_ranks_are_joined_to_what_is_loaded() -> None:
-    assert same(sw.join(taken(DECODER, 3, adamw, kind="sharded")), taken(DECODER, 3, adamw)[0])
 
 
 GROUP = {**torch.optim.AdamW(small().parameters()).param_groups[0]}

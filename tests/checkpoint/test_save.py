@@ -391,20 +391,23 @@ def elsewhere(rank: int, world: int, folder: str, path: str) -> str:
 
 def _refused(comm: Comm) -> str:
     sharded = sw.shard(nn.Linear(4, 4), comm=comm)
-    try:
-        sharded.save("run/step-1")  # another folder on each rank, by the same name
-    except sw.CheckpointError as error:
-        return str(error)
-    raise AssertionError
+    # Another folder on each rank, by the same name.
+    text = said(sw.CheckpointError, lambda: sharded.save("run/step-1"))
+    sharded.save("run/step-2", kind="full")
+    loaded = sharded.resume("run")
+    assert loaded is not None
+    assert loaded.path.name == "step-2"
+    return text
 
 
 @pytest.mark.spawn
-def test_a_folder_that_not_all_ranks_share_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_not_all_ranks_share_is_rank_0s_alone(tmp_path: Path) -> None:
     said = [o.value or o.error for o in outcomes_of(2, elsewhere, str(tmp_path))]
     assert said[0] == said[1]
     assert said[0].startswith("rank 1: on ")
     assert "local to each host, not a shared file system" in said[0]
-    assert names(tmp_path / "host-0" / "run") == []  # nothing is left behind
+    assert names(tmp_path / "host-0" / "run") == ["latest", "step-2"]  # nothing is left behind
+    assert names(tmp_path / "host-1") == []
 
 
 def test_gradients_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
@@ -412,7 +415,7 @@ def test_gradients_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
         sharded = sw.shard(model, comm=comm)
         with sharded.accumulate(last=False):
             nets.loss(model, DECODER.batch(0, 2)).backward()
-        with pytest.raises(sw.ScheduleError, match="so this checkpoint would miss them"):
+        with pytest.raises(sw.ScheduleError, match="a checkpoint does not store gradients"):
             sharded.save(tmp_path / "step-1", training=sw.Training(step=1))
         sharded.save(tmp_path / "weights")  # which have no part in it
         sharded.drop_gradients()
@@ -428,6 +431,7 @@ def test_gradients_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
         ({"max_file_size": 0}, "at least 1"),
         ({"save_total_limit": 0}, "at least 1"),
         ({"keep_best": "best"}, "'lowest', 'highest'"),
+        ({"kind": "local"}, "pass kind='sharded', or"),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, Any], fact: str, tmp_path: Path) -> None:
@@ -483,13 +487,13 @@ def test_the_number_of_steps_is_what_was_said_or_what_the_name_says(tmp_path: Pa
 
 def test_ranks_that_save_different_kinds_are_told(tmp_path: Path) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
-        sharded, kind = sw.shard(model, comm=comm), ("full", "local")[comm.rank]
+        sharded, kind = sw.shard(model, comm=comm), ("full", "sharded")[comm.rank]
         text = said(sw.CheckpointError, lambda: sharded.save(tmp_path / "step-1", kind=kind))
         sharded.save(tmp_path / "step-2")
         return text
 
     found = on_ranks(2, DECODER.build, rank)
-    assert all("kind of checkpoint: rank 0: full; rank 1: local" in text for text in found)
+    assert all("kind of checkpoint: rank 0: full; rank 1: sharded" in text for text in found)
     assert names(tmp_path) == ["latest", "step-2"]
 
 

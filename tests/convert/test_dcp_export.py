@@ -120,15 +120,6 @@ def test_weights_alone_if_told(tmp_path: Path) -> None:
     assert {name.partition(".")[0] for name in names} == {"model"}
 
 
-def test_shards_as_they_were_are_no_whole_tensors(tmp_path: Path) -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm).save(tmp_path / "step-2", kind="local")
-
-    on_ranks(2, TIED.build, rank)
-    with pytest.raises(sw.CheckpointError, match="no whole tensors are in it"):
-        export_dcp(tmp_path / "step-2", tmp_path / "dcp")
-
-
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_a_disk_that_is_full_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapped: bool

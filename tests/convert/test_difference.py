@@ -221,13 +221,6 @@ def test_tensors_are_found_whatever_their_file_is_called(tmp_path: Path, name: s
     assert not compared(tmp_path / "a", tmp_path / "b", weights_only=True).is_empty
 
 
-def test_local_shards_have_weights(tmp_path: Path) -> None:
-    saved(DECODER, 1, tmp_path / "a", make=fast, kind="local")
-    saved(DECODER, 1, tmp_path / "b", make=slow, kind="local")
-    found = compared(tmp_path / "a", tmp_path / "b", weights_only=True)
-    assert {unlike.stem for unlike in found.tensors} == {"model.rank0"}
-
-
 def test_where_there_are_no_tensors_nothing_is_equal(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

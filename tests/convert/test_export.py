@@ -164,12 +164,6 @@ def test_weights_alone_have_no_optimizer_to_export(made: Path, tmp_path: Path) -
         exported(tmp_path / "empty", tmp_path / "again")
 
 
-def test_shards_as_they_were_are_no_whole_tensors(tmp_path: Path) -> None:
-    saved(DECODER, 2, tmp_path / "step-2", kind="local")
-    with pytest.raises(sw.CheckpointError, match=r"holds local shards of 2 ranks.*kind='sharded'"):
-        exported(tmp_path / "step-2", tmp_path / "out")
-
-
 def test_the_result_vouches_for_its_bytes(made: Path, tmp_path: Path) -> None:
     exported(made, tmp_path / "out", max_file_size=5_000)
     catalogue = Catalogue.read(tmp_path / "out")

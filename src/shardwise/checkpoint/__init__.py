@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from shardwise.checkpoint.background import Saving
 from shardwise.checkpoint.fit import Loaded
-from shardwise.checkpoint.kinds import Piece, StateDict, join
+from shardwise.checkpoint.kinds import StateDict
 from shardwise.checkpoint.one_file import SavedFile
 from shardwise.checkpoint.optimizer_dict import by_name, numbered
 from shardwise.checkpoint.saving import Saved, SaveOptions
@@ -18,7 +18,6 @@ from shardwise.checkpoint.state import Training
 
 __all__ = [
     "Loaded",
-    "Piece",
     "SaveOptions",
     "Saved",
     "SavedFile",
@@ -26,6 +25,5 @@ __all__ = [
     "StateDict",
     "Training",
     "by_name",
-    "join",
     "numbered",
 ]

@@ -300,19 +300,9 @@ class Background:
             self._ranks_here = share(comm, host(), "hosts").count(host())
         pool = together(comm, "memory", lambda: self._memory(options.snapshot_bytes, comm))
         task = begin(sharded, path, optimizers, training, options)
-        if task.hold.is_split:
-            give_up(task)
-            raise CheckpointError(
-                f"{task.final.parent} is local to each host, and save_async() has no word from "
-                "other hosts of when they have published, without which an old checkpoint may go "
-                "too soon. Nothing was written. Call save(..., kind='local'), or save to a path "
-                "that all hosts share."
-            )
         saving = Saving(task, comm, pool)
-        # In the middle of an accumulation, backward passes change what is saved.
-        at_once = options.copied_by == "return" or (training and training.accumulating)
         try:
-            saving.begin(None if at_once else Watched(sharded, optimizers))
+            saving.begin(None if options.copied_by == "return" else Watched(sharded, optimizers))
         except BaseException:
             saving.cancel()
             raise

@@ -3,7 +3,6 @@
 model.safetensors        parameters and persistent buffers, as Hugging Face names them
 optimizer.safetensors    exp_avg/NAME, exp_avg_sq/NAME, step/NAME …
 ranks.safetensors        what every rank has of its own: generators, buffers where they differ
-gradients.safetensors    in the middle of an accumulation, if that was asked for
 training.json            step, scheduler, data position, groups of the optimizer …
 config.json, …           what else a reader of the folder needs
 """
@@ -20,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.buffers import Bucket
 from shardwise.checkpoint import checksum, manifest, rng, state
-from shardwise.checkpoint.accumulated import GRADIENTS, check_reduced, gradients_of
 from shardwise.checkpoint.holdings import Holding, homes, own_rows, persistent_buffers, weights
-from shardwise.checkpoint.local import LAYOUT, layout_file, local_files
 from shardwise.checkpoint.meeting import share, together
 from shardwise.checkpoint.names import is_plain
 from shardwise.checkpoint.optimizers import Named, contents
@@ -33,7 +31,7 @@ from shardwise.checkpoint.segments import Segments
 from shardwise.checkpoint.state import Training
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ScheduleError
 
 if TYPE_CHECKING:
     from shardwise.sharded import Sharded
@@ -50,8 +48,7 @@ class Contents:
 
     Attributes:
         files: the safetensors files, the same on every rank.
-        small: all other files but the manifest, whole; those of the rank that keeps the folder
-            are written.
+        small: all other files but the manifest, whole; rank 0's are written.
         aliases: further names of tied tensors → the stored one.
     """
 
@@ -114,8 +111,6 @@ def collect(
     held = together(comm, "contents", lambda: _held(sharded, optimizers, training, options))
     groups, small = dict(held.groups), dict(held.small)
     if training is not None:
-        if training.accumulating:
-            groups[GRADIENTS] = gradients_of(sharded.buckets, homes(sharded.buckets), comm)
         buffers = _differing_buffers(comm, model)
         own = {**held.own, **{BUFFER + name: value for name, value in buffers.items()}}
         rows = own_rows(own, comm.rank, comm.size)
@@ -125,14 +120,12 @@ def collect(
     plans: dict[str, Sequence[FilePlan]] = {}
     segments: list[Segments] = []
     for stem, group in groups.items():
-        plans[stem], some_segments = _files(stem, group, comm, options)
+        plans[stem], some_segments = _files(stem, group, options)
         segments += some_segments
-    if options.kind == "local":
-        small[LAYOUT] = layout_file(sharded, groups)
     small |= {
         f"{stem}.safetensors.index.json": json.dumps(index_of(some), indent=2).encode() + b"\n"
         for stem, some in plans.items()
-        if len(some) > 1 and options.kind != "local"
+        if len(some) > 1
     }
     every = tuple(plan for some in plans.values() for plan in some)
     return Contents(every, tuple(segments), small, held.aliases)
@@ -150,11 +143,20 @@ def _held(
     small = {**_model_config(sharded.model), **_checked(options.small())}
     if training is None:
         return _Held(groups, aliases, small, (), {})
-    if not training.accumulating:
-        check_reduced(sharded.buckets)
+    _check_reduced(sharded.buckets)
     groups[OPTIMIZER], records = contents(optimizers, Named(homes(sharded.buckets)))
     own = {RNG + name: value for name, value in rng.capture(sharded.comm.device).items()}
     return _Held(groups, aliases, small, records, own)
+
+
+def _check_reduced(buckets: Sequence[Bucket]) -> None:
+    for bucket in buckets:
+        if bucket.gradients.full is not None:
+            raise ScheduleError(
+                f"unit {bucket.unit or '(root)'!r} holds gradients that were accumulated and never "
+                "reduced, and a checkpoint does not store gradients, so they would be lost. Save "
+                "after the last micro-batch of the step, or call sharded.drop_gradients()."
+            )
 
 
 def _is_live(options: SaveOptions) -> bool:
@@ -163,11 +165,9 @@ def _is_live(options: SaveOptions) -> bool:
 
 
 def _files(
-    stem: str, group: Sequence[Holding], comm: Comm, options: SaveOptions
+    stem: str, group: Sequence[Holding], options: SaveOptions
 ) -> tuple[Sequence[FilePlan], list[Segments]]:
     """The files of one stem, and this rank's bytes of them."""
-    if options.kind == "local":
-        return local_files(stem, group, comm.rank, comm.size)
     by_name = {holding.entry.name: holding for holding in group}
     entries, about = [holding.entry for holding in group], {"format": "pt"}
     plans = plan_files(stem, entries, options.max_file_size, about, options.kind == "full")
@@ -208,7 +208,7 @@ def _model_config(model: nn.Module) -> dict[str, bytes]:
 
 def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
     for name in files:
-        ours = name in (state.NAME, manifest.NAME, LAYOUT) or ".safetensors" in name
+        ours = name in (state.NAME, manifest.NAME) or ".safetensors" in name
         if not is_plain(name) or ours or name.startswith("."):
             raise CheckpointError(
                 f"a file called {name!r:.80} cannot be put beside the checkpoint: the name is "

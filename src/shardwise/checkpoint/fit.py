@@ -7,6 +7,7 @@ values to hand over when they have been read.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import rng, state
-from shardwise.checkpoint.accumulated import GRADIENTS, Gradients
 from shardwise.checkpoint.contents import BUFFER, MODEL, OPTIMIZER, RANKS, RNG
 from shardwise.checkpoint.dtypes import code_of
+from shardwise.checkpoint.header import Stored
 from shardwise.checkpoint.holdings import Home, homes, persistent_buffers
-from shardwise.checkpoint.local import is_local, placed
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.match import Matched, Wanted, match
 from shardwise.checkpoint.optimizers import Named, Optimizers
 from shardwise.checkpoint.reader import Want, wanted
@@ -34,6 +35,13 @@ if TYPE_CHECKING:
     from shardwise.sharded import Sharded
 
 __all__ = ["Fitted", "Found", "Loaded", "Wish", "open_found"]
+
+
+GRADIENTS = "gradients"
+IN_A_STEP = (
+    "gradients: an earlier shardwise saved this in the middle of an accumulation, and gradients "
+    "are not loaded any more; the step begins anew"
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,31 @@ class Found:
     document: Document | None
     states: Mapping[str, Place]
     own: Mapping[str, Place]
-    gradients: Mapping[str, Place]
+    has_gradients: bool
+
+    def encode(self) -> str:
+        """As a text for ranks that do not see the folder, of which ``manifest`` is there."""
+        assert self.source.manifest is not None
+        tensors = [self.weights, self.states, self.own]
+        named = [{n: [p.file, *p.stored] for n, p in some.items()} for some in tensors]
+        manifest = self.source.manifest.encode().decode()
+        document = self.source.bytes(state.NAME).decode() if self.document else ""
+        return json.dumps([str(self.source.folder), manifest, document, *named])
+
+    @classmethod
+    def decode(cls, text: str) -> Found:
+        """What ``encode`` gave; nothing of it is opened."""
+        folder, manifest, document, *named = json.loads(text)
+        weights, states, own = (
+            {
+                name: Place(file, Stored(dtype, tuple(shape), *ends))
+                for name, (file, dtype, shape, *ends) in some.items()
+            }
+            for some in named
+        )
+        source = Source(Path(folder), Manifest.decode(manifest.encode(), folder))
+        decoded = Document.decode(document.encode(), folder) if document else None
+        return cls(source, weights, decoded, states, own, False)
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -131,21 +163,20 @@ def open_found(path: str | Path, wish: Wish, stack: ExitStack) -> Found:
         CheckpointError: there is none, it is not complete, or it is malformed.
     """
     source = stack.enter_context(Source.open(path))
-    own_files = is_local(source)  # then its tensors are found when the layout is known
-    weights = {} if own_files else source.tensors(MODEL)
-    if not weights and not own_files:
+    weights = source.tensors(MODEL)
+    if not weights:
         raise CheckpointError(
             f"{source.folder} holds no model.safetensors and no index of several. Name a folder "
             "that shardwise or a Hugging Face library wrote; pickled files (.bin, .pt) are not "
             "read, since a pickle can run anybody's code."
         )
-    document, states, own, gradients = None, {}, {}, {}
+    document, states, own, has_gradients = None, {}, {}, False
     if source.manifest is not None and source.has(state.NAME):
         document = Document.decode(source.bytes(state.NAME), str(source.folder / state.NAME))
         states = source.tensors(OPTIMIZER) if wish.optimizers else {}
         own = source.tensors(RANKS)
-        gradients = source.tensors(GRADIENTS)
-    return Found(source, weights, document, states, own, gradients)
+        has_gradients = bool(source.names(GRADIENTS))
+    return Found(source, weights, document, states, own, has_gradients)
 
 
 class Fitted:
@@ -156,8 +187,7 @@ class Fitted:
     """
 
     def __init__(self, sharded: Sharded, found: Found, wish: Wish) -> None:
-        found = placed(found, sharded)
-        self._found, self._comm = found, sharded.comm
+        self._found, self._comm, self._buckets = found, sharded.comm, sharded.buckets
         places = homes(sharded.buckets)
         buffers = persistent_buffers(sharded.model)
         self._matched = _match(places, buffers, found)
@@ -168,18 +198,14 @@ class Fitted:
             self._optimizers = _optimizers(found, wish, Named(places))
             problems += self._optimizers.problems
         problems += _absent(found, wish)
-        self._gradients: Gradients | None = None
-        if wish.training is not None:
-            self._gradients = Gradients(sharded.buckets, places, found.gradients, self._comm)
-            problems += self._gradients.problems
-            self._inexact += self._gradients.problems
+        if wish.training is not None and found.has_gradients:
+            self._inexact.append(IN_A_STEP)
+            problems.append(IN_A_STEP)
         if wish.strict and problems:
             raise _unfit(found, problems)
         self.wants = [*self._parameters(places), *self._buffers(buffers)]
         if self._optimizers is not None:
             self.wants += self._optimizers.wants()
-        if self._gradients is not None:
-            self.wants += self._gradients.wants()
         self._rng = self._generators() if wish.training is not None else {}
 
     def apply(self, training: Training | None) -> None:
@@ -188,10 +214,14 @@ class Fitted:
             buffer.copy_(value)
         if self._optimizers is not None:
             self._optimizers.apply()
-        if self._gradients is not None:
-            self._gradients.apply()
+        if training is None:
+            return
+        for bucket in self._buckets:  # a checkpoint is of the moment between two steps
+            bucket.gradients.drop()
+            for param in bucket.params:
+                param.grad = None
         document = self._found.document
-        if training is None or document is None:
+        if document is None:
             return
         for owner, values in (
             (training.scheduler, document.scheduler),

@@ -178,27 +178,25 @@ def _pointed(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Partial:
-    """A folder that is being written; the rank that made it keeps it locked.
+    """A folder that is being written; rank 0 made it, and keeps it locked.
 
     Attributes:
         path: the folder.
         final: what it will be called.
-        rank: who keeps it.
     """
 
     path: Path
     final: Path
     lock: int
-    rank: int = 0
 
     @classmethod
-    def make(cls, final: Path, token: str, rank: int = 0) -> Partial:
+    def make(cls, final: Path, token: str) -> Partial:
         """A new one beside ``final``, which must be free or a checkpoint. May raise ``OSError``."""
         check_replaceable(final)
         make_folder(final.parent)
         path = final.with_name(f"{final.name}.partial-{token}")
         try:
-            return cls(path, final, make_locked(path), rank)
+            return cls(path, final, make_locked(path))
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
@@ -259,7 +257,7 @@ def publish(partial: Partial) -> None:
     be synced. That the old one cannot be removed is no reason to raise.
     """
     final, old = partial.final, None
-    reached("about to publish", partial.rank)
+    reached("about to publish", 0)
     if not final.exists() or not any(final.iterdir()):
         partial.path.rename(final)
     elif _exchange(partial.path, final):
@@ -273,12 +271,12 @@ def publish(partial: Partial) -> None:
             old.rename(final)
             raise
     sync_folder(final.parent)
-    reached("published", partial.rank)
+    reached("published", 0)
     partial.close()
     try:
         (final / LOCK).unlink(missing_ok=True)
         if old is not None:
-            remove(old, partial.rank)
+            remove(old)
     except OSError as error:
         log.warning("%s is complete, and what it replaced could not be removed: %s", final, error)
 
@@ -293,7 +291,7 @@ def _exchange(one: Path, other: Path) -> bool:
     return failed == 0
 
 
-def move_latest(final: Path, rank: int = 0) -> None:
+def move_latest(final: Path) -> None:
     """Let ``latest`` point at ``final``: a link, or a text file where links cannot be."""
     latest, run = final.with_name(LATEST), final.parent
     unfinished = run / f".{LATEST}-{new_token()}"
@@ -305,20 +303,20 @@ def move_latest(final: Path, rank: int = 0) -> None:
         unfinished.write_text(final.name + "\n", "utf-8")
     unfinished.replace(latest)
     sync_folder(run)
-    reached("latest moved", rank)
+    reached("latest moved", 0)
 
 
 # --- what goes -------------------------------------------------------------------------------
 
 
-def remove(path: Path, rank: int = 0) -> None:
+def remove(path: Path) -> None:
     """Remove a checkpoint. It loses its name first, so half of it never looks like a whole one."""
     name = _LEFTOVER.fullmatch(path.name)
     going = path.with_name(f"{name['name'] if name else path.name}.removing-{new_token()}")
     path.rename(going)
-    reached("about to remove", rank)
+    reached("about to remove", 0)
     shutil.rmtree(going)
-    reached("removed", rank)
+    reached("removed", 0)
 
 
 def sweep(run: Path) -> list[str]:

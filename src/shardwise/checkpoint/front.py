@@ -161,7 +161,8 @@ def state_dict(self: Sharded, kind: str | StateDict = "full", **how: Any) -> dic
         how: the fields of ``StateDict``: ``offload_to_cpu``, ``rank0_only``, ``names``.
 
     Returns:
-        name → whole tensor, ``Piece``, or shard; empty on ranks that ``rank0_only`` leaves out.
+        name → whole tensor, ``ShardTensor``, or plain shard; empty on ranks that ``rank0_only``
+        leaves out.
     """
     policy = StateDict.of(kind, how)
     _between_steps(self, "state_dict() was called")

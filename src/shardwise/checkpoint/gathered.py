@@ -1,22 +1,31 @@
 """Checkpoints of kind ``"full"``: rank 0 writes all of it, and nobody else needs the disk.
 
 What the others hold reaches rank 0 a few megabytes at a time, in the order of the file, as the
-edges of pages do in other saves; so no rank ever holds more of the model than its shard.
+edges of pages do in other saves; so no rank ever holds more of the model than its shard. Where
+the ranks that load it do not all see it, rank 0 reads it block by block, and every rank takes its
+part of each block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.plan import cut_at_blocks
-from shardwise.checkpoint.segments import Segments, exchange_edges, rounds
-from shardwise.checkpoint.writer import Chunk, Part, Writer
-from shardwise.comm.protocol import Comm
+import torch
+from torch import Tensor
 
-__all__ = ["write_gathered"]
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.meeting import share
+from shardwise.checkpoint.plan import cut_at_blocks
+from shardwise.checkpoint.reader import Want
+from shardwise.checkpoint.segments import Segments, exchange_edges, rounds
+from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.writer import Chunk, Part, Writer
+from shardwise.comm.protocol import Comm, Label
+
+__all__ = ["read_from_rank_0", "write_gathered"]
 
 
 def write_gathered(comm: Comm, folder: Path, contents: Contents) -> Part:
@@ -57,3 +66,46 @@ def _chunks(comm: Comm, contents: Contents) -> Iterator[Chunk]:
 def _between(segments: Segments, start: int, stop: int) -> Iterator[Chunk]:
     for first, last in cut_at_blocks(start, stop):
         yield Chunk(segments.plan.name, first, last, tuple(segments.between(first, last)))
+
+
+def read_from_rank_0(comm: Comm, source: Source, wants: Iterable[Want]) -> None:
+    """Fill every rank's ``wants`` from files that rank 0 alone can read. A collective.
+
+    Args:
+        source: the checkpoint; other ranks than 0 take only sizes from it.
+
+    Raises:
+        CheckpointError: on rank 0, where bytes are missing or damaged; the others return.
+    """
+    by_file: dict[str, list[Want]] = {}
+    for want in wants:
+        by_file.setdefault(want.place.file, []).append(want)
+    asked = share(comm, json.dumps(list(by_file)), "files that are read")
+    for name in sorted({name for names in asked for name in json.loads(names)}):
+        assert source.manifest is not None  # a folder of this kind has one
+        for start, stop in cut_at_blocks(0, source.manifest.files[name].size):
+            # The last byte says whether rank 0 could read the others.
+            block = torch.zeros(stop - start + 1, dtype=torch.uint8)
+            try:
+                if comm.rank == 0:
+                    source.read_into(name, start, block[:-1].numpy())
+                    block[-1] = 1
+            finally:
+                sent = block.to(comm.device)
+                comm.broadcast(sent, 0, Label("broadcast", name)).wait()
+            if not sent[-1]:
+                return
+            for want in by_file.get(name, ()):
+                _take(want, start, sent[:-1])
+
+
+def _take(want: Want, start: int, block: Tensor) -> None:
+    """Copy what is wanted of the bytes that begin at ``start`` of the file.
+
+    Tensors lie at multiples of their item size, so no element is cut in two.
+    """
+    first, item = want.at[1], want.dtype.itemsize
+    begin, end = max(start, first), min(start + len(block), first + want.nbytes)
+    if begin < end:
+        part = block[begin - start : end - start].view(want.dtype)
+        want.out[(begin - first) // item : (end - first) // item].copy_(part)

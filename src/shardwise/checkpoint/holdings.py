@@ -19,6 +19,7 @@ from shardwise.buffers import Bucket
 from shardwise.checkpoint.dtypes import code_of
 from shardwise.checkpoint.plan import Entry, Held
 from shardwise.layout import Slot
+from shardwise.sharding import Sharding
 from shardwise.units import Member
 
 __all__ = [
@@ -67,12 +68,14 @@ class Home:
         held: who holds which elements.
         value: this rank's part of it, as at rest.
         start: which element of the flattened parameter the first of them is.
+        sharding: how the ranks put their parts together; ``None``: every rank has all of it.
     """
 
     member: Member
     held: tuple[Held, ...]
     value: Tensor
     start: int
+    sharding: Sharding | None
 
     def holding(self, name: str, value: Tensor) -> Holding:
         """A tensor that has one element for each of the parameter's, stored as ``name``."""
@@ -89,13 +92,11 @@ def _homes(bucket: Bucket) -> Iterator[Home]:
     spec = bucket.spec
     bucket.adopt()
     views = spec.rest_views(bucket.shard)
-    ordered = sorted(
-        zip(spec.slots, spec.members, views, strict=True),
-        key=lambda found: (found[0].start, found[0].stop),
-    )
-    for slot, member, view in ordered:
-        start = spec.layout.owned(slot, spec.comm.rank)[0] if spec.placement.splits else 0
-        yield Home(member, _held(spec, slot), view, start)
+    for index in sorted(range(len(views)), key=lambda k: (spec.slots[k].start, spec.slots[k].stop)):
+        sharding = spec.sharding(index)
+        split = sharding if spec.placement.splits else None
+        held = _held(spec, spec.slots[index])
+        yield Home(spec.members[index], held, views[index], sharding.start, split)
 
 
 def _held(spec: BucketSpec, slot: Slot) -> tuple[Held, ...]:

@@ -10,17 +10,17 @@ all raise the same error.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint import manifest, state
-from shardwise.checkpoint.complete import saved_in
+from shardwise.checkpoint.complete import read_manifest, saved_in
 from shardwise.checkpoint.disk import retried
 from shardwise.checkpoint.fit import Fitted, Found, Loaded, Wish, open_found
 from shardwise.checkpoint.folder import (
@@ -28,12 +28,13 @@ from shardwise.checkpoint.folder import (
     is_leftover,
     mark_broken,
     move_latest,
+    resolve,
     steps_to_resume,
     target_of,
 )
-from shardwise.checkpoint.local import check_own
+from shardwise.checkpoint.gathered import read_from_rank_0
 from shardwise.checkpoint.meeting import by_rank_0, one_message, share, together
-from shardwise.checkpoint.reader import fill
+from shardwise.checkpoint.reader import Want, fill
 from shardwise.checkpoint.source import Source
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
@@ -59,10 +60,15 @@ def load(sharded: Sharded, path: str | Path, wish: Wish) -> Loaded:
     comm = sharded.comm
     comm.fence(Label("fence", "load"))  # nobody still reads the memory that is filled next
     with ExitStack() as stack:
-        found = together(comm, "opening", lambda: _opened(path, wish, stack, comm.rank))
-        _check_identity(comm, found)
+        from_rank_0_alone = _only_rank_0_sees(comm, path)
+        if from_rank_0_alone:
+            found = _opened_by_rank_0(comm, path, wish, stack)
+        else:
+            found = together(comm, "opening", lambda: _opened(path, wish, stack, comm.rank))
+            _check_identity(comm, found)
         fitted = together(comm, "comparing", lambda: _fitted(sharded, found, wish))
-        together(comm, "reading", lambda: _read(found, fitted))
+        read = partial(read_from_rank_0, comm) if from_rank_0_alone else fill
+        together(comm, "reading", lambda: _read(found, fitted, read))
         report = together(comm, "restoring", lambda: _restored(found, fitted, wish))
     for bucket in sharded.buckets:
         bucket.expire()
@@ -77,11 +83,37 @@ def load(sharded: Sharded, path: str | Path, wish: Wish) -> Loaded:
     return report
 
 
+def _only_rank_0_sees(comm: Comm, path: str | Path) -> bool:
+    """Is it of kind ``"full"``, on a disk that not all ranks share? A collective."""
+    seen = share(comm, _glance(path), "a look at the checkpoint")
+    return seen[0].startswith("full ") and len(set(seen)) > 1
+
+
+def _glance(path: str | Path) -> str:
+    """Its kind and token; ``""`` where that cannot be seen."""
+    try:
+        manifest = read_manifest(resolve(Path(path).expanduser().absolute()))
+    except (CheckpointError, OSError):
+        return ""  # whoever opens it says why
+    return "" if manifest is None else f"{manifest.kind} {manifest.token}"
+
+
+def _opened_by_rank_0(comm: Comm, path: str | Path, wish: Wish, stack: ExitStack) -> Found:
+    """A collective."""
+    opened: list[Found] = []
+
+    def open_it() -> str:
+        opened.append(_opened(path, wish, stack, 0))
+        return opened[0].encode()
+
+    text = by_rank_0(comm, "opening", open_it)
+    return opened[0] if opened else Found.decode(text)
+
+
 def _opened(path: str | Path, wish: Wish, stack: ExitStack, rank: int) -> Found:
     with _understood(path):
         found = open_found(path, wish, stack)
     source = found.source
-    check_own(source, rank)
     if source.manifest is None:
         _check_foreign(source)
     elif rank == 0:
@@ -93,10 +125,7 @@ def _opened(path: str | Path, wish: Wish, stack: ExitStack, rank: int) -> Found:
 
 
 def _check_identity(comm: Comm, found: Found) -> None:
-    """Every rank must have opened the same checkpoint, also where each host has its own folder.
-
-    Between two hosts' publications a crash may leave one of them with an older one of that name.
-    """
+    """Every rank must have opened the same checkpoint."""
     here = f"{found.identity} on {socket.gethostname()}"
     said = share(comm, here, "identity of a checkpoint")
     first = said[0].rpartition(" on ")[0]
@@ -104,8 +133,8 @@ def _check_identity(comm: Comm, found: Found) -> None:
     if other:
         raise CheckpointError(
             f"the ranks opened different checkpoints: rank 0 {said[0]}; "
-            f"{one_message(other, comm.size)}. It is not whole on all hosts, or the path means "
-            "another folder on each. Nothing of it was used. Load one that all hosts have."
+            f"{one_message(other, comm.size)}. The path means another folder on each host. Nothing "
+            "of it was used. Load one that all hosts have."
         )
 
 
@@ -136,27 +165,24 @@ def resume(sharded: Sharded, run: str | Path, wish: Wish) -> Loaded | None:
     comm, folder = sharded.comm, Path(run).expanduser().absolute()
     damaged: dict[str, str] = {}
     while True:
-        text = by_rank_0(comm, "checkpoint to resume", lambda: _candidate(folder, damaged))
-        if not text:
+        name = by_rank_0(comm, "checkpoint to resume", lambda: _candidate(folder, damaged))
+        if not name:
             together(comm, "nothing to resume", lambda: _check_nothing(folder))
             return None
-        name, on_each_host = json.loads(text)
         try:
             report = load(sharded, folder / name, wish)
-        except CheckpointError as error:
-            if not (isinstance(error, DamagedCheckpoint) or on_each_host):
-                raise
+        except DamagedCheckpoint as error:
             damaged[name] = str(error)
             if comm.rank == 0:
                 log.warning("SKIPPED %s, which is broken: %s", folder / name, error)
         else:
-            if comm.rank == 0 and not on_each_host:
+            if comm.rank == 0:
                 _mark(folder, damaged, name)
             return report
 
 
 def _candidate(folder: Path, damaged: dict[str, str]) -> str:
-    """The newest complete one's name that is not ``damaged``, and whether each host has a folder.
+    """The name of the newest complete one that is not ``damaged``.
 
     Adds to ``damaged`` what is not complete. ``""`` where there is no checkpoint at all.
     """
@@ -165,9 +191,9 @@ def _candidate(folder: Path, damaged: dict[str, str]) -> str:
         if path.name not in damaged:
             damaged[path.name] = reason
             log.warning("SKIPPED %s, which is not complete: %s", path, reason)
-    for path, made in found.complete:
+    for path, _ in found.complete:
         if path.name not in damaged:
-            return json.dumps([path.name, made.ranks is not None])
+            return path.name
     if damaged:
         raise DamagedCheckpoint(
             f"{folder} holds {len(damaged)} checkpoints, and none that is whole, so nothing can be "
@@ -229,9 +255,9 @@ def _understood(path: str | Path, so_far: str = "Nothing of it was used") -> Ite
         ) from error
 
 
-def _read(found: Found, fitted: Fitted) -> None:
+def _read(found: Found, fitted: Fitted, read: Callable[[Source, list[Want]], object]) -> None:
     try:
-        fill(found.source, fitted.wants)
+        read(found.source, fitted.wants)
     except CheckpointError as error:
         raise type(error)(
             f"{error} {REPLACED}: load another checkpoint before you use it."

@@ -66,8 +66,8 @@ class Manifest(_Frozen):
     step: Count | None = Field(description="optimizer steps taken")
     world: int = Field(ge=1, description="ranks that wrote it")
     strategy: str
-    kind: Literal["sharded", "full", "local"] = "sharded"
-    ranks: list[Count] | None = Field(default=None, description="whose files are here, if not all")
+    kind: Literal["sharded", "full"] = "sharded"
+    ranks: None = Field(default=None, description="not written any more, and read from old ones")
     versions: dict[str, str]
     checksum: Literal["crc32"] = "crc32"
     block: Literal[4194304] = 4_194_304
@@ -79,24 +79,12 @@ class Manifest(_Frozen):
     def line(self) -> str:
         """What kind of checkpoint it is, who wrote it, and who can load it."""
         ranks = f"{self.world} rank{'s' * (self.world != 1)}"
-        if self.ranks is not None:
-            return (
-                f"local shards of rank{'s' * (len(self.ranks) != 1)} "
-                f"{', '.join(map(str, self.ranks))} of {ranks}; the others' are on other hosts. "
-                f"Only {ranks} with {self.strategy} and the same units can load it, each on its "
-                "host"
-            )
-        texts = {
-            "sharded": f"sharded safetensors, written by {ranks}; any number of ranks loads it",
-            "full": f"full safetensors, written by one of {ranks}; any number of ranks loads it",
-            "local": f"local shards of {ranks}; only {ranks} with {self.strategy} and the same "
-            "units can load it",
-        }
-        return texts[self.kind]
+        writer = "one of " * (self.kind == "full")
+        return f"{self.kind} safetensors, written by {writer}{ranks}; any number of ranks loads it"
 
     def encode(self) -> bytes:
         """The file, with a digest of all the rest."""
-        fields = self.model_dump()
+        fields = self.model_dump(exclude={"ranks"})
         return json.dumps({**fields, "digest": _digest(fields)}, indent=1).encode() + b"\n"
 
     @classmethod
@@ -112,6 +100,7 @@ class Manifest(_Frozen):
             if not isinstance(fields, dict):
                 raise ValueError("it is no JSON object")
             _check_version(fields, where)
+            _check_kind(fields, where)
             digest = fields.pop("digest", None)
             if digest != _digest(fields):
                 raise ValueError("its digest does not fit what it says")
@@ -155,6 +144,15 @@ def _check_version(fields: dict[str, Any], where: str) -> None:
         raise CheckpointError(
             f"{where} is of version {fields['version']!r:.20}, and this shardwise reads version "
             f"{VERSION}. Install a later shardwise."
+        )
+
+
+def _check_kind(fields: dict[str, Any], where: str) -> None:
+    if fields.get("kind") == "local":
+        raise CheckpointError(
+            f"{where} is of kind 'local', each rank's shards in files of its own, which are not "
+            "read any more. Load it with the shardwise that saved it, and save it with "
+            "kind='sharded'."
         )
 
 

@@ -45,7 +45,8 @@ def model_state(sharded: Sharded, how: StateDict) -> dict[str, Any]:
 
     Returns:
         ``"full"``: name → whole tensor; empty on ranks that ``rank0_only`` leaves out.
-        ``"sharded"``: name → ``Piece``. ``"local"``: name → this rank's shard.
+        ``"sharded"``: name → this rank's part, as a ``ShardTensor`` where ranks have different
+        ones. ``"local"``: name → the same as a plain tensor.
 
     Raises:
         RanksDisagree: the ranks do not ask for the same.
@@ -54,12 +55,7 @@ def model_state(sharded: Sharded, how: StateDict) -> dict[str, Any]:
     sharded.comm.agree({**how.facts(), "units of it": ", ".join(asked)})
     if how.names is None:
         warn_of_extra_state(sharded.model, "state dict")
-    if how.kind == "full":
-        found = _full(sharded, how)
-    elif how.kind == "sharded":
-        found = _pieces(sharded, how)
-    else:
-        found = _shards(sharded, how)
+    found = _full(sharded, how) if how.kind == "full" else _parts(sharded, how)
     order = {name: k for k, name in enumerate(_names(sharded.model))}
     return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
@@ -96,25 +92,15 @@ def _nothing(bucket: Bucket) -> dict[str, Tensor]:
     return {}
 
 
-def _pieces(sharded: Sharded, how: StateDict) -> dict[str, Any]:
+def _parts(sharded: Sharded, how: StateDict) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for home in homes(sharded.buckets):
         for name in filter(lambda n: how.wants([n]), home.member.aliases):
-            value, shape = how.put(home.value).reshape(-1), tuple(home.member.shape)
-            found[name] = {"value": value, "start": home.start, "shape": shape}
+            found[name] = how.part(home.value, home)
     for names, buffer in persistent_buffers(sharded.model):
         for name in filter(lambda n: how.wants([n]), names):
-            # Ranks may differ in it, as in statistics of batch norm: rank 0's counts.
-            mine = buffer.reshape(-1)[: None if sharded.comm.rank == 0 else 0]
-            found[name] = {"value": how.put(mine), "start": 0, "shape": tuple(buffer.shape)}
+            found[name] = how.put(buffer)
     return found
-
-
-def _shards(sharded: Sharded, how: StateDict) -> dict[str, Any]:
-    values = {name: home.value for home in homes(sharded.buckets) for name in home.member.aliases}
-    for names, buffer in persistent_buffers(sharded.model):
-        values |= dict.fromkeys(names, buffer)
-    return {name: how.put(value) for name, value in values.items() if how.wants([name])}
 
 
 def _names(model: nn.Module) -> Iterator[str]:
@@ -221,8 +207,8 @@ def _index(tensors: Mapping[str, Any]) -> str:
         if not known or value.layout is not torch.strided or value.is_meta:
             raise CheckpointError(
                 f"{name!r} in the state dict is a {type(value).__name__}, and no whole, dense "
-                "tensor with values. Pass what state_dict('full') gave; join() makes whole tensors "
-                "of the pieces of 'sharded', and full_tensor() one of a DTensor, on every rank."
+                "tensor with values. Pass what state_dict('full') gave; full_tensor(), called on "
+                "every rank, makes a whole tensor of a ShardTensor and of a DTensor."
             )
     return json.dumps({n: (code_of(v.dtype, n), tuple(v.shape)) for n, v in tensors.items()})
 

@@ -54,8 +54,8 @@ def optimizer_state(sharded: Sharded, optimizer: Optimizer, how: StateDict) -> d
     """The state by parameter name, first names only. A collective.
 
     Returns:
-        ``{"state": …, "param_groups": …}``; the tensors of ``state`` are whole, pieces or shards,
-        as those of the model's; empty on ranks that ``rank0_only`` leaves out.
+        ``{"state": …, "param_groups": …}``; the tensors of ``state`` are whole, or this
+        rank's parts, as those of the model's; empty on ranks that ``rank0_only`` leaves out.
     """
     comm, named = sharded.comm, Named(homes(sharded.buckets))
     comm.agree(how.facts())
@@ -69,7 +69,7 @@ def optimizer_state(sharded: Sharded, optimizer: Optimizer, how: StateDict) -> d
     else:
         for home in named.places:
             for key, value in parts.get(home.member.name, {}).items():
-                state[home.member.name][key] = _piece(home.start, home.member.shape, value, how)
+                state[home.member.name][key] = how.part(value, home)
     order = {home.member.name: k for k, home in enumerate(named.places)}
     state = dict(sorted(state.items(), key=lambda item: order[item[0]]))
     if how.kind == "full" and not how.rank0_only:
@@ -134,12 +134,6 @@ def _wholes(bucket: Bucket, values: Sequence[Tensor | None], dtype: torch.dtype)
         if value is not None:
             view.copy_(value.view(view.shape))
     return bucket.whole_of(flat)
-
-
-def _piece(start: int, shape: Sequence[int], value: Tensor, how: StateDict) -> Any:
-    if how.kind == "local":
-        return how.put(value)
-    return {"value": how.put(value).reshape(-1), "start": start, "shape": tuple(shape)}
 
 
 # --- numbers and names -----------------------------------------------------------------------
@@ -275,13 +269,8 @@ def _check_form(states: object) -> None:
     for name, one in state.items():
         if not isinstance(one, Mapping):
             raise CheckpointError(f"the state of {name!r} is a {type(one).__qualname__}, no dict.")
-        for key, value in one.items():
+        for key in one:
             check_key(key, name)
-            if isinstance(value, Mapping):
-                raise CheckpointError(
-                    f"{key} of {name} is a dict, and no whole tensor: the state dict is of kind "
-                    "'sharded'. Pass one of kind 'full', or what join() makes of all ranks'."
-                )
 
 
 def _are_names(found: object) -> bool:

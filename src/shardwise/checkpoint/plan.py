@@ -103,7 +103,6 @@ class FilePlan:
         spans: who writes what, from the header's end to the file's, in order, each from a page's
             start.
         moves: what must reach its writer first.
-        owner: the rank of which it holds the shards; ``None``: it is of all ranks.
     """
 
     name: str
@@ -111,7 +110,6 @@ class FilePlan:
     tensors: Mapping[str, Stored]
     spans: tuple[Span, ...]
     moves: tuple[Move, ...]
-    owner: int | None = None
 
     @cached_property
     def size(self) -> int:

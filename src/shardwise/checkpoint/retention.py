@@ -47,25 +47,17 @@ def surplus(complete: Sequence[Checkpoint], keep: Retention) -> list[Path]:
     return others[max(keep.limit - len(staying), 0) :]
 
 
-def retire(
-    run: Path, keep: Retention, rank: int, common: Collection[str] | None = None
-) -> tuple[str, ...]:
-    """Let old ones go; their names. That this fails is no reason to lose the new one.
-
-    Args:
-        rank: of the caller.
-        common: names of those that all hosts have, which alone are looked at; ``None``: all.
-    """
+def retire(run: Path, keep: Retention) -> tuple[str, ...]:
+    """Let old ones go; their names. That this fails is no reason to lose the new one."""
     gone = []
     try:
         complete = saved_in(run).complete
     except CheckpointError as error:
         log.warning("no old checkpoint of %s was removed: %s", run, error)
         return ()
-    there = [one for one in complete if common is None or one.path.name in common]
-    for path in surplus(there, keep):
+    for path in surplus(complete, keep):
         try:
-            remove(path, rank)
+            remove(path)
             gone.append(path.name)
         except OSError as error:
             log.warning("%s is no longer needed and could not be removed: %s", path, error)

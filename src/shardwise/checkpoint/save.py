@@ -8,9 +8,7 @@
     6. settle      rank 0: latest, and old checkpoints go
 
 Nothing under the checkpoint's name changes before the rename, which is one step. If any rank
-fails, all raise together, what was written goes, and training can go on. Where folders are local
-to hosts (kind ``"local"`` alone), a rank on each host does what rank 0 does here, and settles when
-all have published: so at any moment all hosts have a complete checkpoint in common.
+fails, all raise together, what was written goes, and training can go on.
 """
 
 from __future__ import annotations
@@ -18,8 +16,9 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ from shardwise.checkpoint.folder import (
     sweep,
 )
 from shardwise.checkpoint.gathered import write_gathered
-from shardwise.checkpoint.keepers import Hold, beginning, on_all_hosts, take_back
 from shardwise.checkpoint.manifest import Manifest, record_of
 from shardwise.checkpoint.meeting import (
     check_alike,
@@ -51,7 +49,7 @@ from shardwise.checkpoint.meeting import (
     together,
 )
 from shardwise.checkpoint.optimizers import Optimizers
-from shardwise.checkpoint.plan import BLOCK, FilePlan
+from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.points import reached
 from shardwise.checkpoint.retention import Retention, moment_of, retire
 from shardwise.checkpoint.saving import Saved, SaveOptions
@@ -65,7 +63,6 @@ from shardwise.checkpoint.writer import (
     pieces_of,
     write_header,
 )
-from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -87,7 +84,7 @@ class Task:
         facts: what the manifest says of who saved it.
         resumed_from: token of the checkpoint that this run goes on from; ``""`` if there is none.
         options: how.
-        hold: on the folder that is being written.
+        partial: the folder that is being written, on rank 0, which keeps it.
     """
 
     final: Path
@@ -96,28 +93,12 @@ class Task:
     facts: Mapping[str, Any]
     resumed_from: str
     options: SaveOptions
-    hold: Hold
+    partial: Partial | None
 
     @property
     def folder(self) -> Path:
         """Where everybody writes."""
         return _folder(self.final, self.token)
-
-    @property
-    def partial(self) -> Partial | None:
-        """The folder, on a rank that keeps one: rank 0, unless folders are local to hosts."""
-        return self.hold.partial
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Whose files are in the folder that this rank keeps."""
-        return () if self.partial is None else self.hold.ranks(self.partial.rank)
-
-    @property
-    def files(self) -> tuple[FilePlan, ...]:
-        """Those in the folder that this rank keeps."""
-        ranks = {None, *self.ranks}
-        return tuple(file for file in self.contents.files if file.owner in ranks)
 
 
 def _folder(final: Path, token: str) -> Path:
@@ -146,27 +127,13 @@ def save(
             part = write_part(task, comm.rank)
         parts = [Part.decode(text) for text in share(comm, part.encode(), "parts of a checkpoint")]
         check_parts(parts)
-        removed = _published(comm, task, parts)
+        removed = together(comm, "publishing", lambda: finish(task, parts) if task.partial else ())
     except BaseException:
         give_up(task)
         raise
     removed = tuple(json.loads(from_rank_0(comm, json.dumps(removed), "what was removed")))
     nbytes = sum(file.size for file in task.contents.files)
     return Saved(task.final, nbytes, time.perf_counter() - start, removed)
-
-
-def _published(comm: Comm, task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
-    """Phases 5 and 6. A collective."""
-    if not task.hold.is_split:
-        return together(comm, "publishing", lambda: finish(task, parts) if task.partial else ())
-    try:
-        together(comm, "publishing", lambda: _publish(task, parts) if task.partial else None)
-    except CheckpointError:
-        if task.partial is not None and not task.partial.path.exists():
-            take_back(task.final, task.token)
-        raise
-    common = on_all_hosts(comm, task.final.parent, task.hold)
-    return together(comm, "settling", lambda: _settle(task, common) if task.partial else ())
 
 
 def begin(
@@ -197,20 +164,15 @@ def begin(
     token, metric = json.loads(from_rank_0(comm, said, "token of a checkpoint"))
     facts = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
     facts |= {"kind": options.kind, "metric": metric}
-    own_files = options.kind == "local"  # who makes them, depends on who sees the folder
 
-    def make() -> Partial:
-        partial = _make_folder(final, token, comm.rank)
-        if not own_files:
-            _make_files(partial, contents.files, contents)
-        return partial
+    def make() -> Partial | None:
+        return _make_folder(final, token, contents) if comm.rank == 0 else None
 
-    hold = beginning(comm, _folder(final, token), make, options.kind)
-    task = Task(final, token, contents, facts, sharded._loaded, options, hold)
+    partial = together(comm, "beginning", make)
+    task = Task(final, token, contents, facts, sharded._loaded, options, partial)
     try:
-        if own_files:
-            together(comm, "making files", lambda: _make_own(task))
-        elif options.kind != "full":  # then all of it moves as it is written
+        if options.kind != "full":  # of that kind all moves as it is written, to rank 0
+            together(comm, "looking for the folder", lambda: _check_shared(task.folder))
             exchange_edges(comm, contents.segments)
     except BaseException:
         give_up(task)
@@ -218,36 +180,39 @@ def begin(
     return task
 
 
+def _check_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"on {socket.gethostname()}, {folder.parent} does not show the folder that rank 0 has "
+            "just made there: it is local to each host, not a shared file system. A checkpoint of "
+            "this kind is one folder that every rank writes to. Save to a path that all hosts "
+            "share; or with kind='full', which rank 0 alone writes, and reads for all."
+        )
+
+
 def give_up(task: Task) -> None:
-    """What was written goes, unless it was published. Whoever keeps it does it."""
+    """What was written goes, unless it was published. Rank 0's."""
     if task.partial is not None and task.partial.path.exists():
         task.partial.abandon()
 
 
-def _make_folder(final: Path, token: str, rank: int) -> Partial:
+def _make_folder(final: Path, token: str, contents: Contents) -> Partial:
     with explained(f"making a folder beside {final}"):
         check_replaceable(final)
         if gone := sweep(final.parent):
             log.info("removed what an interrupted save left: %s", ", ".join(gone))
-        return Partial.make(final, token, rank)
-
-
-def _make_files(partial: Partial, files: Sequence[FilePlan], contents: Contents) -> None:
+        partial = Partial.make(final, token)
     try:
-        with explained(f"making the files of {partial.final.name}"):
-            blocks = sum(file.size for file in files) // BLOCK
+        with explained(f"making the files of {final.name}"):
+            blocks = sum(file.size for file in contents.files) // BLOCK
             more = sum(map(len, contents.small.values())) + 8 * blocks + (1 << 16)  # the manifest
-            allocate(partial.path, files, more)
+            allocate(partial.path, contents.files, more)
             sync_folder(partial.path)
     except BaseException:
         partial.abandon()
         raise
-    reached("folder made", partial.rank)
-
-
-def _make_own(task: Task) -> None:
-    if task.partial is not None:
-        _make_files(task.partial, task.files, task.contents)
+    reached("folder made", 0)
+    return partial
 
 
 def write_part(task: Task, rank: int) -> Part:
@@ -267,11 +232,11 @@ def check_parts(parts: Sequence[Part]) -> None:
         raise CheckpointError(one_message(failed, len(parts)))
 
 
-# --- who keeps the folder: rank 0, or a rank on each host -------------------------------------
+# --- rank 0, which keeps the folder ----------------------------------------------------------
 
 
 def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
-    """Phases 5 and 6, where all is in one folder: publish it, and let old ones go; their names.
+    """Phases 5 and 6: publish it, and let old ones go; their names.
 
     Raises:
         CheckpointError: it is not published; or it is, and ``latest`` could not be moved.
@@ -283,40 +248,34 @@ def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
 def _publish(task: Task, parts: Sequence[Part]) -> None:
     """Phase 5: make it whole, and give it its name."""
     assert task.partial is not None  # who keeps it has it
-    rank = task.partial.rank
-    reached("all parts known", rank)
+    reached("all parts known", 0)
     with explained(f"publishing {task.final.name}"):
-        check_hosts(task.folder, [file.name for file in task.files], parts)
+        check_hosts(task.folder, [file.name for file in task.contents.files], parts)
         files = {}
-        for file in task.files:
+        for file in task.contents.files:
             pieces = [*write_header(task.folder, file), *pieces_of(parts, file.name)]
             blocks = checksum.block_checksums(pieces, file.size, file.name)
             writers = ((span.stop, span.rank) for span in file.spans)
             files[file.name] = record_of(blocks, file.size, writers)
-        reached("headers written", rank)
+        reached("headers written", 0)
         for name, data in task.contents.small.items():
             write_file(task.folder / name, data)
             files[name] = record_of(checksum.of_bytes(data), len(data))
         sync_folder(task.folder)
-        reached("small files written", rank)
-        _write_manifest(task.folder, _manifest(task, files), rank)
+        reached("small files written", 0)
+        _write_manifest(task.folder, _manifest(task, files))
         publish(task.partial)
 
 
-def _settle(task: Task, common: Collection[str] | None = None) -> tuple[str, ...]:
-    """Phase 6: ``latest``, and old ones go; their names.
-
-    Args:
-        common: names of those that all hosts have, of which some stay; ``None``: one host has all.
-    """
-    assert task.partial is not None
+def _settle(task: Task) -> tuple[str, ...]:
+    """Phase 6: ``latest``, and old ones go; their names."""
     if step_of(task.final.name) is not None:
         with explained(f"pointing {LATEST} at {task.final.name}, which is complete,"):
-            move_latest(task.final, task.partial.rank)
+            move_latest(task.final)
     if (limit := task.options.save_total_limit) is None or step_of(task.final.name) is None:
         return ()
     keep = Retention(limit, task.options.keep_best, (task.token, task.resumed_from))
-    return retire(task.final.parent, keep, task.partial.rank, common)
+    return retire(task.final.parent, keep)
 
 
 def _manifest(task: Task, files: Mapping[str, manifest.FileRecord]) -> Manifest:
@@ -332,16 +291,15 @@ def _manifest(task: Task, files: Mapping[str, manifest.FileRecord]) -> Manifest:
         created=moment_of(task.final),
         versions=versions,
         aliases=dict(task.contents.aliases),
-        ranks=list(task.ranks) if task.hold.is_split else None,
         files=dict(files),
         **task.facts,
     )
 
 
-def _write_manifest(folder: Path, made: Manifest, rank: int) -> None:
+def _write_manifest(folder: Path, made: Manifest) -> None:
     unfinished = folder / f".{manifest.NAME}.unfinished"
     write_file(unfinished, made.encode())
-    reached("manifest unfinished", rank)
+    reached("manifest unfinished", 0)
     unfinished.rename(folder / manifest.NAME)
     sync_folder(folder)
-    reached("manifest written", rank)
+    reached("manifest written", 0)

@@ -19,9 +19,8 @@ class SaveOptions:
 
     Attributes:
         kind: ``"sharded"``: every rank writes what it holds, into files that any number of ranks
-            loads. ``"full"``: the same files, which rank 0 alone writes, so that others need no
-            disk. ``"local"``: each rank its shards as they are, for the same layout alone, also
-            where each host sees only a folder of its own (not in the background).
+            loads. ``"full"``: the same files, which rank 0 alone writes, and reads for the others
+            where they do not see them: for hosts that share no disk (not in the background).
         max_file_size: bytes of tensors in one file at most, unless one tensor has more.
         save_total_limit: of the folders ``step-N`` beside this one, how many stay.
         keep_best: ``"lowest"`` or ``"highest"``: the checkpoint with that ``Training.metric``
@@ -51,6 +50,11 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", kind_of(self.kind))
+        if self.kind == "local":
+            raise ConfigError(
+                "no folder of kind 'local' is written any more: pass kind='sharded', or, on hosts "
+                "that share no disk, kind='full'."
+            )
         for name, value in (
             ("max_file_size", self.max_file_size),
             ("save_total_limit", self.save_total_limit),

@@ -131,8 +131,7 @@ class Source:
         return found
 
     def _check_ties(self, found: Mapping[str, Place]) -> None:
-        """Local shards have the names of their ranks, and each rank has a part of them only."""
-        if self.manifest is None or self.manifest.kind == "local":
+        if self.manifest is None:
             return
         for alias, name in self.manifest.aliases.items():
             if alias in found or name not in found:

@@ -45,7 +45,6 @@ class Training:
         config: what the run was started with: plain values.
         local: plain values of this rank's own.
         metric: how good this checkpoint is, for ``keep_best``: a finite number; rank 0's counts.
-        accumulating: the step is not over: what was accumulated is stored, too.
     """
 
     step: int | None = None
@@ -55,7 +54,6 @@ class Training:
     config: Any = None
     local: Any = None
     metric: float | None = None
-    accumulating: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ TITLES = {
     "model": "weights",
     "optimizer": "optimizer state",
     "ranks": "each rank's own",
-    "gradients": "gradients of a step that is not over",
 }
 
 
@@ -147,10 +146,8 @@ def _placement(made: Manifest) -> str:
         return "one rank held all of it"
     if made.strategy == "no_shard":
         return f"each of {made.world:,} ranks held all of it"
-    where = (
-        "each rank's pieces are in its own files" if made.kind == "local" else "buffers rank 0's"
-    )
-    return f"parameters and their optimizer state were cut over {made.world:,} ranks; {where}"
+    cut = f"parameters and their optimizer state were cut over {made.world:,} ranks"
+    return f"{cut}; buffers rank 0's"
 
 
 def _files(catalogue: Catalogue) -> list[str]:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.accumulated import GRADIENTS
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER, RANKS
 from shardwise.checkpoint.dtypes import dtype_of, itemsize
 from shardwise.checkpoint.manifest import NAME as MANIFEST
@@ -37,7 +36,7 @@ _HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # what a float of 4 bits (E2M1
 _FOUR_BITS = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.float64)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDEX = ".safetensors.index.json"
-_TRAINING = (OPTIMIZER, RANKS, GRADIENTS)
+_TRAINING = (OPTIMIZER, RANKS)
 
 
 class Change(NamedTuple):

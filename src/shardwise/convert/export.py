@@ -140,14 +140,8 @@ def _facts(manifest: Manifest | None, whole: bool) -> dict[str, object]:
 
 def check_whole(source: Source) -> None:
     """Raises ``CheckpointError`` for what holds no whole tensors, or was not written to its end."""
-    made = source.manifest
-    if made is None:
+    if source.manifest is None:
         _check_foreign(source)
-    elif made.kind == "local":
-        raise CheckpointError(
-            f"{source.folder} holds {made.line}; no whole tensors are in it. Load it with those "
-            "ranks, and save it as kind='sharded'."
-        )
 
 
 def _check_foreign(source: Source) -> None:
