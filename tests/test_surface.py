@@ -10,9 +10,10 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,12 @@ class Source:
         return {parts[1] for parts in names if parts[0] == "shardwise" and len(parts) > 1}
 
     @property
+    def module(self) -> str:
+        """Its dotted name, such as ``shardwise.comm.threads``."""
+        parts = ["shardwise", *self.name.split("/")]
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
     def within(self) -> str:
         """The first folder, or the file itself where it lies flat."""
         return self.name.split("/")[0]
@@ -112,6 +119,26 @@ def wrong_arrows(source: Source) -> list[str]:
     extra = set() if allowed is None else source.ours - allowed
     extra |= source.ours & NEVER.get(source.within, set())
     return [f"{source.name} imports {name}" for name in sorted(extra)]
+
+
+def circle(sources: Sequence[Source]) -> list[str]:
+    """Modules that import each other, one after the other; imports for types alone count."""
+    modules = {source.module: source for source in sources}
+    graph = {
+        name: {_module_of(imported, modules) for imported in source.imports}
+        & modules.keys() - {name}
+        for name, source in modules.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _module_of(imported: str, modules: Container[str]) -> str:
+    """``a.b.name → a.b`` where ``name`` is no module itself."""
+    return imported if imported in modules else imported.rpartition(".")[0]
 
 
 def torch_where_none_belongs(source: Source) -> list[str]:
@@ -266,6 +293,13 @@ def test_the_package_keeps_the_rule(rule: Callable[[Source], list[str]]) -> None
 @pytest.mark.parametrize("rule", BROKEN)
 def test_the_rule_sees_each_offence(rule: Callable[[Source], list[str]]) -> None:
     assert [len(rule(source)) for source in BROKEN[rule]] == [1] * len(BROKEN[rule])
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circle(SOURCES) == []
+    types_alone = "if TYPE_CHECKING:\n    from shardwise.a import A"
+    broken = [Source("a", "import shardwise.b.c"), Source("b/c", types_alone)]
+    assert set(circle(broken)) == {"shardwise.a", "shardwise.b.c"}
 
 
 def test_the_engine_can_be_read_in_one_sitting() -> None:

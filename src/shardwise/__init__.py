@@ -85,7 +85,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that exist
     def __getattr__(name: str) -> object:
         """A public name from its module, or a module of the package."""
         if name == "__version__":
-            return import_module("importlib.metadata").version("shardwise")
+            return import_module("shardwise.version").__version__
         for home in _HOMES if name in __all__ else ():
             module = import_module(f"shardwise.{home}")
             if name in module.__all__:

@@ -26,6 +26,7 @@ from shardwise.sharding import sharding_of
 from shardwise.strategies import Placement
 from shardwise.unit_state import UnitState
 from shardwise.units import Member, Unit, Units
+from shardwise.version import __version__
 
 __all__ = ["check_unsharded", "cut", "facts", "uncut"]
 
@@ -57,8 +58,6 @@ def check_unsharded(model: nn.Module) -> None:
 
 def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs) -> dict[str, str]:
     """What every rank must have alike, as short texts to compare."""
-    from shardwise import __version__
-
     chosen = {k: v for k, v in vars(options).items() if k not in ("init", "mesh")}
     found = {
         "versions": f"shardwise {__version__}, torch {torch.__version__}",

@@ -98,7 +98,7 @@ class Sharded:
     def __post_init__(self) -> None:
         self._background = Background()
         self._methods = ForwardMethods(self.model)
-        self._loaded = ""  # token of the checkpoint that was loaded last: no save removes that one
+        self.loaded_token = ""  # of the checkpoint that was loaded last: no save removes it
         self._build()
 
     def _build(self) -> None:

@@ -127,7 +127,7 @@ def loaded_on(world: int, seen: Path, unseen: Path, strategy: str, kind: Any) ->
             return said(kind, lambda: sharded.load(path, optimizer, sw.Training()))
         report = sharded.load(path, optimizer, sw.Training())
         assert (report.step, report.checked, report.missing) == (2, True, ())
-        assert sharded._loaded
+        assert sharded.loaded_token
         moments = sharded.optimizer_state_dict(optimizer)["state"]
         return {"model": clones(model.state_dict()), "moments": moments}
 

@@ -20,7 +20,6 @@ import time
 from contextlib import closing, suppress
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,12 +39,10 @@ from shardwise.checkpoint.save import Task, begin, check_parts, finish, give_up
 from shardwise.checkpoint.saving import Saved, SaveOptions
 from shardwise.checkpoint.snapshot import Pool, budget_of
 from shardwise.checkpoint.state import Training
+from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.writer import Part, Writer
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from shardwise.sharded import Sharded
 
 __all__ = ["Background", "Saving"]
 
@@ -279,7 +276,7 @@ class Background:
 
     def save(
         self,
-        sharded: Sharded,
+        sharded: ShardedModel,
         path: str | Path,
         optimizers: Optimizers,
         training: Training | None,

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,10 @@ from shardwise.checkpoint.plan import FilePlan, index_of, plan_files
 from shardwise.checkpoint.saving import SaveOptions
 from shardwise.checkpoint.segments import Segments
 from shardwise.checkpoint.state import Training
+from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ScheduleError
-
-if TYPE_CHECKING:
-    from shardwise.sharded import Sharded
 
 __all__ = ["BUFFER", "MODEL", "OPTIMIZER", "RANKS", "RNG", "Contents", "collect"]
 
@@ -91,7 +89,7 @@ class _Held(NamedTuple):
 
 
 def collect(
-    sharded: Sharded,
+    sharded: ShardedModel,
     optimizers: Sequence[Optimizer],
     training: Training | None,
     values: Mapping[str, Any],
@@ -132,7 +130,7 @@ def collect(
 
 
 def _held(
-    sharded: Sharded,
+    sharded: ShardedModel,
     optimizers: Sequence[Optimizer],
     training: Training | None,
     options: SaveOptions,

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from shardwise.checkpoint.optimizers import params_of
 from shardwise.checkpoint.snapshot import Pool, Slab
+from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.writer import Chunk
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from shardwise.sharded import Sharded
 
 __all__ = ["Copying", "Watched"]
 
@@ -118,7 +118,7 @@ class Watched:
     when the engine takes that over.
     """
 
-    def __init__(self, sharded: Sharded, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, sharded: ShardedModel, optimizers: Iterable[Optimizer]) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # of guarded parameters
             named = _named(sharded, optimizers)
             self._seen = [(name, value, _version(value)) for name, value in named]
@@ -131,7 +131,7 @@ class Watched:
         return f"{found[0]}{more}" if found else ""
 
 
-def _named(sharded: Sharded, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+def _named(sharded: ShardedModel, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
     for bucket in sharded.buckets:
         names_in = [member.name for member in bucket.spec.members]
         yield f"one of the parameters {names_in[0]!r} … {names_in[-1]!r}", bucket.shard

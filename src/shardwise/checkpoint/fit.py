@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +29,8 @@ from shardwise.checkpoint.reader import Want, wanted
 from shardwise.checkpoint.restore import Restored, restored
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import Document, Training
+from shardwise.checkpoint.target import ShardedModel
 from shardwise.errors import CheckpointError, ConfigError, nearest
-
-if TYPE_CHECKING:
-    from shardwise.sharded import Sharded
 
 __all__ = ["Fitted", "Found", "Loaded", "Wish", "open_found"]
 
@@ -186,7 +184,7 @@ class Fitted:
         CheckpointError: something does not fit; all of it, in one error.
     """
 
-    def __init__(self, sharded: Sharded, found: Found, wish: Wish) -> None:
+    def __init__(self, sharded: ShardedModel, found: Found, wish: Wish) -> None:
         self._found, self._comm, self._buckets = found, sharded.comm, sharded.buckets
         places = homes(sharded.buckets)
         buffers = persistent_buffers(sharded.model)

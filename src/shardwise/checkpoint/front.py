@@ -7,27 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
-from shardwise.checkpoint.background import Saving
+from shardwise.checkpoint.background import Background, Saving
 from shardwise.checkpoint.fit import Loaded, Wish
 from shardwise.checkpoint.kinds import StateDict
 from shardwise.checkpoint.meeting import together
 from shardwise.checkpoint.model_dict import model_state, put_model_state
 from shardwise.checkpoint.one_file import SavedFile, save_one_file
 from shardwise.checkpoint.optimizer_dict import optimizer_state, put_optimizer_state
-from shardwise.checkpoint.optimizers import Given
+from shardwise.checkpoint.optimizers import Given, Optimizers
 from shardwise.checkpoint.saving import Saved, SaveOptions
 from shardwise.checkpoint.state import Training
+from shardwise.checkpoint.target import ShardedModel
 from shardwise.errors import ConfigError
-
-if TYPE_CHECKING:
-    from shardwise.sharded import Sharded
+from shardwise.runtime import Runtime
 
 __all__ = [
     "load",
@@ -40,6 +39,16 @@ __all__ = [
     "save_file",
     "state_dict",
 ]
+
+
+class Sharded(ShardedModel, Protocol):
+    """What the methods of this file need besides."""
+
+    runtime: Runtime
+    _background: Background
+
+    def admitted(self, asked: str, optimizer: Given = None) -> Optimizers:
+        """Between steps only: the optimizers, if they may be used on this model."""
 
 
 # --- folders ---------------------------------------------------------------------------------

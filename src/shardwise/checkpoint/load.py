@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwise.checkpoint import manifest, state
 from shardwise.checkpoint.complete import read_manifest, saved_in
@@ -36,11 +35,9 @@ from shardwise.checkpoint.gathered import read_from_rank_0
 from shardwise.checkpoint.meeting import by_rank_0, one_message, share, together
 from shardwise.checkpoint.reader import Want, fill
 from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.target import ShardedModel
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
-
-if TYPE_CHECKING:
-    from shardwise.sharded import Sharded
 
 __all__ = ["load", "resume"]
 
@@ -49,7 +46,7 @@ log = logging.getLogger("shardwise")
 REPLACED = "Some tensors of the model were already replaced"
 
 
-def load(sharded: Sharded, path: str | Path, wish: Wish) -> Loaded:
+def load(sharded: ShardedModel, path: str | Path, wish: Wish) -> Loaded:
     """Load a checkpoint into the model. A collective, between steps.
 
     Raises:
@@ -73,7 +70,7 @@ def load(sharded: Sharded, path: str | Path, wish: Wish) -> Loaded:
     for bucket in sharded.buckets:
         bucket.expire()
     made = found.source.manifest
-    sharded._loaded = made.token if made else ""
+    sharded.loaded_token = made.token if made else ""
     if made is None and comm.rank == 0:
         log.warning(
             "%s has no manifest, so nothing could tell whether its bytes are those that were "
@@ -148,7 +145,7 @@ def _check_foreign(source: Source) -> None:
         )
 
 
-def resume(sharded: Sharded, run: str | Path, wish: Wish) -> Loaded | None:
+def resume(sharded: ShardedModel, run: str | Path, wish: Wish) -> Loaded | None:
     """Load the newest checkpoint of a run's folder that is whole. A collective.
 
     When it is loaded, those that were found damaged are renamed, to ``broken-step-N-1``. Until then
@@ -227,7 +224,7 @@ def _mark(folder: Path, damaged: Collection[str], loaded: str) -> None:
         log.warning("%s: what is broken there could not be renamed: %s", folder, error)
 
 
-def _fitted(sharded: Sharded, found: Found, wish: Wish) -> Fitted:
+def _fitted(sharded: ShardedModel, found: Found, wish: Wish) -> Fitted:
     with _understood(found.source.folder):
         return Fitted(sharded, found, wish)
 

@@ -13,7 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,10 @@ from shardwise.checkpoint.holdings import homes, persistent_buffers, warn_of_ext
 from shardwise.checkpoint.kinds import StateDict
 from shardwise.checkpoint.match import Matched, Wanted, match
 from shardwise.checkpoint.meeting import by_rank_0, share
+from shardwise.checkpoint.target import ShardedModel
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
 from shardwise.listing import size
-
-if TYPE_CHECKING:
-    from shardwise.sharded import Sharded
 
 __all__ = ["model_state", "offered", "put_model_state", "send", "warn_of_copies"]
 
@@ -40,7 +38,7 @@ log = logging.getLogger("shardwise")
 # --- out -------------------------------------------------------------------------------------
 
 
-def model_state(sharded: Sharded, how: StateDict) -> dict[str, Any]:
+def model_state(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
     """Parameters and persistent buffers, in the order of ``model.state_dict()``. A collective.
 
     Returns:
@@ -60,7 +58,7 @@ def model_state(sharded: Sharded, how: StateDict) -> dict[str, Any]:
     return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
 
-def _full(sharded: Sharded, how: StateDict) -> dict[str, Any]:
+def _full(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
     kept = sharded.comm.rank == 0 or not how.rank0_only
     found: dict[str, Any] = {}
     for bucket in sharded.buckets:
@@ -92,7 +90,7 @@ def _nothing(bucket: Bucket) -> dict[str, Tensor]:
     return {}
 
 
-def _parts(sharded: Sharded, how: StateDict) -> dict[str, Any]:
+def _parts(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for home in homes(sharded.buckets):
         for name in filter(lambda n: how.wants([n]), home.member.aliases):
@@ -129,7 +127,7 @@ def warn_of_copies(comm: Comm, tensors: Iterable[Tensor]) -> None:
 # --- in --------------------------------------------------------------------------------------
 
 
-def put_model_state(sharded: Sharded, states: Mapping[str, Tensor]) -> None:
+def put_model_state(sharded: ShardedModel, states: Mapping[str, Tensor]) -> None:
     """Give every rank its part of rank 0's ``states``. A collective.
 
     Raises:

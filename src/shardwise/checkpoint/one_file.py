@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,10 +29,8 @@ from shardwise.checkpoint.folder import new_token
 from shardwise.checkpoint.kinds import StateDict
 from shardwise.checkpoint.meeting import by_rank_0, check_alike, together
 from shardwise.checkpoint.model_dict import model_state
+from shardwise.checkpoint.target import ShardedModel
 from shardwise.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from shardwise.sharded import Sharded
 
 __all__ = ["PICKLED", "SavedFile", "save_one_file", "save_safetensors", "write_one_file"]
 
@@ -59,7 +57,7 @@ class SavedFile:
         return f"{self.path.name} ({self.tensors:,} tensors, {self.nbytes:,} bytes)"
 
 
-def save_one_file(sharded: Sharded, path: str | Path, how: StateDict) -> SavedFile:
+def save_one_file(sharded: ShardedModel, path: str | Path, how: StateDict) -> SavedFile:
     """Write the whole model's state as one file. A collective; only rank 0 needs the disk.
 
     Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +33,9 @@ from shardwise.checkpoint.optimizers import (
 )
 from shardwise.checkpoint.restore import restored
 from shardwise.checkpoint.source import Place
+from shardwise.checkpoint.target import ShardedModel
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from shardwise.sharded import Sharded
 
 __all__ = ["by_name", "numbered", "optimizer_state", "put_optimizer_state"]
 
@@ -50,7 +48,7 @@ ADDED_LATER = frozenset({"maximize", "decoupled_weight_decay"})
 # --- out -------------------------------------------------------------------------------------
 
 
-def optimizer_state(sharded: Sharded, optimizer: Optimizer, how: StateDict) -> dict[str, Any]:
+def optimizer_state(sharded: ShardedModel, optimizer: Optimizer, how: StateDict) -> dict[str, Any]:
     """The state by parameter name, first names only. A collective.
 
     Returns:
@@ -108,7 +106,7 @@ def _sorted_out(optimizer: Optimizer, named: Named, how: StateDict) -> tuple[Sta
     return parts, rest
 
 
-def _gather(sharded: Sharded, parts: States, into: States, how: StateDict) -> None:
+def _gather(sharded: ShardedModel, parts: States, into: States, how: StateDict) -> None:
     kept = sharded.comm.rank == 0 or not how.rank0_only
     facts = {n: [(k, str(v.dtype)) for k, v in sorted(keys.items())] for n, keys in parts.items()}
     sharded.comm.agree({"optimizer state": json.dumps(dict(sorted(facts.items())))})
@@ -176,7 +174,9 @@ def by_name(states: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 # --- in --------------------------------------------------------------------------------------
 
 
-def put_optimizer_state(sharded: Sharded, optimizer: Optimizer, states: Mapping[str, Any]) -> None:
+def put_optimizer_state(
+    sharded: ShardedModel, optimizer: Optimizer, states: Mapping[str, Any]
+) -> None:
     """Give every rank its part of rank 0's ``states``, by name. A collective.
 
     Raises:

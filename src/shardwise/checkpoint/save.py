@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -55,6 +55,7 @@ from shardwise.checkpoint.retention import Retention, moment_of, retire
 from shardwise.checkpoint.saving import Saved, SaveOptions
 from shardwise.checkpoint.segments import exchange_edges
 from shardwise.checkpoint.state import Training
+from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.writer import (
     Part,
     Writer,
@@ -64,9 +65,7 @@ from shardwise.checkpoint.writer import (
     write_header,
 )
 from shardwise.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from shardwise.sharded import Sharded
+from shardwise.version import __version__
 
 __all__ = ["Task", "begin", "check_parts", "finish", "give_up", "save", "write_part"]
 
@@ -106,7 +105,7 @@ def _folder(final: Path, token: str) -> Path:
 
 
 def save(
-    sharded: Sharded,
+    sharded: ShardedModel,
     path: str | Path,
     optimizers: Optimizers,
     training: Training | None,
@@ -137,7 +136,7 @@ def save(
 
 
 def begin(
-    sharded: Sharded,
+    sharded: ShardedModel,
     path: str | Path,
     optimizers: Sequence[Optimizer],
     training: Training | None,
@@ -169,7 +168,7 @@ def begin(
         return _make_folder(final, token, contents) if comm.rank == 0 else None
 
     partial = together(comm, "beginning", make)
-    task = Task(final, token, contents, facts, sharded._loaded, options, partial)
+    task = Task(final, token, contents, facts, sharded.loaded_token, options, partial)
     try:
         if options.kind != "full":  # of that kind all moves as it is written, to rank 0
             together(comm, "looking for the folder", lambda: _check_shared(task.folder))
@@ -279,8 +278,6 @@ def _settle(task: Task) -> tuple[str, ...]:
 
 
 def _manifest(task: Task, files: Mapping[str, manifest.FileRecord]) -> Manifest:
-    from shardwise import __version__
-
     versions = {
         "shardwise": __version__,
         "torch": torch.__version__,
