@@ -207,26 +207,6 @@ class Gradients:
         self.copied += sum([view.nbytes for view in views])
         self._waiting.clear()
 
-    def delivered(self, index: int) -> Tensor | None:
-        """A shard's gradient of earlier backward passes, plain: ``.grad``, or what is aside."""
-        self.look()
-        with torch._C.DisableTorchFunctionSubclass():
-            grad = get_grad(self.spec.params[index])
-            grad = self.aside.get(index) if grad is None or index in self._shown else grad
-            return None if grad is None else grad.detach()
-
-    def collected(self) -> dict[int, Tensor]:
-        """What lies here between two micro-batches, by parameter: views, in the sums' dtype."""
-        self.look()
-        return {index: self._views[index] for index in sorted(self.arrived)}
-
-    def take_up(self, full: Tensor, arrived: set[int]) -> None:
-        """Go on with what was collected before, in ``full`` ``[W * S]``, for these parameters."""
-        self.full, self._views, self.carries = full, self.spec.full_views(full), True
-        self.arrived, self.touched = set(arrived), set(arrived)
-        self.set_aside()
-        self.show()
-
     def _open(self, dtype: torch.dtype) -> Tensor:
         spec = self.spec
         self.full = full = spec.comm.allocate(spec.layout.numel, dtype)

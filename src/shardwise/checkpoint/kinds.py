@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.holdings import Home
 from shardwise.errors import ConfigError, nearest
-from shardwise.shard_tensor import marked
+from shardwise.shard_tensor import ShardTensor
 
 __all__ = ["KINDS", "StateDict", "kind_of"]
 
@@ -105,7 +105,10 @@ class StateDict:
     def part(self, value: Tensor, home: Home) -> Tensor:
         """This rank's part of a parameter, or of state of the same shape, in the form asked for."""
         part = self.put(value)
-        return marked(part, home.sharding) if self.kind == "sharded" and home.sharding else part
+        if self.kind == "sharded" and home.sharding is not None:
+            part.sharding = home.sharding  # type: ignore[attr-defined]
+            part.__class__ = ShardTensor
+        return part
 
 
 # Set here, because a frozen class has no instances while it is being made.

@@ -33,7 +33,6 @@ from shardwise.convert.companions import CONFIG, companions, with_dtype
 from shardwise.convert.destination import Destination
 from shardwise.convert.writer import Converted, Progress, entry_of, write_folder
 from shardwise.errors import CheckpointError
-from shardwise.version import __version__
 
 __all__ = ["FLOATS", "ExportOptions", "check_whole", "export", "no_training", "no_weights"]
 
@@ -228,32 +227,3 @@ def _check_range(source: Source, wants: Sequence[tuple[str, Want]]) -> None:
                 f"{largest:.6g}, and {limit:.6g} is the most, so they would become infinite. "
                 "Nothing was written. Export as bfloat16, or without --dtype."
             )
-<<<<<<< HEAD:src/shardwise/convert/export.py
-=======
-
-
-def _manifest(source: Source, token: str, files: Mapping[str, FileRecord], whole: bool) -> Manifest:
-    made = datetime.now(UTC).isoformat(timespec="microseconds")
-    before = source.manifest
-    versions = {"shardwise": __version__, "torch": torch.__version__}
-    if before is None:
-        return Manifest(
-            token=token,
-            created=made,
-            step=None,
-            world=1,
-            strategy="export",
-            versions=versions,
-            aliases={},
-            files=dict(files),
-        )
-    changed: dict[str, object] = {
-        "token": token,
-        "created": made,
-        "versions": versions,
-        "files": dict(files),
-    }
-    if not whole:  # whoever had what of the weights is over; a run's own state tells its ranks
-        changed |= {"world": 1, "strategy": "export", "kind": "full"}
-    return before.model_copy(update=changed)
->>>>>>> c4e274f (No module imports another in a circle, types counted: checkpoints see a sharded model by a protocol, and the version has a file):src/shardwise/checkpoint/export.py
