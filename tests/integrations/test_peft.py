@@ -221,3 +221,44 @@ def test_what_peft_raises_is_raised_on_every_rank(error: type[Exception], tmp_pa
 
     texts = run_threads(WORLD, rank)
     assert all(f"{error.__name__}: of its own" in text for text in texts)
+
+
+def two_adapters() -> Any:
+    model: Any = adapted(lora())
+    model.add_adapter("other", lora(init_lora_weights=False))
+    return model
+
+
+def switched(model: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and values of a training that turns from one adapter to the other and back.
+
+    Each loss compares with the base model, for which peft switches all adapters off and on.
+    """
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=1.0), list[float]()
+    for number, adapter in enumerate(["other", "other", "default", "other"]):
+        model.set_adapter(adapter)  # freezes the other one
+        ids = tokens(number, (2, 7), 61)
+        with model.disable_adapter(), torch.no_grad():
+            base = model(input_ids=ids).logits
+        out = model(input_ids=ids, labels=ids)
+        (out.loss + 1e-2 * (out.logits - base).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(out.loss.item())
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_adapters_are_switched_while_they_train_as_on_a_plain_model() -> None:
+    before = two_adapters().state_dict()
+    losses, values = switched(two_adapters())
+    changed = [name for name, value in values.items() if not torch.equal(value, before[name])]
+    assert {name.split(".")[-2] for name in changed} == {"default", "other"}
+    models = [two_adapters() for _ in range(WORLD)]
+
+    def rank(comm: Comm) -> tuple[list[float], dict[str, Tensor]]:
+        sw.shard(models[comm.rank], comm=comm)
+        return switched(models[comm.rank])
+
+    for sharded_losses, sharded_values in run_threads(WORLD, rank):  # equal batches: exact means
+        assert sharded_losses == losses
+        assert {n for n, v in sharded_values.items() if not torch.equal(v, values[n])} == set()
