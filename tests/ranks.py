@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from shardwise.comm import connect, threads
-from shardwise.comm.gloo import Ending
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
 
@@ -46,7 +45,7 @@ def run_sharing(world: int, fn: Callable[..., T], *args: Any, timeout: float = 6
     store = HashStore()
 
     def rank(threads: Comm) -> T:
-        comm = shared_memory(store, threads.rank, world, timeout, Ending())
+        comm = shared_memory(store, threads.rank, world, timeout)
         assert comm is not None
         with comm:
             return fn(comm, *args)

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
-from shardwise.comm.local import Done
-from shardwise.comm.protocol import Comm, Label, Pending
+from shardwise.comm.protocol import Comm, Done, Label, Pending
 from shardwise.materialise import Init, default_init, sync
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded

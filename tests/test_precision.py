@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.precision import AVERAGES, Averaging, Dtypes, Precision
+from shardwise.comm.reduction import Reduction
+from shardwise.precision import AVERAGES, Dtypes, Precision
 from shardwise.sharding import sharding_of
 from tests.copies import local
 from tests.nets import decoder, decoder_batch, loss, mostly_frozen, numbers
@@ -248,7 +249,7 @@ def test_one_rank_alone_keeps_its_gradient(average: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 16, 64, 1000, 1024])
 def test_the_split_is_a_power_of_two_from_the_root_up_and_the_rest(world: int) -> None:
-    averaging = Precision().averaging(FP16, world)
+    averaging = Precision().reduction(Dtypes(FP32, FP16, FP16, FP32), world)
     assert averaging.how == "sqrt"
     assert averaging.before * averaging.after == world
     assert math.log2(averaging.before).is_integer()
@@ -257,7 +258,8 @@ def test_the_split_is_a_power_of_two_from_the_root_up_and_the_rest(world: int) -
 
 @pytest.mark.parametrize(("wire", "how"), [(FP32, "postdivide"), (BF16, "postdivide")])
 def test_wide_ranges_need_no_split(wire: torch.dtype, how: str) -> None:
-    assert Precision().averaging(wire, 8) == Averaging(how, before=1.0, after=8.0)
+    dtypes = Dtypes(FP32, wire, wire, FP32)
+    assert Precision().reduction(dtypes, 8) == Reduction(wire, FP32, how, before=1.0, after=8.0)
 
 
 # ---- narrow wire, wide sum -----------------------------------------------------------------------

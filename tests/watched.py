@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import Comm, Label, Pending
+from shardwise.comm.protocol import Comm, Label, Pending, Use
 
 
-@dataclass
-class Watched:
+class Watched(Comm):
     """A comm around another.
 
     Attributes:
@@ -24,18 +21,12 @@ class Watched:
         dirty: hand memory out full of NaN, to show that nobody relies on what is in it.
     """
 
-    inner: Comm
-    log: list[str] = field(default_factory=list)
-    flying: int = 0
-    most: int = 0
-    allocated: list[Tensor] = field(default_factory=list)
-    dirty: bool = False
-
-    shares: bool = False
-
-    def __post_init__(self) -> None:
-        self.rank, self.size = self.inner.rank, self.inner.size
-        self.device, self.counters = self.inner.device, self.inner.counters
+    def __init__(self, inner: Comm, dirty: bool = False) -> None:
+        super().__init__(inner.rank, inner.size, inner.device)
+        self.inner, self.counters, self.dirty = inner, inner.counters, dirty
+        self.log: list[str] = []
+        self.flying = self.most = 0
+        self.allocated: list[Tensor] = []
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         memory = self.inner.allocate(numel, dtype)
@@ -43,9 +34,6 @@ class Watched:
             memory.fill_(float("nan"))
         self.allocated.append(memory)
         return memory
-
-    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.allocate(numel, dtype)
 
     def fence(self, label: Label) -> None:
         self.inner.fence(label)
@@ -59,11 +47,9 @@ class Watched:
         self.most = max(self.most, self.flying)
         return Landing(pending, self)
 
-    def reduce_scatter(
-        self, out: Tensor, full: Tensor, label: Label, divisor: float = 1.0, mean: bool = False
-    ) -> Pending:
+    def exchange(self, full: Tensor, use: Use, label: Label) -> Pending:
         self.log.append(str(label))
-        return self.inner.reduce_scatter(out, full, label, divisor, mean)
+        return self.inner.exchange(full, use, label)
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
         self.log.append(str(label))
@@ -71,20 +57,6 @@ class Watched:
 
     def agree(self, facts: Mapping[str, str]) -> None:
         self.inner.agree(facts)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.inner.__exit__(kind, error, trace)
 
 
 @dataclass

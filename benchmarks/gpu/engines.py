@@ -24,7 +24,6 @@ import shardwise as sw
 from benchmarks.gpu.models import Batch, Shape, build, loss_of
 from benchmarks.gpu.peers import Echo, Link
 from shardwise.comm.backend import BackendComm
-from shardwise.comm.gloo import Ending
 from shardwise.units import choose_units
 
 __all__ = ["ENGINES", "OPTIMIZERS", "PLAIN", "RIVALS", "WIRES", "Engine", "Setup", "start"]
@@ -135,7 +134,7 @@ def _ours(strategy: str, setup: Setup) -> Engine:
     model, world = setup.new_model(), dist.group.WORLD
     assert world is not None  # `start` made it
     slice_numel = _largest_slice(setup, model)
-    comm = BackendComm(world, setup.place, Echo(), averages=False, timeout=600, ending=Ending())
+    comm = BackendComm(world, setup.place, Echo(), averages=False, timeout=600)
     precision = sw.Precision(compute=torch.bfloat16, wire=WIRES[setup.wire][0])
     sharded = sw.shard(model, strategy, comm=comm, precision=precision)
     flat = setup.optimizer == "flat"

@@ -23,8 +23,7 @@ import shardwise as sw
 from benchmarks.crew import Crew, Seat
 from benchmarks.step.engines import flat_optimizer_for, optimizer_for
 from shardwise.comm.fake import FakeComm
-from shardwise.comm.local import Done
-from shardwise.comm.protocol import Label, Pending
+from shardwise.comm.protocol import Done, Label, Pending, Use
 
 __all__ = [
     "HOSTED",
@@ -107,14 +106,7 @@ class SilentComm(FakeComm):
         self.counters.sent(label.op, full.nbytes * (self.size - 1) // self.size)
         return Done()
 
-    def reduce_scatter(
-        self,
-        out: Tensor,  # noqa: ARG002 - a double implements the whole protocol
-        full: Tensor,
-        label: Label,
-        divisor: float = 1.0,  # noqa: ARG002
-        mean: bool = False,  # noqa: ARG002
-    ) -> Pending:
+    def exchange(self, full: Tensor, use: Use, label: Label) -> Pending:  # noqa: ARG002
         """Nothing is summed."""
         self.counters.sent(label.op, full.nbytes * (self.size - 1) // self.size)
         return Done()

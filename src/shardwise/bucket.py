@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise import accelerators, layout
 from shardwise.comm.protocol import Comm
+from shardwise.comm.reduction import Reduction
 from shardwise.cuts import Cuts, Place
 from shardwise.layout import Layout, Slot
 from shardwise.options import Options
@@ -37,6 +38,7 @@ class BucketSpec:
         members: its parameters, each with a slot of its first name in ``layout``.
         layout: who owns which range.
         dtypes: stored, compute, wire and sum.
+        reduction: how its gradients are averaged.
         comm: the ranks that split it.
         placement: where parameters live at rest.
     """
@@ -45,6 +47,7 @@ class BucketSpec:
     members: tuple[Member, ...]
     layout: Layout
     dtypes: Dtypes
+    reduction: Reduction
     comm: Comm
     placement: Placement
 
@@ -123,9 +126,15 @@ def specs_of(unit: Unit, options: Options, comm: Comm, placement: Placement) -> 
         groups.setdefault((dtypes, param.requires_grad, part), []).append(member)
     return [
         BucketSpec(
-            unit.name, tuple(held), _solve(held, key[0], options, comm), key[0], comm, placement
+            unit.name,
+            tuple(members),
+            _solve(members, dtypes, options, comm),
+            dtypes,
+            options.precision.reduction(dtypes, comm.size),
+            comm,
+            placement,
         )
-        for key, held in groups.items()
+        for (dtypes, _, _), members in groups.items()
     ]
 
 

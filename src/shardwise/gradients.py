@@ -26,7 +26,6 @@ from shardwise.bucket import BucketSpec
 from shardwise.comm.protocol import Label, Pending
 from shardwise.errors import RanksDisagree, ShardUseError
 from shardwise.guard import LocalGradient, get_grad, is_of_shard, put_grad, set_grad
-from shardwise.precision import Averaging
 
 __all__ = ["Gradients"]
 
@@ -213,7 +212,7 @@ class Gradients:
         self._views = spec.full_views(full)
         return full
 
-    def reduce(self, averaging: Averaging) -> None:
+    def reduce(self) -> None:
         """Issue the reduce-scatter of what was collected; absent gradients count as zero."""
         spec = self.spec
         full = self.full if self.full is not None else self._open(spec.dtypes.wire)
@@ -223,26 +222,7 @@ class Gradients:
                 self._views[index].zero_()
         for start, stop in spec.gaps:
             full[start:stop].zero_()
-        self.full = full = self._narrow(full)
-        if averaging.before != 1:
-            full.div_(averaging.before)
-        if spec.comm.size == 1:
-            self._out = full.to(spec.dtypes.sum)
-            if averaging.after != 1:
-                self._out.div_(averaging.after)
-            return
-        self._out = spec.comm.allocate(spec.layout.shard_numel, spec.dtypes.sum)
-        label = self._label
-        self._pending = spec.comm.reduce_scatter(
-            self._out, full, label, averaging.after, mean=averaging.how == "avg"
-        )
-
-    def _narrow(self, full: Tensor) -> Tensor:
-        """What was carried wide, in the dtype that travels."""
-        wire = self.spec.dtypes.wire
-        if full.dtype is wire:
-            return full
-        return self.spec.comm.allocate(full.numel(), wire).copy_(full)
+        self.full, self._out, self._pending = spec.reduction.start(full, spec.comm, self._label)
 
     def settle(self) -> None:
         """Wait for the reduce and let the gradient bucket go."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.bucket import BucketSpec
-from shardwise.precision import Precision
 from shardwise.schedule import Event, Op, Weight
 
 __all__ = ["Layouts", "Schedule", "size"]
@@ -103,7 +102,6 @@ class Layouts:
     """Where every parameter lies, in which dtypes, unit by unit; print it."""
 
     specs: tuple[BucketSpec, ...]
-    precision: Precision
 
     def __str__(self) -> str:
         return "\n\n".join(f"{self._title(spec)}\n{spec.layout}" for spec in self.specs)
@@ -112,9 +110,8 @@ class Layouts:
         dtypes = spec.dtypes
         words = [f"stored {_short(dtypes.stored)}", f"computed in {_short(dtypes.compute)}"]
         if spec.trainable:
-            how = self.precision.averaging(dtypes.wire, spec.comm.size).how
             words += [f"gradients sent in {_short(dtypes.wire)}"]
-            words += [f"summed in {_short(dtypes.sum)}", f"mean by {how}"]
+            words += [f"summed in {_short(dtypes.sum)}", f"mean by {spec.reduction.how}"]
         else:
             words += ["frozen"]
         return f"{_name(spec.unit)}  ({', '.join(words)})"

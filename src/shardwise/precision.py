@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.comm.reduction import Reduction
 from shardwise.errors import ConfigError
 
-__all__ = ["AVERAGES", "Averaging", "Precision"]
+__all__ = ["AVERAGES", "Dtypes", "Precision"]
 
 AVERAGES = ("postdivide", "predivide", "sqrt", "avg")
 
@@ -70,18 +71,19 @@ class Precision:
         compute = self.compute or stored
         return Dtypes(stored, compute, self.wire or compute, self.sum or stored)
 
-    def averaging(self, wire: torch.dtype, world: int) -> Averaging:
-        """How gradients that travel in ``wire`` are averaged over ``world`` ranks."""
-        how = self.average or ("sqrt" if wire is torch.float16 else "postdivide")
+    def reduction(self, dtypes: Dtypes, world: int) -> Reduction:
+        """How gradients of these dtypes are averaged over ``world`` ranks."""
+        how = self.average or ("sqrt" if dtypes.wire is torch.float16 else "postdivide")
+        before, after = 1.0, 1.0
         if how == "sqrt":
             doublings = (world - 1).bit_length()  # W <= 2 ** doublings
             before = float(2 ** ((doublings + 1) // 2))
-            return Averaging(how, before, world / before)
-        return Averaging(
-            how,
-            before=float(world) if how == "predivide" else 1.0,
-            after=float(world) if how == "postdivide" else 1.0,
-        )
+            after = world / before
+        elif how == "predivide":
+            before = float(world)
+        elif how == "postdivide":
+            after = float(world)
+        return Reduction(dtypes.wire, dtypes.sum, how, before, after)
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,3 @@ class Dtypes:
     compute: torch.dtype
     wire: torch.dtype
     sum: torch.dtype
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """Divisors around the sum. Dividing is exact where multiplying by 1/W is not (W = 3)."""
-
-    how: str
-    before: float
-    after: float

@@ -40,7 +40,7 @@ class Runtime:
         units: the state of each unit, by name, in order.
         comm: the ranks.
         policy: placement and prefetch (modes are derived from it).
-        precision: how gradients are averaged.
+        precision: how trained parameters are stored.
         order: the first guess.
         participates: skip to a cue that comes later in the schedule, carrying out what lies
             between, instead of improvising (``divergence="participate"``).
@@ -55,7 +55,7 @@ class Runtime:
         order: Order,
         participates: bool = False,
     ) -> None:
-        self.units, self.comm, self.policy, self.precision = units, comm, policy, precision
+        self.units, self.comm, self.policy = units, comm, policy
         self.participates = participates
         self.reduces = True  # accumulate() sets it
         self.schedules = Schedules(units, policy, order)
@@ -190,8 +190,7 @@ class Runtime:
 
     def _reduce(self, state: UnitState) -> bool:
         for bucket in state.trainable:
-            averaging = self.precision.averaging(bucket.dtypes.wire, self.comm.size)
-            bucket.gradients.reduce(averaging)
+            bucket.gradients.reduce()
         state.reducing = True
         self._settling.append(state.name)
         return True

@@ -325,7 +325,7 @@ class Sharded:
     @property
     def layout(self) -> Layouts:
         """Where each parameter lies; ``print`` it."""
-        return Layouts(tuple(bucket.spec for bucket in self.buckets), self.options.precision)
+        return Layouts(tuple(bucket.spec for bucket in self.buckets))
 
     @property
     def schedule(self) -> Schedule:

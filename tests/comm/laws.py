@@ -7,13 +7,14 @@ summation and a wrong rounding each change bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardwise.comm.protocol import Comm, Label, Pending
+from shardwise.comm.reduction import Reducing, Reduction
 from shardwise.errors import ConfigError, RanksDisagree
 
 N = 7  # elements of a piece; odd on purpose
@@ -99,16 +100,35 @@ def reduce(
     comm: Comm, wire: torch.dtype, wide: torch.dtype, by: float | Literal["mean"]
 ) -> tuple[Tensor, Tensor]:
     """What came out, and what should have, of a sum that is divided ``by`` a number or the size."""
-    divided = {"mean": True} if by == "mean" else {"divisor": by}
     full = values(comm.rank, comm.size * N, wire)
     before = full.clone()
-    out = torch.empty(N, dtype=wide)
-    comm.reduce_scatter(out, full, Label("reduce", f"{wire}→{wide}"), **divided).wait()
-    assert same_bits(full, before)
+    sent, out, pending = start_sum(comm, full, wide, by)
+    pending.wait()
+    assert comm.size == 1 or same_bits(sent, before)
     mine = own_piece(comm, N)
     parts = [values(rank, comm.size * N, wire)[mine] for rank in range(comm.size)]
     expected = summed(parts, wide)
     return out, expected / (comm.size if by == "mean" else by)
+
+
+def start_sum(
+    comm: Comm,
+    full: Tensor,
+    wide: torch.dtype = torch.float32,
+    by: float | Literal["mean"] = 1.0,
+    unit: str = "",
+) -> Reducing:
+    """Issue the sum of what the ranks hold, formed in ``wide`` and divided ``by`` that."""
+    how, after = ("avg", 1.0) if by == "mean" else ("postdivide", by)
+    reduction = Reduction(full.dtype, wide, how, after=after)
+    return reduction.start(full, comm, Label("reduce", unit or f"{full.dtype}→{wide}"))
+
+
+def sum_of(comm: Comm, full: Tensor, **options: Any) -> Tensor:
+    """This rank's piece of the same, once it is there."""
+    _, out, pending = start_sum(comm, full, **options)
+    pending.wait()
+    return out
 
 
 def reductions_are_close(comm: Comm) -> list[Tensor]:
@@ -125,21 +145,19 @@ def reductions_are_close(comm: Comm) -> list[Tensor]:
 
 def collectives_may_be_waited_for_in_any_order(comm: Comm) -> list[Tensor]:
     started = [gather(comm, torch.float32, n, f"unit {n}") for n in (1, 5000, 3, 70_000, 2)]
-    outs = [torch.empty(n) for n in (4, 6000)]
-    fulls = [values(comm.rank, comm.size * out.numel(), torch.float32) for out in outs]
     sums = [
-        comm.reduce_scatter(out, full, Label("reduce", str(out.numel())))
-        for out, full in zip(outs, fulls, strict=True)
+        start_sum(comm, values(comm.rank, comm.size * n, torch.float32), unit=str(n))
+        for n in (4, 6000)
     ]
     # Each rank in an order of its own.
-    pendings = [pending for _, pending in started] + sums
+    pendings = [pending for _, pending in started] + [each.pending for each in sums]
     turn = comm.rank % len(pendings)
     for pending in reversed(pendings[turn:] + pendings[:turn]):
         pending.wait()
     for full, _ in started:
         n = full.numel() // comm.size
         assert torch.equal(full, torch.cat([values(r, n, torch.float32) for r in range(comm.size)]))
-    for out in outs:
+    for _, out, _ in sums:
         mine = own_piece(comm, out.numel())
         total = comm.size * out.numel()
         parts = [values(r, total, torch.float32)[mine] for r in range(comm.size)]
@@ -183,8 +201,7 @@ def broadcasts_copy_the_root_s_tensor(comm: Comm) -> list[Tensor]:
 
 def empty_pieces_are_fine(comm: Comm) -> list[Tensor]:
     full, pending = gather(comm, torch.float32, 0, "empty")
-    out = torch.empty(0)
-    comm.reduce_scatter(out, torch.empty(0), Label("reduce", "empty")).wait()
+    out = sum_of(comm, torch.empty(0))
     pending.wait()
     return [full, out]
 
@@ -194,8 +211,7 @@ def bytes_are_counted(comm: Comm) -> list[Tensor]:
     others = comm.size - 1
     for _ in range(2):
         gather(comm, torch.bfloat16, N, "counted")[1].wait()
-    full, out = torch.ones(comm.size * N), torch.empty(N)
-    comm.reduce_scatter(out, full, Label("reduce", "counted")).wait()
+    sum_of(comm, torch.ones(comm.size * N))
     comm.broadcast(torch.ones(5), 0, Label("broadcast")).wait()
     if comm.size == 1:
         assert comm.counters.calls == comm.counters.bytes_sent == {}
@@ -225,8 +241,7 @@ def memory_is_aligned_and_outlives_inference_mode(comm: Comm) -> list[Tensor]:
 def collectives_work_in_inference_mode(comm: Comm) -> list[Tensor]:
     with torch.inference_mode():
         full, pending = gather(comm, torch.float32, N, "inference")
-        out = torch.empty(N)
-        comm.reduce_scatter(out, torch.ones(comm.size * N), Label("reduce")).wait()
+        out = sum_of(comm, torch.ones(comm.size * N))
         pending.wait()
     assert torch.equal(out, torch.full((N,), float(comm.size)))
     return [full.clone()]

@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm import backend
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import over
-from shardwise.comm.gloo import Ending
+from shardwise.comm.group import Ending
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
+from tests.comm.laws import start_sum, sum_of
 from tests.devices import DEVICES
 from tests.ranks import Outcome, gloo_group, outcomes_of
 
@@ -39,10 +40,7 @@ CPU = torch.device("cpu")
 
 def mean_of_ranks(comm: Comm) -> float:
     """1.5 with two ranks."""
-    out = torch.empty(3)
-    full = torch.full((comm.size * 3,), comm.rank + 1.0)
-    comm.reduce_scatter(out, full, Label("reduce"), mean=True).wait()
-    return out[0].item()
+    return sum_of(comm, torch.full((comm.size * 3,), comm.rank + 1.0), by="mean")[0].item()
 
 
 def averaging(folder: str, calls: backend._Calls) -> list[Any]:
@@ -58,7 +56,7 @@ def averaging(folder: str, calls: backend._Calls) -> list[Any]:
     world = dist.group.WORLD
     assert world is not None
     backend._calls = lambda: calls._replace(scatter=spy)
-    with BackendComm(world, CPU, store, averages=True, timeout=60, ending=Ending()) as comm:
+    with BackendComm(world, CPU, store, averages=True, timeout=60) as comm:
         mean = mean_of_ranks(comm)
     return [*used, mean]
 
@@ -163,9 +161,8 @@ def sum_wide(rank: int, world: int, folder: str) -> tuple[Any, ...]:
 
     with gloo_group(rank, world, folder), patch.object(dist, "new_group", spy):
         with over(dist.group.WORLD, transport="native", timeout=90) as comm:
-            out = torch.empty(2)
             full = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16) * (rank + 1)
-            pending = comm.reduce_scatter(out, full, Label("reduce"), divisor=2)
+            _, out, pending = start_sum(comm, full, by=3)
             with Named() as mode:
                 pending.wait()
         return mode.names, out.tolist(), [patience.total_seconds() for patience in made]
@@ -179,7 +176,7 @@ def summed_wide() -> list[Outcome]:
 def test_a_wide_sum_is_one_operation_however_many_ranks_there_are() -> None:
     outcomes = summed_wide()
     assert [o.error for o in outcomes] == [""] * 2
-    assert [o.value[1] for o in outcomes] == [[1.5, 3.0], [4.5, 6.0]]
+    assert [o.value[1] for o in outcomes] == [[1.0, 2.0], [3.0, 4.0]]
     assert [o.value[0] for o in outcomes] == [["aten::sum.IntList_out", "aten::div_.Tensor"]] * 2
 
 
@@ -227,18 +224,19 @@ def alone(rank: int, world: int, folder: str, device: str) -> list[Any]:
     ending = Ending(then=dist.destroy_process_group)
     with BackendComm(group, here, own, averages=True, timeout=60, ending=ending) as comm:
         full = torch.arange(6, dtype=torch.bfloat16, device=here)
-        outs = [torch.empty(6, dtype=dtype, device=here) for dtype in (full.dtype, torch.float32)]
         pendings = [comm.all_gather(full, Label("gather")), comm.broadcast(full, 0, Label("send"))]
-        pendings += [comm.reduce_scatter(out, full, Label("reduce"), divisor=2) for out in outs]
+        received: list[Tensor] = []
+        summed = torch.empty_like(full)
+        pendings += [comm.reduce_scatter(summed, full, False, Label("reduce"))]
+        pendings += [comm.exchange(full, received.extend, Label("reduce"))]
         for pending in reversed(pendings):
             pending.wait()
         comm.agree({"layout": "a1b2"})
-        return [full.tolist(), *(out.tolist() for out in outs)]
+        return [full.tolist(), summed.tolist(), received[0].tolist()]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_backend_takes_every_call_of_the_engine(device: str) -> None:
     (outcome,) = outcomes_of(1, alone, device)
     assert outcome.error == ""
-    half = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-    assert outcome.value == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], half, half]
+    assert outcome.value == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 3

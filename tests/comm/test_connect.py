@@ -17,18 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise.accelerators import Backend, row
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import _load, connect, over
+from shardwise.comm.gloo import GlooComm
 from shardwise.comm.local import LocalComm
-from shardwise.comm.messages import MessagesComm
-from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import SharedMemoryComm
 from shardwise.errors import ConfigError, RanksDisagree
+from tests.comm.laws import sum_of
 from tests.ranks import gloo_group, outcomes_of
 
 
 def sum_of_ranks(comm: Comm) -> float:
-    out = torch.empty(1)
-    comm.reduce_scatter(out, torch.full((comm.size,), float(comm.rank)), Label("reduce")).wait()
-    return out.item()
+    return sum_of(comm, torch.full((comm.size,), float(comm.rank))).item()
 
 
 # --- the launcher's environment --------------------------------------------------------------
@@ -143,7 +142,11 @@ def use_what_exists(rank: int, world: int, folder: str) -> list[object]:
             with pytest.raises(ConfigError, match="not a member"):
                 over(None)
         else:
-            kinds = {"messages": MessagesComm, "memory": SharedMemoryComm, "native": BackendComm}
+            kinds: dict[str, type] = {
+                "messages": GlooComm,
+                "memory": SharedMemoryComm,
+                "native": BackendComm,
+            }
             for transport, kind in kinds.items():
                 with over(pair, transport=transport) as comm:
                     assert type(comm) is kind

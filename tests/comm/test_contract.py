@@ -13,8 +13,8 @@ from torch import Tensor
 from shardwise.comm import shared_memory
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import over
+from shardwise.comm.gloo import GlooComm
 from shardwise.comm.local import LocalComm
-from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import SharedMemoryComm
 from tests.comm import laws
@@ -23,7 +23,7 @@ from tests.ranks import gloo_group, outcomes_of, run_sharing, run_threads
 
 WORLDS_OF_PROCESSES = [2, 3]
 KINDS: dict[str, type] = {
-    "messages": MessagesComm,
+    "messages": GlooComm,
     "memory": SharedMemoryComm,
     "native": BackendComm,
 }

@@ -8,14 +8,14 @@ import torch
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
+from tests.comm.laws import sum_of
 from tests.ranks import run_threads
 
 
 def some_traffic(comm: Comm) -> None:
     n = 6
     comm.all_gather(torch.zeros(comm.size * n, dtype=torch.bfloat16), Label("gather")).wait()
-    full = torch.zeros(comm.size * n)
-    comm.reduce_scatter(torch.empty(n), full, Label("reduce"), mean=True).wait()
+    sum_of(comm, torch.zeros(comm.size * n))
     comm.broadcast(torch.zeros(9), 2, Label("broadcast")).wait()
     comm.agree({"a": "1"})
 
@@ -26,19 +26,15 @@ def test_peers_hold_what_this_rank_holds() -> None:
     comm.all_gather(full, Label("gather")).wait()
     assert full.tolist() == [1, 2, 1, 2, 1, 2]
     grads = torch.arange(6.0)
-    total, mean = torch.empty(2), torch.empty(2)
-    comm.reduce_scatter(total, grads, Label("reduce")).wait()
-    comm.reduce_scatter(mean, grads, Label("reduce"), mean=True).wait()
-    assert total.tolist() == [6, 9]
-    assert mean.tolist() == [2, 3]
+    assert sum_of(comm, grads).tolist() == [6, 9]
+    assert sum_of(comm, grads, by="mean").tolist() == [2, 3]
     tensor = torch.ones(2)
     comm.broadcast(tensor, 0, Label("broadcast")).wait()
     assert tensor.tolist() == [1, 1]
 
 
 def test_a_narrow_wire_is_summed_wide() -> None:
-    out = torch.empty(1)
-    FakeComm(0, 3).reduce_scatter(out, torch.tensor([1.0078125] * 3).bfloat16(), Label("r")).wait()
+    out = sum_of(FakeComm(0, 3), torch.tensor([1.0078125] * 3).bfloat16())
     assert out.item() == 3 * 1.0078125  # not a bfloat16
 
 
@@ -58,7 +54,7 @@ def test_it_can_be_one_of_a_thousand_ranks() -> None:
     for _ in range(100):
         full = comm.allocate(1024 * 16, torch.float32).zero_()
         comm.all_gather(full, Label("gather")).wait()
-        comm.reduce_scatter(torch.empty(16), full, Label("reduce")).wait()
+        sum_of(comm, full)
     assert comm.counters.bytes_sent["gather"] == 100 * 1023 * 64
 
 

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Label
+from tests.comm.laws import sum_of
 
 
 class Operations(TorchDispatchMode):
@@ -25,7 +26,7 @@ def test_nothing_is_copied_and_nothing_is_counted() -> None:
     full = torch.arange(4.0)
     with LocalComm() as comm, Operations() as operations:
         comm.all_gather(full, Label("gather")).wait()
-        comm.reduce_scatter(full, full, Label("reduce"), mean=True).wait()
+        assert sum_of(comm, full, by="mean") is full
         comm.broadcast(full, 0, Label("broadcast")).wait()
         comm.agree({"a": "1"})
     assert operations.names == []
@@ -33,10 +34,9 @@ def test_nothing_is_copied_and_nothing_is_counted() -> None:
     assert full.tolist() == [0, 1, 2, 3]
 
 
-def test_a_sum_into_other_memory_or_another_dtype_is_one_copy() -> None:
+def test_a_sum_in_another_dtype_is_one_copy() -> None:
     narrow = torch.arange(4.0).bfloat16()
-    out = torch.empty(4)
     with Operations() as operations:
-        LocalComm().reduce_scatter(out, narrow, Label("reduce")).wait()
-    assert operations.names == ["aten.copy_.default"]
+        out = sum_of(LocalComm(), narrow)
+    assert operations.names == ["aten._to_copy.default"]
     assert out.tolist() == [0, 1, 2, 3]

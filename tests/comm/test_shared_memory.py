@@ -16,7 +16,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import shared_memory as module
 from shardwise.comm.connect import over
-from shardwise.comm.messages import MessagesComm
+from shardwise.comm.gloo import GlooComm
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import SharedMemoryComm
 from shardwise.errors import ConfigError
@@ -141,7 +141,7 @@ def cannot_share(rank: int, world: int, folder: str) -> tuple[bool, str]:
     module._host = partial(str, rank)
     with gloo_group(rank, world, folder):
         with over(dist.group.WORLD) as comm:
-            fell_back = type(comm) is MessagesComm
+            fell_back = type(comm) is GlooComm
         with pytest.raises(ConfigError) as error:
             over(dist.group.WORLD, transport="memory")
         return fell_back, str(error.value)

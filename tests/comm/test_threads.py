@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm import threads
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
+from tests.comm.laws import sum_of
 
 
 def gather(comm: Comm, unit: str, n: int = 128) -> None:
@@ -170,14 +171,10 @@ def test_backward_may_communicate() -> None:
     # Autograd runs CPU backwards in the calling thread, so a hook is on its own rank.
     def sum_gradients(comm: Comm) -> float:
         weight = torch.ones(comm.size, requires_grad=True)
-        out = torch.empty(1)
-
-        def reduce(grad: torch.Tensor) -> None:
-            comm.reduce_scatter(out, grad.contiguous(), Label("reduce")).wait()
-
-        weight.register_hook(reduce)
+        sums: list[float] = []
+        weight.register_hook(lambda grad: sums.append(sum_of(comm, grad.contiguous()).item()))
         (weight * float(comm.rank + 1)).sum().backward()
-        return out.item()
+        return sums[0]
 
     assert threads.run(3, sum_gradients) == [6.0, 6.0, 6.0]
 

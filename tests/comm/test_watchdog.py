@@ -187,7 +187,7 @@ def test_texts_are_shared_by_rank(group: Group) -> None:
 
     def share(rank: int) -> Callable[[], None]:
         def act() -> None:
-            texts[rank] = watches[rank].share(A, f"from {rank}")
+            texts[rank] = watches[rank].gather_texts(A, f"from {rank}")
 
         return act
 
@@ -202,7 +202,7 @@ def test_texts_are_shared_by_rank(group: Group) -> None:
 def test_sharing_with_a_rank_that_never_comes_ends_at_the_time_limit(group: Group) -> None:
     mine = group.add(2, timeout=0.2)
     with pytest.raises(RanksDisagree, match="rank 1 has not come within 0 s while rank 0 waits"):
-        mine.share(A, "here")
+        mine.gather_texts(A, "here")
 
 
 def test_a_backend_s_error_is_explained_by_what_the_peer_said_last(group: Group) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.precision import Averaging, Precision
+from shardwise.comm.reduction import Reduction
+from shardwise.precision import Dtypes, Precision
 from shardwise.runtime import Runtime
 from tests import nets
 from tests.nets import NETS, Net
@@ -180,7 +181,10 @@ def loss_of_a_part(model: Any, rank: int, part: int) -> Tensor:
 
 
 def sums_instead_of_averaging(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Precision, "averaging", lambda *_: Averaging("postdivide", 1.0, 1.0))
+    def without_divisor(_: Precision, dtypes: Dtypes, __: int) -> Reduction:
+        return Reduction(dtypes.wire, dtypes.sum)
+
+    patch.setattr(Precision, "reduction", without_divisor)
 
 
 def loses_gradients(patch: pytest.MonkeyPatch, lost: Callable[[Runtime], bool]) -> None:

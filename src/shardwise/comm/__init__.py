@@ -1,9 +1,10 @@
 """Ways for ranks to exchange bytes: one protocol, and its implementations side by side.
 
-In reading order: ``protocol`` (what the engine sees), ``desync`` (when ranks differ, and the
-sentences that say so), ``local`` and ``fake`` (no peers), ``messages`` (collectives as messages),
-``threads`` and ``gloo`` (what carries the messages), ``arena`` and ``shared_memory`` (ranks of one
-host that map the same memory), ``backend`` (the collectives of NCCL, XCCL and HCCL), ``watchdog``
-(no wait without end or explanation), ``malloc`` (freed memory that stays mapped), ``environment``
-(the launcher's variables), ``connect`` (chooses one of them).
+In reading order: ``protocol`` (what the engine sees), ``reduction`` (sums over ranks),
+``local`` and ``fake`` (no peers), ``desync`` (when ranks differ, and the sentences that say so),
+``group`` (what transports between real ranks have in common), ``messages`` (collectives as
+messages), ``threads`` and ``gloo`` (what carries the messages), ``arena`` and ``shared_memory``
+(ranks of one host that map the same memory), ``backend`` (the collectives of NCCL, XCCL and HCCL),
+``watchdog`` (no wait without end or explanation), ``malloc`` (freed memory that stays mapped),
+``environment`` (the launcher's variables), ``connect`` (chooses one of them).
 """

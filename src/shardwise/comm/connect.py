@@ -27,10 +27,10 @@ from shardwise.accelerators import (
 )
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.environment import Launch, launched
-from shardwise.comm.gloo import Ending, GlooWire
+from shardwise.comm.gloo import GlooComm
+from shardwise.comm.group import Ending
 from shardwise.comm.local import LocalComm
 from shardwise.comm.malloc import keep_mapped
-from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
 from shardwise.errors import ConfigError, RanksDisagree
@@ -134,7 +134,7 @@ def _comm(
                 "containers of their own, or not on Linux on x86-64). Leave transport out: "
                 "messages over gloo work everywhere."
             )
-    return MessagesComm(rank, size, device, GlooWire(store, rank, size, timeout, ending))
+    return GlooComm(rank, size, store, timeout, ending)
 
 
 def _own_store(group: ProcessGroup, rank: int) -> Store:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
 from typing import Any, Protocol, cast
@@ -23,27 +22,15 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.desync import NO_TAG, Collective
-from shardwise.comm.watchdog import Wait, Watchdog, how_this_process_ends
+from shardwise.comm.group import Ending
+from shardwise.comm.messages import MessagesComm
+from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
-__all__ = ["Ending", "GlooWire", "close_connections"]
+__all__ = ["GlooComm", "close_connections"]
 
 GREETING = Collective(-2, "greeting", "start", "", 0)
 CONNECTED = Collective(-1, "greeting", "connection", "", 0)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """What else ends with one rank's end of a group.
-
-    Attributes:
-        linger: seconds to stay, at most, until every rank has left: for the rank that serves
-            the store, in which the others read why it left.
-        then: called last.
-    """
-
-    linger: float = 0.0
-    then: Callable[[], None] = lambda: None
 
 
 class _Messages(Protocol):
@@ -53,38 +40,37 @@ class _Messages(Protocol):
     def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
 
-class GlooWire:
-    """One rank's connections to the others. Final; see ``Wire``.
+class GlooComm(MessagesComm):
+    """One rank's end of a group of processes. Final; see ``Comm``.
 
     Args:
         store: the group's own, with no other user's keys.
-        rank, size: this rank, and how many there are.
         timeout: seconds after which waiting for a slow rank becomes an error.
         ending: what ends with this object.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float, ending: Ending) -> None:
-        self._rank, self._size = rank, size
-        self._peer = (rank + 1) % size
-        self._ending = ending
-        self._closed = False
+    def __init__(
+        self, rank: int, size: int, store: Store, timeout: float, ending: Ending | None = None
+    ) -> None:
+        super().__init__(rank, size, torch.device("cpu"), ending)
         # What is in flight, kept also if nobody waits: a peer's message needs its place.
         self._flying: dict[int, list[tuple[int, Work]]] = {}
         self._group: _Messages | None = None
         self._watchdog = Watchdog(store, rank, size, self._interrupt, timeout)
         try:
-            self._watchdog.share(GREETING, "")  # names who never came; gloo would only time out
+            self._watchdog.gather_texts(GREETING, "")  # names who never came, which gloo does not
             # Longer than ours: the watchdog knows what to say.
             patience = timedelta(seconds=timeout + 60)
             gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, patience)
             self._group = cast("Any", gloo)
-            self._watchdog.share(CONNECTED, "")  # or who is done soon leaves while a peer connects
+            # Or a rank that is done soon leaves while a peer connects.
+            self._watchdog.gather_texts(CONNECTED, "")
         except BaseException as error:
             self._watchdog.leave(f"it raised {error!r}")
             raise
-        atexit.register(self._at_exit)
+        atexit.register(self._end_with_process)
 
-    def post(
+    def _post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
         self._watchdog.issue(collective)
@@ -107,28 +93,23 @@ class GlooWire:
             raise self._watchdog.explain(peer, error) from error
         return lambda: self._complete(collective)
 
-    def share(self, collective: Collective, text: str) -> list[str]:
+    def _gather_texts(self, collective: Collective, text: str) -> list[str]:
         # By a message to each: a connection tells of a peer that died, and the store does not.
-        places = {peer: torch.empty(1) for peer in range(self._size) if peer != self._rank}
+        places = {peer: torch.empty(1) for peer in self.peers}
         sends = dict.fromkeys(places, torch.zeros(1))
 
         def meet() -> None:
             self._posted(collective, sends, places)()
 
-        return self._watchdog.share(collective, text, meet)
+        return self._watchdog.gather_texts(collective, text, meet)
 
-    def fail(self, reason: str) -> RanksDisagree:
+    def _fail(self, reason: str) -> RanksDisagree:
         return self._watchdog.fail(reason)
 
-    def close(self, how: str) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._at_exit)
-        self._watchdog.leave(how, self._ending.linger)
+    def _leave(self, how: str) -> None:
+        self._watchdog.leave(how, self.ending.linger)
         self._interrupt()  # or what is in flight would still write into memory that is freed
         self._group = None
-        self._ending.then()
 
     def _complete(self, collective: Collective) -> None:
         since = monotonic()
@@ -143,10 +124,7 @@ class GlooWire:
 
     def _interrupt(self) -> None:
         if self._group is not None:
-            close_connections(self._group, self._peer)
-
-    def _at_exit(self) -> None:
-        self.close(how_this_process_ends())
+            close_connections(self._group, self.peers[0])
 
 
 def close_connections(group: ProcessGroup | _Messages, peer: int) -> None:

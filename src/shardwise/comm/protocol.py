@@ -1,14 +1,16 @@
-"""What the engine knows of the network: four methods and a way to wait.
+"""What the engine knows of the network: three collectives that move bytes, and a way to wait.
 
 Everything else (gloo, NCCL, threads, one rank alone, a rank with no peers) is an
-implementation beside this file. The ordinary way, calling ``torch.distributed`` wherever
-a collective is needed, ties the engine to one process per rank and to one global group;
+implementation beside this file. A Comm computes nothing: ``reduction`` sums what it exchanges, so
+that sums are the same bits over every transport. The ordinary way, calling ``torch.distributed``
+wherever a collective is needed, ties the engine to one process per rank and to one global group;
 here a rank is a value that is passed in, so ranks can be threads and tests need no launcher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -16,7 +18,13 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-__all__ = ["Comm", "Counters", "Label", "Pending"]
+from shardwise.comm.malloc import fresh
+from shardwise.errors import ConfigError
+
+__all__ = ["Comm", "Counters", "Done", "Label", "Pending", "Use", "rows_of"]
+
+Use = Callable[[Sequence[Tensor] | Tensor], None]
+"""What is done with the pieces that the ranks sent, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -67,29 +75,42 @@ class Pending(Protocol):
         """
 
 
-class Comm(Protocol):
-    """One rank's end of a group of ``size`` ranks that split parameters among them.
+class Done:
+    """A collective that is complete when it is issued. Final; see ``Pending``."""
 
-    Collectives are issued in the same order on every rank. Results are deterministic where the
-    backend allows it: on gloo and threads, sums are formed in rank order.
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class Comm(ABC):
+    """One rank's end of a group of ``size`` ranks.
+
+    Collectives are issued in the same order on every rank.
+
+    Attributes:
+        shares: is ``allocate_bucket`` the same memory on every rank, so that a gather moves
+            nothing?
+        sums: has the transport a ``reduce_scatter`` of its own?
+        averages: can that one divide by ``size``, as a self-test showed on every rank?
     """
 
-    rank: int
-    size: int
-    device: torch.device
-    counters: Counters
-    shares: bool
-    """Is ``allocate_bucket`` the same memory on every rank, so that a gather moves nothing?"""
+    shares = False
+    sums = False
+    averages = False
+
+    def __init__(self, rank: int, size: int, device: torch.device | str) -> None:
+        self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.counters = Counters()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """This rank's own memory, ``[numel]``, uninitialised, on ``device``."""
+        return fresh(numel, dtype, self.device)
 
     def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for a full bucket, ``[numel]``; asked for in the same order on every rank."""
+        return self.allocate(numel, dtype)
 
-    def fence(self, label: Label) -> None:
-        """Where memory is shared: return when every rank is here. Elsewhere: nothing to do."""
-
+    @abstractmethod
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         """Fill ``full`` from every rank, in place.
 
@@ -98,33 +119,46 @@ class Comm(Protocol):
                 rank's piece, afterwards every piece is there.
         """
 
-    def reduce_scatter(
-        self, out: Tensor, full: Tensor, label: Label, divisor: float = 1.0, mean: bool = False
-    ) -> Pending:
-        """Sum the ranks' ``full``, keep this rank's piece, and divide it.
+    @abstractmethod
+    def exchange(self, full: Tensor, use: Use, label: Label) -> Pending:
+        """Send piece r of ``full`` to rank r, and ``use`` what every rank sent to this one.
 
         Args:
-            out: ``[n]``, in the dtype the sum is formed in (wide).
-            full: ``[size * n]``, in the dtype that travels (narrow or equal). Unchanged, and not
-                to be written or freed before ``wait``.
-            divisor: what the sum is divided by, before it is written where it is formed here.
-            mean: divide by ``size`` instead, or let the backend average.
+            full: ``[size * n]``. Unchanged, and not to be written or freed before ``wait``.
+            use: called once before ``wait`` returns, with ``size`` tensors ``[n]`` in rank order,
+                or with one tensor ``[size, n]``. They are valid during the call: some transports
+                show the memory of peers.
         """
 
+    @abstractmethod
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
         """Copy rank ``root``'s contiguous ``tensor`` to every rank, in place."""
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def reduce_scatter(self, out: Tensor, full: Tensor, average: bool, label: Label) -> Pending:
+        """The transport's own sum of all ranks' ``full``, in an order of its own, if it ``sums``.
+
+        Args:
+            out: ``[n]``, this rank's piece of the sum, in the same dtype.
+            full: ``[size * n]``, as in ``exchange``.
+            average: divide by ``size``, if it ``averages``.
+        """
+        raise ConfigError(f"{label}: this transport has no sum of its own; exchange and add up.")
+
+    def fence(self, label: Label) -> None:  # noqa: B027 - without peers there is nothing to do
+        """Where memory is shared: return when every rank is here. Elsewhere: nothing to do."""
+
+    def agree(self, facts: Mapping[str, str]) -> None:  # noqa: B027 - without peers there is nothing to do
         """Compare ``facts`` (name → short text) between ranks, outside the data path.
 
         Raises:
             RanksDisagree: naming each fact that differs, with the ranks and both texts.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - without peers there is nothing to do
         """Release what this object opened. Safe to call twice, and after an error."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self,
@@ -133,3 +167,19 @@ class Comm(Protocol):
         trace: TracebackType | None,
     ) -> None:
         """Close, and tell the peers whether this rank ended by an error."""
+        self.close()
+
+
+def rows_of(full: Tensor, size: int, label: Label) -> Tensor:
+    """``full``, ``[size * n]``, as ``[size, n]``: one row for each rank.
+
+    Raises:
+        ConfigError: it does not split, or is not contiguous.
+    """
+    if full.ndim != 1 or full.numel() % size or not full.is_contiguous():
+        raise ConfigError(
+            f"{label}: a buffer of shape {tuple(full.shape)} with strides {full.stride()} does not "
+            f"split into {size} equal, contiguous pieces. Make it flat, and pad it to a multiple "
+            f"of {size}."
+        )
+    return full.detach().view(size, full.numel() // size)

@@ -22,12 +22,11 @@ import os
 import platform
 import select
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +35,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.arena import Arena, CommonHeap, Heap
 from shardwise.comm.desync import Collective
-from shardwise.comm.gloo import Ending
-from shardwise.comm.messages import InFlight, agree, pieces_of, sum_in_rank_order
-from shardwise.comm.protocol import Counters, Label, Pending
-from shardwise.comm.watchdog import Wait, Watchdog, how_this_process_ends
+from shardwise.comm.group import Ending, Group, InFlight, Transfer, nothing
+from shardwise.comm.protocol import Label, Pending, Use, rows_of
+from shardwise.comm.watchdog import Wait, Watchdog
+from shardwise.errors import RanksDisagree
 
 __all__ = ["SharedMemoryComm", "shared_memory"]
 
@@ -52,7 +51,7 @@ NAP, LONGEST_NAP = 20e-6, 1e-3  # seconds
 
 
 def shared_memory(
-    store: Store, rank: int, size: int, timeout: float, ending: Ending
+    store: Store, rank: int, size: int, timeout: float, ending: Ending | None = None
 ) -> SharedMemoryComm | None:
     """A comm over memory, or ``None`` (on every rank alike) where the ranks cannot share any."""
     dead: list[Numbers] = []  # nothing to interrupt until the ranks have met
@@ -79,9 +78,9 @@ def _meet(watchdog: Watchdog, rank: int) -> tuple[list[Arena] | None, list[int]]
     """The arenas of all ranks, if every rank could open them all; and the ranks' processes."""
     arenas = [Arena.made() for _ in range(1 + (rank == 0))] if _possible() else []
     mine = json.dumps([_host(), os.getpid(), [arena.fd for arena in arenas]])
-    said = [json.loads(text) for text in watchdog.share(_first(0), mine)]
+    said = [json.loads(text) for text in watchdog.gather_texts(_first(0), mine)]
     opened = _open(said, rank, arenas) if len({host for host, _, _ in said}) == 1 else None
-    everywhere = set(watchdog.share(_first(1), str(opened is not None))) == {"True"}
+    everywhere = set(watchdog.gather_texts(_first(1), str(opened is not None))) == {"True"}
     return opened if everywhere else None, [pid for _, pid, _ in said]
 
 
@@ -119,7 +118,7 @@ def _open(
     return [common, *own]
 
 
-class SharedMemoryComm:
+class SharedMemoryComm(Group):
     """One rank's end of a group on one host. Final; see ``Comm``.
 
     Args:
@@ -137,23 +136,20 @@ class SharedMemoryComm:
         watchdog: Watchdog,
         arenas: list[Arena],
         pids: list[int],
-        ending: Ending,
+        ending: Ending | None,
     ) -> None:
-        self.rank, self.size, self.device = rank, size, torch.device("cpu")
-        self.counters = Counters()
-        self._watchdog, self._ending, self._closed = watchdog, ending, False
+        super().__init__(rank, size, torch.device("cpu"), ending)
+        self._watchdog = watchdog
         self._common, *self._own = arenas
-        self._peers = [peer for peer in range(size) if peer != rank]
         rows = self._common.bytes(0, size * ROWS * 4 * 8).view(np.int64)
         self._rows = rows.reshape(size, ROWS, 4)
         self.dead: Numbers = self._common.bytes(CONTROL - 8, 8).view(np.int64)  # [1]
         self._heap = Heap(self._own[rank], self._is_being_read)
         self._buckets = CommonHeap(self._common, CONTROL)
-        self._issued = 0
         self._room = ROWS  # the first collective whose row may still be in use
         self._flying: list[weakref.ref[InFlight] | None] = [None] * ROWS  # by row
-        atexit.register(self._at_exit)
-        self._alive = {peer: os.pidfd_open(pids[peer]) for peer in self._peers}
+        atexit.register(self._end_with_process)
+        self._alive = {peer: os.pidfd_open(pids[peer]) for peer in self.peers}
 
     # ---- memory ----------------------------------------------------------------------------
 
@@ -172,85 +168,72 @@ class SharedMemoryComm:
     # ---- collectives -----------------------------------------------------------------------
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
-        pieces = pieces_of(full, self.size, label)
-        collective = self._next("all_gather", label, full.nbytes)
-        if self._common.offset_of(full) is not None:  # every rank has it already
-            self._post(collective, 0)
-            self.counters.sent(label.op, 0)
-            return self._in_flight(collective, label, lambda: self._read(collective))
-        mine = self._shown(pieces[self.rank], collective)
-        self.counters.sent(label.op, (self.size - 1) * mine.nbytes)
+        if self._common.offset_of(full) is None:
+            return super().all_gather(full, label)
+        rows_of(full, self.size, label)
+        return self._meet("all_gather", label, full.nbytes)  # every rank has it already
+
+    def fence(self, label: Label) -> None:
+        """Return when every rank has come here: none reads what another will write next."""
+        self._meet("fence", label, 0).wait()
+
+    def _meet(self, kind: str, label: Label, nbytes: int) -> Pending:
+        """A collective that moves nothing."""
+        collective = self._next(kind, label, nbytes)
+        self._post(collective, 0)
+        return self._in_flight(collective, self._transfer(collective, nothing), 0)
+
+    def _all_gather(self, collective: Collective, rows: Tensor) -> Transfer:
+        self._shown(rows[self.rank], collective)
 
         def finish() -> None:
             with torch.no_grad():
-                for peer in self._peers:
-                    pieces[peer].copy_(self._piece(peer, collective, pieces[peer], 0))
-            self._read(collective)
+                for peer in self.peers:
+                    rows[peer].copy_(self._piece(peer, collective, rows[peer], 0))
 
-        return self._in_flight(collective, label, finish)
+        return self._transfer(collective, finish)
 
-    def reduce_scatter(
-        self, out: Tensor, full: Tensor, label: Label, divisor: float = 1.0, mean: bool = False
-    ) -> Pending:
-        pieces = list(pieces_of(full, self.size, label))
-        collective = self._next("reduce_scatter", label, full.nbytes)
-        mine = self._shown(full.detach(), collective)
-        self.counters.sent(label.op, full.nbytes - pieces[0].nbytes)
+    def _exchange(self, collective: Collective, rows: Tensor, use: Use) -> Transfer:
+        mine = self._shown(rows, collective)
 
         def finish() -> None:
-            here = self.rank * out.numel()
-            pieces[self.rank] = mine[here : here + out.numel()]
-            for peer in self._peers:
+            pieces = list(mine.unbind())
+            for peer in self.peers:
                 pieces[peer] = self._piece(peer, collective, pieces[peer], self.rank)
-            sum_in_rank_order(out, pieces, float(self.size) if mean else divisor)
-            self._read(collective)
+            use(pieces)
 
-        return self._in_flight(collective, label, finish)
+        return self._transfer(collective, finish)
 
-    def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
-        data = tensor.detach().view(-1)
-        collective = self._next(f"broadcast from rank {root}", label, data.nbytes)
+    def _broadcast(self, collective: Collective, data: Tensor, root: int) -> Transfer:
         if self.rank == root:
             self._shown(data, collective)
-            self.counters.sent(label.op, (self.size - 1) * data.nbytes)
         else:
             self._post(collective, 0)
-            self.counters.sent(label.op, 0)
 
         def finish() -> None:
             if self.rank != root:
                 with torch.no_grad():
                     data.copy_(self._piece(root, collective, data, 0))
-            self._read(collective)
 
-        return self._in_flight(collective, label, finish)
+        return self._transfer(collective, finish)
 
-    def fence(self, label: Label) -> None:
-        """Return when every rank has come here: none reads what another will write next."""
-        collective = self._next("fence", label, 0)
-        self._post(collective, 0)
-        self._in_flight(collective, label, lambda: self._read(collective)).wait()
-
-    def agree(self, facts: Mapping[str, str]) -> None:
-        if difference := agree(facts, self._share):
-            raise self._watchdog.fail(difference)
-
-    def _share(self, text: str) -> list[str]:
+    def _gather_texts(self, collective: Collective, text: str) -> list[str]:
         """Every rank's ``text``; what every rank has let go by now may be given out again."""
-        collective = self._next("agree", Label("agree"), 0)
         self._post(collective, 0)
         mine = json.dumps([text, sorted(self._buckets.let_go)])
-        texts = self._watchdog.share(collective, mine, is_gone=self._is_gone)
+        texts = self._watchdog.gather_texts(collective, mine, is_gone=self._is_gone)
         self._read(collective)
-        said = [json.loads(text) for text in texts]
-        self._buckets.reuse(set.intersection(*(set(let_go) for _, let_go in said)))
-        return [text for text, _ in said]
+        pairs = [json.loads(pair) for pair in texts]
+        self._buckets.reuse(set.intersection(*(set(let_go) for _, let_go in pairs)))
+        return [text for text, _ in pairs]
+
+    def _fail(self, reason: str) -> RanksDisagree:
+        return self._watchdog.fail(reason)
+
+    def _leave(self, how: str) -> None:
+        self._watchdog.leave(how, self.ending.linger)
 
     # ---- rows ------------------------------------------------------------------------------
-
-    def _next(self, kind: str, label: Label, nbytes: int) -> Collective:
-        self._issued += 1
-        return Collective(self._issued - 1, kind, label.op, label.unit, nbytes)
 
     def _post(self, collective: Collective, offset: int) -> None:
         self._watchdog.issue(collective)
@@ -285,7 +268,7 @@ class SharedMemoryComm:
         arena = self._own[self.rank]
         offset = arena.offset_of(data)
         if offset is None:
-            copied = self._heap.allocate(data.numel(), data.dtype).copy_(data)
+            copied = self._heap.allocate(data.numel(), data.dtype).view(data.shape).copy_(data)
             data, offset = copied, arena.offset_of(copied) or 0
         self._heap.show(offset, collective.seq)
         self._post(collective, offset)
@@ -306,12 +289,12 @@ class SharedMemoryComm:
     def _reader(self, number: int) -> int | None:
         """A peer that has not read what we showed in collective ``number``, if there is one."""
         rows = self._rows[:, number % ROWS, 3]
-        return next((peer for peer in self._peers if rows[peer] <= number), None)
+        return next((peer for peer in self.peers if rows[peer] <= number), None)
 
     def _arrived(self, collective: Collective) -> int | None:
         """A peer that has not issued ``collective``, if there is one."""
         number, tag, row = collective.seq + 1, collective.tag, collective.seq % ROWS
-        for peer in self._peers:
+        for peer in self.peers:
             there = self._rows[peer, row]
             if there[0] < number or there[1] != tag:
                 return peer
@@ -319,13 +302,16 @@ class SharedMemoryComm:
 
     # ---- waiting ---------------------------------------------------------------------------
 
-    def _in_flight(
-        self, collective: Collective, label: Label, finish: Callable[[], None]
-    ) -> Pending:
+    def _transfer(self, collective: Collective, finish: Callable[[], None]) -> Transfer:
+        def finish_and_tell() -> None:
+            finish()
+            self._read(collective)
+
         missing = partial(self._arrived, collective)
-        pending = InFlight(
-            lambda: self._until(collective, missing), finish, self.counters, label.op
-        )
+        return Transfer(partial(self._until, collective, missing), finish_and_tell)
+
+    def _in_flight(self, collective: Collective, transfer: Transfer, sent: int) -> InFlight:
+        pending = super()._in_flight(collective, transfer, sent)
         self._flying[collective.seq % ROWS] = weakref.ref(pending)
         return pending
 
@@ -352,30 +338,3 @@ class SharedMemoryComm:
     def _is_gone(self, peer: int) -> bool:
         """Has the process ended? If it said goodbye, ``explain`` will find that."""
         return peer != self.rank and bool(select.select([self._alive[peer]], [], [], 0)[0])
-
-    # ---- ends ------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        self._close("it closed its end of the group")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._close(f"it raised {error!r}" if error else "it closed its end of the group")
-
-    def _close(self, how: str) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._at_exit)
-        self._watchdog.leave(how, self._ending.linger)
-        self._ending.then()
-
-    def _at_exit(self) -> None:
-        self._close(how_this_process_ends())

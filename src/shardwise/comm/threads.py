@@ -71,10 +71,8 @@ class _Rank(Thread, Generic[T]):
         self._meeting = meeting
 
     def run(self) -> None:
-        size = self._meeting.size
-        wire = _ThreadWire(self.number, self._meeting)
-        cpu = torch.device("cpu")
-        comm: Comm = MessagesComm(self.number, size, cpu, wire) if size > 1 else LocalComm()
+        alone = self._meeting.size == 1
+        comm: Comm = LocalComm() if alone else _ThreadsComm(self.number, self._meeting)
         try:
             self.results.append(self._fn(comm))
         except BaseException as error:  # noqa: BLE001 - `run` raises it in the caller's thread
@@ -171,29 +169,29 @@ class _Meeting:
         return RanksDisagree(self._dead)
 
 
-class _ThreadWire:
-    """One rank's end of the meeting. Final; see ``Wire``."""
+class _ThreadsComm(MessagesComm):
+    """One thread's end of the meeting. Final; see ``Comm``."""
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
-        self._rank = rank
+        super().__init__(rank, meeting.size, torch.device("cpu"))
         self._meeting = meeting
 
-    def post(
+    def _post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        round_ = self._meeting.post(self._rank, _Post(collective, sends, receives, ""))
-        return lambda: self._meeting.wait(self._rank, round_)
+        round_ = self._meeting.post(self.rank, _Post(collective, sends, receives, ""))
+        return lambda: self._meeting.wait(self.rank, round_)
 
-    def share(self, collective: Collective, text: str) -> list[str]:
-        round_ = self._meeting.post(self._rank, _Post(collective, {}, {}, text))
-        self._meeting.wait(self._rank, round_)
+    def _gather_texts(self, collective: Collective, text: str) -> list[str]:
+        round_ = self._meeting.post(self.rank, _Post(collective, {}, {}, text))
+        self._meeting.wait(self.rank, round_)
         return [post.text for _, post in sorted(round_.posts.items())]
 
-    def fail(self, reason: str) -> RanksDisagree:
+    def _fail(self, reason: str) -> RanksDisagree:
         return self._meeting.fail(reason)
 
-    def close(self, how: str) -> None:
-        self._meeting.leave(self._rank, how, None)
+    def _leave(self, how: str) -> None:
+        self._meeting.leave(self.rank, how, None)
 
 
 def _deliver(posts: Mapping[int, _Post]) -> None:

@@ -98,7 +98,7 @@ class Watchdog:
         self._recent.append(collective)
         self._issued = collective.seq + 1
 
-    def share(
+    def gather_texts(
         self,
         collective: Collective,
         text: str,
@@ -113,7 +113,7 @@ class Watchdog:
         """
         self.issue(collective)
         self.waits = Wait(collective, monotonic())
-        keys = [f"share/{collective.seq}/{rank}" for rank in range(self._size)]
+        keys = [f"texts/{collective.seq}/{rank}" for rank in range(self._size)]
         pause = 0.0005
         try:
             self._store.set(keys[self._rank], text)

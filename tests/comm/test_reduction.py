@@ -1,0 +1,98 @@
+"""Sums over ranks: their order, their dtype, and where the division happens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Done, Label, Pending
+from shardwise.comm.reduction import Reduction, sum_in_rank_order
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def test_sums_go_from_rank_to_rank_and_are_wide() -> None:
+    tiny = 2.0**-10
+    pieces = [torch.tensor([1.0]), torch.tensor([tiny]), torch.tensor([-1.0])]
+    narrow = [piece.bfloat16() for piece in pieces]
+    wide, rounded = torch.empty(1), torch.empty(1, dtype=BF16)
+    sum_in_rank_order(wide, narrow)
+    sum_in_rank_order(rounded, narrow)
+    assert wide.item() == tiny  # each addend was widened first
+    assert rounded.item() == 0.0  # 1 + 2^-10 is 1 in bfloat16
+    sum_in_rank_order(wide, narrow, float(len(narrow)))
+    assert wide.item() == pytest.approx(tiny / 3)
+    sum_in_rank_order(wide, torch.stack(narrow), 2.0)
+    assert wide.item() == tiny / 2
+
+
+def test_a_sum_leaves_its_pieces_alone_and_needs_no_graph() -> None:
+    pieces = [torch.ones(3, requires_grad=True), torch.ones(3)]
+    out = torch.empty(3)
+    sum_in_rank_order(out, pieces)
+    assert not out.requires_grad
+    assert torch.equal(pieces[1], torch.ones(3))
+
+
+@pytest.mark.parametrize("divisor", [8.0, 3.0])
+def test_a_quotient_is_the_nearest_number(divisor: float) -> None:
+    values, out = torch.randn(1000), torch.empty(1000)
+    sum_in_rank_order(out, [values], divisor)
+    assert torch.equal(out, values / divisor)
+
+
+def test_addends_are_narrowed_and_divided_before_they_travel() -> None:
+    sent, out, pending = Reduction(BF16, FP32, "sqrt", before=2.0, after=2.0).start(
+        torch.full((4,), 1.0 + 2.0**-12), FakeComm(0, 4), Label("reduce")
+    )
+    pending.wait()
+    assert (sent.dtype, sent.tolist()) == (BF16, [0.5] * 4)
+    assert out.tolist() == [1.0]
+
+
+def test_one_rank_alone_is_divided_in_place() -> None:
+    full = torch.tensor([6.0])
+    sent, out, _ = Reduction(FP32, FP32, "predivide", before=2.0, after=3.0).start(
+        full, LocalComm(), Label("reduce")
+    )
+    assert sent.data_ptr() == out.data_ptr() == full.data_ptr()
+    assert out.tolist() == [1.0]
+
+
+class Backend(FakeComm):
+    """Has a sum of its own: twice this rank's piece, for two ranks that hold the same."""
+
+    sums = True
+
+    def __init__(self, averages: bool) -> None:
+        super().__init__(0, 2)
+        self.averages = averages
+        self.asked: list[bool] = []
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, average: bool, label: Label) -> Pending:
+        self.asked.append(average)
+        out.copy_(full[: out.numel()] * (1 if average else 2))
+        return Done()
+
+
+@pytest.mark.parametrize(
+    ("averages", "reduction", "asked"),
+    [
+        (True, Reduction(FP32, FP32, "avg"), [True]),
+        (False, Reduction(FP32, FP32, "avg"), [False]),
+        (True, Reduction(FP32, FP32, "postdivide", after=2.0), [False]),
+        (True, Reduction(BF16, FP32, "avg"), []),  # one dtype travels, another is summed in
+    ],
+)
+def test_a_backend_sums_where_one_dtype_travels_and_averages_where_it_can(
+    averages: bool, reduction: Reduction, asked: list[bool]
+) -> None:
+    comm = Backend(averages)
+    _, out, pending = reduction.start(torch.full((4,), 3.0), comm, Label("reduce"))
+    for _ in range(2):  # the second time is free
+        pending.wait()
+    assert out.tolist() == [3.0, 3.0]
+    assert comm.asked == asked
