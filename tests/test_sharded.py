@@ -639,13 +639,16 @@ def test_a_model_lives_without_its_handle() -> None:
 
 
 def test_the_handle_counts_the_elements_of_the_whole_model() -> None:
-    """Each parameter counts those of its shard."""
-    whole = sum(param.numel() for param in nets.mostly_frozen().parameters())
-    trained = sum(p.numel() for p in nets.mostly_frozen().parameters() if p.requires_grad)
+    """Each parameter counts those of its shard. What is trained may change."""
+    plain = nets.mostly_frozen()
+    whole = sum(param.numel() for param in plain.parameters())
+    first, *others = [param.numel() for param in plain.parameters() if param.requires_grad]
 
     def rank(comm: Comm, model: nn.Module) -> int:
         sharded = sw.shard(model, comm=comm)
-        assert (sharded.numel(), sharded.numel(trainable_only=True)) == (whole, trained)
+        assert (sharded.numel(), sharded.numel(trainable_only=True)) == (whole, first + sum(others))
+        next(p for p in model.parameters() if p.requires_grad).requires_grad = False
+        assert (sharded.numel(), sharded.numel(trainable_only=True)) == (whole, sum(others))
         return sum(param.numel() for param in model.parameters())
 
     assert sum(on_ranks(3, nets.mostly_frozen, rank)) == whole

@@ -340,8 +340,8 @@ class Sharded:
 
     def numel(self, *, trainable_only: bool = False) -> int:
         """Elements of the whole model's parameters; ``parameter.numel()`` is this rank's part."""
-        buckets = [b for b in self.buckets if b.trainable or not trainable_only]
-        return sum(bucket.layout.used for bucket in buckets)
+        members = (member for bucket in self.buckets for member in bucket.members)
+        return sum(m.numel for m in members if m.param.requires_grad or not trainable_only)
 
     def __repr__(self) -> str:
         return (
