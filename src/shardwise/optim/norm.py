@@ -17,11 +17,9 @@ from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
 from shardwise.guard import get_grad
+from shardwise.reductions import CHUNK
 
 __all__ = ["Place", "chosen", "clip_gradients", "norm_of", "places_of", "total_norm"]
-
-CHUNK = 1 << 16
-"""Elements: on CPU, torch adds up millions of squares one by one, and is off by up to 1e-3."""
 
 
 @dataclass(frozen=True)
