@@ -92,7 +92,7 @@ def test_facts_that_differ_are_named_and_the_ranks_go_on() -> None:
         return str(caught.value)
 
     [text] = set(run_threads(3, rank))
-    assert "position: ranks 0, 1: 0; rank 2: 1\nNothing was written" in text
+    assert "position: ranks 0 and 1: 0; rank 2: 1\nNothing was written" in text
     assert "path" not in text
     assert "Training(local=...)" in text
 
@@ -110,9 +110,9 @@ def test_a_long_text_of_one_rank_is_not_padded_for_all() -> None:
 def test_messages_are_said_once() -> None:
     assert one_message({0: "a", 1: "a"}, 2) == "a"
     assert one_message({1: "a"}, 2) == "rank 1: a"
-    assert one_message({0: "a", 1: "b", 2: "a"}, 3) == "ranks 0, 2: a\nrank 1: b"
+    assert one_message({0: "a", 1: "b", 2: "a"}, 3) == "ranks 0 and 2: a\nrank 1: b"
     many = one_message(dict.fromkeys(range(9), "a"), 10)
-    assert many == "ranks 0, 1, 2, 3, 4, 5, 6, 7, …: a"
+    assert many == "ranks 0–8: a"
 
 
 def test_parts_are_found_and_gone(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_part_that_comes_late_is_waited_for(tmp_path: Path) -> None:
 
 def test_patience_ends_with_the_names_of_those_who_are_absent(tmp_path: Path) -> None:
     leave_part(tmp_path, 1, "here")
-    with pytest.raises(sw.CheckpointError, match=r"ranks 0, 2 of 3 did not finish writing within"):
+    with pytest.raises(sw.CheckpointError, match=r"ranks 0 and 2 of 3 did not finish writing"):
         await_parts(tmp_path, 3, threading.Event(), patience=0.05)
 
 

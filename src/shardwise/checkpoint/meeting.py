@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardwise import errors
 from shardwise.checkpoint.disk import explained, write_file
+from shardwise.comm.desync import by_ranks, differing_facts, named
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, RanksDisagree, ShardwiseError
 
@@ -132,14 +133,10 @@ def check_alike(comm: Comm, facts: Mapping[str, str]) -> None:
     if len(set(share(comm, hashlib.sha256(mine.encode()).hexdigest(), "digests of facts"))) == 1:
         return
     said = [json.loads(text) for text in share(comm, mine, "facts")]
-    lines = []
-    for name in sorted({name for theirs in said for name in theirs}):
-        texts = dict(enumerate(theirs.get(name, "(absent)") for theirs in said))
-        if len(set(texts.values())) > 1:
-            lines.append(f"\n  {name}: {'; '.join(_by_ranks(texts))}")
     raise CheckpointError(
-        f"the ranks do not save the same:{''.join(lines)}\nNothing was written. Pass the same on "
-        "every rank; what differs by rank belongs in Training(local=...)."
+        "the ranks do not save the same:\n" + "\n".join(differing_facts(said)) + "\n"
+        "Nothing was written. Pass the same on every rank; what differs by rank belongs in "
+        "Training(local=...)."
     )
 
 
@@ -147,20 +144,7 @@ def one_message(failed: Mapping[int, str], world: int) -> str:
     """What ranks said, each thing once, with the ranks that said it."""
     if len(failed) == world and len(set(failed.values())) == 1:
         return failed[0]
-    return "\n".join(_by_ranks(failed))
-
-
-def _by_ranks(texts: Mapping[int, str]) -> list[str]:
-    ranks: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        ranks.setdefault(text, []).append(rank)
-    return [f"{_named(those)}: {text}" for text, those in ranks.items()]
-
-
-def _named(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{', …' * (len(ranks) > 8)}"
+    return "\n".join(by_ranks(failed))
 
 
 # --- without the comm ------------------------------------------------------------------------
@@ -199,11 +183,11 @@ def await_parts(
         absent = [rank for rank in range(world) if rank not in found]
         if absent and time.monotonic() - last > patience:
             raise CheckpointError(
-                f"{folder}: {_named(absent)} of {world} did not finish writing within "
+                f"{folder}: {named(absent)} of {world} did not finish writing within "
                 f"{patience:,.0f} s after the last that did, so this checkpoint is given up. Look "
                 "whether that rank still lives, and whether its host still reaches the disk."
             )
         if absent and cancelled.wait(nap):
-            raise CheckpointError(f"{folder}: this save was given up; {_named(absent)} was absent.")
+            raise CheckpointError(f"{folder}: this save was given up; {named(absent)} was absent.")
         nap = min(longest, 1.5 * nap)
     return [found[rank] for rank in range(world)]

@@ -17,7 +17,9 @@ __all__ = [
     "Collective",
     "Cursor",
     "absent",
+    "by_ranks",
     "decide",
+    "differing_facts",
     "facts_differ",
     "gone",
     "late",
@@ -179,21 +181,31 @@ def slow(
 
 def facts_differ(facts: Sequence[Mapping[str, str]]) -> str:
     """``facts[rank]``: name → text, of which at least two differ."""
-    lines: list[str] = []
-    for name in sorted({name for mine in facts for name in mine}):
-        ranks: dict[str, list[int]] = {}
-        for rank, mine in enumerate(facts):
-            ranks.setdefault(mine.get(name, "(absent)"), []).append(rank)
-        if len(ranks) > 1:
-            lines.append(f"  {name}: " + "; ".join(f"{named(r)}: {t}" for t, r in ranks.items()))
+    lines = differing_facts(facts)
     more = [f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []
     return (
         f"the ranks do not agree on {len(lines)} of their facts:\n"
         + "\n".join(lines[:10] + more)
-        + "\n"
-        f"They would not train one model. {DEAD} Start every rank with the same code, "
+        + f"\nThey would not train one model. {DEAD} Start every rank with the same code, "
         "configuration and versions."
     )
+
+
+def differing_facts(facts: Sequence[Mapping[str, str]]) -> list[str]:
+    """A line for each name whose text is not the same for every rank, in ``facts[rank]``."""
+    lines: list[str] = []
+    for name in sorted({name for mine in facts for name in mine}):
+        texts = by_ranks(dict(enumerate(mine.get(name, "(absent)") for mine in facts)))
+        lines += [f"  {name}: {'; '.join(texts)}"] if len(texts) > 1 else []
+    return lines
+
+
+def by_ranks(texts: Mapping[int, str]) -> list[str]:
+    """Each text once, after the ranks that have it: ``ranks 0 and 2: a``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return [f"{named(those)}: {text}" for text, those in ranks.items()]
 
 
 def named(ranks: Sequence[int]) -> str:
