@@ -26,7 +26,7 @@ from shardwise.schedule import Event, Op, Phase
 from shardwise.schedules import Mode
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.parity.plain import mean_in_rank_order
-from tests.ranks import run_threads
+from tests.ranks import run_sharing, run_threads
 from tests.steps import (
     STRATEGIES,
     Recorder,
@@ -654,6 +654,32 @@ def test_gradients_from_before_a_stopped_step_are_kept(where: str) -> None:
         assert_at_rest(sharded)
 
     run_threads(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "run"), [*((name, run_threads) for name in STRATEGIES), ("zero1", run_sharing)]
+)
+@pytest.mark.parametrize("where", STOPS)
+def test_a_stopped_step_shows_shards_and_their_gradients_at_once(
+    where: str, strategy: str, run: Callable[..., object]
+) -> None:
+    """Before the handle is used again: what the user's handler drops is not there later."""
+    models = [Chain()]
+    models.append(deepcopy(models[0]))
+    truth = averaged(models[0], train, BATCHES)
+
+    def rank(comm: Comm) -> None:
+        model = sw.shard(models[comm.rank], strategy, comm=comm).model
+        at_rest = [(type(param), param.shape) for param in model.parameters()]
+        train(model, BATCHES[comm.rank])
+        STOPS[where](model, BATCHES[comm.rank])
+        assert [(type(param), param.shape) for param in model.parameters()] == at_rest
+        assert_gradients(model, truth)
+        model.zero_grad()
+        train(model, BATCHES[comm.rank])
+        assert_gradients(model, truth)
+
+    run(2, rank)
 
 
 @pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])

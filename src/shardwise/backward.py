@@ -91,7 +91,7 @@ class Backward:
     def _begin(self) -> None:
         """The first we see of a backward pass.
 
-        Its end calls us back. An exception does not, but then nobody holds the token any more.
+        Its end calls us back. After an exception nobody holds the token any more.
         """
         if self.running:
             return
@@ -102,7 +102,7 @@ class Backward:
         self._open = True
         self.runtime.begin_backward()
         token = _Token()
-        self._token = weakref.ref(token)
+        self._token = weakref.ref(token, self._stopped)
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(self._end, token))
 
@@ -111,6 +111,11 @@ class Backward:
         self._ending.clear()
         self.runtime.end_backward()
         self._open = False
+
+    def _stopped(self, token: weakref.ref[_Token]) -> None:
+        """An exception has ended a backward pass. Not all can be done now: it may be Ctrl-C."""
+        for state in self.runtime.units.values() if token is self._token else ():
+            state.show_shards()
 
     def _freed(self) -> ScheduleError | None:
         """With create_graph=True, autograd records the backward pass, in grad mode."""

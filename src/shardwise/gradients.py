@@ -145,6 +145,13 @@ class Gradients:
         self.carries = bool(self.arrived)
         return not self.carries
 
+    def give_back(self) -> None:
+        """Let ``.grad`` be what was set aside."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, grad in self.aside.items():
+                put_grad(self.spec.params[index], grad)
+        self.aside.clear()
+
     def drop(self) -> None:
         """Forget what was collected and what is on its way; give the shards' ``.grad`` back."""
         if self._pending is not None:
@@ -154,11 +161,10 @@ class Gradients:
             for index, view in self._shown.items():
                 if get_grad(self.spec.params[index]) is view:
                     set_grad(self.spec.params[index], None)
-            for index, grad in self.aside.items():
-                put_grad(self.spec.params[index], grad)
+        self.give_back()
         self.full = self._pending = self._out = self._result = None
         self._views, self.carries = [], False
-        for kept in (self.aside, self._waiting, self._shown, self._versions):
+        for kept in (self._waiting, self._shown, self._versions):
             kept.clear()
         for indices in (self.arrived, self.touched):
             indices.clear()

@@ -68,11 +68,9 @@ class Trained:
 
     def deliver(self, used: list[bool]) -> None:
         """Let every shard have its gradient; ``used``: which ones any rank has used."""
-        start = 0
+        flags = iter(used)
         for bucket in self.buckets:
-            stop = start + len(bucket.params)
-            bucket.gradients.deliver(used[start:stop])
-            start = stop
+            bucket.gradients.deliver([next(flags) for _ in bucket.params])
 
     def _agree(self, now: list[bool]) -> None:
         pairs = zip(self._places, self._now, now, strict=True)

@@ -104,6 +104,12 @@ class UnitState:
             for bucket in self.buckets:
                 bucket.shelve()
 
+    def show_shards(self) -> None:
+        """After a pass that stopped: parameters and ``.grad`` of a unit at rest. Nobody waits."""
+        for bucket in () if self.depth else self.buckets:
+            bucket.rest()
+            bucket.gradients.give_back()
+
     def abandon(self) -> None:
         """Be at rest after a pass that stopped half-way, even if the group is dead by now."""
         self.depth, self.pinned, self.gathered = 0, False, False

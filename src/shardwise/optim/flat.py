@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, OptimizerError
 from shardwise.optim.flat_gradient import flat_gradient
-from shardwise.optim.gate import shown_plain
 from shardwise.optim.groups import Policy, check_loaded, defaults, resolved
 from shardwise.optim.held import Held
 from shardwise.optim.norm import norm_of
+from shardwise.optim.shown import Shown
 from shardwise.optim.update import Call, Key, Update, decide
 from shardwise.sharding import Sharding, sharding_of
 
@@ -77,8 +77,9 @@ class FlatOptimizer(Optimizer, ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
-        with shown_plain([param for group in self.param_groups for param in group["params"]]):
-            super().zero_grad(set_to_none)
+        shown = Shown()
+        shown.show([param for group in self.param_groups for param in group["params"]])
+        super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From ``state_dict()`` of this optimizer, or of torch's of the same name.

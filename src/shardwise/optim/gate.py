@@ -11,29 +11,25 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
 from shardwise.compiling import leave_alone
 from shardwise.errors import OptimizerError
 from shardwise.guard import ShardedParameter
+from shardwise.optim.shown import Shown
 from shardwise.shard_tensor import ShardTensor
 from shardwise.sharding import Sharding, sharding_of
 
-__all__ = ["Gate", "shown_plain"]
+__all__ = ["Gate"]
 
 log = logging.getLogger("shardwise")
 
@@ -63,17 +59,11 @@ BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
 
 @dataclass(frozen=True)
 class _Params:
-    """The parameters of one model in an optimizer.
+    """The parameters of one model in an optimizer."""
 
-    Attributes:
-        facts: which lists they were sought in, and how long those were.
-        mine: the parameters.
-        plain: those beside them that no sharded model has, by name or shape.
-    """
-
-    facts: list[tuple[int, int]]
+    facts: list[tuple[int, int]]  # which lists they were sought in, and how long those were
     mine: list[nn.Parameter]
-    plain: list[tuple[str, nn.Parameter]]
+    plain: list[tuple[str, nn.Parameter]]  # those that no sharded model has, by name or shape
 
 
 class Gate:
@@ -94,14 +84,11 @@ class Gate:
         self._ranks, self._speaks = comm.size, comm.size > 1 and comm.rank == 0
         self._mine = {id(param) for param in params}
         self._before_step = weakref.WeakMethod(before_step)
-        self._known: list[weakref.ref[Optimizer]] = []  # in order of their first step
+        #: In order of their first step.
+        self._known: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
         self._admitted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._params: weakref.WeakKeyDictionary[Optimizer, _Params] = weakref.WeakKeyDictionary()
-        self._shown: dict[int, list[Tensor]] = {}  # by the optimizer that steps now
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._handles = [register_optimizer_step_pre_hook(self._before)]
         self._sweep()
 
     def close(self) -> None:
@@ -124,18 +111,19 @@ class Gate:
 
     def uncut(self, buckets: Iterable[Bucket]) -> None:
         """Give the optimizers that stepped here their state whole. A collective."""
-        optimizers = [known for ref in self._known if (known := ref()) is not None]
-        for optimizer, bucket in product(optimizers, buckets):
+        for optimizer, bucket in product(tuple(self._known), buckets):
             _uncut_state(optimizer, bucket)
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         before_step = self._before_step()
         if before_step is None or not (params := self._params_of(optimizer)):
-            return
+            return None
         before_step()
         self.admit(optimizer)
         self._say_plain(optimizer)
-        self._shown.setdefault(id(optimizer), []).extend(_show_plain(params))
+        shown = kwargs if isinstance(kwargs, Shown) else Shown(kwargs)  # of another model's gate
+        shown.show(params)
+        return args, shown
 
     def _params_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """The model's parameters in an optimizer: sought again when its lists are others."""
@@ -174,13 +162,11 @@ class Gate:
             _make_plain(optimizer.state.get(param, {}))
             _cut_state(optimizer, param)
         self._admitted.add(optimizer)
-        if all(ref() is not optimizer for ref in self._known):
-            self._known.append(weakref.ref(optimizer))
-            loaded = optimizer.register_load_state_dict_post_hook(self._admitted.discard)
+        if optimizer not in self._known:
+            self._known[optimizer] = loaded = optimizer.register_load_state_dict_post_hook(
+                self._admitted.discard
+            )
             self._handles.append(loaded)
-
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        _guard(self._shown.pop(id(optimizer), ()))
 
 
 def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -191,34 +177,6 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         pairs = zip(names, params, strict=True)
         found += [pair for pair in pairs if pair[1].requires_grad and sharding_of(pair[1]) is None]
     return found
-
-
-@contextmanager
-def shown_plain(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, parameters at rest are of the plain class, whose attributes torch reads fast."""
-    shown = _show_plain(params)
-    try:
-        yield
-    finally:
-        _guard(shown)
-
-
-def _show_plain(params: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The parameters, and those of their gradients, that were guarded and are not any more."""
-    guarded: list[nn.Parameter] = [param for param in params if type(param) is ShardedParameter]
-    for param in guarded:
-        param.__class__ = nn.Parameter
-    # Of a plain parameter: what the user has read is marked, and no other is.
-    marked = [grad for param in guarded if type(grad := param.grad) is ShardTensor]
-    shown = [*guarded, *marked]
-    for gradient in marked:
-        gradient.__class__ = Tensor  # type: ignore[assignment]
-    return shown
-
-
-def _guard(shown: Iterable[Tensor]) -> None:
-    for tensor in shown:
-        tensor.__class__ = ShardedParameter if isinstance(tensor, nn.Parameter) else ShardTensor
 
 
 def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
@@ -307,4 +265,4 @@ def _elements(state: Mapping[str, Any], shape: torch.Size) -> dict[str, Tensor]:
     }
 
 
-leave_alone(Gate._before, Gate._after)
+leave_alone(Gate._before)
