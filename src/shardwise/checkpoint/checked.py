@@ -156,7 +156,7 @@ class CheckedFile:
         assert self.sums is not None
         found = 0
         for piece in pieces:
-            found = checksum.running(piece, found)
+            found = checksum.crc32(piece, found)
         if found != self.sums[number]:
             first, length = number * BLOCK, sum(map(len, pieces))
             raise DamagedCheckpoint(

@@ -151,7 +151,7 @@ class Writer:
             buffers = [piece.cpu().numpy().data for piece in chunk.pieces]
             value = 0
             for buffer in buffers:
-                value = checksum.running(buffer, value)
+                value = checksum.crc32(buffer, value)
             if chunk.file != self._name:
                 self._turn_to(chunk.file)
             _write_at(self._opened, buffers, chunk.start)
@@ -227,7 +227,7 @@ def write_header(folder: Path, file: FilePlan) -> list[Piece]:
     finally:
         os.close(opened)
     ends = cut_at_blocks(0, len(file.header))
-    return [(lo, hi, checksum.running(file.header[lo:hi])) for lo, hi in ends]
+    return [(lo, hi, checksum.crc32(file.header[lo:hi])) for lo, hi in ends]
 
 
 def pieces_of(parts: Iterable[Part], name: str) -> list[Piece]:
@@ -250,7 +250,7 @@ def check_hosts(folder: Path, names: Iterable[str], parts: Sequence[Part]) -> No
             with (folder / name).open("rb") as file:
                 file.seek(start)
                 data = file.read(stop - start)
-            if checksum.running(data) != value:
+            if checksum.crc32(data) != value:
                 raise CheckpointError(
                     f"{folder.name}/{name} does not hold what {where} wrote to it, so it is not "
                     "published: this file system keeps what one host writes to a file and loses "
