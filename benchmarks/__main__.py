@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
-from benchmarks.checkpoint.command import checkpoint
-from benchmarks.faults.command import faults
-from benchmarks.gpu.command import gpu
-from benchmarks.programs.command import programs
-from benchmarks.recorded import told, with_tables
-from benchmarks.step import plot, results, table
+import benchmarks.checkpoint.run as checkpoint_run
+import benchmarks.faults.run as faults_run
+import benchmarks.gpu.run as gpu_run
+import benchmarks.programs.run as programs_run
+import benchmarks.step.run as step_run
+from benchmarks.checkpoint import table as checkpoint_table
+from benchmarks.faults import table as faults_table
+from benchmarks.gpu import engines as gpu_engines
+from benchmarks.gpu import table as gpu_table
+from benchmarks.gpu.models import SHAPES
+from benchmarks.harness import plots, reports
+from benchmarks.programs import table as programs_table
+from benchmarks.programs.engines import ENGINES as PROGRAM_ENGINES
+from benchmarks.programs.program import PROGRAMS
+from benchmarks.recorded import table_of, with_tables
+from benchmarks.step import table as step_table
 from benchmarks.step.engines import ENGINES, OPTIMIZERS
 from benchmarks.step.models import TASKS
 from benchmarks.step.profile import profile, profile_host
-from benchmarks.step.run import PARTS, SHORT, Wanted, run
+from benchmarks.training import unknown
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
+
+path_option = click.Path(path_type=Path)
+json_option = click.option("--json", "json_file", type=path_option, help="write the report")
+plot_option = click.option("--plot", "picture", type=path_option, help="draw it (PNG)")
+
+
+def names(known: Sequence[str]) -> click.Choice[str]:
+    return click.Choice(list(known))
+
+
+def log(text: str) -> None:
+    click.echo(f"… {text}", err=True)
+
+
+def saver(path: Path | None) -> Callable[[Any], None]:
+    """What keeps a report whenever there is more of it."""
+    return lambda report: None if path is None else reports.write(report, path)
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; engines, comma-separated, as a tuple."""
+    options = {name: value for name, value in options.items() if value not in (None, (), False)}
+    if "engines" in options:
+        options["engines"] = tuple(options["engines"].split(","))
+    return options
+
+
+def refuse(wrong: str) -> None:
+    if wrong:
+        raise click.UsageError(wrong)
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,76 +70,131 @@ def main(context: click.Context) -> None:
         context.invoke(step, short=True)
 
 
-main.add_command(gpu)
-main.add_command(checkpoint)
-main.add_command(faults)
-main.add_command(programs)
-
-
-def _names(known: list[str]) -> click.Choice[str]:
-    return click.Choice(known)
+@main.command()
+@click.option("--world", "worlds", type=click.IntRange(2), multiple=True, help="ranks [2]")
+@click.option("--model", "models", type=names([*TASKS]), multiple=True, help="what is trained")
+@click.option("--engines", help="comma-separated; all if not given: " + ", ".join(ENGINES))
+@click.option("--rounds", type=click.IntRange(2), help="interleaved rounds [20]")
+@click.option("--optimizer", type=names(OPTIMIZERS), help="of every engine [adamw]")
+@click.option("--part", "parts", type=names(step_run.PARTS), multiple=True, help="what is measured")
+@json_option
+@plot_option
+@click.option("--short", is_flag=True, help="one model, few rounds: under three minutes")
+def step(
+    short: bool = False, json_file: Path | None = None, picture: Path | None = None, **asked: Any
+) -> None:
+    """Time, memory, bytes and host time of one training step, every engine in turn."""
+    start = step_run.SHORT if short else step_run.Config()
+    config = step_run.Config(**{**vars(start), **given(asked)})
+    refuse(unknown(config.engines, ENGINES))
+    report = step_run.run(config, log, saver(json_file))
+    click.echo("\n".join(step_table.lines(report)))
+    if picture is not None:
+        title = f"Time of a step ÷ the same step without communication ({report.optimizer})"
+        plots.draw(title, step_table.bars(report), picture)
 
 
 @main.command()
-@click.option("--world", "worlds", type=click.IntRange(2), multiple=True, help="ranks [2]")
-@click.option("--model", "models", type=_names(list(TASKS)), multiple=True, help="what is trained")
-@click.option("--engines", help="comma-separated; all if not given: " + ", ".join(ENGINES))
-@click.option("--rounds", type=click.IntRange(2), help="interleaved rounds [20]")
-@click.option("--optimizer", type=_names(list(OPTIMIZERS)), help="of every engine [adamw]")
-@click.option("--part", "parts", type=_names(list(PARTS)), multiple=True, help="what is measured")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="write the report")
-@click.option("--plot", "picture", type=click.Path(path_type=Path), help="draw it (PNG)")
-@click.option("--short", is_flag=True, help="one model, few rounds: under three minutes")
-def step(
-    short: bool = False,
-    json_file: Path | None = None,
-    picture: Path | None = None,
-    engines: str | None = None,
-    **asked: object,
-) -> None:
-    """Time, memory, bytes and host time of one training step, every engine in turn."""
-    start = SHORT if short else Wanted()
-    given = {name: value for name, value in asked.items() if value}
-    if engines:
-        given["engines"] = tuple(engines.split(","))
-    wanted = Wanted(**{**vars(start), **given})
-    if unknown := set(wanted.engines) - set(ENGINES):
-        raise click.UsageError(f"no engine {sorted(unknown)}; there are {', '.join(ENGINES)}")
-
-    def keep(report: results.Report) -> None:
-        if json_file is not None:
-            results.write(report, json_file)
-
-    report = run(wanted, lambda text: click.echo(f"… {text}", err=True), keep)
-    click.echo("\n".join(table.lines(report)))
+@click.option("--world", "worlds", type=click.IntRange(2), multiple=True, help="ranks [8, 64]")
+@click.option("--model", "models", type=names([*SHAPES]), multiple=True, help="what is trained")
+@click.option("--engines", help="comma-separated [all]: " + ", ".join(gpu_engines.ENGINES))
+@click.option("--rounds", type=click.IntRange(2), help="interleaved rounds of laps [20]")
+@click.option("--layers", type=click.IntRange(1), help="blocks, instead of the model's own")
+@click.option("--tokens", type=click.IntRange(1), help="of a row, instead of the model's own")
+@click.option("--bandwidth", type=click.FloatRange(0), help="GB/s of the link; 0: no time at all")
+@click.option("--wire", type=names([*gpu_engines.WIRES]), help="how gradients travel [own]")
+@click.option("--optimizer", type=names(gpu_engines.OPTIMIZERS), help="of ours [torch]")
+@click.option("--device", type=names(["cuda", "cpu"]), help="cpu tries the benchmark [cuda]")
+@click.option("--part", "parts", type=names(gpu_run.PARTS), multiple=True, help="what is measured")
+@json_option
+@plot_option
+def gpu(json_file: Path | None, picture: Path | None, **asked: Any) -> None:
+    """One rank of many on one CUDA device, with simulated peers, beside FSDP2."""
+    options = given(asked)
+    if "bandwidth" in options:
+        options["bandwidth"] *= 1e9
+    config = gpu_run.Config(**options)
+    refuse(unknown(config.engines, gpu_engines.ENGINES))
+    if why := gpu_run.unavailable(config.device):
+        raise click.ClickException(why)
+    report = gpu_run.run(config, log, saver(json_file))
+    click.echo("\n".join(gpu_table.lines(report)))
     if picture is not None:
-        plot.draw(report, picture)
+        title = "Step time and peak memory ÷ FSDP2's, simulated peers"
+        plots.draw(title, gpu_table.bars(report), picture)
+
+
+@main.command()
+@click.option("--world", "worlds", default="2", help="numbers of ranks, comma-separated [2]")
+@click.option("--gigabytes", type=click.FloatRange(0.001), help="parameters and moments [1.1]")
+@click.option("--rounds", type=click.IntRange(1), help="interleaved rounds [5]")
+@click.option(
+    "--folder", "folders", multiple=True, type=click.Path(path_type=Path, exists=True),
+    help="one on each file system; without: a temporary one, and memory",
+)  # fmt: skip
+@click.option("--no-memory", is_flag=True, help="times alone")
+@json_option
+def checkpoint(worlds: str, json_file: Path | None, no_memory: bool, **asked: Any) -> None:
+    """Save and load 1.1 GB: time, memory and bytes, beside DCP and torch.save."""
+    try:
+        ranks = tuple(int(word) for word in worlds.split(","))
+    except ValueError:
+        raise click.UsageError(f"--world is {worlds!r}; it must be numbers such as 2,4") from None
+    config = checkpoint_run.Config(worlds=ranks, memory=not no_memory, **given(asked))
+    report = checkpoint_run.run(config, log, saver(json_file))
+    click.echo("\n".join(checkpoint_table.lines(report)))
+
+
+@main.command()
+@click.option("--part", "parts", type=names(faults_run.PARTS), multiple=True, help="which [all]")
+@click.option("--random", "count", type=click.IntRange(1), default=30, help="random deaths [30]")
+@json_option
+def faults(parts: tuple[str, ...], count: int, json_file: Path | None) -> None:
+    """Kill ranks and launchers at every moment of a save, and start them again."""
+    report = faults_run.run(parts or faults_run.PARTS, count, log)
+    saver(json_file)(report)
+    click.echo("\n".join(faults_table.lines(report)))
+    if report.wrong:
+        raise SystemExit(1)
+
+
+@main.command()
+@click.option("--world", type=click.IntRange(2), default=2, show_default=True, help="ranks")
+@click.option("--only", multiple=True, type=names([*PROGRAMS]), help="which [all]")
+@click.option("--engine", "engines", multiple=True, type=names([*PROGRAM_ENGINES]), help="[all]")
+@json_option
+def programs(
+    world: int, only: tuple[str, ...], engines: tuple[str, ...], json_file: Path | None
+) -> None:
+    """Run programs as users write them, and compare with plain PyTorch."""
+    report = programs_run.run(world, only or [*PROGRAMS], engines or [*PROGRAM_ENGINES], log)
+    saver(json_file)(report)
+    click.echo("\n".join(programs_table.lines(report)))
 
 
 @main.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 def show(files: tuple[Path, ...]) -> None:
     """Print recorded reports as tables."""
-    click.echo("\n\n".join(map(told, files)))
+    click.echo("\n\n".join(map(table_of, files)))
 
 
 @main.command()
 def record() -> None:
     """Make the tables in RESULTS.md anew from benchmarks/results/."""
-    text = RESULTS.read_text()
-    RESULTS.write_text(with_tables(text, RESULTS.parent))
+    RESULTS.write_text(with_tables(RESULTS.read_text(), RESULTS.parent))
 
 
 @main.command("profile")
-@click.option("--engine", default="full_shard", type=_names(list(ENGINES)), show_default=True)
-@click.option("--model", default="decoder32", type=_names(list(TASKS)), show_default=True)
+@click.option("--engine", default="full_shard", type=names([*ENGINES]), show_default=True)
+@click.option("--model", default="decoder32", type=names([*TASKS]), show_default=True)
 @click.option("--world", default=2, type=click.IntRange(1), show_default=True)
 @click.option("--steps", default=10, type=click.IntRange(1), show_default=True)
 @click.option("--host", type=click.IntRange(1), help="instead: N parameters a unit, fake world 8")
 def profile_command(engine: str, model: str, world: int, steps: int, host: int | None) -> None:
     """Where the time of one engine's step goes, on rank 0."""
-    said = profile_host(engine, host, steps) if host else profile(engine, model, world, steps)
-    click.echo("\n".join(said))
+    whole = profile(engine, model, world, steps) if not host else profile_host(engine, host, steps)
+    click.echo(whole)
 
 
 if __name__ == "__main__":

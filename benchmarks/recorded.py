@@ -1,45 +1,47 @@
 """Tables in a Markdown file, kept equal to the reports from which they were made.
 
-A line such as ``<!-- results/step-2-ranks.json -->`` names a report beside the file; the block
-after it is that report's table. What a reader sees and what was measured cannot drift apart,
-because a test makes the tables anew.
+A line such as ``<!-- results/step-2-ranks.json -->`` names a report beside the file, and the block
+after it is that report's table. A test makes the tables anew and compares.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.checkpoint import results as checkpoint_results
 from benchmarks.checkpoint import table as checkpoint_table
-from benchmarks.faults import results as fault_results
-from benchmarks.faults import table as fault_table
-from benchmarks.gpu import results as gpu_results
+from benchmarks.faults import results as faults_results
+from benchmarks.faults import table as faults_table
+from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import table as gpu_table
-from benchmarks.programs import results as program_results
-from benchmarks.programs import table as program_table
-from benchmarks.step import results, table
-
-__all__ = ["told", "with_tables"]
+from benchmarks.harness import reports
+from benchmarks.programs import results as programs_results
+from benchmarks.programs import table as programs_table
+from benchmarks.step import report as step_report
+from benchmarks.step import table as step_table
 
 BLOCK = re.compile(r"^<!-- (\S+\.json) -->\n```text\n.*?^```$", re.MULTILINE | re.DOTALL)
+STEP = (step_report.Report, step_table.lines)
+# the first word of a file's name → its report and its table; every other file is one of ``step``
+KINDS: dict[str, tuple[type[Any], Callable[[Any], list[str]]]] = {
+    "gpu": (gpu_report.Report, gpu_table.lines),
+    "faults": (faults_results.Report, faults_table.lines),
+    "checkpoint": (checkpoint_results.Report, checkpoint_table.lines),
+    "programs": (programs_results.Report, programs_table.lines),
+}
 
 
-def told(path: Path) -> str:
+def table_of(path: Path) -> str:
     """A recorded report as its command prints it.
 
     Raises:
         ValueError: it is no report, or one of another schema.
     """
-    if path.name.startswith("gpu"):
-        return "\n".join(gpu_table.lines(gpu_results.read(path)))
-    if path.name.startswith("faults"):
-        return "\n".join(fault_table.lines(fault_results.read(path)))
-    if path.name.startswith("checkpoint"):
-        return "\n".join(checkpoint_table.lines(checkpoint_results.read(path)))
-    if path.name.startswith("programs"):
-        return "\n".join(program_table.lines(program_results.read(path)))
-    return "\n".join(table.lines(results.read(path)))
+    kind, lines = KINDS.get(re.split(r"\W", path.name)[0], STEP)
+    return "\n".join(lines(reports.read(kind, path)))
 
 
 def with_tables(text: str, folder: Path) -> str:
@@ -47,6 +49,6 @@ def with_tables(text: str, folder: Path) -> str:
 
     def renewed(block: re.Match[str]) -> str:
         name = block.group(1)
-        return f"<!-- {name} -->\n```text\n{told(folder / name)}\n```"
+        return f"<!-- {name} -->\n```text\n{table_of(folder / name)}\n```"
 
     return BLOCK.sub(renewed, text)

@@ -22,9 +22,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint.state import Size
 from benchmarks.checkpoint.traffic import remove
 from benchmarks.checkpoint.ways import Way, synchronous, trainee_of, way
-from benchmarks.crew import Crew, Seat
-
-__all__ = ["Extra", "extra_memory"]
+from benchmarks.harness.workers import Worker, Workers
 
 PAUSE = 0.002  # seconds between two samples
 COUNTED = ("Pss_Anon:", "Pss_Shmem:")
@@ -32,35 +30,29 @@ COUNTED = ("Pss_Anon:", "Pss_Shmem:")
 
 @dataclass(frozen=True)
 class Extra:
-    """Bytes beyond the base.
+    """Bytes beyond the base."""
 
-    Attributes:
-        rank: the most that any rank had.
-        total: the most that all had together.
-        samples: how many were taken.
-    """
-
-    rank: int
-    total: int
-    samples: int
+    rank: int  # the most that any rank had
+    total: int  # the most that all had together
+    samples: int  # how many were taken
 
 
 def extra_memory(name: str, size: Size, world: int, folder: Path) -> dict[str, Extra]:
     """``{"save": …, "load": …}`` of one way, in new processes; only ``save`` if it is later."""
-    with Crew(world, _hold, name, size, str(folder)) as crew:
+    with Workers(world, _hold, name, size, str(folder)) as workers:
         phases = ("save",) if name.endswith("_async") else ("save", "load")
-        return {phase: _watched(crew) for phase in phases}
+        return {phase: _watched(workers) for phase in phases}
 
 
-def _watched(crew: Crew) -> Extra:
-    bases: Sequence[int] = crew.hear()
+def _watched(workers: Workers) -> Extra:
+    bases: Sequence[int] = workers.receive()
     most, total, samples = [0] * len(bases), 0, 0
     with suppress(ProcessLookupError, FileNotFoundError):  # they may end while we look
-        while crew.is_silent(PAUSE):
-            found = [held(pid) - base for pid, base in zip(crew.pids, bases, strict=True)]
+        while not workers.has_sent(PAUSE):
+            found = [held(pid) - base for pid, base in zip(workers.pids, bases, strict=True)]
             most = [max(pair) for pair in zip(most, found, strict=True)]
             total, samples = max(total, sum(found)), samples + 1
-    crew.hear()  # it is over
+    workers.receive()  # it is over
     return Extra(max(most), total, samples)
 
 
@@ -70,8 +62,8 @@ def held(pid: int | str) -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(COUNTED))
 
 
-def _hold(seat: Seat, name: str, size: Size, place: str) -> None:
-    with seat.group():
+def _hold(worker: Worker, name: str, size: Size, place: str) -> None:
+    with worker.group():
         folder, trainee = Path(place) / "step-1", trainee_of(name, size)
         first = way(synchronous(name), trainee)  # its memory for later saves is measured
         chosen = way(name, trainee)
@@ -79,24 +71,24 @@ def _hold(seat: Seat, name: str, size: Size, place: str) -> None:
         trainee.renew()
         first.load(folder)
         _remove(folder)
-        _begin(seat)
+        _begin(worker)
         _save(chosen, folder)
-        seat.tell("saved")
+        worker.send("saved")
         if not chosen.later:
             moments = sum(p.value.nbytes for p in trainee.parts() if p.kind != "param")
             trainee.renew()
-            _begin(seat, moments)
+            _begin(worker, moments)
             chosen.load(folder)
-            seat.tell("loaded")
+            worker.send("loaded")
         _remove(folder)
 
 
-def _begin(seat: Seat, moments: int = 0) -> None:
+def _begin(worker: Worker, moments: int = 0) -> None:
     """Give back what is free, say what is left with the ``moments`` to come; start together."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
-    seat.tell(held("self") + moments)
+    worker.send(held("self") + moments)
     dist.barrier()
 
 

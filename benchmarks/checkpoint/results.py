@@ -2,115 +2,55 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from pydantic import TypeAdapter
 
 from benchmarks.checkpoint.memory import Extra
 from benchmarks.checkpoint.rounds import Lap, Seen
-from benchmarks.machine import Machine
-
-__all__ = ["Report", "Row", "Times", "read", "rows_of", "write"]
-
-SCHEMA = 1
+from benchmarks.harness.machine import Machine
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of every round, of the slowest rank.
+    """Seconds of every round, of the slowest rank."""
 
-    Attributes:
-        stall: until training may go on.
-        save: until all is durable.
-        alone: steps with nothing under way; empty where a way does not save later.
-        meanwhile: as many steps after the stall.
-        load: the files' bytes are in memory.
-        cold: they are on the disk only; empty where they cannot be.
-    """
-
-    stall: tuple[float, ...]
-    save: tuple[float, ...]
-    alone: tuple[float, ...]
-    meanwhile: tuple[float, ...]
-    load: tuple[float, ...]
-    cold: tuple[float, ...]
+    stall: tuple[float, ...]  # until training may go on
+    save: tuple[float, ...]  # until all is durable
+    alone: tuple[float, ...]  # steps with nothing under way; empty where a way does not save later
+    meanwhile: tuple[float, ...]  # as many steps after the stall
+    load: tuple[float, ...]  # the files' bytes are in memory
+    cold: tuple[float, ...]  # they are on the disk only; empty where they cannot be
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way on one file system.
+    """One way on one file system."""
 
-    Attributes:
-        world: ranks.
-        target: the kind of file system.
-        way: a name in ``WAYS``.
-        times: of the measured rounds.
-        nbytes: of all files.
-        from_disk: bytes that one cold load fetched, all ranks together, the median.
-        save_collectives, load_collectives: the most of any rank.
-        save_sent, load_sent: bytes, the most of any rank.
-        save_memory, load_memory: beyond the state; ``None`` where not measured.
-    """
-
-    world: int
-    target: str
-    way: str
-    times: Times
-    nbytes: int
-    from_disk: int
-    save_collectives: int
+    world: int  # ranks
+    target: str  # the kind of file system
+    way: str  # a name in ``WAYS``
+    times: Times  # of the measured rounds
+    nbytes: int  # of all files
+    from_disk: int  # bytes that one cold load fetched, all ranks together, the median
+    save_collectives: int  # the most of any rank
     load_collectives: int
-    save_sent: int
+    save_sent: int  # bytes, the most of any rank
     load_sent: int
-    save_memory: Extra | None = None
+    save_memory: Extra | None = None  # beyond the state; ``None`` where not measured
     load_memory: Extra | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """One run.
+    """One run."""
 
-    Attributes:
-        machine: where.
-        gigabytes: of parameters and both moments, 10⁹ bytes, as they are.
-        rounds: that were measured.
-        bucket: bytes of our largest unit, whole.
-        digest: of the state; every load brought back its bits, or there were no report.
-        rows: way by way.
-        schema: the version of this format.
-    """
-
-    machine: Machine
-    gigabytes: float
-    rounds: int
-    bucket: int = 0
-    digest: str = ""
-    rows: tuple[Row, ...] = ()
-    schema: int = SCHEMA
-
-
-ADAPTER = TypeAdapter(Report)
-
-
-def write(report: Report, path: Path) -> None:
-    """As JSON."""
-    path.write_bytes(ADAPTER.dump_json(report, indent=2) + b"\n")
-
-
-def read(path: Path) -> Report:
-    """From JSON.
-
-    Raises:
-        ValueError: a field is missing, unknown, or of another type.
-    """
-    text = path.read_bytes()
-    report = ADAPTER.validate_json(text, strict=True)
-    if ADAPTER.dump_python(report, mode="json") != json.loads(text):
-        raise ValueError(f"{path} has fields that a report of schema {SCHEMA} has not")
-    return report
+    machine: Machine  # where
+    gigabytes: float  # of parameters and both moments, 10⁹ bytes, as they are
+    rounds: int  # that were measured
+    bucket: int = 0  # bytes of our largest unit, whole
+    digest: str = ""  # of the state; every load brought back its bits, or there were no report
+    rows: tuple[Row, ...] = ()  # way by way
+    schema: int = 1  # the version of this format
 
 
 # ---- from what ranks saw -------------------------------------------------------------------

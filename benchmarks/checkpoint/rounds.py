@@ -31,10 +31,8 @@ from benchmarks.checkpoint.traffic import (
 )
 from benchmarks.checkpoint.trainees import Trainee
 from benchmarks.checkpoint.ways import WAYS, Way, trainee_of, way
-from benchmarks.crew import Seat
-from benchmarks.step.rounds import rotated
-
-__all__ = ["STEPS", "Lap", "Seen", "Task", "observe"]
+from benchmarks.harness.rounds import rotated
+from benchmarks.harness.workers import Worker
 
 Bits = dict[tuple[str, str], Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -52,73 +50,49 @@ STEPS = 2  # that are taken while a way saves later, and before, alone
 
 @dataclass(frozen=True)
 class Lap:
-    """Seconds of one way on one rank in one round.
+    """Seconds of one way on one rank in one round."""
 
-    Attributes:
-        stall: until training may go on.
-        save: until all is durable; with the steps that are taken meanwhile.
-        alone: of ``STEPS`` steps with nothing under way; 0 where ``save`` does not return early.
-        meanwhile: of as many steps right after ``save`` returned.
-        load: its files are in memory.
-        cold: they are not; ``None`` where they always are.
-        from_disk: bytes that the cold load fetched from the disk.
-        saving: what was sent to save.
-        loading: what was sent to load.
-        nbytes: of the files.
-    """
-
-    stall: float
-    save: float
+    stall: float  # until training may go on
+    save: float  # until all is durable; with the steps that are taken meanwhile
+    # of ``STEPS`` steps with nothing under way; 0 where ``save`` does not return early
     alone: float
-    meanwhile: float
-    load: float
-    cold: float | None
-    from_disk: int
-    saving: Sent
-    loading: Sent
-    nbytes: int
+    meanwhile: float  # of as many steps right after ``save`` returned
+    load: float  # its files are in memory
+    cold: float | None  # they are not; ``None`` where they always are
+    from_disk: int  # bytes that the cold load fetched from the disk
+    saving: Sent  # what was sent to save
+    loading: Sent  # what was sent to load
+    nbytes: int  # of the files
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw.
+    """What one rank saw."""
 
-    Attributes:
-        digest: of the state that was saved, the same for all ways.
-        bucket: bytes of our largest unit.
-        laps: (kind of file system, way) → one for each round.
-    """
-
-    digest: str
-    bucket: int
-    laps: dict[tuple[str, str], list[Lap]]
+    digest: str  # of the state that was saved, the same for all ways
+    bucket: int  # bytes of our largest unit
+    laps: dict[tuple[str, str], list[Lap]]  # (kind of file system, way) → one for each round
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a crew is asked for.
+    """What a crew is asked for."""
 
-    Attributes:
-        size: of the state.
-        names: of ways.
-        targets: (kind of file system, a folder on it that is ours). Ways that save later are
-            measured on the first alone.
-        rounds: that are measured; one more is not.
-    """
-
-    size: Size
-    names: tuple[str, ...]
+    size: Size  # of the state
+    names: tuple[str, ...]  # of ways
+    # (kind of file system, a folder on it that is ours). Ways that save later are measured on the
+    # first alone.
     targets: tuple[tuple[str, str], ...]
-    rounds: int
+    rounds: int  # that are measured; one more is not
 
     @property
     def later_on(self) -> str:
         return self.targets[0][0]
 
 
-def observe(seat: Seat, task: Task) -> None:
+def observe(worker: Worker, task: Task) -> None:
     """What a rank of the crew runs. Tells a ``Seen``."""
-    with seat.group():
+    with worker.group():
         trainees = {name: trainee_of(name, task.size) for name in _makers(task.names)}
         digests = {name: digest(trainee.parts()) for name, trainee in trainees.items()}
         if len(set(digests.values())) > 1:
@@ -135,7 +109,7 @@ def observe(seat: Seat, task: Task) -> None:
                 for name, lap in _lap_each(some, task, bits, place).items():
                     laps.setdefault((kind, name), []).append(lap)
         bucket = max(trainee.bucket for trainee in trainees.values())
-        seat.tell(Seen(next(iter(digests.values())), bucket, laps))
+        worker.send(Seen(next(iter(digests.values())), bucket, laps))
 
 
 def _lap_each(

@@ -15,31 +15,22 @@ from benchmarks.checkpoint.rounds import Task, observe
 from benchmarks.checkpoint.state import BYTES, Size
 from benchmarks.checkpoint.traffic import kind_of
 from benchmarks.checkpoint.ways import WAYS
-from benchmarks.crew import Crew
-from benchmarks.machine import this_machine
-
-__all__ = ["Wanted", "default_folders", "run"]
+from benchmarks.harness.machine import this_machine
+from benchmarks.harness.workers import Workers
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has a file system in memory
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to measure.
+class Config:
+    """What to measure."""
 
-    Attributes:
-        worlds: numbers of ranks.
-        gigabytes: of state.
-        rounds: interleaved rounds.
-        folders: one on each file system; none: a temporary one, and one in memory if it fits.
-        memory: measure memory, too.
-    """
-
-    worlds: tuple[int, ...] = (2,)
-    gigabytes: float = 1.1
-    rounds: int = 5
+    worlds: tuple[int, ...] = (2,)  # numbers of ranks
+    gigabytes: float = 1.1  # of state
+    rounds: int = 5  # interleaved rounds
+    # one on each file system; none: a temporary one, and one in memory if it fits
     folders: tuple[Path, ...] = ()
-    memory: bool = True
+    memory: bool = True  # measure memory, too
 
 
 def default_folders(gigabytes: float) -> tuple[Path, ...]:
@@ -55,30 +46,30 @@ Say = Callable[[str], None]
 Keep = Callable[[Report], None]
 
 
-def run(wanted: Wanted, say: Say, keep: Keep) -> Report:
+def run(config: Config, say: Say, keep: Keep) -> Report:
     """Measure.
 
     Args:
-        wanted: what.
+        config: what.
         say: hears what is done now.
         keep: is handed the report whenever there is more of it.
     """
-    size = Size(wanted.gigabytes)
+    size = Size(config.gigabytes)
     params = sum(param.numel() for param in size.new_model().parameters())
-    report = Report(this_machine(), BYTES * params / 1e9, wanted.rounds)
-    for world in wanted.worlds:
-        with _places(wanted) as places:
+    report = Report(this_machine(), BYTES * params / 1e9, config.rounds)
+    for world in config.worlds:
+        with _places(config) as places:
             before = report
             kinds = ", ".join(places)
-            say(f"{world} ranks, {report.gigabytes:.2f} GB, {wanted.rounds} rounds on {kinds}")
-            task = Task(size, tuple(WAYS), tuple(places.items()), wanted.rounds)
-            with Crew(world, observe, task) as crew:
-                seen = crew.hear()
+            say(f"{world} ranks, {report.gigabytes:.2f} GB, {config.rounds} rounds on {kinds}")
+            task = Task(size, tuple(WAYS), tuple(places.items()), config.rounds)
+            with Workers(world, observe, task) as workers:
+                seen = workers.receive()
             rows = rows_of(seen)
             report = replace(report, digest=seen[0].digest, bucket=seen[0].bucket)
             report = replace(report, rows=(*before.rows, *rows))
             keep(report)
-            if wanted.memory:
+            if config.memory:
                 rows = _with_memory(rows, size, next(iter(places.items())), say)
                 report = replace(report, rows=(*before.rows, *rows))
                 keep(report)
@@ -102,11 +93,11 @@ def _with_memory(
 
 
 @contextmanager
-def _places(wanted: Wanted) -> Iterator[dict[str, str]]:
+def _places(config: Config) -> Iterator[dict[str, str]]:
     """Kind of file system → a new folder on it, which goes afterwards."""
     made = {}
     try:
-        for folder in wanted.folders or default_folders(wanted.gigabytes):
+        for folder in config.folders or default_folders(config.gigabytes):
             made[kind_of(folder)] = tempfile.mkdtemp(dir=folder)
         yield made
     finally:

@@ -19,8 +19,6 @@ from torch.nn import functional as F
 from shardwise.train.config import ModelConfig
 from shardwise.train.decoder import Decoder
 
-__all__ = ["KINDS", "Part", "Size", "digest", "drawn", "next_token_loss", "unlike"]
-
 TOKENS = 32
 BYTES = 12  # of a parameter with Adam's two moments, all float32
 KINDS = {"param": 0.02, "exp_avg": 1e-3, "exp_avg_sq": 1e-5}  # and the largest value of each
@@ -28,30 +26,19 @@ KINDS = {"param": 0.02, "exp_avg": 1e-3, "exp_avg_sq": 1e-5}  # and the largest 
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of one tensor.
+    """A rank's part of one tensor."""
 
-    Attributes:
-        kind: of ``KINDS``.
-        name: of the parameter.
-        start: the first element of the flattened tensor.
-        value: any shape; where it lies.
-    """
-
-    kind: str
-    name: str
-    start: int
-    value: Tensor
+    kind: str  # of ``KINDS``
+    name: str  # of the parameter
+    start: int  # the first element of the flattened tensor
+    value: Tensor  # any shape; where it lies
 
 
 @dataclass(frozen=True)
 class Size:
-    """A decoder with about this much state.
+    """A decoder with about this much state."""
 
-    Attributes:
-        gigabytes: 10⁹ bytes of parameters and both moments.
-    """
-
-    gigabytes: float
+    gigabytes: float  # 10⁹ bytes of parameters and both moments
 
     @property
     def width(self) -> int:

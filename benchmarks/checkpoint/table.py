@@ -9,9 +9,7 @@ from statistics import median
 from benchmarks.checkpoint.memory import Extra
 from benchmarks.checkpoint.results import Report, Row
 from benchmarks.checkpoint.ways import synchronous
-from benchmarks.step.table import aligned
-
-__all__ = ["lines", "verdicts"]
+from benchmarks.harness.tables import aligned
 
 MIB = 2**20
 TIMES = (

@@ -21,8 +21,6 @@ import torch.distributed as dist
 
 import shardwise as sw
 
-__all__ = ["IN_MEMORY", "Sent", "forget", "from_disk", "kind_of", "nbytes_of", "remove", "sent"]
-
 IN_MEMORY = ("tmpfs", "ramfs")
 
 LINUX_TCP_BYTES_SENT = 200  # where tcpi_bytes_sent lies in struct tcp_info
@@ -30,15 +28,10 @@ LINUX_TCP_BYTES_SENT = 200  # where tcpi_bytes_sent lies in struct tcp_info
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank has sent so far.
+    """What one rank has sent so far."""
 
-    Attributes:
-        collectives: how many it took part in.
-        nbytes: that left it for other ranks.
-    """
-
-    collectives: int
-    nbytes: int
+    collectives: int  # how many it took part in
+    nbytes: int  # that left it for other ranks
 
     def __sub__(self, before: Sent) -> Sent:
         return Sent(self.collectives - before.collectives, self.nbytes - before.nbytes)

@@ -19,30 +19,20 @@ import shardwise as sw
 from benchmarks.checkpoint.state import KINDS, Part, Size, drawn, next_token_loss, unlike
 from shardwise.checkpoint.holdings import homes
 
-__all__ = ["Trainee", "fsdp2", "ours"]
-
 RATE = 1e-4
 
 
 @dataclass
 class Trainee:
-    """A model that is trained, and the state that a checkpoint of it must bring back.
+    """A model that is trained, and the state that a checkpoint of it must bring back."""
 
-    Attributes:
-        model: as it is called.
-        optimizer: its AdamW.
-        sharded: ours, ``None`` for FSDP2.
-        places: parameter → its name, this rank's part of it, and the first element of that.
-        new_optimizer: another one, that has taken no step.
-        bucket: bytes of the largest unit, whole.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
-    sharded: sw.Sharded | None
+    model: nn.Module  # as it is called
+    optimizer: Optimizer  # its AdamW
+    sharded: sw.Sharded | None  # ours, ``None`` for FSDP2
+    # parameter → its name, this rank's part of it, and the first element of that
     places: Callable[[], Iterator[tuple[nn.Parameter, str, Tensor, int]]]
-    new_optimizer: Callable[[], Optimizer]
-    bucket: int
+    new_optimizer: Callable[[], Optimizer]  # another one, that has taken no step
+    bucket: int  # bytes of the largest unit, whole
 
     def parts(self) -> list[Part]:
         """Everything that this rank holds; of a fresh optimizer nothing."""

@@ -28,28 +28,19 @@ import shardwise as sw
 from benchmarks.checkpoint.state import Size
 from benchmarks.checkpoint.trainees import Trainee, fsdp2, ours
 
-__all__ = ["WAYS", "Way", "synchronous", "trainee_of", "way"]
-
 Wait = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Way:
-    """How one state is saved and loaded; all three are collectives.
+    """How one state is saved and loaded; all three are collectives."""
 
-    Attributes:
-        name: of ``WAYS``.
-        trainee: whose state.
-        save: begin to save into a folder that is not there yet; what waits until it is durable.
-        load: from there into a fresh trainee.
-        later: does ``save`` return before it is durable?
-    """
-
-    name: str
-    trainee: Trainee
+    name: str  # of ``WAYS``
+    trainee: Trainee  # whose state
+    # begin to save into a folder that is not there yet; what waits until it is durable
     save: Callable[[Path], Wait]
-    load: Callable[[Path], object]
-    later: bool
+    load: Callable[[Path], object]  # from there into a fresh trainee
+    later: bool  # does ``save`` return before it is durable?
 
 
 def way(name: str, trainee: Trainee) -> Way:

@@ -14,8 +14,6 @@ from unittest import mock
 
 from shardwise.checkpoint import folder
 
-__all__ = ["CALLS", "watched"]
-
 CALLS = (
     "open",
     "write",

@@ -12,20 +12,6 @@ from dataclasses import dataclass
 
 from shardwise.checkpoint.points import POINTS
 
-__all__ = [
-    "EVERYBODY",
-    "HOWS",
-    "STEPS",
-    "Case",
-    "How",
-    "Kill",
-    "expected",
-    "launcher_cases",
-    "matrix",
-    "moments",
-    "sweeps",
-]
-
 STEPS = 4
 EVERYBODY = -1
 """Instead of a rank: all processes of the run at once, as when the power goes."""
@@ -39,25 +25,17 @@ PUBLISHED = POINTS.index("published")
 
 @dataclass(frozen=True)
 class How:
-    """A way to save.
+    """A way to save."""
 
-    Attributes:
-        name: in tables.
-        background: by ``save_async``.
-        again: each step's checkpoint is saved twice, so that it replaces one of its name.
-        limit: ``save_total_limit``.
-        exchanges: the file system can swap two names in one step; those of networks cannot.
-        kind: of checkpoint.
-        copied_by: when all is copied, in the background.
-    """
-
-    name: str
-    background: bool = False
+    name: str  # in tables
+    background: bool = False  # by ``save_async``
+    # each step's checkpoint is saved twice, so that it replaces one of its name
     again: bool = False
-    limit: int | None = None
+    limit: int | None = None  # ``save_total_limit``
+    # the file system can swap two names in one step; those of networks cannot
     exchanges: bool = True
-    kind: str = "sharded"
-    copied_by: str = "return"
+    kind: str = "sharded"  # of checkpoint
+    copied_by: str = "return"  # when all is copied, in the background
 
     def ranks(self, point: str) -> tuple[int, ...]:
         """Who comes to this point: of two ranks, and of kind ``"full"`` rank 0 alone writes."""
@@ -82,22 +60,15 @@ HOWS = (NEW, AGAIN, TWICE, BACKGROUND, LIMIT, BOTH, NEXT, FULL)
 
 @dataclass(frozen=True)
 class Kill:
-    """One SIGKILL.
+    """One SIGKILL."""
 
-    Attributes:
-        who: a rank, ``EVERYBODY``, or the launcher if ``launcher``.
-        point: when ``who`` comes to this point of a save …
-        nth: … for the n-th time; or, without a point, before rank 0's n-th file-system call;
-            or neither:
-        share: at this share of the time from the first save's start to the last one's end.
-        launcher: it is the launcher that dies, when rank ``who`` is there.
-    """
-
-    who: int
-    point: str = ""
+    who: int  # a rank, ``EVERYBODY``, or the launcher if ``launcher``
+    point: str = ""  # when ``who`` comes to this point of a save …
+    # … for the n-th time; or, without a point, before rank 0's n-th file-system call; or neither:
     nth: int = 0
+    # at this share of the time from the first save's start to the last one's end
     share: float = 0.0
-    launcher: bool = False
+    launcher: bool = False  # it is the launcher that dies, when rank ``who`` is there
 
     def __str__(self) -> str:
         if self.point:

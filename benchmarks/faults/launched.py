@@ -18,8 +18,6 @@ from benchmarks.faults.case import Case
 from benchmarks.faults.nursery import RANKS, Attempt
 from benchmarks.faults.trainee import Ended, case_to
 
-__all__ = ["launched"]
-
 LAUNCH = (
     "import sys; from shardwise.launch.local import start; start(sys.argv[2:], int(sys.argv[1]))"
 )

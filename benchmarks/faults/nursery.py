@@ -27,8 +27,6 @@ from typing import Self
 from benchmarks.faults.case import EVERYBODY, Case
 from benchmarks.faults.trainee import Ended, train
 
-__all__ = ["Attempt", "Nursery"]
-
 LINUX_PR_SET_PDEATHSIG = 1
 RANKS = 2
 GRACE = 10.0  # seconds that ranks have to end when another has failed; our launcher gives 5
@@ -38,23 +36,14 @@ LOOK = 0.004  # seconds between two looks at who is still there
 
 @dataclass(frozen=True)
 class Attempt:
-    """How one start of a run ended, rank by rank.
+    """How one start of a run ended, rank by rank."""
 
-    Attributes:
-        statuses: exit statuses; negative: the signal that killed it.
-        ended: what it said, or ``None``.
-        errors: the last line of what it wrote on stderr; all of it, if it hung.
-        seconds: that the run took.
-        lag: seconds from the first rank's end to the last one's.
-        hung: ranks that did not end by themselves when another had.
-    """
-
-    statuses: tuple[int, ...]
-    ended: tuple[Ended | None, ...]
-    errors: tuple[str, ...]
-    seconds: float
-    lag: float
-    hung: tuple[int, ...] = ()
+    statuses: tuple[int, ...]  # exit statuses; negative: the signal that killed it
+    ended: tuple[Ended | None, ...]  # what it said, or ``None``
+    errors: tuple[str, ...]  # the last line of what it wrote on stderr; all of it, if it hung
+    seconds: float  # that the run took
+    lag: float  # seconds from the first rank's end to the last one's
+    hung: tuple[int, ...] = ()  # ranks that did not end by themselves when another had
 
 
 @dataclass(frozen=True)

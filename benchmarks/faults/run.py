@@ -22,9 +22,7 @@ from benchmarks.faults.nursery import Attempt, Nursery
 from benchmarks.faults.results import Report
 from benchmarks.faults.trainee import Ended
 from benchmarks.faults.trial import Trial, attempted
-from benchmarks.machine import this_machine
-
-__all__ = ["PARTS", "Bench", "run"]
+from benchmarks.harness.machine import this_machine
 
 PARTS = ("points", "calls", "moments", "launchers")
 NOBODY = Kill(0)

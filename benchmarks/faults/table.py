@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.faults.case import EVERYBODY
 from benchmarks.faults.results import Report
 from benchmarks.faults.trial import Trial
-from benchmarks.step.table import aligned
-
-__all__ = ["lines"]
+from benchmarks.harness.tables import aligned
 
 HEAD = (
     "killed",

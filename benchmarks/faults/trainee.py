@@ -29,32 +29,22 @@ from benchmarks.faults.case import EVERYBODY, STEPS, Case, How, Kill
 from shardwise.checkpoint import folder, points
 from shardwise.comm.protocol import Comm
 
-__all__ = ["Ended", "case_from", "case_to", "train"]
-
 LINGER = 60.0
 """Seconds for which a rank whose launcher was killed goes on, if nobody ends it."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What a rank says when it has come to its end.
+    """What a rank says when it has come to its end."""
 
-    Attributes:
-        losses: of every step, its own.
-        parameters: SHA-256 of its shards.
-        state: SHA-256 of its optimizer state.
-        resumed: the step of the checkpoint it began with; ``None``: from nothing.
-        calls: of rank 0, where no point was aimed at: how many file-system calls there had been
-            when each save began, and at the end.
-        seconds: from the first save's start to the last one's end.
-    """
-
-    losses: tuple[float, ...]
-    parameters: str
-    state: str
-    resumed: int | None
+    losses: tuple[float, ...]  # of every step, its own
+    parameters: str  # SHA-256 of its shards
+    state: str  # SHA-256 of its optimizer state
+    resumed: int | None  # the step of the checkpoint it began with; ``None``: from nothing
+    # of rank 0, where no point was aimed at: how many file-system calls there had been when each
+    # save began, and at the end
     calls: tuple[int, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # from the first save's start to the last one's end
 
     def equals(self, other: Ended) -> bool:
         """The same losses, parameters and state, to the last bit."""

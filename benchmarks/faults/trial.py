@@ -21,34 +21,22 @@ from shardwise.checkpoint.manifest import NAME
 from shardwise.checkpoint.source import Source
 from shardwise.errors import CheckpointError
 
-__all__ = ["Start", "Trial", "attempted", "damage", "leftovers"]
-
 Start = Callable[[Path, Case], Attempt]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a case ended.
+    """How a case ended."""
 
-    Attributes:
-        how: the way to save, by name.
-        where: where it was killed, in words.
-        who: a rank, or ``EVERYBODY``.
-        killed: did anybody die? A random moment may come when all is over.
-        resumed: the step that the next start took up; ``None``: from nothing.
-        lag: seconds from the first death to the last end.
-        hung: a rank had to be ended, as a launcher does: it did not find out that another had died.
-        wrong: what is not as it should be; empty if all is.
-    """
-
-    how: str
-    where: str
-    who: int
-    killed: bool
-    resumed: int | None
-    lag: float
+    how: str  # the way to save, by name
+    where: str  # where it was killed, in words
+    who: int  # a rank, or ``EVERYBODY``
+    killed: bool  # did anybody die? A random moment may come when all is over
+    resumed: int | None  # the step that the next start took up; ``None``: from nothing
+    lag: float  # seconds from the first death to the last end
+    # a rank had to be ended, as a launcher does: it did not find out that another had died
     hung: bool
-    wrong: tuple[str, ...]
+    wrong: tuple[str, ...]  # what is not as it should be; empty if all is
 
 
 def attempted(case: Case, golden: Sequence[Ended], kill: Start, again: Start) -> Trial:

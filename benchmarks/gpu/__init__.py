@@ -7,7 +7,7 @@ Run it
     quarter of an hour on one H100 or H200. ``--world`` and ``--model``, each as often as you
     like, take a part of it: the four parts need about the same time. ``--bandwidth 0`` takes the
     link away and leaves what an engine costs by itself. One line per engine goes to the terminal,
-    all numbers go to the JSON file, whose schema is ``results.py``. The report is written after
+    all numbers go to the JSON file, whose schema is ``report.py``. The report is written after
     every engine, so a run that is cut short keeps what it has; an engine that fails has a row
     that says why.
 
@@ -17,9 +17,9 @@ What is real
     over ``BackendComm``, which is what runs over NCCL.
 
 What is simulated
-    The collectives (``peers.py``): each takes as long as an assumed link needs for its bytes, one
-    after the other, ordered on streams as ``ProcessGroupNCCL`` orders them. The link is the same
-    for both engines. NCCL's use of multiprocessors and its own host time are missing on both
+    The collectives (``simulated.py``): each takes as long as an assumed link needs for its bytes,
+    one after the other, ordered on streams as ``ProcessGroupNCCL`` orders them. The link is the
+    same for both engines. NCCL's use of multiprocessors and its own host time are missing on both
     sides. Peers hold what this rank holds, so losses are finite, and mean nothing.
 
 What is measured

@@ -25,17 +25,23 @@ from torch.utils._pytree import tree_leaves
 
 import benchmarks
 import shardwise
-
-__all__ = ["MARK", "SIDES", "Copied", "Copies", "file_in_package", "side_of"]
+from benchmarks.harness.copies import COPY_IN, COPYING, FILL_OUT, copied_bytes, operation
 
 MARK = "copy: "  # begins the name under which the profiler shows a copy
 
 PARAMETERS, GRADIENTS, ENGINE, MODEL = "parameters", "gradients", "engine", "model"
-PEERS, UPDATE = "peers", "update"
+COLLECTIVES, UPDATE = "collectives", "update"
 PARTS = ("own slice", "whole")
-SIDES = (*(f"{PARAMETERS}, {part}" for part in PARTS), GRADIENTS, ENGINE, UPDATE, MODEL, PEERS)
-"""Whose copies there are. ``engine``: of an engine, but neither side; ``peers``: what stands for
-a collective, and is no copy of an engine."""
+SIDES = (
+    *(f"{PARAMETERS}, {part}" for part in PARTS),
+    GRADIENTS,
+    ENGINE,
+    UPDATE,
+    MODEL,
+    COLLECTIVES,
+)
+"""Whose copies there are. ``engine``: of an engine, but neither side; ``collectives``: what
+stands for a collective, and is no copy of an engine."""
 
 # file → side
 FILES = {
@@ -44,7 +50,7 @@ FILES = {
     "shardwise/comm/backend.py": GRADIENTS,  # the sum of what arrived
     "shardwise/comm/messages.py": GRADIENTS,
     "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": PARAMETERS,
-    "benchmarks/gpu/peers.py": PEERS,
+    "benchmarks/gpu/simulated.py": COLLECTIVES,
 }
 # folder → side, for the rest of an engine
 FOLDERS = {
@@ -55,7 +61,7 @@ FOLDERS = {
     "torch/distributed/fsdp/": ENGINE,
 }
 # both sides of fsdp2 are in this file
-COLLECTIVES = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
+FSDP_COLLECTIVES = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
 FUNCTIONS = {
     "foreach_all_gather": PARAMETERS,
     "foreach_all_gather_copy_out": PARAMETERS,
@@ -86,11 +92,11 @@ def file_in_package(file: str) -> str:
 def side_of(frames: Iterable[Frame]) -> str:
     """Whose work the innermost ``frames``, innermost first, are."""
     for file, function in frames:
-        if file == COLLECTIVES and function in FUNCTIONS:
+        if file == FSDP_COLLECTIVES and function in FUNCTIONS:
             return FUNCTIONS[function]
         if file in FILES:
             return FILES[file]
-        if file == COLLECTIVES:
+        if file == FSDP_COLLECTIVES:
             continue  # a small function of the file: who calls it knows
         for folder, side in FOLDERS.items():
             if file.startswith(folder):
@@ -100,21 +106,15 @@ def side_of(frames: Iterable[Frame]) -> str:
 
 @dataclass(frozen=True)
 class Copied:
-    """One copy.
+    """One copy."""
 
-    Attributes:
-        side: one of ``SIDES``.
-        op: torch's name of the operation.
-        nbytes: written.
-    """
-
-    side: str
-    op: str
-    nbytes: int
+    side: str  # one of ``SIDES``
+    op: str  # torch's name of the operation
+    nbytes: int  # written
 
 
-class Copies(TorchDispatchMode):
-    """Notes each copy while it is active, and names it for the profiler.
+class CopyRecorder(TorchDispatchMode):
+    """Records each copy while it is active, and names it for the profiler.
 
     Args:
         slice_numel: elements of one rank's part of the largest unit.
@@ -122,7 +122,7 @@ class Copies(TorchDispatchMode):
 
     def __init__(self, slice_numel: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[Copied] = []
+        self.copies: list[Copied] = []
         self._slice = slice_numel * 1.02 + 1_024  # layouts pad
 
     def __torch_dispatch__(
@@ -133,15 +133,13 @@ class Copies(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = func.name().partition("::")[2].partition(".")[0]
+        name = operation(func)
         if name not in COPYING:
             return func(*args, **kwargs)
         side = self._side(_numel(name, args, kwargs))
         with record_function(MARK + side):
             result = func(*args, **kwargs)
-        written = tree_leaves(_written(name, args, kwargs, result))
-        nbytes = sum(tensor.nbytes for tensor in written if isinstance(tensor, Tensor))
-        self.seen.append(Copied(side, name, nbytes))
+        self.copies.append(Copied(side, name, copied_bytes(name, args, kwargs, result)))
         return result
 
     def _side(self, numel: int) -> str:
@@ -157,25 +155,9 @@ def _frames() -> Iterator[Frame]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-RETURN = frozenset({"clone", "cat", "stack", "_to_copy", "constant_pad_nd"})
-FILL_FIRST = frozenset({"copy_", "_foreach_copy_"})
-FILL_OUT = frozenset({"split_with_sizes_copy", "chunk_cat", "_chunk_cat"})
-COPY_IN = "all_gather_copy_in"  # (inputs, output, sizes, numel, rank) → (own slice, output)
-COPYING = RETURN | FILL_FIRST | FILL_OUT | {COPY_IN}
-
-
 def _numel(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Elements that operation ``name`` will write, from its arguments alone."""
     if name == COPY_IN:
         return int(args[3])
     tensors = tree_leaves(kwargs["out"] if name in FILL_OUT else args[0])
     return sum(tensor.numel() for tensor in tensors if isinstance(tensor, Tensor))
-
-
-def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """What operation ``name`` has written, as a tree of tensors."""
-    if name == COPY_IN:
-        return result[0]
-    if name in RETURN:
-        return result
-    return kwargs["out"] if name in FILL_OUT else args[0]

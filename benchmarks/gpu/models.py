@@ -8,43 +8,27 @@ parameters with an embedding and a head of their own: tied ones are gathered by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from benchmarks.training import Batch, Loss, next_token_loss, token_batch
 from shardwise.train.config import ModelConfig
 from shardwise.train.decoder import Block, Decoder, Rotary
-
-__all__ = ["SHAPES", "Batch", "Shape", "Stack", "batch_of", "build", "loss_of", "says"]
-
-Batch = tuple[Tensor, ...]
-"""Ids and targets; or hidden states alone, where there is no embedding."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the rows that it sees.
+    """A model and the rows that it sees."""
 
-    Attributes:
-        layers: blocks.
-        width: of a token's vector.
-        heads: of queries.
-        kv_heads: of keys and values.
-        hidden: width of the SwiGLU.
-        vocabulary: 0 for the blocks alone, without embedding and head.
-        tokens: of a row; batch 1.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    vocabulary: int
-    tokens: int
+    layers: int  # blocks
+    width: int  # of a token's vector
+    heads: int  # of queries
+    kv_heads: int  # of keys and values
+    hidden: int  # width of the SwiGLU
+    vocabulary: int  # 0 for the blocks alone, without embedding and head
+    tokens: int  # of a row; batch 1
 
     @property
     def config(self) -> ModelConfig:
@@ -98,23 +82,18 @@ def build(shape: Shape) -> nn.Module:
 
 
 def batch_of(shape: Shape, device: torch.device, seed: int) -> Batch:
-    """Random data; hidden states want a gradient, as they do after an embedding."""
+    """Ids and targets; or hidden states alone, with a gradient, where there is no embedding."""
     generator = torch.Generator().manual_seed(seed)
     if shape.vocabulary:
-        rows = torch.randint(shape.vocabulary, (1, shape.tokens + 1), generator=generator)
-        return rows[:, :-1].contiguous().to(device), rows[:, 1:].contiguous().to(device)
+        batch = token_batch(generator, shape.vocabulary, 1, shape.tokens)
+        return tuple(rows.to(device) for rows in batch)
     hidden = torch.randn(1, shape.tokens, shape.width, generator=generator)
     return (hidden.to(device, torch.bfloat16).requires_grad_(),)
 
 
-def loss_of(shape: Shape) -> Callable[[nn.Module, Batch], Tensor]:
-    """Of a model on a batch, 0-dim."""
-    return _next_token_loss if shape.vocabulary else _mean_square
-
-
-def _next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    logits: Tensor = model(batch[0])
-    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+def loss_of(shape: Shape) -> Loss:
+    """The loss that belongs to the batches of this shape."""
+    return next_token_loss if shape.vocabulary else _mean_square
 
 
 def _mean_square(model: nn.Module, batch: Batch) -> Tensor:
@@ -122,7 +101,7 @@ def _mean_square(model: nn.Module, batch: Batch) -> Tensor:
     return out.float().square().mean()
 
 
-def says(shape: Shape) -> str:
+def summary(shape: Shape) -> str:
     """One line for the table."""
     with torch.device("meta"):
         numel = sum(param.numel() for param in build(shape).parameters())

@@ -9,53 +9,38 @@ from itertools import product
 
 import torch
 
-from benchmarks.crew import Crew
 from benchmarks.gpu.engines import ENGINES, RIVALS, Setup
+from benchmarks.gpu.measure import Alone, Lap, measure_alone, time_in_turn
 from benchmarks.gpu.models import SHAPES
-from benchmarks.gpu.peers import link_of
-from benchmarks.gpu.results import Case, Report, Row, times_of
-from benchmarks.gpu.rounds import Alone, Lap, look, race
-from benchmarks.machine import this_machine
-
-__all__ = ["PARTS", "Wanted", "fits", "run", "unavailable"]
+from benchmarks.gpu.report import Case, Report, Row, times_of
+from benchmarks.gpu.simulated import link_of
+from benchmarks.harness.machine import this_machine
+from benchmarks.harness.workers import Workers
 
 PARTS = ("alone", "time")
 VISITS = 4  # of each process, where engines cannot share one
 FULL = 0.8  # of the device's memory, at most, for engines that share a process
 
-Say = Callable[[str], None]
-Keep = Callable[[Report], None]
+Log = Callable[[str], None]
+Save = Callable[[Report], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to measure.
+class Config:
+    """What to measure."""
 
-    Attributes:
-        models: names in ``SHAPES``.
-        worlds: numbers of ranks.
-        engines: names in ``ENGINES``.
-        rounds: of laps.
-        layers: instead of each shape's own.
-        tokens: likewise.
-        bandwidth: bytes per second, instead of what ``link_of`` assumes; 0: no time at all.
-        wire: how gradients travel: a name in ``WIRES``.
-        optimizer: of ours: one of ``OPTIMIZERS``.
-        device: ``"cuda"`` or ``"cpu"``.
-        parts: of ``PARTS``.
-    """
-
-    models: tuple[str, ...] = ("blocks8b", "small125m")
-    worlds: tuple[int, ...] = (8, 64)
-    engines: tuple[str, ...] = tuple(ENGINES)
-    rounds: int = 20
-    layers: int | None = None
-    tokens: int | None = None
+    models: tuple[str, ...] = ("blocks8b", "small125m")  # names in ``SHAPES``
+    worlds: tuple[int, ...] = (8, 64)  # numbers of ranks
+    engines: tuple[str, ...] = tuple(ENGINES)  # names in ``ENGINES``
+    rounds: int = 20  # of laps
+    layers: int | None = None  # instead of each shape's own
+    tokens: int | None = None  # likewise
+    # bytes per second, instead of what ``link_of`` assumes; 0: no time at all
     bandwidth: float | None = None
-    wire: str = "own"
-    optimizer: str = "torch"
-    device: str = "cuda"
-    parts: tuple[str, ...] = PARTS
+    wire: str = "own"  # how gradients travel: a name in ``WIRES``
+    optimizer: str = "torch"  # of ours: one of ``OPTIMIZERS``
+    device: str = "cuda"  # ``"cuda"`` or ``"cpu"``
+    parts: tuple[str, ...] = PARTS  # of ``PARTS``
 
     def setup(self, model: str, world: int) -> Setup:
         """Of one case."""
@@ -78,24 +63,23 @@ def unavailable(device: str) -> str:
     )
 
 
-def run(wanted: Wanted, say: Say, keep: Keep) -> Report:
+def run(config: Config, log: Log, save: Save) -> Report:
     """Measure.
 
     Args:
-        wanted: what.
-        say: hears what is done now.
-        keep: is handed the report whenever there is more of it, so that a run which is ended
-            half-way has not been for nothing.
+        config: what to measure.
+        log: is called with what is done now.
+        save: is called with the report whenever there is more of it.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says that it begins
-    name, _ = _device(wanted.device)
+    name, _ = _device(config.device)
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    report = Report(this_machine(), name, allocator, wanted.wire, wanted.optimizer)
-    for world, model in product(wanted.worlds, wanted.models):
+    report = Report(this_machine(), name, allocator, config.wire, config.optimizer)
+    for world, model in product(config.worlds, config.models):
         before = report.cases
-        for case in _case(wanted.setup(model, world), wanted, say):
+        for case in _case(config.setup(model, world), config, log):
             report = replace(report, cases=(*before, case))
-            keep(report)
+            save(report)
     return report
 
 
@@ -103,44 +87,45 @@ def _device(device: str) -> tuple[str, int]:
     """Its name, and bytes of memory."""
     if device == "cpu":
         return "CPU: times mean nothing", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = torch.cuda.get_device_properties(0)
-    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB", found.total_memory
+    properties = torch.cuda.get_device_properties(0)
+    nbytes = properties.total_memory
+    return f"{properties.name}, {nbytes / 2**30:.0f} GiB", nbytes
 
 
-def _case(setup: Setup, wanted: Wanted, say: Say) -> Iterator[Case]:
+def _case(setup: Setup, config: Config, log: Log) -> Iterator[Case]:
     """One model at one world size, with more numbers each time."""
-    rows = {name: Row(name) for name in ENGINES if name in wanted.engines}
+    rows = {name: Row(name) for name in ENGINES if name in config.engines}
     here = f"{setup.model}, world {setup.world}"
     case = Case(setup.model, setup.shape, setup.world, setup.link)
-    for name in rows if "alone" in wanted.parts else ():
-        say(f"{here}: memory, copies and timeline of {name}")
-        rows[name] = _looked(setup, rows[name], say)
+    for name in rows if "alone" in config.parts else ():
+        log(f"{here}: memory, copies and timeline of {name}")
+        rows[name] = _measured(setup, rows[name], log)
         yield replace(case, rows=tuple(rows.values()))
     names = [name for name, row in rows.items() if not row.error]
-    if "time" in wanted.parts and names:
+    if "time" in config.parts and names:
         apart = not fits([row.alone for row in rows.values()], _device(setup.device)[1])
-        say(f"{here}: {wanted.rounds} rounds, {'apart' if apart else 'together'}")
-        rows |= _raced(setup, {name: rows[name] for name in names}, wanted.rounds, apart, say)
+        log(f"{here}: {config.rounds} rounds, {'apart' if apart else 'together'}")
+        rows |= _timed(setup, {name: rows[name] for name in names}, config.rounds, apart, log)
         yield replace(case, rows=tuple(rows.values()))
 
 
-def fits(seen: Sequence[Alone | None], total: int) -> bool:
+def fits(rows: Sequence[Alone | None], total: int) -> bool:
     """Can all engines be in one process: what each keeps, and what one of them needs besides?
 
     Unknown numbers fit: where memory was not looked at, nobody asked for care.
     """
-    memories = [alone.memory for alone in seen if alone is not None]
+    memories = [alone.memory for alone in rows if alone is not None]
     kept = sum(memory.rest for memory in memories)
     beyond = max((memory.peak - memory.rest for memory in memories), default=0)
     return kept + beyond <= FULL * total
 
 
-def _looked(setup: Setup, row: Row, say: Say) -> Row:
+def _measured(setup: Setup, row: Row, log: Log) -> Row:
     try:
-        with Crew(1, look, setup, row.engine) as crew:
-            return replace(row, alone=crew.hear()[0])
+        with Workers(1, measure_alone, setup, row.engine) as workers:
+            return replace(row, alone=workers.receive()[0])
     except RuntimeError as error:  # the others go on: a lent device does not come back
-        say(str(error))
+        log(str(error))
         return replace(row, error=_why(error))
 
 
@@ -150,13 +135,13 @@ def _why(error: RuntimeError) -> str:
     return lines[-1]
 
 
-def _raced(
-    setup: Setup, rows: Mapping[str, Row], rounds: int, apart: bool, say: Say
+def _timed(
+    setup: Setup, rows: Mapping[str, Row], rounds: int, apart: bool, log: Log
 ) -> dict[str, Row]:
     try:
         laps = _laps(setup, list(rows), rounds, apart)
     except RuntimeError as error:
-        say(str(error))
+        log(str(error))
         return {name: replace(row, error=_why(error)) for name, row in rows.items()}
     return {
         name: replace(row, times=times_of(laps[name], laps.get(RIVALS.get(name, "")), apart))
@@ -167,12 +152,12 @@ def _raced(
 def _laps(setup: Setup, names: Sequence[str], rounds: int, apart: bool) -> dict[str, list[Lap]]:
     """Of each engine, in the order of rounds."""
     if not apart:
-        with Crew(1, race, setup, names, rounds) as crew:
-            together: dict[str, list[Lap]] = crew.hear()[0]
+        with Workers(1, time_in_turn, setup, names, rounds) as workers:
+            together: dict[str, list[Lap]] = workers.receive()[0]
             return together
     laps: dict[str, list[Lap]] = {name: [] for name in names}
     for _ in range(VISITS):
         for name in names:
-            with Crew(1, race, setup, [name], -(-rounds // VISITS)) as crew:
-                laps[name] += crew.hear()[0][name]
+            with Workers(1, time_in_turn, setup, [name], -(-rounds // VISITS)) as workers:
+                laps[name] += workers.receive()[0][name]
     return laps

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from benchmarks.gpu.engines import OPTIMIZERS
-from benchmarks.gpu.models import says
-from benchmarks.gpu.results import Case, Report, Row, verdicts
-from benchmarks.gpu.rounds import Memory
-from benchmarks.step.table import aligned
+from benchmarks.gpu.measure import Memory
+from benchmarks.gpu.models import summary
+from benchmarks.gpu.report import MOST_MEMORY, MOST_TIME, Case, Report, Row, Times, verdicts
+from benchmarks.harness.plots import Bar
+from benchmarks.harness.tables import MIB, aligned, cell
 
-__all__ = ["lines"]
-
-MIB = 2**20
 STEP = (
     "engine", "÷ rival", "quartiles", "ms", "min ms", "device", "host",
     "MiB rest", "MiB peak", "reserved", "÷ rival",
@@ -37,10 +35,25 @@ plain        whole, bf16, no communication and no optimizer: for scale only
 def lines(report: Report) -> list[str]:
     """The whole report."""
     allocator = report.allocator or "torch's default"
-    said = [str(report.machine), f"{report.device}; allocator: {allocator}", _rules(report)]
+    text = [str(report.machine), f"{report.device}; allocator: {allocator}", _rules(report)]
     for case in report.cases:
-        said += ["", *_case(case)]
-    return said + NOTES if report.cases else said
+        text += ["", *_case(case)]
+    return text + NOTES if report.cases else text
+
+
+def bars(report: Report) -> dict[str, list[Bar]]:
+    """Step time and peak memory as multiples of the rival's, with their targets."""
+    panels: dict[str, list[Bar]] = {}
+    for case in report.cases:
+        for verdict in verdicts(case):
+            numbers = [("step", verdict.time, "#4477aa", MOST_TIME)]
+            numbers += [("peak", verdict.memory, "#88bbdd", MOST_MEMORY)]
+            panels.setdefault(f"{case.model}, rank 0 of {case.world}", []).extend(
+                Bar(f"{verdict.engine}\n{name} ÷ {verdict.rival}", number, colour, target=target)
+                for name, number, colour, target in numbers
+                if number is not None
+            )
+    return {name: panel for name, panel in panels.items() if panel}
 
 
 def _rules(report: Report) -> str:
@@ -59,14 +72,14 @@ def _case(case: Case) -> list[str]:
         if link.bandwidth
         else "collectives take no time"
     )
-    said = [f"{case.model}, rank 0 of {case.world}, {speed}: {says(case.shape)}"]
-    said += aligned([STEP, *(_step(row, case) for row in case.rows if not row.error)])
-    looked = [row for row in case.rows if row.alone is not None]
-    if looked:
-        said += ["", *aligned([LANES, *map(_lane, looked)])]
-        said += ["", *aligned([COPIED, *(cells for row in looked for cells in _copied(row))])]
-    said += [f"{row.engine}: failed, {row.error}" for row in case.rows if row.error]
-    return [*said, "", *_targets(case)]
+    text = [f"{case.model}, rank 0 of {case.world}, {speed}: {summary(case.shape)}"]
+    text += aligned([STEP, *(_step(row, case) for row in case.rows if not row.error)])
+    measured = [row for row in case.rows if row.alone is not None]
+    if measured:
+        text += ["", *aligned([LANES, *map(_lane, measured)])]
+        text += ["", *aligned([COPIED, *(cells for row in measured for cells in _copied(row))])]
+    text += [f"{row.engine}: failed, {row.error}" for row in case.rows if row.error]
+    return [*text, "", *_targets(case)]
 
 
 def _targets(case: Case) -> Iterable[str]:
@@ -80,31 +93,22 @@ def _step(row: Row, case: Case) -> list[str]:
     name = row.engine + "*" * (times is not None and times.apart)
     memory = _memory(row.alone.memory if row.alone is not None else None)
     ratio = next((v.memory for v in verdicts(case) if v.engine == row.engine), None)
-    if times is None:
-        return [name, *["–"] * 6, *memory, _or_dash(ratio, 3)]
-    quartiles = f"{times.low:.2f}–{times.high:.2f}" if times.low is not None else "–"
+    return [name, *(["–"] * 6 if times is None else _times(times)), *memory, cell(ratio, ".3f")]
+
+
+def _times(times: Times) -> list[str]:
     return [
-        name,
-        _or_dash(times.ratio, 3),
-        quartiles,
-        f"{times.median:.2f}",
-        f"{times.least:.2f}",
-        _or_dash(times.device, 2),
-        f"{times.host:.2f}",
-        *memory,
-        _or_dash(ratio, 3),
+        cell(times.ratio, ".3f"),
+        f"{times.low:.2f}–{times.high:.2f}" if times.low is not None else "–",
+        *(cell(ms, ",.2f") for ms in (times.median, times.least, times.device, times.host)),
     ]
 
 
-def _memory(memory: Memory | None) -> Sequence[str]:
+def _memory(memory: Memory | None) -> list[str]:
     if memory is None:
         return ["–"] * 3
-    reserved = None if memory.reserved is None else memory.reserved / MIB
-    return [f"{memory.rest / MIB:,.1f}", f"{memory.peak / MIB:,.1f}", _or_dash(reserved, 1)]
-
-
-def _or_dash(number: float | None, digits: int) -> str:
-    return "–" if number is None else f"{number:,.{digits}f}"
+    parts = (memory.rest, memory.peak, memory.reserved)
+    return [cell(None if part is None else part / MIB, ",.1f") for part in parts]
 
 
 def _lane(row: Row) -> list[str]:
@@ -123,11 +127,5 @@ def _lane(row: Row) -> list[str]:
 def _copied(row: Row) -> Iterable[list[str]]:
     assert row.alone is not None
     for count in row.alone.copies:
-        yield [
-            row.engine,
-            count.side,
-            f"{count.kernels:.0f}",
-            f"{count.milliseconds:.3f}",
-            f"{count.calls:.0f}",
-            f"{count.nbytes / 1e6:,.2f}",
-        ]
+        numbers = (f"{count.kernels:.0f}", f"{count.milliseconds:.3f}", f"{count.calls:.0f}")
+        yield [row.engine, count.side, *numbers, f"{count.nbytes / 1e6:,.2f}"]

@@ -13,18 +13,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-__all__ = [
-    "Interval",
-    "Kind",
-    "Overlap",
-    "Span",
-    "common",
-    "length",
-    "overlap_of",
-    "union",
-    "without",
-]
-
 Interval = tuple[float, float]
 """Start and stop, in any one unit of time."""
 
@@ -34,47 +22,30 @@ class Kind(StrEnum):
 
     COMPUTE = "compute"
     COPY = "copy"
-    PEERS = "peers"  # what stands for a collective
+    COLLECTIVE = "collective"  # what stands for one
 
 
 @dataclass(frozen=True)
 class Span:
-    """One kernel, copy or fill on the device.
+    """One kernel, copy or fill on the device."""
 
-    Attributes:
-        name: as the profiler has it.
-        kind: what it is for.
-        side: of a copy: whose (see ``copies``); ``""`` of anything else.
-        stream: where it ran.
-        start: microseconds.
-        stop: microseconds.
-    """
-
-    name: str
-    kind: Kind
-    side: str
-    stream: int
-    start: float
-    stop: float
+    name: str  # as the profiler has it
+    kind: Kind  # what it is for
+    side: str  # of a copy: whose (see ``copies``); ``""`` of anything else
+    stream: int  # where it ran
+    start: float  # microseconds
+    stop: float  # microseconds
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Milliseconds of one step.
+    """Milliseconds of one step."""
 
-    Attributes:
-        whole: from the first kernel's start to the last one's end.
-        collectives: during which a collective is under way.
-        hidden: of these, beside a kernel that computes.
-        exposed: of these, beside no other kernel, be it a copy.
-        idle: during which nothing runs, so that the device waits for the host.
-    """
-
-    whole: float
-    collectives: float
-    hidden: float
-    exposed: float
-    idle: float
+    whole: float  # from the first kernel's start to the last one's end
+    collectives: float  # during which a collective is under way
+    hidden: float  # of these, beside a kernel that computes
+    exposed: float  # of these, beside no other kernel, be it a copy
+    idle: float  # during which nothing runs, so that the device waits for the host
 
     @property
     def share(self) -> float:
@@ -92,9 +63,9 @@ def overlap_of(spans: Sequence[Span], steps: int) -> Overlap:
         raise ValueError(
             "the profiler saw no work on the device: was anything run while it was on?"
         )
-    collectives = union((s.start, s.stop) for s in spans if s.kind is Kind.PEERS)
+    collectives = union((s.start, s.stop) for s in spans if s.kind is Kind.COLLECTIVE)
     compute = union((s.start, s.stop) for s in spans if s.kind is Kind.COMPUTE)
-    others = union((s.start, s.stop) for s in spans if s.kind is not Kind.PEERS)
+    others = union((s.start, s.stop) for s in spans if s.kind is not Kind.COLLECTIVE)
     busy = union([*collectives, *others])
     whole = busy[-1][1] - busy[0][0]
     scale = 1e-3 / steps
@@ -123,17 +94,17 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def common(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
     """The time that both cover."""
-    found: list[Interval] = []
+    both: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
         start, stop = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
         if start < stop:
-            found.append((start, stop))
+            both.append((start, stop))
         if left[i][1] < right[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return both
 
 
 def without(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:

@@ -1,8 +1,8 @@
 """From the profiler's trace to spans: what ran on the device, where, when, and what for.
 
 A kernel knows the call that launched it (``correlation``), and that call lies, on its thread,
-inside a mark: a name that ``peers`` or ``copies`` gave to a stretch of time. Without a device the
-innermost operations on the CPU stand for kernels, so that all of this runs anywhere.
+inside a mark: a name that ``simulated`` or ``copies`` gave to a stretch of time. Without a device
+the innermost operations on the CPU stand for kernels, so that all of this runs anywhere.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu import copies, peers
+from benchmarks.gpu import copies, simulated
 from benchmarks.gpu.timeline import Kind, Span
-
-__all__ = ["Event", "allocated_of", "profiled", "spans_of"]
 
 Event = Mapping[str, Any]
 """One entry of a Chrome trace's ``traceEvents``; ``ts`` and ``dur`` are microseconds."""
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
-MARKS = (peers.MARK, copies.MARK)
+MARKS = (simulated.MARK, copies.MARK)
 SLEEP = "spin_kernel"  # what torch.cuda._sleep launches
 UNNAMED = "not named"  # the side of a copy that no mark lies around
 COPYING = re.compile(
@@ -138,8 +136,8 @@ def _span(event: Event, mark: str) -> Span:
 
 def _what(name: str, mark: str) -> tuple[Kind, str]:
     side = mark.removeprefix(copies.MARK) if mark.startswith(copies.MARK) else ""
-    if SLEEP in name or mark.startswith(peers.MARK) or side == copies.PEERS:
-        return Kind.PEERS, ""
+    if SLEEP in name or mark.startswith(simulated.MARK) or side == copies.COLLECTIVES:
+        return Kind.COLLECTIVE, ""
     if side:
         return Kind.COPY, side
     return (Kind.COPY, UNNAMED) if COPYING.search(name) else (Kind.COMPUTE, "")

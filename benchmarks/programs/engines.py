@@ -22,8 +22,6 @@ import shardwise as sw
 from benchmarks.programs.nets import Block
 from shardwise.comm.connect import over
 
-__all__ = ["ENGINES", "Engine", "Fsdp2", "Plain", "Shardwise"]
-
 
 class Engine(Protocol):
     """What a program may ask for."""

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-__all__ = ["Block", "LanguageModel", "Net", "batches", "language_loss", "token_batches"]
-
 ROWS = 12  # of a global batch: 1, 2, 3 and 4 ranks get equal parts
 
 

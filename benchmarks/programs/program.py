@@ -12,29 +12,19 @@ from torch import Tensor, nn
 from benchmarks.programs.engines import Engine
 from benchmarks.programs.nets import batches, mse
 
-__all__ = ["PROGRAMS", "Program", "Values", "of_rank", "program", "train"]
-
 Values = dict[str, Any]
 """What must be equal: losses, norms, whole parameters."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Something that users do.
+    """Something that users do."""
 
-    Attributes:
-        name: of the function that does it.
-        about: its docstring, one line.
-        kind: of the file in which it stands.
-        run: computes under an engine what must be equal to plain PyTorch.
-        tolerance: relative and absolute, of floats and tensors.
-    """
-
-    name: str
-    about: str
-    kind: str
-    run: Callable[[Engine], Values]
-    tolerance: float
+    name: str  # of the function that does it
+    about: str  # its docstring, one line
+    kind: str  # of the file in which it stands
+    run: Callable[[Engine], Values]  # computes under an engine what must be equal to plain PyTorch
+    tolerance: float  # relative and absolute, of floats and tensors
 
 
 PROGRAMS: dict[str, Program] = {}

@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from benchmarks.crew import Crew, Seat
-from benchmarks.machine import this_machine
+from benchmarks.harness.machine import this_machine
+from benchmarks.harness.workers import Worker, Workers
 from benchmarks.programs import changes, loops, models, values  # noqa: F401 - they register
 from benchmarks.programs.engines import ENGINES, Engine, Plain
 from benchmarks.programs.program import PROGRAMS, Program
 from benchmarks.programs.results import Outcome, Report
 
-__all__ = ["difference", "run"]
-
-PATIENCE = 240.0  # seconds for a program; compiling with inductor takes a minute on a busy machine
+TIMEOUT = 240.0  # seconds for a program; compiling with inductor takes a minute on a busy machine
 LONGEST = 300  # characters of an error that are kept
 
 
@@ -52,7 +50,7 @@ def _all_under(
     outcomes: list[Outcome] = []
     while len(outcomes) < len(names):
         left = names[len(outcomes) :]
-        with Crew(world, _rank, engine, left, patience=PATIENCE) as ranks:
+        with Workers(world, _rank, engine, left, timeout=TIMEOUT) as ranks:
             for name in left:
                 outcome = _outcome(ranks, engine, name)
                 outcomes.append(outcome)
@@ -63,23 +61,23 @@ def _all_under(
     return outcomes
 
 
-def _outcome(ranks: Crew, engine: str, name: str) -> Outcome:
+def _outcome(ranks: Workers, engine: str, name: str) -> Outcome:
     program = PROGRAMS[name]
     start = Outcome(engine, name, program.kind, program.about, "equal")
     try:
-        verdicts = ranks.hear()
+        verdicts = ranks.receive()
     except RuntimeError as error:
-        verdict = "hang" if "said nothing" in str(error) else "crash"
+        verdict = "hang" if "sent nothing" in str(error) else "crash"
         return replace(start, verdict=verdict, detail=_short(str(error)))
     worst = next((pair for pair in verdicts if pair[0] != "equal"), verdicts[0])
     return replace(start, verdict=worst[0], detail=worst[1])
 
 
-def _rank(seat: Seat, engine: str, names: list[str]) -> None:
+def _rank(worker: Worker, engine: str, names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    with seat.group():
+    with worker.group():
         for name in names:
-            seat.tell(_verdict(PROGRAMS[name], ENGINES[engine]()))
+            worker.send(_verdict(PROGRAMS[name], ENGINES[engine]()))
 
 
 def _verdict(program: Program, engine: Engine) -> tuple[str, str]:

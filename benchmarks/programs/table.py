@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from benchmarks.programs.results import VERDICTS, Report
 
-__all__ = ["lines"]
-
 
 def lines(report: Report) -> list[str]:
     """The whole report."""

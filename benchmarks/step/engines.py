@@ -24,22 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from benchmarks.step.models import TASKS, Batch, Task
+from benchmarks.step.models import TASKS, Task
+from benchmarks.training import Batch, Engine, apply_fsdp2, trained, training, unit_modules
 from shardwise.comm.connect import over
-from shardwise.comm.protocol import Counters
-from shardwise.units import choose_units
-
-__all__ = [
-    "ENGINES",
-    "OPTIMIZERS",
-    "PLAIN",
-    "Engine",
-    "Setup",
-    "absent",
-    "build",
-    "flat_optimizer_for",
-    "optimizer_for",
-]
 
 PLAIN = "plain"
 SEED = 0
@@ -51,33 +38,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A model that is ready to train.
-
-    Attributes:
-        compute: forward and backward on a batch; the detached loss, 0-dim.
-        update: the optimizer's step, and no gradients afterwards.
-        counters: what the engine itself says that it sent; ``None`` for rivals.
-    """
-
-    compute: Callable[[Batch], Tensor]
-    update: Callable[[], None]
-    counters: Counters | None = None
-
-
-@dataclass(frozen=True)
 class Setup:
-    """What is the same for all engines of a run.
+    """What is the same for all engines of a run."""
 
-    Attributes:
-        model: a name in ``TASKS``.
-        optimizer: of ``OPTIMIZERS``. ``"adamw"`` and ``"sgd"`` are torch's, with its defaults on
-            CPU: the loop, neither foreach nor fused. ``"adamw_fused"`` and ``"sgd_fused"`` are
-            torch's fused kernels: ``sw.optim`` for us, ``fused=True`` for everybody else (but
-            ``foreach=True`` for FSDP2's SGD, which has no other fast one).
-    """
-
-    model: str
+    model: str  # a name in ``TASKS``
+    # of ``OPTIMIZERS``. ``"adamw"`` and ``"sgd"`` are torch's, with its defaults on CPU: the loop,
+    # neither foreach nor fused. ``"adamw_fused"`` and ``"sgd_fused"`` are torch's fused kernels:
+    # ``sw.optim`` for us, ``fused=True`` for everybody else (but ``foreach=True`` for FSDP2's SGD,
+    # which has no other fast one).
     optimizer: str = "adamw"
 
     @property
@@ -113,27 +81,9 @@ def _kind(name: str) -> tuple[str, bool]:
     return kind, bool(fused)
 
 
-def _training(
-    setup: Setup, model: nn.Module, optimizer: Optimizer, counters: Counters | None = None
-) -> Engine:
-    def compute(batch: Batch) -> Tensor:
-        loss = setup.task.loss(model, batch)
-        loss.backward()
-        return loss.detach()
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Engine(compute, update, counters)
-
-
 def _by_torch(setup: Setup, model: nn.Module) -> Engine:
-    return _training(setup, model, optimizer_for(_trained(model), setup.optimizer))
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [param for param in model.parameters() if param.requires_grad]
+    optimizer = optimizer_for(trained(model), setup.optimizer)
+    return training(model, setup.task.loss, optimizer)
 
 
 # ---- the engines ---------------------------------------------------------------------------
@@ -144,35 +94,25 @@ def _plain(setup: Setup) -> Engine:
     return _by_torch(setup, setup.new_model())
 
 
-def _ours(strategy: str, setup: Setup, transport: str = "messages") -> Engine:
+def _shardwise(strategy: str, setup: Setup, transport: str = "messages") -> Engine:
     model = setup.new_model()
     comm = over(dist.group.WORLD, transport=transport)
     sharded = sw.shard(model, strategy=strategy, comm=comm)
     if _kind(setup.optimizer)[1]:
         optimizer = flat_optimizer_for(sharded, setup.optimizer)
     else:
-        optimizer = optimizer_for(_trained(model), setup.optimizer)
-    return _training(setup, model, optimizer, comm.counters)
-
-
-def _groups(model: nn.Module) -> list[tuple[nn.Module, ...]]:
-    """The modules of each unit that ``sw.shard`` would choose, without the root's."""
-    return [unit.modules for unit in choose_units(model) if model not in unit.modules]
+        optimizer = optimizer_for(trained(model), setup.optimizer)
+    return training(model, setup.task.loss, optimizer, comm.counters)
 
 
 def _fsdp2(reshard: bool, setup: Setup) -> Engine:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     model = setup.new_model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    groups = _groups(model)
-    for group in groups:
-        frees = reshard and group is not groups[-1]
-        fully_shard(list(group), mesh=mesh, reshard_after_forward=frees)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    apply_fsdp2(model, reshard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     if setup.optimizer == "sgd_fused":  # its DTensor has no rule for that kernel
-        return _training(setup, model, optimizer_for(_trained(model), "sgd", foreach=True))
+        optimizer = optimizer_for(trained(model), "sgd", foreach=True)
+        return training(model, setup.task.loss, optimizer)
     return _by_torch(setup, model)
 
 
@@ -182,7 +122,7 @@ def _fsdp1(setup: Setup) -> Engine:
     from torch.distributed.fsdp.wrap import CustomPolicy
 
     model = setup.new_model()
-    largest = {max(group, key=_numel) for group in _groups(model)}
+    largest = {max(group, key=_numel) for group in unit_modules(model)}
     wrapped = FullyShardedDataParallel(
         model,
         sharding_strategy=ShardingStrategy.FULL_SHARD,
@@ -210,7 +150,7 @@ def _deepspeed(stage: int, setup: Setup) -> Engine:
     model = setup.new_model()
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=optimizer_for(_trained(model), setup.optimizer),
+        optimizer=optimizer_for(trained(model), setup.optimizer),
         dist_init_required=False,
         config={
             "train_micro_batch_size_per_gpu": 1,
@@ -232,12 +172,12 @@ def _deepspeed(stage: int, setup: Setup) -> Engine:
 
 ENGINES: dict[str, Callable[[Setup], Engine]] = {
     PLAIN: _plain,
-    "no_shard": partial(_ours, "no_shard"),
-    "zero1": partial(_ours, "zero1"),
-    "shard_grad_op": partial(_ours, "shard_grad_op"),
-    "full_shard": partial(_ours, "full_shard"),
-    "shard_grad_op_memory": partial(_ours, "shard_grad_op", transport="memory"),
-    "full_shard_memory": partial(_ours, "full_shard", transport="memory"),
+    "no_shard": partial(_shardwise, "no_shard"),
+    "zero1": partial(_shardwise, "zero1"),
+    "shard_grad_op": partial(_shardwise, "shard_grad_op"),
+    "full_shard": partial(_shardwise, "full_shard"),
+    "shard_grad_op_memory": partial(_shardwise, "shard_grad_op", transport="memory"),
+    "full_shard_memory": partial(_shardwise, "full_shard", transport="memory"),
     "ddp": _ddp,
     "fsdp1": _fsdp1,
     "fsdp2": partial(_fsdp2, True),

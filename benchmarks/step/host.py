@@ -20,22 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from benchmarks.crew import Crew, Seat
+from benchmarks.harness.workers import Worker, Workers
 from benchmarks.step.engines import flat_optimizer_for, optimizer_for
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Done, Label, Pending, Use
-
-__all__ = [
-    "HOSTED",
-    "UNITS",
-    "Chains",
-    "Host",
-    "Update",
-    "host_time",
-    "sharded",
-    "stepper",
-    "update_time",
-]
 
 WORLD = 8
 UNITS = 8
@@ -46,53 +34,37 @@ SMALL = 40  # parameters in a unit where the optimizer is timed: 320 altogether
 
 @dataclass(frozen=True)
 class Host:
-    """Microseconds per unit and step, beyond a plain model.
+    """Microseconds per unit and step, beyond a plain model."""
 
-    Attributes:
-        engine: which.
-        params: parameters in a unit.
-        median: of the differences between a step and the plain step before it.
-        least: between the fastest step and the fastest plain step.
-        plain: the plain step itself, per unit.
-    """
-
-    engine: str
-    params: int
-    median: float
-    least: float
-    plain: float
+    engine: str  # which
+    params: int  # parameters in a unit
+    median: float  # of the differences between a step and the plain step before it
+    least: float  # between the fastest step and the fastest plain step
+    plain: float  # the plain step itself, per unit
 
 
 @dataclass(frozen=True)
 class Update:
-    """Milliseconds of ``optimizer.step()`` of AdamW on 320 parameters, at fake world 8.
+    """Milliseconds of ``optimizer.step()`` of AdamW on 320 parameters, at fake world 8."""
 
-    Attributes:
-        engine: whose parameters.
-        variant: torch's ``"default"`` (the loop on CPU), ``"foreach"`` or ``"fused"``; ``"flat"``
-            is ``sw.optim.AdamW``, for our engines.
-        median: of the steps.
-        least: the fastest.
-    """
-
-    engine: str
+    engine: str  # whose parameters
+    # torch's ``"default"`` (the loop on CPU), ``"foreach"`` or ``"fused"``; ``"flat"`` is
+    # ``sw.optim.AdamW``, for our engines.
     variant: str
-    median: float
-    least: float
+    median: float  # of the steps
+    least: float  # the fastest
 
 
 def host_time(engine: str, params: Sequence[int], steps: int) -> list[Host]:
     """One ``Host`` for each number of parameters in a unit."""
-    with Crew(1, _host, engine, list(params), steps) as crew:
-        found: list[Host] = crew.hear()[0]
-        return found
+    with Workers(1, _host, engine, list(params), steps) as workers:
+        return list(workers.receive()[0])
 
 
 def update_time(engine: str, steps: int) -> list[Update]:
     """One ``Update`` for each variant of AdamW."""
-    with Crew(1, _update, engine, steps) as crew:
-        found: list[Update] = crew.hear()[0]
-        return found
+    with Workers(1, _update, engine, steps) as workers:
+        return list(workers.receive()[0])
 
 
 class SilentComm(FakeComm):
@@ -148,7 +120,7 @@ def sharded(engine: str, model: Chains) -> Chains:
     if engine == "plain":
         return model
     if not engine.startswith("fsdp2"):
-        _ours(engine, model)
+        _shardwise(engine, model)
         return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -161,7 +133,7 @@ def sharded(engine: str, model: Chains) -> Chains:
     return model
 
 
-def _ours(strategy: str, model: Chains) -> sw.Sharded:
+def _shardwise(strategy: str, model: Chains) -> sw.Sharded:
     return sw.shard(model, strategy, wrap=sw.wrap.by_class(Chain), comm=SilentComm(0, WORLD))
 
 
@@ -185,41 +157,33 @@ def stepper(model: nn.Module) -> Callable[[], None]:
     return step
 
 
-# ---- in the crew ---------------------------------------------------------------------------
+# ---- in the worker -------------------------------------------------------------------------
 
 
-def _host(seat: Seat, engine: str, params: Sequence[int], steps: int) -> None:
+def _host(worker: Worker, engine: str, params: Sequence[int], steps: int) -> None:
     gc.disable()
-    found = []
+    hosts = []
     for count in params:
-        ours = sharded(engine, Chains(count))
-        plain, mine = _seconds(stepper(Chains(count)), stepper(ours), steps)
-        extra = [a - b for a, b in zip(mine, plain, strict=True)]
-        per_unit = 1e6 / UNITS
-        found.append(
-            Host(
-                engine,
-                count,
-                median=median(extra) * per_unit,
-                least=(min(mine) - min(plain)) * per_unit,
-                plain=median(plain) * per_unit,
-            )
-        )
-    seat.tell(found)
+        model = sharded(engine, Chains(count))
+        plain, whole = _seconds(stepper(Chains(count)), stepper(model), steps)
+        extra = median(a - b for a, b in zip(whole, plain, strict=True))
+        seconds = extra, min(whole) - min(plain), median(plain)
+        hosts.append(Host(engine, count, *(1e6 / UNITS * each for each in seconds)))
+    worker.send(hosts)
 
 
 def _seconds(
-    plain: Callable[[], None], mine: Callable[[], None], steps: int
+    plain: Callable[[], None], whole: Callable[[], None], steps: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of each, alternating, after steps that set things up."""
     for _ in range(3):
         plain()
-        mine()
+        whole()
     first, second = [], []
     for number in range(steps):
         _collect_garbage(number)
         first.append(_timed(plain))
-        second.append(_timed(mine))
+        second.append(_timed(whole))
     return first, second
 
 
@@ -235,15 +199,12 @@ def _timed(what: Callable[[], Any]) -> float:
     return thread_time() - start
 
 
-def _update(seat: Seat, engine: str, steps: int) -> None:
+def _update(worker: Worker, engine: str, steps: int) -> None:
     gc.disable()
-    variants: dict[str, dict[str, bool]] = {
-        "default": {},
-        "foreach": {"foreach": True},
-        "fused": {"fused": True},
-    }
-    # Models are held: an engine looks after its parameters only as long as there is one.
-    updates = {name: _updater(engine, options) for name, options in variants.items()}
+    options: dict[str, dict[str, bool]] = {"default": {}}
+    options |= {name: {name: True} for name in ("foreach", "fused")}
+    # The models are kept: an engine looks after its parameters only as long as there is one.
+    updates = {name: _updater(engine, each) for name, each in options.items()}
     if engine != "plain" and not engine.startswith("fsdp2"):
         updates["flat"] = _flat_updater(engine)
     times: dict[str, list[float]] = {name: [] for name in updates}
@@ -251,12 +212,8 @@ def _update(seat: Seat, engine: str, steps: int) -> None:
         _collect_garbage(number)
         for name, (_, optimizer) in updates.items():
             times[name].append(_timed(optimizer.step))
-    seat.tell(
-        [
-            Update(engine, name, median(seconds) * 1e3, min(seconds) * 1e3)
-            for name, seconds in times.items()
-        ]
-    )
+    best = {name: (median(each) * 1e3, min(each) * 1e3) for name, each in times.items()}
+    worker.send([Update(engine, name, *pair) for name, pair in best.items()])
 
 
 def _updater(engine: str, options: dict[str, Any]) -> tuple[Chains, Optimizer]:
@@ -268,7 +225,7 @@ def _updater(engine: str, options: dict[str, Any]) -> tuple[Chains, Optimizer]:
 def _flat_updater(strategy: str) -> tuple[Chains, Optimizer]:
     """The same with our own optimizer."""
     model = Chains(SMALL)
-    return _stepped(model, flat_optimizer_for(_ours(strategy, model), "adamw"))
+    return _stepped(model, flat_optimizer_for(_shardwise(strategy, model), "adamw"))
 
 
 def _stepped(model: Chains, optimizer: Optimizer) -> tuple[Chains, Optimizer]:

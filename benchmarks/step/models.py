@@ -13,13 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.train.config import ModelConfig
+from benchmarks.training import Batch, decoder_config, next_token_loss, token_batch
 from shardwise.train.decoder import Decoder
-
-__all__ = ["TASKS", "Batch", "Task"]
-
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets."""
 
 VOCABULARY = 8_192
 CLASSES = 100
@@ -27,48 +22,25 @@ CLASSES = 100
 
 @dataclass(frozen=True)
 class Task:
-    """A model with its data.
+    """A model with its data."""
 
-    Attributes:
-        says: one line for the table.
-        build: a new model, from torch's generator.
-        batch: inputs and targets of one rank and step, from a generator.
-        loss: of a model, or of what an engine made of it, on a batch; 0-dim.
-    """
-
-    says: str
-    build: Callable[[], nn.Module]
+    summary: str  # one line for the table
+    build: Callable[[], nn.Module]  # a new model, from torch's generator
+    # inputs and targets of one rank and step, from a generator
     batch: Callable[[torch.Generator], Batch]
+    # of a model, or of what an engine made of it, on a batch; 0-dim
     loss: Callable[[nn.Module, Batch], Tensor]
 
 
 def decoder(tokens: int, layers: int = 8, width: int = 512, vocabulary: int = VOCABULARY) -> Task:
     """A Llama-shaped decoder, batch 2."""
-    heads = max(1, width // 64)
-    config = ModelConfig(
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        hidden=width * 43 // 16,  # 1,376 at 512: about 8/3 of the width
-        tied=False,
-    )
-
-    def batch(generator: torch.Generator) -> Batch:
-        rows = torch.randint(vocabulary, (2, tokens + 1), generator=generator)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
+    config = decoder_config(width, layers)
     return Task(
         f"decoder, {layers} layers, width {width}, vocabulary {vocabulary:,}, 2 × {tokens} tokens",
         lambda: Decoder(config, vocabulary, tokens),
-        batch,
-        _next_token_loss,
+        lambda generator: token_batch(generator, vocabulary, 2, tokens),
+        next_token_loss,
     )
-
-
-def _next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    logits: Tensor = model(batch[0])
-    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
 # ---- many small parameters -----------------------------------------------------------------
@@ -176,7 +148,7 @@ def adapters(tokens: int) -> Task:
                 setattr(parent, name, Adapted(child, rank=8))
         return model
 
-    return Task(f"frozen, adapters of rank 8: {whole.says}", build, whole.batch, whole.loss)
+    return Task(f"frozen, adapters of rank 8: {whole.summary}", build, whole.batch, whole.loss)
 
 
 TASKS: dict[str, Task] = {

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
+from benchmarks.harness.plots import Bar
+from benchmarks.harness.tables import MIB, aligned
+from benchmarks.step.engines import PLAIN
+from benchmarks.step.host import Host, Update
 from benchmarks.step.memory import Memory
 from benchmarks.step.models import TASKS
-from benchmarks.step.results import Report, Row, Times, Traffic
+from benchmarks.step.report import Report, Row, Times, Traffic
 
-__all__ = ["lines"]
-
-MIB = 2**20
+HOSTS = ("engine", "params a unit", "median", "min", "plain")
+UPDATES = ("engine", "variant", "median", "min")
+STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard")
 HEAD = (
     "engine", "× plain", "quartiles", "min ×", "ms", "min ms", "compute", "update",
     "MB sent", "least", "sent ÷", "MB copied", "MiB peak", "− start",
@@ -31,19 +35,34 @@ MiB peak   proportional set size summed over ranks, each engine in processes of 
 
 def lines(report: Report) -> list[str]:
     """The whole report."""
-    said = [str(report.machine)]
-    said += [f"optimizer: {_optimizer(report.optimizer)}"]
+    text = [str(report.machine), f"optimizer: {_optimizer(report.optimizer)}"]
     for (model, world), rows in groupby(report.rows, key=lambda row: (row.model, row.world)):
-        said += ["", f"{model}, {world} ranks: {TASKS[model].says}", *_steps(list(rows))]
+        text += ["", f"{model}, {world} ranks: {TASKS[model].summary}", *_steps(list(rows))]
     if report.rows:
-        said += NOTES
+        text += NOTES
     if report.hosts:
-        said += ["", "Host time: µs per unit and step beyond a plain model, fake world 8"]
-        said += _hosts(report)
+        text += ["", "Host time: µs per unit and step beyond a plain model, fake world 8"]
+        text += aligned([HOSTS, *map(_host, report.hosts)])
     if report.updates:
-        said += ["", "AdamW on 320 parameters of 16 × 16, fake world 8: ms per step()"]
-        said += _updates(report)
-    return said
+        text += ["", "AdamW on 320 parameters of 16 × 16, fake world 8: ms per step()"]
+        text += aligned([UPDATES, *map(_update, report.updates)])
+    return text
+
+
+def bars(report: Report) -> dict[str, list[Bar]]:
+    """Times ÷ plain, the fastest engine first; one panel for each model and world."""
+    panels: dict[str, list[Bar]] = {}
+    timed = [(row, row.times) for row in report.rows if row.times is not None]
+    for row, times in sorted(timed, key=lambda pair: pair[1].ratio):
+        bar = Bar(row.engine, times.ratio, _colour(row.engine), times.low, times.high)
+        panels.setdefault(f"{row.model}, {row.world} ranks", []).append(bar)
+    return panels
+
+
+def _colour(engine: str) -> str:
+    if engine == PLAIN:
+        return "#222222"
+    return "#4477aa" if engine.removesuffix("_memory") in STRATEGIES else "#bbbbbb"
 
 
 def _optimizer(name: str) -> str:
@@ -55,18 +74,16 @@ def _optimizer(name: str) -> str:
 
 
 def _steps(rows: Sequence[Row]) -> list[str]:
-    there = [row for row in rows if not row.absent]
     cells = [
-        (
+        [
             row.engine + "*" * row.apart,
-            *_times(row.times),
-            *_traffic(row.traffic),
-            *_memory(row.memory),
-        )
-        for row in there
+            *(*_times(row.times), *_traffic(row.traffic), *_memory(row.memory)),
+        ]
+        for row in rows
+        if not row.absent
     ]
-    gone = [f"{row.engine}: absent, {row.absent}" for row in rows if row.absent]
-    return [*aligned([HEAD, *cells]), *gone]
+    absent = [f"{row.engine}: absent, {row.absent}" for row in rows if row.absent]
+    return [*aligned([HEAD, *cells]), *absent]
 
 
 def _times(times: Times | None) -> list[str]:
@@ -84,12 +101,10 @@ def _traffic(traffic: Traffic | None) -> list[str]:
     if traffic is None:
         return ["–"] * 4
     share = f"{traffic.sent / traffic.least:.3f}" if traffic.least else "–"
-    return [
-        f"{traffic.sent / 1e6:.2f}",
-        f"{traffic.least / 1e6:.2f}",
-        share,
-        f"{traffic.copied / 1e6:.2f}",
-    ]
+    sent, least, copied = (
+        f"{nbytes / 1e6:.2f}" for nbytes in (traffic.sent, traffic.least, traffic.copied)
+    )
+    return [sent, least, share, copied]
 
 
 def _memory(memory: Memory | None) -> list[str]:
@@ -98,29 +113,10 @@ def _memory(memory: Memory | None) -> list[str]:
     return [f"{memory.peak / MIB:.0f}", f"{(memory.peak - memory.start) / MIB:.0f}"]
 
 
-def _hosts(report: Report) -> list[str]:
-    head = ("engine", "params a unit", "median", "min", "plain")
-    cells = [
-        (h.engine, str(h.params), f"{h.median:.0f}", f"{h.least:.0f}", f"{h.plain:.0f}")
-        for h in report.hosts
-    ]
-    return aligned([head, *cells])
+def _host(host: Host) -> list[str]:
+    times = (f"{each:.0f}" for each in (host.median, host.least, host.plain))
+    return [host.engine, str(host.params), *times]
 
 
-def _updates(report: Report) -> list[str]:
-    head = ("engine", "variant", "median", "min")
-    cells = [(u.engine, u.variant, f"{u.median:.3f}", f"{u.least:.3f}") for u in report.updates]
-    return aligned([head, *cells])
-
-
-def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell: the first to the left, the others to the right."""
-    table = [tuple(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
+def _update(update: Update) -> list[str]:
+    return [update.engine, update.variant, f"{update.median:.3f}", f"{update.least:.3f}"]

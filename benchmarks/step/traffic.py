@@ -12,33 +12,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-__all__ = ["CopiedBytes", "least_bytes", "written_bytes"]
+from benchmarks.harness.copies import copied_bytes, operation
 
 
 def written_bytes() -> int:
     """Bytes that this process has written so far: to sockets, and hardly anywhere else."""
     lines = Path("/proc/self/io").read_text("utf-8").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("wchar:")))
-
-
-RETURN = frozenset({"clone", "cat", "stack", "_to_copy", "constant_pad_nd"})
-FILL_FIRST = frozenset({"copy_", "_foreach_copy_"})
-FILL_OUT = frozenset({"split_with_sizes_copy", "chunk_cat"})
-
-
-def _copies(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """What operation ``name`` wrote by copying, as a tree of tensors."""
-    if name in RETURN:
-        return result
-    if name in FILL_FIRST:
-        return args[0]
-    if name in FILL_OUT:
-        return kwargs.get("out", result)
-    return result[0] if name == "all_gather_copy_in" else None
 
 
 class CopiedBytes(TorchDispatchMode):
@@ -56,9 +39,7 @@ class CopiedBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func.name().partition("::")[2].partition(".")[0]
-        written = tree_leaves(_copies(name, args, kwargs or {}, result))
-        self.nbytes += sum(tensor.nbytes for tensor in written if isinstance(tensor, Tensor))
+        self.nbytes += copied_bytes(operation(func), args, kwargs or {}, result)
         return result
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.checkpoint import results, table
+from benchmarks.checkpoint import table
 from benchmarks.checkpoint.memory import Extra, extra_memory
 from benchmarks.checkpoint.results import Report, rows_of
 from benchmarks.checkpoint.rounds import Lap, Seen
-from benchmarks.checkpoint.run import Wanted, default_folders, run
+from benchmarks.checkpoint.run import Config, default_folders, run
 from benchmarks.checkpoint.state import BYTES, KINDS, Part, Size, drawn, unlike
 from benchmarks.checkpoint.traffic import Sent, forget, kind_of, nbytes_of
 from benchmarks.checkpoint.ways import WAYS
-from benchmarks.machine import this_machine
-from benchmarks.recorded import told
 
 TINY = 0.004
 
@@ -28,8 +25,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Every way, two rounds, two ranks; every load is compared bit by bit on the way."""
     said, kept = list[str](), list[Report]()
     folder = tmp_path_factory.mktemp("saved")
-    wanted = Wanted(gigabytes=TINY, rounds=2, folders=(folder,), memory=False)
-    found = run(wanted, said.append, kept.append)
+    config = Config(gigabytes=TINY, rounds=2, folders=(folder,), memory=False)
+    found = run(config, said.append, kept.append)
     assert kept[-1] == found
     assert list(folder.iterdir()) == []  # nothing is left behind
     return found
@@ -81,13 +78,6 @@ def test_the_table_tells_every_way_and_every_target(report: Report) -> None:
     ):
         assert f"\n{target}" in text
     assert f"digest {report.digest[:12]}" in text
-
-
-@pytest.mark.spawn
-def test_a_report_survives_its_file_and_is_told_from_it(report: Report, tmp_path: Path) -> None:
-    results.write(report, tmp_path / "checkpoint.json")
-    assert results.read(tmp_path / "checkpoint.json") == report
-    assert told(tmp_path / "checkpoint.json") == "\n".join(table.lines(report))
 
 
 @pytest.mark.spawn
@@ -155,17 +145,6 @@ def test_targets_are_said_to_be_reached_or_missed(report: Report) -> None:
     assert told["save: times faster than DCP"].split()[-2:] == ["4.00", "reached"]
     assert told["load: times faster than DCP"].split()[-2:] == ["2.00", "MISSED"]
     assert told["save: memory beyond the state, a rank"].endswith("MISSED")
-
-
-def test_a_file_with_an_unknown_field_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint.json"
-    results.write(Report(this_machine(), 1.0, 3), path)
-    good = json.loads(path.read_text("utf-8"))
-    assert results.read(path).rounds == 3
-    for bad in (good | {"colour": "red"}, good | {"rounds": "three"}):
-        path.write_text(json.dumps(bad), "utf-8")
-        with pytest.raises(ValueError, match=r"fields that|validation error"):
-            results.read(path)
 
 
 def test_files_are_measured_and_can_be_forgotten_without_losing_them(tmp_path: Path) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import main
-from benchmarks.faults import results, table
+from benchmarks.faults import table
 from benchmarks.faults.case import EVERYBODY
 from benchmarks.faults.results import Report
 from benchmarks.faults.trial import Trial
-from benchmarks.machine import this_machine
-from benchmarks.recorded import told
+from benchmarks.harness.machine import this_machine
+from benchmarks.harness.reports import read
+from benchmarks.recorded import table_of
 
 FINE = Trial("new name", "published", 0, True, 2, 0.01, False, ())
 BAD = Trial("new name", "at 3% of the time", EVERYBODY, True, None, 2.5, True, ("it is gone",))
@@ -39,16 +39,7 @@ def test_the_command_writes_what_it_tells(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "1 of 1 starts after a kill were exact" in done.output
-    assert told(path) in done.output
-    report = results.read(path)
+    assert table_of(path) in done.output
+    report = read(Report, path)
     assert len(report.moments) == 1
     assert report.wrong == []
-
-
-def test_a_report_of_another_kind_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "faults.json"
-    results.write(Report(this_machine(), points=(FINE,)), path)
-    assert results.read(path).points == (FINE,)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "more": 1}))
-    with pytest.raises(ValueError, match=r"more|schema"):
-        results.read(path)

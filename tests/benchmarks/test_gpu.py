@@ -5,7 +5,6 @@ Where there is a CUDA device, the cases that need one run on it, too.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,19 +21,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import record_function
 
+import benchmarks
+import shardwise
 from benchmarks.__main__ import main
-from benchmarks.crew import Crew, Seat
-from benchmarks.gpu import copies, peers, plot, results, run, table
-from benchmarks.gpu.copies import Copies, file_in_package, side_of
+from benchmarks.gpu import copies, run, simulated, table
+from benchmarks.gpu.copies import FILES, CopyRecorder, file_in_package, side_of
 from benchmarks.gpu.engines import ENGINES, Setup
-from benchmarks.gpu.models import SHAPES, batch_of, build, loss_of, says
-from benchmarks.gpu.peers import Echo, Link, Peers, link_of
-from benchmarks.gpu.results import Case, Report, Row, Times, Verdict, times_of, verdicts
-from benchmarks.gpu.rounds import Alone, CopyCount, Lap, Memory, copies_of
-from benchmarks.gpu.run import Wanted, fits, unavailable
+from benchmarks.gpu.measure import Alone, CopyCount, Lap, Memory, copies_of
+from benchmarks.gpu.models import SHAPES, batch_of, build, loss_of, summary
+from benchmarks.gpu.report import Case, Report, Row, Times, Verdict, times_of, verdicts
+from benchmarks.gpu.run import Config, fits, unavailable
+from benchmarks.gpu.simulated import EchoStore, Link, SimulatedGroup, link_of
 from benchmarks.gpu.timeline import Kind, Overlap, Span, common, length, overlap_of, union, without
 from benchmarks.gpu.trace import Event, allocated_of, profiled, spans_of
-from benchmarks.machine import this_machine
+from benchmarks.harness.machine import this_machine
+from benchmarks.harness.reports import read
+from benchmarks.harness.workers import Worker, Workers
 from tests.devices import DEVICES
 
 CPU = torch.device("cpu")
@@ -67,7 +69,7 @@ def span(kind: Kind, start: float, stop: float, side: str = "") -> Span:
 
 def test_of_a_collective_what_lies_beside_computation_is_hidden() -> None:
     spans = [
-        span(Kind.PEERS, 1_000, 5_000),
+        span(Kind.COLLECTIVE, 1_000, 5_000),
         span(Kind.COMPUTE, 0, 3_000),
         span(Kind.COPY, 3_000, 4_000),
         span(Kind.COMPUTE, 7_000, 10_000),
@@ -109,9 +111,9 @@ def launched(
 def test_a_kernel_is_for_what_its_launch_was_for() -> None:
     direct_copy = "void at::native::elementwise_kernel<direct_copy_kernel_cuda>"
     events = [
-        mark(peers.MARK + "all_gather", 100, 200),
+        mark(simulated.MARK + "all_gather", 100, 200),
         mark(copies.MARK + "parameters, whole", 300, 400),
-        mark(copies.MARK + "peers", 150, 160),  # inside the first
+        mark(copies.MARK + "collectives", 150, 160),  # inside the first
         mark("a user's own", 500, 600),
         mark(copies.MARK + "gradients", 500, 600, thread=2),
         *launched(1, 50, "gemm", 1_000),
@@ -130,9 +132,9 @@ def test_a_kernel_is_for_what_its_launch_was_for() -> None:
     spans = spans_of(events)
     assert [(span.kind, span.side) for span in spans] == [
         (Kind.COMPUTE, ""),
-        (Kind.PEERS, ""),
-        (Kind.PEERS, ""),
-        (Kind.PEERS, ""),
+        (Kind.COLLECTIVE, ""),
+        (Kind.COLLECTIVE, ""),
+        (Kind.COLLECTIVE, ""),
         (Kind.COPY, "parameters, whole"),
         (Kind.COPY, "not named"),
         (Kind.COMPUTE, ""),
@@ -148,15 +150,15 @@ def test_without_a_device_the_innermost_operations_stand_for_kernels() -> None:
 
     def work() -> None:
         source.mul_(source)
-        with record_function(peers.MARK + "all_gather"):
+        with record_function(simulated.MARK + "all_gather"):
             source.clone()
-        with Copies(slice_numel=0):
+        with CopyRecorder(slice_numel=0):
             source.clone()
 
     spans = spans_of(profiled(work, "cpu"))
     kinds = {(span.name, span.kind, span.side) for span in spans}
     assert ("aten::mul_", Kind.COMPUTE, "") in kinds
-    assert ("aten::copy_", Kind.PEERS, "") in kinds
+    assert ("aten::copy_", Kind.COLLECTIVE, "") in kinds
     assert ("aten::copy_", Kind.COPY, "model") in kinds
     assert not any(span.name == "aten::clone" for span in spans)
 
@@ -174,6 +176,7 @@ def test_memory_on_the_cpu_is_counted_from_the_mark_on() -> None:
 
 # ---- copies --------------------------------------------------------------------------------
 
+PACKAGES = (benchmarks, shardwise, torch)
 FSDP = "torch/distributed/fsdp/_fully_shard"
 
 
@@ -193,8 +196,8 @@ FSDP = "torch/distributed/fsdp/_fully_shard"
         ),
         ("model", [("torch/nn/modules/linear.py", "forward")]),
         (
-            "peers",
-            [("benchmarks/gpu/peers.py", "arrive"), ("shardwise/buffers.py", "")],
+            "collectives",
+            [("benchmarks/gpu/simulated.py", "arrive"), ("shardwise/buffers.py", "")],
         ),
         ("parameters", [(f"{FSDP}/_fsdp_collectives.py", "foreach_all_gather_copy_out")]),
         ("parameters", [(f"{FSDP}/_fsdp_param.py", "init_unsharded_param")]),
@@ -214,6 +217,11 @@ def test_a_copy_is_put_down_to_the_innermost_code_of_an_engine(
     assert side_of(frames) == side
 
 
+def test_the_files_whose_copies_are_known_exist() -> None:
+    folders = {package.__name__: Path(str(package.__file__)).parents[1] for package in PACKAGES}
+    assert [file for file in FILES if not (folders[file.split("/")[0]] / file).is_file()] == []
+
+
 def test_a_checkout_called_like_a_package_is_not_that_package() -> None:
     installed = copies.__file__, torch.nn.__file__
     assert [*map(file_in_package, installed)] == [
@@ -226,7 +234,7 @@ def test_a_checkout_called_like_a_package_is_not_that_package() -> None:
 
 def test_a_copy_is_noted_with_what_it_writes() -> None:
     wide = torch.ones(3, 4)
-    with Copies(slice_numel=0) as mode:
+    with CopyRecorder(slice_numel=0) as mode:
         wide.clone()
         torch.empty(2, 4, dtype=torch.bfloat16).copy_(wide[:2])
         torch._foreach_copy_([torch.empty(2), torch.empty(3)], [wide[0, :2], wide[0, :3]])
@@ -234,18 +242,18 @@ def test_a_copy_is_noted_with_what_it_writes() -> None:
         wide + wide
         wide.to(torch.float32)  # is that already
         wide.to(torch.float64)
-    assert [(copied.op, copied.nbytes) for copied in mode.seen] == [
+    assert [(copied.op, copied.nbytes) for copied in mode.copies] == [
         ("clone", 48),
         ("copy_", 16),
         ("_foreach_copy_", 20),
         ("cat", 96),
         ("_to_copy", 96),
     ]
-    assert {copied.side for copied in mode.seen} == {"model"}
+    assert {copied.side for copied in mode.copies} == {"model"}
 
 
 def test_kernels_come_from_the_profiler_and_bytes_from_the_mode() -> None:
-    mode = Copies(slice_numel=8)
+    mode = CopyRecorder(slice_numel=8)
     with mode:
         torch.ones(8).clone()
     spans = [
@@ -259,11 +267,11 @@ def test_kernels_come_from_the_profiler_and_bytes_from_the_mode() -> None:
     )
 
 
-# ---- peers ---------------------------------------------------------------------------------
+# ---- collectives ------------------------------------------------------------------------------
 
 
 def test_peers_hold_what_this_rank_holds() -> None:
-    others = Peers(4, CPU, Link(0))
+    others = SimulatedGroup(4, CPU, Link(0))
     full = torch.tensor([1.0, 2.0, 0, 0, 0, 0, 0, 0])
     others.all_gather(full, full[:2])
     assert full.tolist() == [1.0, 2.0] * 4
@@ -282,7 +290,7 @@ def test_peers_hold_what_this_rank_holds() -> None:
 
 
 def test_a_collective_that_is_asked_for_asynchronously_can_be_waited_for() -> None:
-    others = Peers(2, CPU, Link(0))
+    others = SimulatedGroup(2, CPU, Link(0))
     full = torch.tensor([1.0, 0.0])
     work = others.all_gather(full, full[:1], async_op=True, group=None)
     assert isinstance(work, dist.Work)
@@ -293,8 +301,8 @@ def test_a_collective_that_is_asked_for_asynchronously_can_be_waited_for() -> No
 
 def test_every_collective_of_both_engines_is_answered_and_given_back() -> None:
     before = dict(vars(dist))
-    others = Peers(2, CPU, Link(0))
-    with others.answering():
+    others = SimulatedGroup(2, CPU, Link(0))
+    with others.installed():
         changed = {name for name in before if vars(dist)[name] is not before[name]}
         dist.all_gather_into_tensor(torch.zeros(2), torch.zeros(1))
     assert {"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"} <= changed
@@ -311,7 +319,7 @@ def test_a_link_takes_its_latency_and_then_time_for_each_byte() -> None:
 
 
 def test_a_store_echoes_what_ranks_share_and_nothing_else() -> None:
-    store = Echo()
+    store = EchoStore()
     keys = [f"share/3/{rank}" for rank in range(4)]
     assert not store.check(keys)
     store.set("share/3/0", "mine")
@@ -324,19 +332,19 @@ def test_a_store_echoes_what_ranks_share_and_nothing_else() -> None:
     assert store.compare_set("verdict", "", "second") == b"first"
 
 
-def trained(seat: Seat, device: str, engine: str, bandwidth: float) -> None:
+def trained(worker: Worker, device: str, engine: str, bandwidth: float) -> None:
     """Losses of four steps."""
     from benchmarks.gpu.engines import start
 
     setup = Setup("tinyblocks", SHAPES["tinyblocks"], 4, device, link_of(4, bandwidth))
     start(setup)
-    with Peers(4, setup.place, setup.link).answering():
+    with SimulatedGroup(4, setup.place, setup.link).installed():
         made = ENGINES[engine](setup)
         losses = []
         for step in range(4):
             losses.append(made.compute(batch_of(setup.shape, setup.place, step)))
             made.update()
-    seat.tell([loss.item() for loss in losses])
+    worker.send([loss.item() for loss in losses])
 
 
 @pytest.mark.spawn
@@ -345,8 +353,8 @@ def test_slow_peers_change_no_number(device: str) -> None:
     """On a GPU each takes milliseconds: a read or a reuse that did not wait would show."""
     found = []
     for bandwidth in (0.0, 1e6):
-        with Crew(1, trained, device, "full_shard", bandwidth) as crew:
-            found.append(crew.hear()[0])
+        with Workers(1, trained, device, "full_shard", bandwidth) as workers:
+            found.append(workers.receive()[0])
     assert found[0] == found[1]
     assert found[0][0] != found[0][-1]
 
@@ -361,7 +369,7 @@ def test_the_models_have_the_size_that_their_names_say() -> None:
 
     assert numel("blocks8b") == SHAPES["blocks8b"].layers * 218_112_000
     assert numel("small125m") == pytest.approx(125e6, rel=0.02)
-    assert says(SHAPES["blocks8b"]).endswith("1,744.9 M parameters, 1 × 2,048 tokens")
+    assert summary(SHAPES["blocks8b"]).endswith("1,744.9 M parameters, 1 × 2,048 tokens")
 
 
 @pytest.mark.parametrize("name", ["tiny", "tinyblocks"])
@@ -438,36 +446,28 @@ def test_a_number_that_is_missing_reaches_no_target() -> None:
 
 
 def test_the_table_names_every_engine_and_what_was_missed() -> None:
-    said = table.lines(Report(this_machine(), "H200, 140 GiB", "", "own", "torch", (CASE,)))
-    text = "\n".join(said)
+    lines = table.lines(Report(this_machine(), "H200, 140 GiB", "", "own", "torch", (CASE,)))
+    text = "\n".join(lines)
     for row in CASE.rows:
         assert f"\n{row.engine}" in text
-    assert "plain: failed, CUDA out of memory" in said
-    assert "full_shard: all targets reached" in said
+    assert "plain: failed, CUDA out of memory" in lines
+    assert "full_shard: all targets reached" in lines
     assert "350 GB/s and 20 µs assumed" in text
     assert "parameters, whole" in text
     free = replace(CASE, link=Link(0), rows=())
     assert "no time" in "\n".join(table.lines(Report(this_machine(), "", "", "", "", (free,))))
 
 
-def test_a_report_survives_its_file_and_a_foreign_field_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
+def test_the_picture_has_the_numbers_that_were_held_against_a_rival() -> None:
     report = Report(this_machine(), "H200, 140 GiB", "", "own", "torch", (CASE,))
-    results.write(report, path)
-    assert results.read(path) == report
-    good = json.loads(path.read_text("utf-8"))
-    for bad in (good | {"colour": "red"}, good | {"wire": 3}, good | {"cases": [{}]}):
-        path.write_text(json.dumps(bad), "utf-8")
-        with pytest.raises(ValueError, match=r"fields that|validation error"):
-            results.read(path)
-
-
-def test_the_picture_is_drawn_of_what_was_held_against_a_rival(tmp_path: Path) -> None:
-    report = Report(this_machine(), "H200, 140 GiB", "", "own", "torch", (CASE,))
-    plot.draw(report, tmp_path / "report.png")
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    plot.draw(replace(report, cases=(replace(CASE, rows=()),)), tmp_path / "empty.png")
-    assert not (tmp_path / "empty.png").exists()
+    (bars,) = table.bars(report).values()
+    assert [(bar.value, bar.target) for bar in bars] == [
+        (0.9, 0.9),
+        (0.8, 0.8),
+        (0.901, 0.9),
+        (0.81, 0.8),
+    ]
+    assert table.bars(replace(report, cases=(replace(CASE, rows=()),))) == {}
 
 
 # ---- which processes run -------------------------------------------------------------------
@@ -515,7 +515,7 @@ def whole_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     assert result.exit_code == 0, result.output
     assert (folder / "report.png").exists()
     assert "tinyblocks, rank 0 of 4" in result.output
-    return results.read(folder / "report.json")
+    return read(Report, folder / "report.json")
 
 
 @pytest.mark.spawn
@@ -564,17 +564,17 @@ def test_the_link_carries_fewer_bytes_for_ours(whole_run: Report) -> None:
 def test_engines_that_do_not_fit_together_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "FULL", -1.0)
     monkeypatch.setattr(run, "VISITS", 1)
-    wanted = Wanted(
+    config = Config(
         *(("tinyblocks",), (2,), ("full_shard",)),
         rounds=2,
         optimizer="flat",
         device="cpu",
         parts=("time",),
     )
-    said, kept = list[str](), list[Report]()
-    report = run.run(wanted, said.append, kept.append)
-    assert said == ["tinyblocks, world 2: 2 rounds, apart"]
-    assert kept == [report]
+    logged, saved = list[str](), list[Report]()
+    report = run.run(config, logged.append, saved.append)
+    assert logged == ["tinyblocks, world 2: 2 rounds, apart"]
+    assert saved == [report]
     times = report.cases[0].rows[0].times
     assert times is not None
     assert times.apart
@@ -583,9 +583,9 @@ def test_engines_that_do_not_fit_together_take_turns(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.spawn
 def test_an_engine_that_fails_has_a_row_that_says_why_and_the_others_go_on() -> None:
-    said = list[str]()
+    logged = list[str]()
     setup = Setup("tinyblocks", SHAPES["tinyblocks"], 2, "cpu", link_of(2), wire="by pigeon")
-    row = run._looked(setup, Row("fsdp2"), said.append)
+    row = run._measured(setup, Row("fsdp2"), logged.append)
     assert row.alone is None
     assert row.error == "KeyError: 'by pigeon'"
-    assert "Traceback" in said[0]
+    assert "Traceback" in logged[0]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 
-from benchmarks.machine import this_machine
-from benchmarks.programs import results, table
+from benchmarks.harness.machine import this_machine
+from benchmarks.programs import table
 from benchmarks.programs.program import PROGRAMS
 from benchmarks.programs.results import Outcome, Report
 from benchmarks.programs.run import difference, run
@@ -36,20 +33,13 @@ def test_a_program_that_ends_badly_does_not_stop_the_next() -> None:
     assert len(spoken) == 2
 
 
-def test_the_table_has_a_line_for_each_program_and_says_what_went_wrong(tmp_path: Path) -> None:
+def test_the_table_has_a_line_for_each_program_and_says_what_went_wrong() -> None:
     outcomes = (
         Outcome("shardwise", "sgd", "loops", "SGD", "equal"),
         Outcome("fsdp2", "sgd", "loops", "SGD", "error", "RuntimeError: mixed"),
     )
     report = Report(this_machine(), 2, outcomes)
-    results.write(report, tmp_path / "a.json")
-    text = table.lines(results.read(tmp_path / "a.json"))
+    text = table.lines(report)
     assert "sgd  equal          error          SGD" in text
     assert "fsdp2: 1 programs: 1 error" in text
     assert text[-1] == "fsdp2, sgd: error: RuntimeError: mixed"
-
-
-def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"world": 2}')
-    with pytest.raises(ValueError, match="machine"):
-        results.read(tmp_path / "a.json")

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
-from benchmarks.machine import this_machine
-from benchmarks.step import engines, plot, results, table
+from benchmarks.harness.machine import this_machine
+from benchmarks.step import engines, table
 from benchmarks.step.engines import ENGINES, PLAIN, Setup, absent
-from benchmarks.step.host import Host, Update, host_time, update_time
+from benchmarks.step.host import host_time, update_time
+from benchmarks.step.measure import CHECKED, Lap, Measured, check_losses
 from benchmarks.step.memory import peak_memory
 from benchmarks.step.models import TASKS
-from benchmarks.step.profile import Call, kind_of
-from benchmarks.step.results import Report, Row, Times, times_of, traffic_of
-from benchmarks.step.rounds import CHECKED, Lap, Observed, check_losses, rotated
-from benchmarks.step.run import Wanted, run
+from benchmarks.step.profile import profile, profile_host
+from benchmarks.step.report import Report, Row, Times, times_of, traffic_of
+from benchmarks.step.run import Config, run
 from benchmarks.step.traffic import PARTS, CopiedBytes, least_bytes
 
 SENDS_THE_LEAST = {"no_shard", "zero1", "shard_grad_op", "full_shard", "ddp"}
@@ -29,12 +27,12 @@ SENDS_THE_LEAST = {"no_shard", "zero1", "shard_grad_op", "full_shard", "ddp"}
 @pytest.fixture(scope="module")
 def report() -> Report:
     """Every engine, two rounds, two ranks; the losses are compared on the way."""
-    said, kept = list[str](), list[Report]()
-    wanted = Wanted(models=("tiny",), rounds=2, parts=("time",))
-    found = run(wanted, said.append, kept.append)
-    assert kept[-1] == found
-    assert said[0].startswith("tiny, 2 ranks, 2 rounds: plain, no_shard")
-    return found
+    logged, saved = list[str](), list[Report]()
+    config = Config(models=("tiny",), rounds=2, parts=("time",))
+    report = run(config, logged.append, saved.append)
+    assert saved[-1] == report
+    assert logged[0].startswith("tiny, 2 ranks, 2 rounds: plain, no_shard")
+    return report
 
 
 # ---- one run -------------------------------------------------------------------------------
@@ -62,11 +60,11 @@ def test_every_engine_trains_the_same(report: Report) -> None:
 def test_with_fused_optimizers_every_engine_trains_the_same_too(optimizer: str) -> None:
     """Their kernels round otherwise; the run would stop if losses differed by more than that."""
     names = ("full_shard", "no_shard", "ddp", "fsdp1", "fsdp2")
-    wanted = Wanted(models=("tiny",), rounds=2, engines=names, parts=("time",), optimizer=optimizer)
-    found = run(wanted, lambda _: None, lambda _: None)
-    assert {row.engine for row in found.rows if row.losses} == {PLAIN, *names}
+    config = Config(models=("tiny",), rounds=2, engines=names, parts=("time",), optimizer=optimizer)
+    report = run(config, lambda _: None, lambda _: None)
+    assert {row.engine for row in report.rows if row.losses} == {PLAIN, *names}
     assert f"optimizer: {optimizer.removesuffix('_fused')}, torch's fused kernel" in "\n".join(
-        table.lines(found)
+        table.lines(report)
     )
 
 
@@ -82,23 +80,14 @@ def test_the_kernel_and_our_counters_agree_on_what_was_sent(report: Report) -> N
 
 
 @pytest.mark.spawn
-def test_the_table_has_a_line_for_each_engine(report: Report) -> None:
+def test_the_table_and_the_picture_have_each_engine(report: Report) -> None:
     text = "\n".join(table.lines(report))
     for row in report.rows:
         assert f"\n{row.engine}" in text
     assert "tiny, 2 ranks: decoder, 2 layers" in text
-
-
-@pytest.mark.spawn
-def test_a_report_survives_its_file(report: Report, tmp_path: Path) -> None:
-    results.write(report, tmp_path / "report.json")
-    assert results.read(tmp_path / "report.json") == report
-
-
-@pytest.mark.spawn
-def test_the_picture_is_drawn(report: Report, tmp_path: Path) -> None:
-    plot.draw(report, tmp_path / "report.png")
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    (bars,) = table.bars(report).values()
+    assert {bar.label for bar in bars} == {row.engine for row in report.rows if row.times}
+    assert [bar.value for bar in bars] == sorted(bar.value for bar in bars)
 
 
 @pytest.mark.spawn
@@ -111,17 +100,23 @@ def test_memory_is_watched_while_ranks_train() -> None:
 @pytest.mark.spawn
 @pytest.mark.parametrize("engine", ["full_shard", "fsdp2"])
 def test_host_time_is_measured_for_each_number_of_parameters(engine: str) -> None:
-    found = host_time(engine, (1, 3), steps=2)
-    assert [(host.engine, host.params) for host in found] == [(engine, 1), (engine, 3)]
-    assert all(host.least > 0 and host.plain > 0 for host in found)
+    hosts = host_time(engine, (1, 3), steps=2)
+    assert [(host.engine, host.params) for host in hosts] == [(engine, 1), (engine, 3)]
+    assert all(host.least > 0 and host.plain > 0 for host in hosts)
 
 
 @pytest.mark.spawn
 @pytest.mark.parametrize(("engine", "more"), [("plain", []), ("full_shard", ["flat"])])
 def test_the_optimizer_is_timed_in_its_variants(engine: str, more: list[str]) -> None:
-    found = update_time(engine, steps=2)
-    assert [update.variant for update in found] == ["default", "foreach", "fused", *more]
-    assert all(0 < update.least <= update.median for update in found)
+    updates = update_time(engine, steps=2)
+    assert [update.variant for update in updates] == ["default", "foreach", "fused", *more]
+    assert all(0 < update.least <= update.median for update in updates)
+
+
+@pytest.mark.spawn
+def test_a_profile_names_what_the_engine_calls() -> None:
+    text = profile("full_shard", "tiny", 1, 1) + profile_host("full_shard", 2, 1)
+    assert text.count("shardwise/hooks.py") > 1
 
 
 # ---- the pieces ----------------------------------------------------------------------------
@@ -150,24 +145,6 @@ def test_a_rival_that_is_not_installed_is_reported_as_absent(
     assert f"deepspeed_zero2: absent, {row.absent}" in table.lines(report)
 
 
-def test_a_file_with_an_unknown_or_mistyped_field_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    hosts = (Host("fsdp2", 10, 600.0, 590.0, 90.0),)
-    updates = (Update("fsdp2", "fused", 4.5, 4.4),)
-    results.write(Report(this_machine(), "sgd", hosts=hosts, updates=updates), path)
-    good = json.loads(path.read_text("utf-8"))
-    assert results.read(path).hosts == hosts
-    for bad in (
-        good | {"colour": "red"},
-        good | {"optimizer": 3},
-        good | {"hosts": [good["hosts"][0] | {"params": "ten"}]},
-        {name: value for name, value in good.items() if name != "machine"},
-    ):
-        path.write_text(json.dumps(bad), "utf-8")
-        with pytest.raises(ValueError, match=r"fields that|validation error"):
-            results.read(path)
-
-
 def test_losses_that_differ_stop_the_run() -> None:
     check_losses("ddp", [4.0, 3.0], [4.0, 3.00002], "tiny")
     with pytest.raises(RuntimeError, match="fsdp2 on tiny: losses"):
@@ -180,18 +157,13 @@ def test_of_the_plain_step_only_the_first_loss_must_agree() -> None:
         check_losses(PLAIN, [4.1, 3.0], [4.0, 3.0], "tiny")
 
 
-def test_everybody_is_first_once_and_then_the_order_turns_round() -> None:
-    orders = ["".join(rotated(list("abc"), number)) for number in range(6)]
-    assert orders == ["abc", "bca", "cab", "cba", "acb", "bac"]
-
-
 def test_a_step_is_as_slow_as_its_slowest_rank_and_compared_within_its_round() -> None:
-    def seen(*laps: tuple[float, float]) -> Observed:
-        return Observed([], [Lap(*lap) for lap in laps], sent=0, counted=None, copied=0)
+    def measured(*laps: tuple[float, float]) -> Measured:
+        return Measured([], [Lap(*lap) for lap in laps], sent=0, counted=None, copied=0)
 
     ranks = [
-        {PLAIN: seen((1, 1), (2, 2), (1, 1)), "ddp": seen((2, 1), (5, 1), (3, 1))},
-        {PLAIN: seen((1, 0), (1, 1), (1, 1)), "ddp": seen((2, 2), (1, 1), (1, 1))},
+        {PLAIN: measured((1, 1), (2, 2), (1, 1)), "ddp": measured((2, 1), (5, 1), (3, 1))},
+        {PLAIN: measured((1, 0), (1, 1), (1, 1)), "ddp": measured((2, 2), (1, 1), (1, 1))},
     ]
     # plain 2, 4, 2 and ddp 4, 6, 4, so quotients are 2, 1.5, 2
     assert times_of("ddp", ranks) == Times(
@@ -208,7 +180,7 @@ def test_a_step_is_as_slow_as_its_slowest_rank_and_compared_within_its_round() -
 
 
 def test_copies_are_those_beyond_the_plain_step() -> None:
-    plain = Observed([], [], sent=0, counted=None, copied=30)
+    plain = Measured([], [], sent=0, counted=None, copied=30)
     ranks = [
         {PLAIN: plain, "full_shard": replace(plain, sent=7, counted=6, copied=50)},
         {PLAIN: plain, "full_shard": replace(plain, sent=9, counted=6, copied=40)},
@@ -253,18 +225,3 @@ def test_copies_are_counted_where_they_are_made_and_sums_are_not() -> None:
 def test_the_same_generator_gives_the_same_batch(name: str) -> None:
     first, second = (TASKS[name].batch(torch.Generator().manual_seed(3)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_a_call_is_put_down_to_the_file_that_makes_it() -> None:
-    def kind(name: str, caller: str, file: str = "~") -> str:
-        return kind_of(Call(name, file, caller, seconds=0.0, count=1))
-
-    copy = "<method 'copy_' of 'torch._C.TensorBase' objects>"
-    assert kind(copy, "shardwise/buffers.py") == "engine: copies"
-    assert kind(copy, "torch/nn/modules/linear.py") == "compute: forward"
-    assert kind(copy, "torch/optim/adamw.py") == "optimizer"
-    wait = "<built-in method torch._C._distributed_c10d.wait>"
-    assert kind(wait, "shardwise/comm/gloo.py") == "waiting for peers"
-    assert kind("shardwise/hooks.py:9 f", "torch/x.py", "shardwise/hooks.py") == "engine: Python"
-    forward = "shardwise/train/decoder.py"
-    assert kind(f"{forward}:9 forward", "torch/x.py", forward) == "Python of model and torch"

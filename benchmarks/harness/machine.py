@@ -9,29 +9,18 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["Machine", "this_machine", "version_of"]
-
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and with what a run was made.
+    """Where and with what a run was made."""
 
-    Attributes:
-        date: UTC, to the minute.
-        processor: as ``/proc/cpuinfo`` names it.
-        cores: that this process may use.
-        memory: bytes.
-        load: the load average of the last minute when the run began: other people's work.
-        kernel: the operating system's name and release.
-        versions: of Python and the packages that are compared; ``""`` where one is absent.
-    """
-
-    date: str
-    processor: str
-    cores: int
-    memory: int
-    load: float
-    kernel: str
+    date: str  # UTC, to the minute
+    processor: str  # as ``/proc/cpuinfo`` names it
+    cores: int  # that this process may use
+    memory: int  # bytes
+    load: float  # the load average of the last minute when the run began: other people's work
+    kernel: str  # the operating system's name and release
+    # of Python and the packages that are compared; ``""`` where one is absent
     versions: dict[str, str]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Peers that do not exist but take their time: one device, rank 0 of a large group.
+"""Simulated collectives that take their time: one device, rank 0 of a large group.
 
 Torch's fake process group answers at once and on the stream that asks, so nothing could overlap.
 Here each collective of either engine takes as long as a link would need for its bytes, and is
@@ -30,22 +30,15 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import Store
 from torch.profiler import record_function
 
-__all__ = ["MARK", "Echo", "Link", "Peers", "link_of"]
-
-MARK = "peers: "  # begins the name under which the profiler shows a collective
+MARK = "collective: "  # begins the name under which the profiler shows a collective
 
 
 @dataclass(frozen=True)
 class Link:
-    """How fast bytes reach a rank.
+    """How fast bytes reach a rank."""
 
-    Attributes:
-        bandwidth: bytes per second; 0: no time at all.
-        latency: seconds of each collective, besides its bytes.
-    """
-
-    bandwidth: float
-    latency: float = 0.0
+    bandwidth: float  # bytes per second; 0: no time at all
+    latency: float = 0.0  # seconds of each collective, besides its bytes
 
     def seconds(self, nbytes: int) -> float:
         """That a collective takes in which a rank receives ``nbytes``."""
@@ -67,8 +60,8 @@ def link_of(world: int, bandwidth: float | None = None) -> Link:
     return link if bandwidth is None else Link(bandwidth, link.latency if bandwidth else 0.0)
 
 
-class Peers:
-    """The others of a group of ``world`` ranks, as seen by rank 0. Final.
+class SimulatedGroup:
+    """A group of ``world`` ranks of which only rank 0 exists. Final.
 
     Args:
         world: how many ranks there are, this one included.
@@ -81,11 +74,11 @@ class Peers:
         self.calls = 0
         self.nbytes = 0  # received by this rank
         self._link = link
-        self._queue = _Queue(device) if device.type == "cuda" else None
+        self._queue = _LinkQueue(device) if device.type == "cuda" else None
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Inside, ``torch.distributed``'s collectives on any group are answered by these peers."""
+    def installed(self) -> Iterator[None]:
+        """Inside, ``torch.distributed``'s collectives on any group are these."""
         calls: dict[str, Callable[..., Any]] = {
             "all_gather_single": self.all_gather,
             "all_gather_into_tensor": self.all_gather,
@@ -105,7 +98,7 @@ class Peers:
     ) -> Work | None:
         """``[world * n]`` from ``[n]``, which may lie in it, at rank 0's place."""
 
-        def arrive() -> None:
+        def write() -> None:
             pieces = output_tensor.view(self.world, -1)
             mine = input_tensor.view(-1)
             if pieces.data_ptr() != mine.data_ptr():
@@ -113,7 +106,7 @@ class Peers:
             pieces[1:] = mine
 
         received = (self.world - 1) * input_tensor.nbytes
-        return self._take("all_gather", received, arrive, async_op)
+        return self._run("all_gather", received, write, async_op)
 
     def reduce_scatter(
         self,
@@ -126,11 +119,11 @@ class Peers:
         """``[n]`` from ``[world * n]``: the sum of ``world`` equal addends, or their mean."""
         factor = 1 if op == dist.ReduceOp.AVG else self.world
 
-        def arrive() -> None:
+        def write() -> None:
             torch.mul(input.view(self.world, -1)[0], factor, out=output.view(-1))
 
         received = (self.world - 1) * output.nbytes
-        return self._take("reduce_scatter", received, arrive, async_op)
+        return self._run("reduce_scatter", received, write, async_op)
 
     def all_to_all(
         self,
@@ -141,25 +134,25 @@ class Peers:
     ) -> Work | None:
         """``[world * n]`` from the same: every peer sends what this rank would send to itself."""
 
-        def arrive() -> None:
+        def write() -> None:
             output.view(self.world, -1).copy_(input.view(self.world, -1)[0])
 
         received = (self.world - 1) * (input.nbytes // self.world)
-        return self._take("all_to_all", received, arrive, async_op)
+        return self._run("all_to_all", received, write, async_op)
 
-    def _take(
-        self, name: str, received: int, arrive: Callable[[], None], async_op: bool
+    def _run(
+        self, name: str, received: int, write: Callable[[], None], async_op: bool
     ) -> Work | None:
         self.calls += 1
         self.nbytes += received
         with torch.no_grad(), record_function(MARK + name):
             if self._queue is None:
-                arrive()
-                return Answer(None) if async_op else None
-            return self._queue.put(self._link.seconds(received), arrive, async_op)
+                write()
+                return SimulatedWork(None) if async_op else None
+            return self._queue.put(self._link.seconds(received), write, async_op)
 
 
-class Answer(Work):
+class SimulatedWork(Work):
     """A collective in flight. On a GPU ``wait`` orders streams, as NCCL's does. Final.
 
     What takes part in it is kept until then, as ``ProcessGroupNCCL`` keeps it.
@@ -182,7 +175,7 @@ class Answer(Work):
         return self._event is None or self._event.query()
 
 
-class _Queue:
+class _LinkQueue:
     """The link: one collective after the other, each on the stream where NCCL would have it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -190,7 +183,7 @@ class _Queue:
         self._cycles = _cycles_per_second(device)
         self._last: torch.cuda.Event | None = None
 
-    def put(self, seconds: float, arrive: Callable[[], None], async_op: bool) -> Work | None:
+    def put(self, seconds: float, write: Callable[[], None], async_op: bool) -> Work | None:
         current = torch.cuda.current_stream()
         stream = self._stream if async_op else current
         if async_op:
@@ -200,9 +193,9 @@ class _Queue:
         with torch.cuda.stream(stream):
             if seconds:
                 torch.cuda._sleep(round(seconds * self._cycles))  # noqa: SLF001
-            arrive()
+            write()
             self._last = stream.record_event()
-        return Answer(self._last, arrive) if async_op else None
+        return SimulatedWork(self._last, write) if async_op else None
 
 
 def _cycles_per_second(device: torch.device) -> float:
@@ -217,7 +210,7 @@ def _cycles_per_second(device: torch.device) -> float:
     return float(cycles / (1e-3 * start.elapsed_time(stop)))
 
 
-class Echo(Store):
+class EchoStore(Store):
     """A store in which every peer says, of what ranks share, what this rank says. Final."""
 
     def __init__(self) -> None:

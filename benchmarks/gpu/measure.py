@@ -20,16 +20,15 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from benchmarks.crew import Seat
-from benchmarks.gpu.copies import SIDES, Copies
-from benchmarks.gpu.engines import ENGINES, Engine, Setup, start
-from benchmarks.gpu.models import Batch, batch_of
-from benchmarks.gpu.peers import Peers
+from benchmarks.gpu.copies import COLLECTIVES, SIDES, CopyRecorder
+from benchmarks.gpu.engines import ENGINES, Setup, slice_numel, start
+from benchmarks.gpu.models import batch_of
+from benchmarks.gpu.simulated import SimulatedGroup
 from benchmarks.gpu.timeline import Kind, Overlap, Span, overlap_of
 from benchmarks.gpu.trace import UNNAMED, allocated_of, profiled, spans_of
-from benchmarks.step.rounds import rotated
-
-__all__ = ["BURST", "Alone", "CopyCount", "Lap", "Memory", "copies_of", "look", "race"]
+from benchmarks.harness.rounds import rotated
+from benchmarks.harness.workers import Worker
+from benchmarks.training import Batch, Engine
 
 BURST = 3  # steps in a lap
 WARM = 3  # steps before anything is looked at
@@ -40,77 +39,49 @@ BEGIN = "memory is watched from here on"
 
 @dataclass(frozen=True)
 class Lap:
-    """Seconds per step.
+    """Seconds per step."""
 
-    Attributes:
-        whole: from an idle device to an idle device.
-        device: the same by the device's own clock; ``None`` on the CPU.
-        host: until the host has asked for everything.
-    """
-
-    whole: float
-    device: float | None
-    host: float
+    whole: float  # from an idle device to an idle device
+    device: float | None  # the same by the device's own clock; ``None`` on the CPU
+    host: float  # until the host has asked for everything
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device, as torch's allocator counts them.
+    """Bytes on the device, as torch's allocator counts them."""
 
-    Attributes:
-        rest: between steps: shards, optimizer state, and whatever else is kept.
-        peak: the most in use during a step.
-        reserved: the most taken from the device; ``None`` on the CPU.
-    """
-
-    rest: int
-    peak: int
-    reserved: int | None
+    rest: int  # between steps: shards, optimizer state, and whatever else is kept
+    peak: int  # the most in use during a step
+    reserved: int | None  # the most taken from the device; ``None`` on the CPU
 
 
 @dataclass(frozen=True)
 class CopyCount:
-    """Copies of one side, per step.
+    """Copies of one side, per step."""
 
-    Attributes:
-        side: one of ``copies.SIDES``; or ``"not named"``: kernels that look like copies, and that
-            no operation we know of launched.
-        kernels: on the device.
-        milliseconds: that they took.
-        calls: operations.
-        nbytes: written.
-    """
-
+    # one of ``copies.SIDES``; or ``"not named"``: kernels that look like copies, and that no
+    # operation we know of launched.
     side: str
-    kernels: float
-    milliseconds: float
-    calls: float
-    nbytes: float
+    kernels: float  # on the device
+    milliseconds: float  # that they took
+    calls: float  # operations
+    nbytes: float  # written
 
 
 @dataclass(frozen=True)
 class Alone:
-    """What a process saw that held one engine.
+    """What a process measured that held one engine."""
 
-    Attributes:
-        memory: bytes.
-        copies: by side, of the sides that there are.
-        overlap: milliseconds.
-        losses: of the first steps; finite, or nothing here means anything.
-        collectives: per step.
-        received: bytes per step, that the link carried.
-    """
-
-    memory: Memory
-    copies: tuple[CopyCount, ...]
-    overlap: Overlap
-    losses: tuple[float, ...]
-    collectives: float
-    received: float
+    memory: Memory  # bytes
+    copies: tuple[CopyCount, ...]  # by side, of the sides that there are
+    overlap: Overlap  # milliseconds
+    losses: tuple[float, ...]  # of the first steps; finite, or nothing here means anything
+    collectives: float  # per step
+    received: float  # bytes per step, that the link carried
 
 
-def race(seat: Seat, setup: Setup, names: Sequence[str], rounds: int) -> None:
-    """Time engines in turn. Tells a dictionary: engine → its laps."""
+def time_in_turn(worker: Worker, setup: Setup, names: Sequence[str], rounds: int) -> None:
+    """Time engines in turn. Sends a dictionary: engine → its laps."""
     with _Stage(setup) as stage:
         engines = {name: ENGINES[name](setup) for name in names}
         for engine in engines.values():
@@ -121,39 +92,40 @@ def race(seat: Seat, setup: Setup, names: Sequence[str], rounds: int) -> None:
             for name in rotated(list(names), number):
                 gc.collect()
                 laps[name].append(stage.lap(engines[name]))
-        seat.tell(laps)
+        worker.send(laps)
 
 
-def look(seat: Seat, setup: Setup, name: str) -> None:
-    """Look at one engine alone. Tells an ``Alone``."""
+def measure_alone(worker: Worker, setup: Setup, name: str) -> None:
+    """Memory, copies and timeline of one engine. Sends an ``Alone``."""
     with _Stage(setup) as stage:
         if setup.device == "cpu":
-            engine, memory, losses = _watched_on_cpu(stage, name)
+            engine, memory, losses = _memory_on_cpu(stage, name)
         else:
             engine = ENGINES[name](setup)
             losses = stage.steps(engine, WARM)
-            memory = _watched(stage, engine)
-        before = stage.peers.calls, stage.peers.nbytes
+            memory = _memory(stage, engine)
+        calls, nbytes = stage.group.calls, stage.group.nbytes
         overlap = _overlap(stage, engine)
-        calls, nbytes = stage.peers.calls - before[0], stage.peers.nbytes - before[1]
-        copies = _copies(stage, engine)
         steps = 1 + WATCHED
-        seat.tell(Alone(memory, copies, overlap, tuple(losses), calls / steps, nbytes / steps))
+        collectives = (stage.group.calls - calls) / steps
+        received = (stage.group.nbytes - nbytes) / steps
+        copies = _copies(stage, engine)
+        worker.send(Alone(memory, copies, overlap, tuple(losses), collectives, received))
 
 
 class _Stage:
-    """A process in which engines run: its group, its peers, and its batches."""
+    """A process in which engines run: its group and its batches."""
 
     def __init__(self, setup: Setup) -> None:
         start(setup)
         self.setup = setup
-        self.peers = Peers(setup.world, setup.place, setup.link)
+        self.group = SimulatedGroup(setup.world, setup.place, setup.link)
         self._batches = [batch_of(setup.shape, setup.place, seed) for seed in range(BATCHES)]
         self._taken = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(self.peers.answering())
+        self._stack.enter_context(self.group.installed())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -204,7 +176,7 @@ class _Stage:
             torch.cuda.synchronize(self.setup.place)
 
 
-def _watched(stage: _Stage, engine: Engine) -> Memory:
+def _memory(stage: _Stage, engine: Engine) -> Memory:
     stage.settle()
     gc.collect()
     torch.cuda.empty_cache()  # what building left behind is nobody's reserve
@@ -215,21 +187,21 @@ def _watched(stage: _Stage, engine: Engine) -> Memory:
     return Memory(rest, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
-def _watched_on_cpu(stage: _Stage, name: str) -> tuple[Engine, Memory, list[float]]:
+def _memory_on_cpu(stage: _Stage, name: str) -> tuple[Engine, Memory, list[float]]:
     """The profiler counts what was allocated while it was on: so it is on from the beginning."""
-    found: list[Engine] = []
+    engines: list[Engine] = []
     losses: list[float] = []
 
     def work() -> None:
-        found.append(ENGINES[name](stage.setup))
-        losses.extend(stage.steps(found[0], WARM))
+        engines.append(ENGINES[name](stage.setup))
+        losses.extend(stage.steps(engines[0], WARM))
         gc.collect()
         with record_function(BEGIN):
-            stage.steps(found[0], WATCHED)
+            stage.steps(engines[0], WATCHED)
 
     events = profiled(work, "cpu", memory=True)
     rest, peak = allocated_of(events, BEGIN)
-    return found[0], Memory(rest, peak, None), losses
+    return engines[0], Memory(rest, peak, None), losses
 
 
 def _overlap(stage: _Stage, engine: Engine) -> Overlap:
@@ -240,30 +212,30 @@ def _overlap(stage: _Stage, engine: Engine) -> Overlap:
 
 
 def _copies(stage: _Stage, engine: Engine) -> tuple[CopyCount, ...]:
-    mode = Copies(engine.slice_numel)
+    recorder = CopyRecorder(slice_numel(stage.setup))
 
     def work() -> None:
-        with mode:
+        with recorder:
             stage.take(engine, WATCHED)
 
-    return copies_of(spans_of(profiled(work, stage.setup.device)), mode, WATCHED)
+    return copies_of(spans_of(profiled(work, stage.setup.device)), recorder, WATCHED)
 
 
-def copies_of(spans: Sequence[Span], mode: Copies, steps: int) -> tuple[CopyCount, ...]:
+def copies_of(spans: Sequence[Span], recorder: CopyRecorder, steps: int) -> tuple[CopyCount, ...]:
     """Per step and side: kernels and times from the profiler, calls and bytes from the mode."""
-    found = []
+    counts = []
     for side in (*SIDES, UNNAMED):
-        mine = [span for span in spans if span.kind is Kind.COPY and span.side == side]
-        noted = [copied for copied in mode.seen if copied.side == side]
-        if side == "peers" or not (mine or noted):
+        kernels = [span for span in spans if span.kind is Kind.COPY and span.side == side]
+        calls = [copied for copied in recorder.copies if copied.side == side]
+        if side == COLLECTIVES or not (kernels or calls):
             continue
-        found.append(
+        counts.append(
             CopyCount(
                 side,
-                kernels=len(mine) / steps,
-                milliseconds=1e-3 * sum(span.stop - span.start for span in mine) / steps,
-                calls=len(noted) / steps,
-                nbytes=sum(copied.nbytes for copied in noted) / steps,
+                kernels=len(kernels) / steps,
+                milliseconds=1e-3 * sum(span.stop - span.start for span in kernels) / steps,
+                calls=len(calls) / steps,
+                nbytes=sum(copied.nbytes for copied in calls) / steps,
             )
         )
-    return tuple(found)
+    return tuple(counts)

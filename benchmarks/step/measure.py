@@ -12,29 +12,18 @@ import gc
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.crew import Seat
-from benchmarks.step.engines import PLAIN, Engine, Setup, build, optimizer_for
-from benchmarks.step.models import Batch
+from benchmarks.harness.rounds import rotated
+from benchmarks.harness.workers import Worker
+from benchmarks.step.engines import PLAIN, Setup, build, optimizer_for
 from benchmarks.step.traffic import CopiedBytes, written_bytes
-
-__all__ = [
-    "CHECKED",
-    "TOLERANCE",
-    "Lap",
-    "Observed",
-    "batch_of",
-    "check_losses",
-    "observe",
-    "prepare",
-    "rotated",
-]
+from benchmarks.training import Batch, Engine, trained
 
 CHECKED = 3  # steps whose losses are compared
 TOLERANCE = 1e-5  # of a loss, relative where it is above 1
@@ -53,43 +42,30 @@ class Lap:
 
 
 @dataclass(frozen=True)
-class Observed:
-    """What one rank saw of one engine.
+class Measured:
+    """What one rank measured of one engine."""
 
-    Attributes:
-        losses: of the checked steps.
-        laps: one for each round.
-        sent: bytes that left the process in one step.
-        counted: the same as the engine's own counters have it; ``None`` for rivals.
-        copied: bytes in one step.
-    """
-
-    losses: list[float]
-    laps: list[Lap]
-    sent: int
-    counted: int | None
-    copied: int
+    losses: list[float]  # of the checked steps
+    laps: list[Lap]  # one for each round
+    sent: int  # bytes that left the process in one step
+    counted: int | None  # the same as the engine's own counters have it; ``None`` for rivals
+    copied: int  # bytes in one step
 
 
-def observe(seat: Seat, setup: Setup, names: Sequence[str], rounds: int) -> None:
-    """What a rank of the crew runs. Tells a dictionary: engine → ``Observed``."""
-    with seat.group():
+def measure(worker: Worker, setup: Setup, names: Sequence[str], rounds: int) -> None:
+    """What each rank runs. Sends a dictionary: engine → ``Measured``."""
+    with worker.group():
         prepare(names)
-        batches = [batch_of(setup, seat.rank, step) for step in range(CHECKED + rounds)]
+        batches = [batch_of(setup, worker.rank, step) for step in range(CHECKED + rounds)]
         expected = _averaged_by_hand(setup, batches[:CHECKED])
         engines: dict[str, Engine] = {}
-        first: dict[str, tuple[list[float], int, int | None, int]] = {}
+        measured: dict[str, Measured] = {}
         for name in names:
             engines[name] = build(name, setup)
-            first[name] = _first_steps(engines[name], batches[:CHECKED])
-            check_losses(name, first[name][0], expected, setup.model)
+            measured[name] = _first_steps(engines[name], batches[:CHECKED])
+            check_losses(name, measured[name].losses, expected, setup.model)
         laps = _rounds(engines, batches[CHECKED:])
-        seat.tell(
-            {
-                name: Observed(losses, laps[name], sent, counted, copied)
-                for name, (losses, sent, counted, copied) in first.items()
-            }
-        )
+        worker.send({name: replace(each, laps=laps[name]) for name, each in measured.items()})
 
 
 def prepare(names: Sequence[str]) -> None:
@@ -111,13 +87,13 @@ def batch_of(setup: Setup, rank: int, step: int) -> Batch:
 def _averaged_by_hand(setup: Setup, batches: Sequence[Batch]) -> list[float]:
     """The losses that every engine must show: plain training on averaged gradients."""
     model = setup.new_model()
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = optimizer_for(trained, setup.optimizer)
+    params = trained(model)
+    optimizer = optimizer_for(params, setup.optimizer)
     losses = []
     for batch in batches:
-        loss: Tensor = setup.task.loss(model, batch)
+        loss = setup.task.loss(model, batch)
         loss.backward()
-        for param in trained:
+        for param in params:
             assert param.grad is not None
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
@@ -131,7 +107,7 @@ def check_losses(name: str, losses: list[float], expected: list[float], model: s
     """Raises ``RuntimeError`` where an engine trains something else."""
     compared = 1 if name == PLAIN else len(expected)
     pairs = list(zip(losses, expected, strict=True))[:compared]
-    if any(abs(mine - right) > TOLERANCE * max(1.0, abs(right)) for mine, right in pairs):
+    if any(abs(loss - right) > TOLERANCE * max(1.0, abs(right)) for loss, right in pairs):
         raise RuntimeError(
             f"{name} on {model}: losses {losses[:compared]}, but plain training on averaged "
             f"gradients gives {expected[:compared]}: they differ by more than {TOLERANCE}, so "
@@ -139,10 +115,8 @@ def check_losses(name: str, losses: list[float], expected: list[float], model: s
         )
 
 
-def _first_steps(
-    engine: Engine, batches: Sequence[Batch]
-) -> tuple[list[float], int, int | None, int]:
-    """Losses, bytes sent, bytes counted, bytes copied. The first step may also set things up."""
+def _first_steps(engine: Engine, batches: Sequence[Batch]) -> Measured:
+    """Everything but laps. The first step may also set things up."""
     losses = [_step(engine, batches[0]).item()]
     written, before = written_bytes(), _counted(engine)
     losses.append(_step(engine, batches[1]).item())
@@ -150,7 +124,7 @@ def _first_steps(
     with CopiedBytes() as copies:
         losses += [_step(engine, batch).item() for batch in batches[2:]]
     counted = None if before is None or after is None else after - before
-    return losses, sent, counted, copies.nbytes
+    return Measured(losses, [], sent, counted, copies.nbytes)
 
 
 def _counted(engine: Engine) -> int | None:
@@ -174,13 +148,6 @@ def _rounds(engines: dict[str, Engine], batches: Sequence[Batch]) -> dict[str, l
             laps[name].append(_lap(engines[name], batch))
     gc.enable()
     return laps
-
-
-def rotated(names: list[str], number: int) -> list[str]:
-    """The order of round ``number``: everybody is first, and has two different predecessors."""
-    start = number % len(names)
-    turned = names[start:] + names[:start]
-    return turned if (number // len(names)) % 2 == 0 else turned[::-1]
 
 
 def _lap(engine: Engine, batch: Batch) -> Lap:

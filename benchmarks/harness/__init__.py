@@ -1,0 +1,1 @@
+"""What all benchmarks share: ranks, rounds, memory, tables, plots and report files."""

@@ -1,0 +1,39 @@
+"""Memory of processes, read from outside while they work.
+
+The proportional set size counts a page that two processes share half in each, so a sum over ranks
+is what the host holds. A sample may miss a short peak.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.harness.workers import Workers
+
+PAUSE = 0.002  # seconds between two samples
+
+
+def proc_bytes(path: str, *keys: str) -> int:
+    """The sum of the fields of a file in ``/proc`` that begin with ``keys``, kB, as bytes."""
+    lines = Path(path).read_text("utf-8").splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(keys))
+
+
+def held_by(pid: int | str, *keys: str) -> int:
+    """Bytes that a process holds, by these fields of ``smaps_rollup``, such as ``"Pss:"``."""
+    return proc_bytes(f"/proc/{pid}/smaps_rollup", *keys)
+
+
+def samples(workers: Workers, *keys: str) -> Iterator[list[int]]:
+    """What each rank holds, in bytes, again and again until one of them sends something."""
+    with suppress(ProcessLookupError, FileNotFoundError):  # they may end meanwhile
+        while not workers.has_sent(PAUSE):
+            yield [held_by(pid, *keys) for pid in workers.pids]
+
+
+def trim() -> None:
+    """Give freed memory of this process back to the kernel."""
+    ctypes.CDLL(None).malloc_trim(0)
