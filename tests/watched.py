@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import Comm, Label, Pending, Use
 
 
@@ -18,22 +19,14 @@ class Watched(Comm):
         log: the collectives, in the order in which they were issued.
         flying, most: gathers issued and not waited for, now and at most.
         allocated: the memory that was asked for.
-        dirty: hand memory out full of NaN, to show that nobody relies on what is in it.
     """
 
     def __init__(self, inner: Comm, dirty: bool = False) -> None:
-        super().__init__(inner.rank, inner.size, inner.device)
-        self.inner, self.counters, self.dirty = inner, inner.counters, dirty
+        memory = WatchedMemory(inner.device, dirty)
+        super().__init__(inner.rank, inner.size, inner.device, memory)
+        self.inner, self.counters, self.allocated = inner, inner.counters, memory.allocated
         self.log: list[str] = []
         self.flying = self.most = 0
-        self.allocated: list[Tensor] = []
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        memory = self.inner.allocate(numel, dtype)
-        if self.dirty and memory.is_floating_point():
-            memory.fill_(float("nan"))
-        self.allocated.append(memory)
-        return memory
 
     def fence(self, label: Label) -> None:
         self.inner.fence(label)
@@ -57,6 +50,22 @@ class Watched(Comm):
 
     def agree(self, facts: Mapping[str, str]) -> None:
         self.inner.agree(facts)
+
+
+class WatchedMemory(Memory):
+    """Keeps what it gave out; full of NaN if ``dirty``, to show that nobody relies on zeros."""
+
+    def __init__(self, device: torch.device, dirty: bool) -> None:
+        super().__init__(device)
+        self._dirty = dirty
+        self.allocated: list[Tensor] = []
+
+    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        memory = super()._new(numel, dtype)
+        if self._dirty and memory.is_floating_point():
+            memory.fill_(float("nan"))
+        self.allocated.append(memory)
+        return memory
 
 
 @dataclass

@@ -52,6 +52,7 @@ class Bucket:
         self._pending: Pending | None = None
         self._label = Label("gather", spec.unit)
         self._whole_at_rest = spec.whole_at_rest
+        self._memory = spec.comm.memory
         self._allocate()
         #: Do the parameters show the same, whole memory all the time?
         self.stays_whole = self.aliased and self._whole_at_rest
@@ -68,10 +69,9 @@ class Bucket:
     # ---- memory at rest ------------------------------------------------------------------
 
     def _allocate(self) -> None:
-        spec, dtypes = self.spec, self.dtypes
+        spec, dtypes, memory = self.spec, self.dtypes, self._memory
         #: Do all ranks map the same full bucket?
-        self.shared = shared = spec.comm.shares and spec.placement.splits
-        memory = spec.comm.allocate_bucket if shared else spec.comm.allocate
+        self.shared = shared = memory.shared and spec.placement.splits
         #: Does the full bucket keep its memory when it is free?
         same = dtypes.stored is dtypes.compute
         self.lasting = shared or spec.placement.resident or (same and spec.comm.size == 1)
@@ -79,7 +79,8 @@ class Bucket:
         self.aliased = self.lasting and same
         self._cast = False  # does a lasting bucket hold what the shard holds now?
         with torch.inference_mode(False):
-            self.full = memory(self.layout.numel, dtypes.compute)  # [W * S]
+            allocate = memory.full if spec.placement.splits else memory.shard
+            self.full = allocate(self.layout.numel, dtypes.compute)  # [W * S]
             self._full_views = spec.full_views(self.full)
             self._writer = torch.empty(0, dtype=dtypes.compute, device=self.full.device)
             size = (self.layout.numel,)
@@ -95,7 +96,7 @@ class Bucket:
         with torch.inference_mode(False):
             at_rest = spec.own(self.full) if spec.placement.splits else self.full
             self.shard = (  # [S], or [W * S] when nothing is split
-                at_rest if self.aliased else spec.comm.allocate(at_rest.numel(), self.dtypes.stored)
+                at_rest if self.aliased else self._memory.shard(at_rest.numel(), self.dtypes.stored)
             )
             self.shard.zero_()  # padding stays zero for life
             self._rest_views = spec.rest_views(self.shard)
@@ -125,7 +126,7 @@ class Bucket:
         if self.stays_whole:
             return
         if not self.lasting:
-            self._storage.resize_(self._nbytes)
+            self._memory.refill(self._storage, self._nbytes)
         if not self.aliased and not self._cast:
             self._cast = self.lasting
             self._own.copy_(self.shard)
@@ -197,7 +198,7 @@ class Bucket:
 
     def _release(self) -> None:
         if not self.lasting:
-            self._storage.resize_(0)
+            self._memory.free(self._storage)
 
     def adopt(self) -> None:
         """Take over values that were put in place of a parameter's by ``param.data = ...``.

@@ -109,9 +109,8 @@ def _gather_gradients(buckets: Sequence[Bucket], entries: Sequence[_Entry]) -> N
     """Whole gradients of the parameters that have one on any rank. A collective."""
     comm = buckets[0].spec.comm
     shards = [None if entry.is_local else entry.at_rest for entry in entries]
-    present = comm.allocate(comm.size * len(entries), torch.uint8).view(comm.size, -1)
-    present[comm.rank] = torch.tensor([shard is not None for shard in shards])
-    comm.all_gather(present.view(-1), Label("whole", "which gradients there are")).wait()
+    mine = torch.tensor([shard is not None for shard in shards], dtype=torch.uint8)
+    present = comm.gather_rows(mine, Label("whole", "which gradients there are"))
     anywhere = iter(present.any(0).tolist())
     start = 0
     for bucket in buckets:

@@ -214,7 +214,7 @@ class Gradients:
 
     def _open(self, dtype: torch.dtype) -> Tensor:
         spec = self.spec
-        self.full = full = spec.comm.allocate(spec.layout.numel, dtype)
+        self.full = full = spec.comm.memory.gradient(spec.layout.numel, dtype)
         self._views = spec.full_views(full)
         return full
 
@@ -247,7 +247,7 @@ class Gradients:
         spec = self.spec
         if spec.placement.splits or spec.comm.size == 1:
             return mean
-        full = spec.comm.allocate(spec.layout.numel, mean.dtype)
+        full = spec.comm.memory.gradient(spec.layout.numel, mean.dtype)
         spec.own(full).copy_(mean)
         spec.comm.all_gather(full, Label("spread", spec.unit)).wait()
         return full

@@ -51,10 +51,7 @@ def over_ranks(
     A collective.
     """
     sent = parts.to(comm.device, torch.uint8 if parts.dtype is torch.bool else parts.dtype)
-    rows = comm.allocate(comm.size * len(sent), sent.dtype).view(comm.size, len(sent))
-    rows[comm.rank] = sent
-    comm.all_gather(rows.view(-1), label).wait()
-    columns = rows.to(parts.device, parts.dtype).unbind(1)
+    columns = comm.gather_rows(sent, label).to(parts.device, parts.dtype).unbind(1)
     return torch.stack([combine(column) for column in columns])
 
 

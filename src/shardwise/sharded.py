@@ -336,7 +336,7 @@ class Sharded:
         """The schedule of ``"train"``, ``"accumulate"``, ``"last"`` or ``"forward"``."""
         schedules, name, comm = self.runtime.schedules, self.placement.name, self.comm
         listed, weights = schedules.events(mode), schedules.weights()
-        return Schedule(listed, weights, name, mode, comm.size, comm.shares)
+        return Schedule(listed, weights, name, mode, comm.size, comm.memory.shared)
 
     def numel(self, *, trainable_only: bool = False) -> int:
         """Elements of the whole model's parameters; ``parameter.numel()`` is this rank's part."""

@@ -99,10 +99,9 @@ class Sharding:
         comm, slot = self.comm, self.layout.slot(self.name)
         ranges = [self.layout.owned(slot, rank) for rank in range(comm.size)]
         sizes = [stop - start for start, stop in ranges]
-        rows = comm.allocate(comm.size * max(sizes), part.dtype).view(comm.size, max(sizes))
-        rows[comm.rank, : part.numel()] = part.reshape(-1)
-        if rows.numel():
-            comm.all_gather(rows.view(-1), Label("read", self.name)).wait()
+        mine = torch.empty(max(sizes), dtype=part.dtype, device=part.device)
+        mine[: part.numel()] = part.reshape(-1)
+        rows = comm.gather_rows(mine, Label("read", self.name))
         pieces = [row[:size] for row, size in zip(rows.unbind(), sizes, strict=True)]
         return torch.cat(pieces).view(self.shape).to(part.device)
 

@@ -78,14 +78,11 @@ class Trained:
         for bucket, index, trained in changed:
             if trained and self._stored not in (None, bucket.dtypes.stored):
                 raise _misfit(bucket, index, self._stored)
-        if self._comm.size == 1:
-            return
         bucket, index, trained = changed[0]
         what = f"that {bucket.members[index].name!r} is {'trained' if trained else 'frozen'} now"
         more = f", and {len(changed) - 1} more changed" if len(changed) > 1 else ""
         label = Label("agree", f"{what}{more} [{zlib.crc32(bytes(now)):08x}]")
-        flags = torch.zeros(self._comm.size, dtype=torch.uint8, device=self._comm.device)
-        self._comm.all_gather(flags, label).wait()
+        self._comm.gather_rows(torch.zeros(1, dtype=torch.uint8), label)
 
     def _tell(self) -> None:
         flags = iter(self._now)

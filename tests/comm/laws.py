@@ -143,6 +143,12 @@ def reductions_are_close(comm: Comm) -> list[Tensor]:
     return []
 
 
+def rows_come_in_rank_order(comm: Comm) -> list[Tensor]:
+    rows = comm.gather_rows(values(comm.rank, N, torch.float32), Label("gather", "rows"))
+    assert same_bits(rows, torch.stack([values(r, N, torch.float32) for r in range(comm.size)]))
+    return [rows]
+
+
 def collectives_may_be_waited_for_in_any_order(comm: Comm) -> list[Tensor]:
     started = [gather(comm, torch.float32, n, f"unit {n}") for n in (1, 5000, 3, 70_000, 2)]
     sums = [
@@ -228,13 +234,13 @@ def bytes_are_counted(comm: Comm) -> list[Tensor]:
 
 
 def memory_is_aligned_and_outlives_inference_mode(comm: Comm) -> list[Tensor]:
-    with torch.inference_mode():
-        memory = comm.allocate(100, torch.bfloat16)
-    assert memory.shape == (100,)
-    assert memory.dtype == torch.bfloat16
-    assert memory.device == comm.device
-    assert memory.data_ptr() % 64 == 0
-    assert not memory.is_inference()
+    for allocate in (comm.memory.shard, comm.memory.full, comm.memory.gradient):
+        with torch.inference_mode():
+            tensor = allocate(100, torch.bfloat16)
+        assert (tensor.shape, tensor.dtype) == ((100,), torch.bfloat16)
+        assert tensor.device == comm.device
+        assert tensor.data_ptr() % 64 == 0
+        assert not tensor.is_inference()
     return []
 
 
@@ -288,6 +294,7 @@ Law = Callable[[Comm], list[Tensor]]
 
 COMMON: list[Law] = [
     gathers_concatenate_the_pieces,
+    rows_come_in_rank_order,
     collectives_may_be_waited_for_in_any_order,
     waiting_twice_is_free,
     what_nobody_waits_for_hurts_nobody,

@@ -52,7 +52,7 @@ def test_calls_and_bytes_are_those_of_a_real_group(rank: int) -> None:
 def test_it_can_be_one_of_a_thousand_ranks() -> None:
     comm = FakeComm(1000, 1024)
     for _ in range(100):
-        full = comm.allocate(1024 * 16, torch.float32).zero_()
+        full = comm.memory.full(1024 * 16, torch.float32).zero_()
         comm.all_gather(full, Label("gather")).wait()
         sum_of(comm, full)
     assert comm.counters.bytes_sent["gather"] == 100 * 1023 * 64

@@ -5,6 +5,6 @@ In reading order: ``protocol`` (what the engine sees), ``reduction`` (sums over 
 ``group`` (what transports between real ranks have in common), ``messages`` (collectives as
 messages), ``threads`` and ``gloo`` (what carries the messages), ``arena`` and ``shared_memory``
 (ranks of one host that map the same memory), ``backend`` (the collectives of NCCL, XCCL and HCCL),
-``watchdog`` (no wait without end or explanation), ``malloc`` (freed memory that stays mapped),
-``environment`` (the launcher's variables), ``connect`` (chooses one of them).
+``memory`` (where tensors lie), ``malloc`` (freed memory that stays mapped), ``watchdog`` (no wait
+without end or explanation), ``environment`` (the launcher's variables), ``connect`` (chooses).
 """

@@ -1,9 +1,7 @@
-"""New memory that outlives the mode in which it is first asked for, and freed memory that stays.
+"""The C library's allocator: freed memory that stays mapped in the process.
 
-A tensor that is made inside ``torch.inference_mode()`` can never be trained with, and a model may
-be called in it before its first training step. And on CPU the ordinary way gives what is freed
-back to the kernel and gets it again, page by page and zeroed, in the next step: writing to fresh
-pages costs ten times as much as writing to mapped ones.
+On CPU the ordinary way gives what is freed back to the kernel and gets it again, page by page and
+zeroed, in the next step: writing to fresh pages costs ten times as much as writing to mapped ones.
 """
 
 from __future__ import annotations
@@ -11,23 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 
-import torch
-from torch import Tensor
-
-__all__ = ["fresh", "keep_mapped", "trim"]
+__all__ = ["keep_mapped", "trim"]
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 KEPT = 1 << 30  # bytes: freed memory up to this stays mapped in the process
 OLDER = 1 << 25  # what an older glibc allows at most
 CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
-
-
-def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[numel]``, uninitialised, with a storage of its own."""
-    if not torch.is_inference_mode_enabled():  # leaving a mode costs more than asking
-        return torch.empty(numel, dtype=dtype, device=device)
-    with torch.inference_mode(False):
-        return torch.empty(numel, dtype=dtype, device=device)
 
 
 def keep_mapped() -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm.desync import Collective
 from shardwise.comm.group import Ending, Group, Transfer
-from shardwise.comm.malloc import fresh
+from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import Use
 
 __all__ = ["MessagesComm"]
@@ -27,7 +27,7 @@ class MessagesComm(Group):
         self, rank: int, size: int, device: torch.device, ending: Ending | None = None
     ) -> None:
         super().__init__(rank, size, device, ending)
-        self._scratch = _Scratch(device)
+        self._scratch = _Scratch(self.memory)
 
     @abstractmethod
     def _post(
@@ -75,8 +75,8 @@ class _Scratch:
     Fresh pages cost more than writing to them: over ten times as much from 32 MB up.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
         self._free: list[Tensor] = []
 
     def take(self, nbytes: int) -> Tensor:
@@ -87,7 +87,7 @@ class _Scratch:
                 return self._free.pop(i)
         if self._free:
             self._free.pop()  # what replaces it is larger
-        return fresh(nbytes, torch.uint8, self._device)
+        return self._memory.gradient(nbytes, torch.uint8)
 
     def keep(self, memory: Tensor) -> None:
         self._free.append(memory)

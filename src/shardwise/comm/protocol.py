@@ -18,7 +18,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from shardwise.comm.malloc import fresh
+from shardwise.comm.memory import Memory
 from shardwise.errors import ConfigError
 
 __all__ = ["Comm", "Counters", "Done", "Label", "Pending", "Use", "rows_of"]
@@ -88,27 +88,20 @@ class Comm(ABC):
     Collectives are issued in the same order on every rank.
 
     Attributes:
-        shares: is ``allocate_bucket`` the same memory on every rank, so that a gather moves
-            nothing?
+        memory: where tensors lie that this group sends.
         sums: has the transport a ``reduce_scatter`` of its own?
         averages: can that one divide by ``size``, as a self-test showed on every rank?
     """
 
-    shares = False
     sums = False
     averages = False
 
-    def __init__(self, rank: int, size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device | str, memory: Memory | None = None
+    ) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.memory = memory or Memory(self.device)
         self.counters = Counters()
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """This rank's own memory, ``[numel]``, uninitialised, on ``device``."""
-        return fresh(numel, dtype, self.device)
-
-    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a full bucket, ``[numel]``; asked for in the same order on every rank."""
-        return self.allocate(numel, dtype)
 
     @abstractmethod
     def all_gather(self, full: Tensor, label: Label) -> Pending:
@@ -118,6 +111,14 @@ class Comm(ABC):
             full: ``[size * n]``; before the call ``full[rank * n : (rank + 1) * n]`` holds this
                 rank's piece, afterwards every piece is there.
         """
+
+    def gather_rows(self, mine: Tensor, label: Label) -> Tensor:
+        """Every rank's ``mine``, ``[n]``: ``[size, n]`` in new memory. A collective."""
+        full = self.memory.gradient(self.size * mine.numel(), mine.dtype)
+        rows = full.view(self.size, mine.numel())
+        rows[self.rank] = mine
+        self.all_gather(full, label).wait()
+        return rows
 
     @abstractmethod
     def exchange(self, full: Tensor, use: Use, label: Label) -> Pending:

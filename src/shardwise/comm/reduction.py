@@ -63,14 +63,14 @@ class Reduction:
         """Issue the reduce-scatter of ``full``, ``[W * S]``, which is overwritten. A collective."""
         sent = full
         if full.dtype is not self.wire:
-            sent = comm.allocate(full.numel(), self.wire).copy_(full)
+            sent = comm.memory.gradient(full.numel(), self.wire).copy_(full)
         if self.before != 1:
             sent.div_(self.before)
         if comm.size == 1:
             out = sent.to(self.sum)  # the same memory where it can be
             divide(out, self.after)
             return Reducing(sent, out, Done())
-        out = comm.allocate(sent.numel() // comm.size, self.sum)
+        out = comm.memory.gradient(sent.numel() // comm.size, self.sum)
         return Reducing(sent, out, self._issue(out, sent, comm, label))
 
     def _issue(self, out: Tensor, sent: Tensor, comm: Comm, label: Label) -> Pending:

@@ -36,6 +36,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from shardwise.comm.arena import Arena, CommonHeap, Heap
 from shardwise.comm.desync import Collective
 from shardwise.comm.group import Ending, Group, InFlight, Transfer, nothing
+from shardwise.comm.memory import SharedMemory
 from shardwise.comm.protocol import Label, Pending, Use, rows_of
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
@@ -127,8 +128,6 @@ class SharedMemoryComm(Group):
         ending: what ends with this object.
     """
 
-    shares = True
-
     def __init__(
         self,
         rank: int,
@@ -146,24 +145,11 @@ class SharedMemoryComm(Group):
         self.dead: Numbers = self._common.bytes(CONTROL - 8, 8).view(np.int64)  # [1]
         self._heap = Heap(self._own[rank], self._is_being_read)
         self._buckets = CommonHeap(self._common, CONTROL)
+        self.memory = SharedMemory(self._heap, self._buckets)
         self._room = ROWS  # the first collective whose row may still be in use
         self._flying: list[weakref.ref[InFlight] | None] = [None] * ROWS  # by row
         atexit.register(self._end_with_process)
         self._alive = {peer: os.pidfd_open(pids[peer]) for peer in self.peers}
-
-    # ---- memory ----------------------------------------------------------------------------
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):
-            return self._heap.allocate(numel, dtype)
-
-    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The same memory on every rank, because every rank asks in the same order.
-
-        It is given out again after its tensors are gone on every rank, and after an ``agree``.
-        """
-        with torch.inference_mode(False):
-            return self._buckets.allocate(numel, dtype)
 
     # ---- collectives -----------------------------------------------------------------------
 
@@ -218,7 +204,7 @@ class SharedMemoryComm(Group):
         return self._transfer(collective, finish)
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
-        """Every rank's ``text``; what every rank has let go by now may be given out again."""
+        """Every rank's ``text``; common memory that every rank has let go may be reused."""
         self._post(collective, 0)
         mine = json.dumps([text, sorted(self._buckets.let_go)])
         texts = self._watchdog.gather_texts(collective, mine, is_gone=self._is_gone)

@@ -40,9 +40,6 @@ def text_from_rank_0(comm: Comm, text: str | None, what: str) -> str:
 
 def gathered(comm: Comm, values: Sequence[float], what: str) -> Tensor:
     """Every rank's ``values``, ``[ranks, len(values)]`` float64, in rank order."""
-    count = len(values)
     # fp64 travels as it is: counts of tokens stay exact up to 2^53.
-    full = torch.zeros(comm.size * count, dtype=torch.float64, device=comm.device)
-    full[comm.rank * count : (comm.rank + 1) * count] = torch.tensor(values, dtype=torch.float64)
-    comm.all_gather(full, Label("gather", what)).wait()
-    return full.view(comm.size, count).cpu()
+    mine = torch.tensor(values, dtype=torch.float64)
+    return comm.gather_rows(mine, Label("gather", what)).cpu()
