@@ -1,0 +1,178 @@
+"""Every private name of torch, and every unwritten rule of it, that the package relies on.
+
+A name with an underscore may go with any release of torch. So each is read here and nowhere else
+(``tests/test_surface.py`` holds that), and has a test in ``tests/test_torch_internals.py`` that
+says what would break. Checked with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+__all__ = [
+    "ASSIGN",
+    "NO_TORCH_FUNCTION",
+    "after_accumulation",
+    "base_of",
+    "buffers_of",
+    "children_of",
+    "disable_torch_function",
+    "engine_executes",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "fused_adamw_",
+    "fused_sgd_",
+    "get_data",
+    "get_grad",
+    "get_version",
+    "graph_task",
+    "hooks_behind",
+    "is_accumulate_grad",
+    "next_sequence_number",
+    "parameters_of",
+    "queue_callback",
+    "sequence_number",
+    "set_after_accumulation",
+    "set_data",
+    "set_grad",
+    "skip_in_dynamo",
+    "split_flat",
+    "storage_key",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "watch_compiler",
+]
+
+_SLOTS = cast("Any", Tensor)
+
+# ---- tensors ---------------------------------------------------------------------------------
+
+#: In this context, operations on our classes of tensors are those of plain tensors.
+disable_torch_function = torch._C.DisableTorchFunctionSubclass
+#: As ``__torch_function__`` of a class: it has methods of its own and torch's plain operations.
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+
+# What ``param.grad`` and ``param.data`` do, past the properties of our classes.
+get_grad: Callable[[Tensor], Tensor | None] = _SLOTS.grad.__get__
+set_grad: Callable[[Tensor, Tensor | None], None] = _SLOTS.grad.__set__
+get_data: Callable[[Tensor], Tensor] = _SLOTS.data.__get__
+set_data: Callable[[Tensor, Tensor], None] = _SLOTS.data.__set__
+#: How often a tensor was written in place. Views of one base have one number.
+get_version: Callable[[Tensor], int] = _SLOTS._version.__get__
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """What it is a view of, as autograd knows it."""
+    return tensor._base
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for tensors in the same storage, also while that has no memory."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+#: ``(flat, like) → `` views of ``flat``, one after the other, in the shapes of ``like``; one call.
+split_flat: Callable[[Tensor, list[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
+
+# One kernel for many tensors.
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+fused_adamw_ = torch._fused_adamw_
+fused_sgd_ = torch._fused_sgd_
+
+# ---- modules ---------------------------------------------------------------------------------
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters, in the dict in which it holds them."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers, in the dict in which it holds them."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's own modules, in the dict in which it holds them."""
+    return module._modules
+
+
+#: In the metadata that a hook before ``load_state_dict`` gets: was ``assign=True`` said?
+ASSIGN = "assign_to_params_buffers"
+
+# ---- autograd --------------------------------------------------------------------------------
+
+#: The number of the backward pass that this thread carries out, or -1.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+#: Will the backward pass that goes on execute this node? An error where it hands a leaf's out.
+engine_executes: Callable[[Node], bool] = torch._C._will_engine_execute_node
+#: The number that the next node of this thread gets. Backward goes from high numbers to low ones.
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def sequence_number(node: Node) -> int:
+    """When the node was made."""
+    return node._sequence_nr()
+
+
+def is_accumulate_grad(node: Node) -> bool:
+    """Does the node add to a leaf's ``.grad``?"""
+    return "AccumulateGrad" in node.name()
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call it when the backward pass that goes on has ended; not where it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def after_accumulation(param: nn.Parameter) -> Any:
+    """The hooks that ``register_post_accumulate_grad_hook`` adds to: a dict, or ``None``."""
+    return param._post_accumulate_grad_hooks
+
+
+def set_after_accumulation(param: nn.Parameter, hooks: Any) -> None:
+    """Let a frozen parameter have such hooks, too. autograd calls them in the dict's order."""
+    param._post_accumulate_grad_hooks = hooks
+
+
+def hooks_behind(handle: RemovableHandle) -> dict[int, Any]:
+    """The dict of hooks that a handle would remove its own from."""
+    return handle.hooks_dict_ref() or {}
+
+
+# ---- torch.compile ---------------------------------------------------------------------------
+
+
+def skip_in_dynamo(*functions: Callable[..., Any]) -> None:
+    """These, and what they call, run as they are written, also inside a compiled region.
+
+    ``torch.compiler.disable`` imports the compiler for everybody and costs a microsecond a call.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and are not inlined
+
+
+def watch_compiler(
+    dynamo: ModuleType, start: Callable[[Any], None], end: Callable[[Any], None]
+) -> None:
+    """Call ``start`` and ``end`` around each compilation, until ``torch._dynamo.reset()``."""
+    if start not in dynamo.callback_handler.start_callbacks:
+        dynamo.on_compile_start(start)
+        dynamo.on_compile_end(end)

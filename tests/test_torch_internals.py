@@ -1,0 +1,274 @@
+"""What torch does not promise, and the package relies on. Each test says what breaks without it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise import torch_internals as internals
+
+
+class Silent(Tensor):
+    __torch_function__: Any = internals.NO_TORCH_FUNCTION
+
+
+class Loud(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("an operation was seen")
+
+
+def loud(value: Tensor) -> Tensor:
+    value.__class__ = Loud
+    return value
+
+
+# ---- tensors ---------------------------------------------------------------------------------
+
+
+def test_a_class_may_leave_operations_to_torch() -> None:
+    """Else a gathered parameter would pay for Python at every operation of the model."""
+    tensor = torch.ones(2)
+    tensor.__class__ = Silent
+    assert type(tensor + 1) is Tensor
+
+
+def test_operations_of_our_classes_can_be_plain_for_a_while() -> None:
+    """Else what carries out an operation on a shard would be asked about it again, without end."""
+    tensor = loud(torch.ones(2))
+    with internals.disable_torch_function():
+        assert (tensor + 1).sum() == 4
+    with pytest.raises(AssertionError):
+        tensor + 1
+
+
+def test_grad_and_data_are_reached_past_the_properties_of_a_class() -> None:
+    """Else every step would pay for our own properties, several times for each parameter."""
+
+    class Hidden(Silent):
+        grad = data = property()  # which can be neither read nor set
+
+    tensor, grad = torch.ones(2), torch.zeros(2)
+    tensor.__class__ = Hidden
+    internals.set_grad(tensor, grad)
+    assert internals.get_grad(tensor) is grad
+    internals.set_data(tensor, torch.ones(3))
+    assert internals.get_data(tensor).shape == (3,)
+
+
+def test_a_gradient_stays_where_data_gets_another_shape() -> None:
+    """A gathered parameter keeps its shard's gradient: torch compares shapes when one is set."""
+    param, grad = nn.Parameter(torch.ones(4)), torch.ones(4)
+    param.grad = grad
+    internals.set_data(param, torch.ones(2, 4))
+    assert internals.get_grad(param) is grad
+    with pytest.raises(RuntimeError):
+        internals.set_grad(param, torch.ones(4))
+
+
+def test_data_of_another_dtype_makes_autograd_forget_the_node_that_accumulates() -> None:
+    """In mixed precision each gather makes a new node, so the engine adds up a parameter's uses."""
+    param = nn.Parameter(torch.ones(2))
+    before = get_gradient_edge(param).node
+    internals.set_data(param, torch.ones(2, dtype=torch.bfloat16))
+    assert get_gradient_edge(param).node is not before
+
+
+def test_writes_in_place_are_counted_also_by_views_and_not_through_data() -> None:
+    """Else writes to a parameter in its unit's forward pass would be lost without a word."""
+    base = torch.ones(4)
+    view, own = base[:2], base.data
+    before = internals.get_version(view)
+    own.add_(1)
+    assert internals.get_version(view) == before
+    base.add_(1)
+    assert internals.get_version(view) == before + 1
+
+
+def test_a_view_knows_its_base() -> None:
+    """Else an output that is changed in place would hide the node by which its call is known."""
+    base = torch.ones(4, requires_grad=True) * 1
+    assert internals.base_of(base[:2]) is base
+    assert internals.base_of(base) is None
+
+
+def test_a_storage_has_one_key_with_and_without_memory() -> None:
+    """Else an output that is a view of a parameter would be freed with its unit."""
+    tensor = torch.ones(4)
+    key = internals.storage_key(tensor)
+    tensor.untyped_storage().resize_(0)
+    assert internals.storage_key(tensor.view(2, 2)) == key
+    assert internals.storage_key(torch.ones(4)) != key
+
+
+def test_a_flat_tensor_is_split_into_views() -> None:
+    """Else a gather would cost a call for each parameter."""
+    flat = torch.arange(6.0)
+    first, second = internals.split_flat(flat, [torch.empty(2, 2), torch.empty(2)])
+    assert first.tolist() == [[0, 1], [2, 3]]
+    second.zero_()
+    assert flat.tolist() == [0, 1, 2, 3, 0, 0]
+
+
+def test_one_call_serves_many_tensors() -> None:
+    """Else small gradients would cost a call each."""
+    ours, theirs = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    internals.foreach_copy_(ours, theirs)
+    internals.foreach_mul_(ours, 2.0)
+    assert [float(norm) for norm in internals.foreach_norm(ours, 1)] == [4, 6]
+
+
+def test_the_fused_optimizers_take_flat_tensors() -> None:
+    """Else the flat optimizer would be torch's unfused one, several times as slow."""
+    param, grad, step = torch.ones(3), torch.ones(3), torch.ones(())
+    internals.fused_adamw_(
+        [param], [grad], [torch.zeros(3)], [torch.zeros(3)], [], [step], lr=0.5, beta1=0.9,
+        beta2=0.99, weight_decay=0.0, eps=0.0, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    torch.testing.assert_close(param, torch.full((3,), 0.5))
+    internals.fused_sgd_(
+        [param], [grad], [], lr=0.5, momentum=0.0, dampening=0.0, weight_decay=0.0,
+        nesterov=False, maximize=False, is_first_step=True,
+    )  # fmt: skip
+    torch.testing.assert_close(param, torch.zeros(3))
+
+
+# ---- modules ---------------------------------------------------------------------------------
+
+
+def test_modules_hold_what_is_theirs_in_dicts_that_may_be_changed() -> None:
+    """Else buffers could not be put on another device without their module's properties."""
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    norm = module[0]
+    assert internals.children_of(module) == {"0": norm}
+    assert list(internals.parameters_of(norm)) == ["weight", "bias"]
+    replacement = torch.zeros(2)
+    internals.buffers_of(norm)["running_var"] = replacement
+    assert norm.running_var is replacement
+
+
+def test_load_state_dict_tells_its_hooks_of_assign() -> None:
+    """Else ``assign=True`` would replace shards by parameters that no rank trains."""
+    seen: list[object] = []
+
+    def note(module: Any, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        seen.append(metadata.get(internals.ASSIGN, False))
+
+    model = nn.Linear(2, 2)
+    model.register_load_state_dict_pre_hook(note)
+    model.load_state_dict(model.state_dict())
+    model.load_state_dict(model.state_dict(), assign=True)
+    assert seen == [False, True]
+
+
+# ---- autograd --------------------------------------------------------------------------------
+
+
+def test_nodes_are_numbered_as_they_are_made() -> None:
+    """Else a call whose inputs need no gradient would not be known to have ended."""
+    leaf = torch.ones(2, requires_grad=True)
+    first = internals.next_sequence_number()
+    one = leaf * 2
+    two = one * 2
+    assert one.grad_fn is not None
+    assert two.grad_fn is not None
+    assert internals.sequence_number(one.grad_fn) == first
+    assert internals.sequence_number(two.grad_fn) == first + 1
+
+
+def test_a_leafs_node_is_told_from_others() -> None:
+    """Else a unit whose input is a leaf would wait for a gradient that comes in any order."""
+    leaf = torch.ones(2, requires_grad=True)
+    assert internals.is_accumulate_grad(get_gradient_edge(leaf).node)
+    assert not internals.is_accumulate_grad(get_gradient_edge(leaf * 2).node)
+
+
+def test_a_backward_pass_has_a_number_and_calls_back_at_its_end() -> None:
+    """Else nobody would reduce what is left over, and deliver the gradients."""
+    leaf, log = torch.ones(2, requires_grad=True), list[object]()
+
+    def hook(_: Tensor) -> None:
+        log.append(internals.graph_task() >= 0)
+        internals.queue_callback(lambda: log.append("end"))
+
+    leaf.register_hook(hook)
+    assert internals.graph_task() == -1
+    (leaf * 2).sum().backward()
+    assert log == [True, "end"]
+
+
+@pytest.mark.parametrize("asked", ["everything", "the leaf", "another leaf"])
+def test_the_engine_tells_what_a_pass_executes(asked: str) -> None:
+    """Else ``autograd.grad`` would hand out this rank's gradient of a parameter in silence."""
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    answers: list[object] = []
+
+    def hook(_: Tensor) -> None:
+        try:
+            answers.append(internals.engine_executes(get_gradient_edge(leaf).node))
+        except RuntimeError:
+            answers.append("handed out")
+
+    product = leaf * other
+    product.register_hook(hook)
+    if asked == "everything":
+        product.sum().backward()
+    else:
+        torch.autograd.grad(product.sum(), leaf if asked == "the leaf" else other)
+    expected = {"everything": True, "the leaf": "handed out", "another leaf": False}
+    assert answers == [expected[asked]]
+
+
+def test_hooks_after_accumulation_are_called_in_the_order_of_their_dict() -> None:
+    """Else hooks of users would find that our hook took the gradient away."""
+    param, log = nn.Parameter(torch.ones(2)), list[str]()
+    hooks = OrderedDict({0: lambda _: log.append("first"), 1: lambda _: log.append("second")})
+    internals.set_after_accumulation(param, hooks)
+    assert internals.after_accumulation(param) is hooks
+    param.sum().backward()
+    assert log == ["first", "second"]
+
+
+def test_a_handle_leads_to_the_hooks_beside_its_own() -> None:
+    """Else the hooks of models that are gone would stay on every optimizer of the process."""
+
+    def hook(*_: Any) -> None: ...
+
+    handle = register_optimizer_step_pre_hook(hook)
+    assert hook in internals.hooks_behind(handle).values()
+    handle.remove()
+    assert hook not in internals.hooks_behind(handle).values()
+
+
+# ---- torch.compile ---------------------------------------------------------------------------
+
+
+def test_marked_functions_run_outside_graphs_and_compilations_are_announced() -> None:
+    """Else the compiler would trace our hooks, or refuse parameters with a shard's gradient."""
+    import torch._dynamo
+
+    log: list[str] = []
+    internals.watch_compiler(
+        torch._dynamo, lambda _: log.append("start"), lambda _: log.append("end")
+    )
+
+    def ours(x: Tensor) -> Tensor:
+        log.append("ours")
+        return x
+
+    internals.skip_in_dynamo(ours)
+    compiled = torch.compile(lambda x: ours(x + 1) * 2, backend="eager")
+    try:
+        compiled(torch.ones(2))
+        compiled(torch.ones(2))
+    finally:
+        torch._dynamo.reset()
+    assert log.count("ours") == 2
+    assert log[0] == "start"
+    assert "end" in log
