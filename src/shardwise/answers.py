@@ -16,7 +16,7 @@ from shardwise.calls import Call
 from shardwise.comm.protocol import Label
 from shardwise.elementwise import COPIES, ELEMENTWISE, METADATA, NEW, SHAPES, bare_name, writes
 from shardwise.errors import ShardUseError
-from shardwise.reductions import foreach_norm, over_ranks, reduced
+from shardwise.reductions import norms_of_list, over_ranks, reduced
 from shardwise.refusals import handed_out, replaced
 from shardwise.sharding import Sharding, sharding_of
 
@@ -255,7 +255,7 @@ _SPECIAL: dict[str, Callable[[Call], Any]] = {
     "detach": _alias,
     "_has_compatible_shallow_copy_type": _may_replace,
     "grad": _autograd_grad,
-    "_foreach_norm": foreach_norm,
+    "_foreach_norm": norms_of_list,
     "equal": _same,
     "allclose": _same,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,

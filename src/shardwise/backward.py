@@ -20,12 +20,19 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.buffers import Bucket
-from shardwise.compiling import leave_alone
 from shardwise.errors import ScheduleError, ShardUseError
-from shardwise.guard import get_grad, set_grad
 from shardwise.leaves import is_handed_out, on_gradient
 from shardwise.refusals import handed_out
 from shardwise.runtime import Runtime
+from shardwise.torch_internals import (
+    engine_executes,
+    get_grad,
+    is_accumulate_grad,
+    queue_callback,
+    sequence_number,
+    set_grad,
+    skip_in_dynamo,
+)
 from shardwise.unit_state import UnitState
 from shardwise.visits import Visit
 
@@ -103,8 +110,7 @@ class Backward:
         self.runtime.begin_backward()
         token = _Token()
         self._token = weakref.ref(token, self._stopped)
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(self._end, token))
+        queue_callback(partial(self._end, token))
 
     def _end(self, token: _Token) -> None:
         self._token = None  # the traceback of an exception would hold the token
@@ -131,7 +137,7 @@ class Backward:
 
     def _handed_out(self) -> ShardUseError | None:
         """torch.autograd.grad hands a parameter's gradient out instead of accumulating it."""
-        if self.runtime.comm.size == 1 or torch._C._will_engine_execute_node(self._anywhere):
+        if self.runtime.comm.size == 1 or engine_executes(self._anywhere):
             return None  # backward() without inputs= executes every node, also those of others
         names = (
             bucket.members[index].name
@@ -152,15 +158,15 @@ class Backward:
             inputs: the nodes that made what it was given.
         """
         for node in outputs:
-            node.register_prehook(partial(self._enter, visit, node._sequence_nr()))
+            node.register_prehook(partial(self._enter, visit, sequence_number(node)))
         for node in inputs:
             visit.bounded = True
-            if "AccumulateGrad" in node.name():
+            if is_accumulate_grad(node):
                 # A leaf's gradient is due as early as those of the parameters, in any order.
                 node.register_prehook(partial(self._leave_when_complete, visit))
                 continue
             node.register_prehook(partial(self._leave, visit))
-            self._ending.setdefault(node._sequence_nr(), []).append(weakref.ref(visit))
+            self._ending.setdefault(sequence_number(node), []).append(weakref.ref(visit))
 
     def _enter(self, visit: Visit, node: int, gradients: Any) -> None:
         """The gradients of a call's outputs are there.
@@ -227,5 +233,5 @@ class _Token:
     __slots__ = ("__weakref__",)
 
 
-leave_alone(Backward._enter, Backward._leave, Backward._leave_when_complete, Backward._end)
-leave_alone(_arrived)
+skip_in_dynamo(Backward._enter, Backward._leave, Backward._leave_when_complete, Backward._end)
+skip_in_dynamo(_arrived)

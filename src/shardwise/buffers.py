@@ -27,15 +27,15 @@ from torch import Tensor, nn
 from shardwise.bucket import BucketSpec
 from shardwise.comm.protocol import Label, Pending
 from shardwise.errors import ShardUseError
-from shardwise.gathered_parameter import GatheredParameter, set_data
+from shardwise.gathered_parameter import GatheredParameter
 from shardwise.gradients import Gradients
 from shardwise.guard import ShardedParameter
 from shardwise.refusals import replaced
 from shardwise.sharding import sharding_of
+from shardwise.torch_internals import disable_torch_function, get_version, set_data
 
 __all__ = ["Bucket"]
 
-_VERSION: Any = Tensor._version.__get__  # type: ignore[attr-defined]
 _DETACH: Any = Tensor.detach
 
 
@@ -145,7 +145,7 @@ class Bucket:
             return
         if not self._shown:
             self._bind(self._full_views, GatheredParameter)
-            self._handed_out, self._versions = False, list(map(_VERSION, self.params))
+            self._handed_out, self._versions = False, list(map(get_version, self.params))
         elif self.dtypes.stored is not self.dtypes.compute:
             # A change of dtype makes autograd forget the node that adds up a parameter's gradients.
             # So a unit that was kept since its last use must change, too: else the uses of a tied
@@ -189,7 +189,7 @@ class Bucket:
         param = self.params[index]
         if any(param is ours for ours in self._ours):
             param.__class__ = self._class_at_rest
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             param.data = self._rest_views[index]
 
     def expire(self) -> None:
@@ -206,7 +206,7 @@ class Bucket:
         A guarded parameter does so itself. Who has read ``param.data`` before keeps the values that
         were there, as of any parameter: where nothing is split, the bucket moves to other memory.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             if [(param.data_ptr(), param.shape) for param in self.params] == self._places:
                 return
             for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):
@@ -248,7 +248,7 @@ class Bucket:
         """Let the parameters be ``values``, and ours of class ``kind``."""
         for param in self._ours:
             param.__class__ = kind
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             for param, value in zip(self.params, values, strict=True):
                 set_data(param, value)
 
@@ -260,7 +260,7 @@ class Bucket:
             return self._is_replaced()
         return self._shown and (
             self._handed_out
-            or list(map(_VERSION, self.params)) != self._versions
+            or list(map(get_version, self.params)) != self._versions
             or (len(self._ours) < len(self.params) and self._is_replaced())
         )
 
@@ -276,7 +276,7 @@ class Bucket:
             return
         if self.shared and not self._handed_out:
             raise self._written_by_all()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), disable_torch_function():
             for index, (param, full) in enumerate(zip(self.params, self._full_views, strict=True)):
                 whole = Tensor.detach(param)
                 if (whole.shape, whole.dtype) != (full.shape, full.dtype):
@@ -304,7 +304,7 @@ class Bucket:
         return _addresses(self.params) != _addresses(self._full_views)
 
     def _written_by_all(self) -> ShardUseError:
-        versions = map(_VERSION, self.params)
+        versions = map(get_version, self.params)
         changed = (v != before for v, before in zip(versions, self._versions, strict=True))
         names = [m.name for m, one in zip(self.members, changed, strict=True) if one]
         return ShardUseError(

@@ -24,6 +24,7 @@ from shardwise.materialise import checksums, give_values, sync
 from shardwise.options import Options
 from shardwise.sharding import sharding_of
 from shardwise.strategies import Placement
+from shardwise.torch_internals import buffers_of
 from shardwise.unit_state import UnitState
 from shardwise.units import Member, Unit, Units
 from shardwise.version import __version__
@@ -135,14 +136,14 @@ def _place_buffers(
 ) -> Iterable[int]:
     """Buffers stay whole on each rank: moved, cast, and sent by rank 0 once. Yields their bytes."""
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is None:
                 continue
             cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
             placed = buffer.to(comm.device, cast)
             if sends:
                 placed = sync(placed, comm, f"{prefix}.{name}".lstrip("."))
-            module._buffers[name] = placed
+            buffers_of(module)[name] = placed
             yield placed.nbytes
 
 

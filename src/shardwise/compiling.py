@@ -14,28 +14,23 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 
-from shardwise.gathered_parameter import get_data, set_data
-from shardwise.guard import get_grad, set_grad
+from shardwise.torch_internals import (
+    disable_torch_function,
+    get_data,
+    get_grad,
+    set_data,
+    set_grad,
+    skip_in_dynamo,
+    watch_compiler,
+)
 
-__all__ = ["leave_alone", "shield"]
-
-_SKIP = eval_frame._FrameAction.SKIP
-_SKIPPED = eval_frame._FrameExecStrategy(_SKIP, _SKIP)  # the function, and what it calls
-
-
-def leave_alone(*functions: Callable[..., Any]) -> None:
-    """These run as they are written, also inside a compiled region."""
-    for function in functions:
-        eval_frame.set_code_exec_strategy(function.__code__, _SKIPPED)
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and are not inlined
+__all__ = ["shield"]
 
 
 class Shielded(Protocol):
@@ -62,14 +57,12 @@ def shield(model: Shielded) -> None:
     if dynamo is None:
         return
     _thread.models.add(model)
-    if _set_aside not in dynamo.callback_handler.start_callbacks:  # torch._dynamo.reset() forgets
-        dynamo.on_compile_start(_set_aside)
-        dynamo.on_compile_end(_put_back)
+    watch_compiler(dynamo, _set_aside, _put_back)
 
 
 def _set_aside(_: Any) -> None:
     params = (param for model in _thread.models for param in model.whole_trainable())
-    with torch._C.DisableTorchFunctionSubclass():
+    with disable_torch_function():
         for param in params:
             if (grad := get_grad(param)) is not None:
                 _thread.aside.append((param, grad))
@@ -77,7 +70,7 @@ def _set_aside(_: Any) -> None:
 
 
 def _put_back(_: Any) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
+    with disable_torch_function():
         while _thread.aside:
             param, grad = _thread.aside.pop()
             whole = get_data(param)
@@ -86,4 +79,4 @@ def _put_back(_: Any) -> None:
             set_data(param, whole)
 
 
-leave_alone(_set_aside, _put_back)
+skip_in_dynamo(_set_aside, _put_back)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.torch_internals import split_flat
+
 __all__ = ["Cuts", "Place"]
 
 
@@ -42,7 +44,7 @@ class Cuts:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """``[numel] →`` one view for each place, in the order of the places."""
-        pieces = torch._C._nn.unflatten_dense_tensors(flat, self._like)
+        pieces = split_flat(flat, self._like)
         views = [pieces[at] for at in self._positions]
         for index, (start, stop, shape) in self._empty:  # else they would have memory of their own
             views[index] = flat[start:stop].view(shape)

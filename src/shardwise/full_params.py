@@ -11,8 +11,9 @@ from torch import Tensor
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Label
 from shardwise.errors import ShardUseError
-from shardwise.guard import LocalGradient, get_grad, put_grad, set_grad
+from shardwise.guard import LocalGradient, put_grad
 from shardwise.refusals import replaced
+from shardwise.torch_internals import disable_torch_function, get_grad, get_version, set_grad
 
 __all__ = ["full_params"]
 
@@ -61,24 +62,24 @@ class _Entry:
     def __init__(self, bucket: Bucket, index: int, whole: Tensor) -> None:
         self.bucket, self.index, self.whole = bucket, index, whole
         self.param, self.name = bucket.params[index], bucket.members[index].name
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             self.at_rest = get_grad(self.param)  # of the shard, which the whole does not fit
         # What was summed up between two micro-batches is whole already.
         self.is_local = type(self.at_rest) is LocalGradient
         self.gradient = self.at_rest if self.is_local else None
 
     def put(self, gradient: Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             put = set_grad if gradient is None else put_grad
             put(self.param, gradient)  # type: ignore[arg-type]
 
     def begin(self) -> None:
         self.put(self.gradient)
-        self._versions = self.param._version, _version(self.gradient)
+        self._versions = get_version(self.param), _version(self.gradient)
 
     def end(self) -> None:
         self.value, self.gradient_after = self.param.detach(), get_grad(self.param)
-        versions = self.param._version, _version(self.gradient_after)
+        versions = get_version(self.param), _version(self.gradient_after)
         same = self.gradient_after is self.gradient and (
             self.is_local or versions[1] == self._versions[1]
         )
@@ -102,7 +103,7 @@ class _Entry:
 
 
 def _version(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor._version
+    return 0 if tensor is None else get_version(tensor)
 
 
 def _gather_gradients(buckets: Sequence[Bucket], entries: Sequence[_Entry]) -> None:

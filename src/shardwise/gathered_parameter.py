@@ -16,15 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-__all__ = ["GatheredParameter", "get_data", "set_data"]
+from shardwise.torch_internals import NO_TORCH_FUNCTION, get_data, set_data
 
-_DATA: Any = Tensor.data
-#: What ``param.data = ...`` does, without a word to anybody: ``set_data(param, value)``.
-set_data: Callable[[Tensor, Tensor], None] = _DATA.__set__
-get_data: Callable[[Tensor], Tensor] = _DATA.__get__
+__all__ = ["GatheredParameter"]
+
 _BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _WRITES_NOTHING = ("requires_grad_", "share_memory_")
 
@@ -36,7 +33,7 @@ class GatheredParameter(nn.Parameter):
         before_write: called before its memory is written or handed out.
     """
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = NO_TORCH_FUNCTION
 
     @staticmethod
     def before_write() -> None:

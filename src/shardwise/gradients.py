@@ -25,7 +25,14 @@ from torch import Tensor
 from shardwise.bucket import BucketSpec
 from shardwise.comm.protocol import Label, Pending
 from shardwise.errors import RanksDisagree, ShardUseError
-from shardwise.guard import LocalGradient, get_grad, is_of_shard, put_grad, set_grad
+from shardwise.guard import LocalGradient, is_of_shard, put_grad
+from shardwise.torch_internals import (
+    disable_torch_function,
+    foreach_copy_,
+    get_grad,
+    get_version,
+    set_grad,
+)
 
 __all__ = ["Gradients"]
 
@@ -70,7 +77,7 @@ class Gradients:
     def set_aside(self) -> None:
         """Move the shards' ``.grad`` out of autograd's way; ``deliver`` adds to them."""
         self.look()
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             for index, param in enumerate(self.spec.params):
                 if (grad := get_grad(param)) is not None:
                     if index not in self._shown:
@@ -82,11 +89,11 @@ class Gradients:
     def show(self) -> None:
         """A pass that did not reduce is over: ``.grad`` is what was collected, or is aside."""
         self.write()  # what waits is autograd's, and may change after this
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             for index in self.arrived:
                 if index in self.aside:  # with a version of its own, which tells of writes
                     self._views[index] = self._views[index].data
-                    self._versions[index] = self._views[index]._version
+                    self._versions[index] = get_version(self._views[index])
                 self._shown[index] = view = self._views[index]
                 view.__class__ = LocalGradient
             unused = {i: self.aside.pop(i) for i in self.aside.keys() - self.arrived}
@@ -101,7 +108,7 @@ class Gradients:
         """
         if not self._shown:
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             for index, view in tuple(self._shown.items()):
                 grad = get_grad(self.spec.params[index])
                 if grad is None or is_of_shard(grad, view):
@@ -114,7 +121,7 @@ class Gradients:
             self.full, self._views = None, []
 
     def _look_aside(self, index: int, view: Tensor) -> None:
-        if index not in self.aside or view._version == self._versions[index]:
+        if index not in self.aside or get_version(view) == self._versions[index]:
             return
         if view.any():
             raise ShardUseError(
@@ -147,7 +154,7 @@ class Gradients:
 
     def give_back(self) -> None:
         """Let ``.grad`` be what was set aside."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             for index, grad in self.aside.items():
                 put_grad(self.spec.params[index], grad)
         self.aside.clear()
@@ -157,7 +164,7 @@ class Gradients:
         if self._pending is not None:
             with contextlib.suppress(RanksDisagree):  # the memory must outlive what is in flight
                 self._pending.wait()
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             for index, view in self._shown.items():
                 if get_grad(self.spec.params[index]) is view:
                     set_grad(self.spec.params[index], None)
@@ -208,7 +215,7 @@ class Gradients:
         if not self._waiting:
             return
         views = [self._views[index] for index in self._waiting]
-        torch._foreach_copy_(views, list(self._waiting.values()))
+        foreach_copy_(views, list(self._waiting.values()))
         self.copied += sum([view.nbytes for view in views])
         self._waiting.clear()
 
@@ -259,7 +266,7 @@ class Gradients:
             used: per parameter, did any rank have a gradient for it? Otherwise it keeps what it
                 had, ``None`` included, as in a plain training step.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             if self._result is None:
                 for index, before in self.aside.items():
                     self.spec.params[index].grad = before

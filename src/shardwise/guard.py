@@ -9,30 +9,23 @@ again, so computing pays nothing. What is right on shards stays allowed: see ``s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.refusals import lost
 from shardwise.shard_tensor import ShardTensor
+from shardwise.torch_internals import NO_TORCH_FUNCTION, get_data, get_grad, set_data, set_grad
 
-__all__ = ["LocalGradient", "ShardedParameter", "get_grad", "is_of_shard", "put_grad", "set_grad"]
-
-_GRAD: Any = Tensor.grad
-_DATA: Any = Tensor.data
-#: What ``param.grad = ...`` does, for a parameter at rest or not: ``set_grad(param, value)``.
-set_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
-get_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+__all__ = ["LocalGradient", "ShardedParameter", "is_of_shard", "put_grad"]
 
 
 def put_grad(param: Tensor, grad: Tensor) -> None:
     """``param.grad = grad``, whatever their shapes and dtypes: torch compares them only then."""
-    value = _DATA.__get__(param)
-    _DATA.__set__(param, grad)
+    value = get_data(param)
+    set_data(param, grad)
     set_grad(param, grad)
-    _DATA.__set__(param, value)
+    set_data(param, value)
 
 
 class LocalGradient(Tensor):
@@ -41,7 +34,7 @@ class LocalGradient(Tensor):
     Otherwise a plain tensor. It is in the dtype of sums, and whole also where its parameter is not.
     """
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = NO_TORCH_FUNCTION
 
 
 def is_of_shard(grad: Tensor, whole: Tensor) -> bool:

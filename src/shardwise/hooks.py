@@ -20,12 +20,13 @@ from torch.autograd.graph import Node
 
 from shardwise.backward import Backward
 from shardwise.blocks import as_group, has_forward, stacks
-from shardwise.compiling import leave_alone, shield
+from shardwise.compiling import shield
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.registered import Registered
 from shardwise.runtime import Runtime
 from shardwise.schedule import Op, Phase
 from shardwise.sharding import Sharding, sharding_of
+from shardwise.torch_internals import graph_task, next_sequence_number, skip_in_dynamo, storage_key
 from shardwise.trees import cast, hides, makers, tensors
 from shardwise.visits import Visit
 
@@ -160,7 +161,7 @@ class Hooks:
         return module in self._outermost or self._frames[0].module not in self._outermost
 
     def _enter(self, module: nn.Module, unit: str | None, given: Any, call: FrameType) -> Any:
-        if torch._C._current_graph_task_id() != -1 and self.backward.running:
+        if graph_task() != -1 and self.backward.running:
             self._recompute(self._frame(module, unit, given, call))
             return None
         resume = None if self._frames else self._begin(unit)
@@ -200,7 +201,7 @@ class Hooks:
         if not torch.is_grad_enabled():
             return Frame(module, unit, None, frozenset(), call, handled)
         parent = self._frames[-1].visit if self._frames else None
-        visit = Visit(unit, parent, torch._C._autograd._get_sequence_nr())
+        visit = Visit(unit, parent, next_sequence_number())
         return Frame(module, unit, visit, frozenset(makers(given)), call, handled)
 
     def _recompute(self, frame: Frame) -> None:
@@ -253,7 +254,7 @@ class Hooks:
         """An output that is a view of a parameter keeps the unit whole until the step ends."""
         state = self.runtime.units[unit]
         homes = state.homes
-        if any(t.untyped_storage()._cdata in homes for t in tensors(output)):
+        if any(storage_key(t) in homes for t in tensors(output)):
             state.pinned = True
 
     def _meet(self, frame: Frame, output: Any) -> None:
@@ -337,4 +338,4 @@ def _is_on(stack: FrameType | None, call: FrameType) -> bool:
     return stack is call
 
 
-leave_alone(Hooks._before, Hooks._after)
+skip_in_dynamo(Hooks._before, Hooks._after)

@@ -6,12 +6,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.guard import ShardedParameter
+from shardwise.torch_internals import (
+    after_accumulation,
+    disable_torch_function,
+    engine_executes,
+    set_after_accumulation,
+)
 
 __all__ = ["is_handed_out", "on_gradient"]
 
@@ -36,13 +41,13 @@ def on_gradient(param: nn.Parameter, hook: Callable[[Tensor], None]) -> Removabl
 
     Also on a frozen parameter, which may be trained later.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        hooks = param._post_accumulate_grad_hooks
+    with disable_torch_function():
+        hooks = after_accumulation(param)
         if not isinstance(hooks, _OursLast):
             others, hooks = hooks, _OursLast()
             if others:  # their handles know this dict only
                 hooks[-1] = partial(_call, others)
-            param._post_accumulate_grad_hooks = hooks
+            set_after_accumulation(param, hooks)
     handle = RemovableHandle(hooks)
     hooks.ours = handle.id
     hooks[handle.id] = hook
@@ -62,7 +67,7 @@ def is_handed_out(param: nn.Parameter) -> bool:
     if isinstance(param, ShardedParameter):  # which answers for itself, before it begins
         return False
     try:
-        torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+        engine_executes(get_gradient_edge(param).node)
     except RuntimeError:
         return True
     return False

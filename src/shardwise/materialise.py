@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
+from shardwise.torch_internals import buffers_of, parameters_of
 from shardwise.units import Unit
 
 __all__ = ["Init", "checksums", "default_init", "give_values", "sync"]
@@ -82,8 +83,8 @@ def _in_apply_order(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from _present(module._parameters)
-    yield from _present(module._buffers)
+    yield from _present(parameters_of(module))
+    yield from _present(buffers_of(module))
 
 
 def _present(tensors: Any) -> Iterator[tuple[str, Tensor]]:
@@ -99,13 +100,13 @@ def _make(module: nn.Module, device: torch.device) -> None:
 
     Parameters are swapped, not replaced: optimizers and ties refer to the objects.
     """
-    for _, param in _present(module._parameters):
+    for _, param in _present(parameters_of(module)):
         if param.is_meta:
             made = nn.Parameter(_marked(param, device), requires_grad=param.requires_grad)
             torch.utils.swap_tensors(param, made)
-    for name, buffer in _present(module._buffers):
+    for name, buffer in _present(buffers_of(module)):
         if buffer.is_meta:
-            module._buffers[name] = _marked(buffer, device)
+            buffers_of(module)[name] = _marked(buffer, device)
 
 
 def _marked(like: Tensor, device: torch.device) -> Tensor:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import ScheduleError
 from shardwise.schedule import Cue, Op, Order, Phase
+from shardwise.torch_internals import tree_map_only
 
 __all__ = ["guess", "mirror", "rehearse"]
 

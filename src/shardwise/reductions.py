@@ -21,8 +21,9 @@ from shardwise.calls import Call
 from shardwise.comm.protocol import Comm, Label
 from shardwise.refusals import clipped
 from shardwise.sharding import Sharding
+from shardwise.torch_internals import foreach_norm
 
-__all__ = ["Reduction", "foreach_norm", "over_ranks", "reduced", "reduction_of"]
+__all__ = ["Reduction", "norms_of_list", "over_ranks", "reduced", "reduction_of"]
 
 CHUNK = 1 << 16
 """Elements: on CPU, torch adds up millions of squares one by one, and is off by up to 1e-3."""
@@ -115,7 +116,7 @@ def reduced(call: Call) -> Any:
     return over_ranks(here, reduction.combine, sharding.comm, label)[0].to(reduction.dtype)
 
 
-def foreach_norm(call: Call) -> Any:
+def norms_of_list(call: Call) -> Any:
     """The norm of each of a list: one collective for all shards of the same ranks."""
     if call.records():
         return call.recorded()
@@ -160,7 +161,7 @@ def vector_norm(part: Tensor, order: float) -> Tensor:
     if not flat.numel():
         return torch.full((), inf if order < 0 else 0.0, dtype=flat.dtype, device=flat.device)
     chunks = flat.split(CHUNK) if flat.device.type == "cpu" else (flat,)
-    return joined_norm(order, torch.stack(torch._foreach_norm(chunks, order)))
+    return joined_norm(order, torch.stack(foreach_norm(chunks, order)))
 
 
 def joined_norm(order: float, norms: Tensor) -> Tensor:

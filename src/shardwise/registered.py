@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 
 from shardwise.errors import ConfigError
 from shardwise.integrations.wrappers import mark, refuse_wrapper, unmark
+from shardwise.torch_internals import children_of
 
 __all__ = ["Registered"]
 
@@ -73,7 +74,7 @@ class Registered:
         self._changed, self._lengths = False, self._lengths_now()
 
     def _lengths_now(self) -> list[int]:
-        return [len(module._modules) for module in self._lists]
+        return [len(children_of(module)) for module in self._lists]
 
 
 def _changed(name: str, how: str) -> ConfigError:

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise.answers import answer, made_whole
@@ -31,6 +30,7 @@ from shardwise.calls import Call
 from shardwise.errors import ShardUseError
 from shardwise.refusals import lost
 from shardwise.sharding import Sharding
+from shardwise.torch_internals import disable_torch_function
 
 __all__ = ["ShardTensor"]
 
@@ -52,7 +52,7 @@ class ShardTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             call = Call(func, args, kwargs or {}, ShardTensor)
             result = answer(call)
             if not isinstance(result, ShardUseError):
@@ -62,16 +62,16 @@ class ShardTensor(Tensor):
 
     def to_local(self) -> Tensor:
         """This rank's part as a plain tensor in the same memory, for whatever purpose."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             return self.detach()
 
     def full_tensor(self) -> Tensor:
         """The whole, plain and detached, in new memory on every rank. A collective."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             return self.sharding.whole(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
             copied.sharding = self.sharding  # type: ignore[attr-defined]
             copied.__class__ = ShardTensor

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwise.buffers import Bucket
 from shardwise.errors import ConfigError
 from shardwise.sharding import Sharding, sharding_of
+from shardwise.torch_internals import ASSIGN, disable_torch_function, parameters_of
 from shardwise.units import Member
 
 __all__ = ["StateHooks", "local_state", "whole_copy"]
@@ -66,15 +67,15 @@ class StateHooks:
         """Let ``load_state_dict`` accept whole tensors: each rank keeps its own part."""
         if not self._idle():
             return
-        if metadata.get("assign_to_params_buffers", False):
+        if metadata.get(ASSIGN, False):
             raise ConfigError(
                 "load_state_dict(assign=True) would put new parameters in place of those that are "
                 "sharded, and the ranks would train the old ones. Leave assign out."
             )
-        for name, param in module._parameters.items():
+        for name, param in parameters_of(module).items():
             sharding, value = param is not None and sharding_of(param), state.get(prefix + name)
             if param is not None and sharding and isinstance(value, Tensor):
-                with torch._C.DisableTorchFunctionSubclass():
+                with disable_torch_function():
                     state[prefix + name] = _part(value.detach(), param, sharding)
 
 
@@ -102,7 +103,7 @@ def _part(value: Tensor, param: nn.Parameter, sharding: Sharding) -> Tensor:
 
 def local_state(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
     """This rank's shards by parameter name, without communication and without copies."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with disable_torch_function():
         return {
             alias: member.param.detach()
             for bucket in buckets

@@ -17,6 +17,7 @@ import torch
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ScheduleError
+from shardwise.torch_internals import disable_torch_function
 from shardwise.unit_state import UnitState
 
 __all__ = ["Trained"]
@@ -53,7 +54,7 @@ class Trained:
             ScheduleError: a parameter cannot be trained in the bucket that it has.
             RanksDisagree: it changed on some ranks only; the message names it.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             now = [param.requires_grad for param in self._params]
         if now != self._now:
             self._agree(now)

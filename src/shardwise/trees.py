@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwise.torch_internals import base_of, tree_leaves, tree_map
 
 __all__ = ["cast", "hides", "makers", "tensors"]
 
@@ -72,7 +73,7 @@ def makers(tree: Any, with_bases: bool = False) -> list[Node]:
     for tensor in tensors(tree):
         if tensor.requires_grad:
             found[tensor.grad_fn or get_gradient_edge(tensor).node] = None
-            base = tensor._base
+            base = base_of(tensor)
             if with_bases and base is not None and base.grad_fn is not None:
                 found[base.grad_fn] = None
     return list(found)

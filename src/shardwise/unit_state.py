@@ -9,6 +9,7 @@ from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Label
 from shardwise.errors import RanksDisagree
 from shardwise.schedule import Weight
+from shardwise.torch_internals import storage_key
 from shardwise.visits import Visits
 
 __all__ = ["UnitState"]
@@ -43,7 +44,7 @@ class UnitState:
     @property
     def homes(self) -> frozenset[int]:
         """The identities of the storages that hold its parameters while they are whole."""
-        return frozenset(bucket.full.untyped_storage()._cdata for bucket in self.buckets)
+        return frozenset(storage_key(bucket.full) for bucket in self.buckets)
 
     @property
     def collected(self) -> bool:

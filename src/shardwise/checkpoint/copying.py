@@ -16,7 +16,6 @@ from queue import SimpleQueue
 from threading import Event, Lock
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from shardwise.checkpoint.optimizers import params_of
@@ -24,6 +23,7 @@ from shardwise.checkpoint.snapshot import Pool, Slab
 from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.writer import Chunk
 from shardwise.errors import CheckpointError
+from shardwise.torch_internals import disable_torch_function, get_version
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -119,13 +119,13 @@ class Watched:
     """
 
     def __init__(self, sharded: ShardedModel, optimizers: Iterable[Optimizer]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # of guarded parameters
+        with disable_torch_function():  # of guarded parameters
             named = _named(sharded, optimizers)
             self._seen = [(name, value, _version(value)) for name, value in named]
 
     def changed(self) -> str:
         """What was written to since; ``""`` if nothing was."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             found = [name for name, value, version in self._seen if _version(value) != version]
         more = f" and {len(found) - 1:,} more" * (len(found) > 1)
         return f"{found[0]}{more}" if found else ""
@@ -149,6 +149,6 @@ def _named(sharded: ShardedModel, optimizers: Iterable[Optimizer]) -> Iterator[t
 def _version(value: Tensor) -> int | None:
     """``None`` for what was made in inference mode, which has no counter."""
     try:
-        return value._version
+        return get_version(value)
     except RuntimeError:
         return None

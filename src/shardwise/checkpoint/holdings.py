@@ -20,6 +20,7 @@ from shardwise.checkpoint.dtypes import code_of
 from shardwise.checkpoint.plan import Entry, Held
 from shardwise.layout import Slot
 from shardwise.sharding import Sharding
+from shardwise.torch_internals import buffers_of
 from shardwise.units import Member
 
 __all__ = [
@@ -149,7 +150,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]
     names: dict[int, list[str]] = {}
     buffers: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 names.setdefault(id(buffer), []).append(f"{prefix}.{name}".lstrip("."))
                 buffers[id(buffer)] = buffer

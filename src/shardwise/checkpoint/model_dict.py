@@ -29,6 +29,7 @@ from shardwise.checkpoint.target import ShardedModel
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
 from shardwise.listing import size
+from shardwise.torch_internals import buffers_of, parameters_of
 
 __all__ = ["model_state", "offered", "put_model_state", "send", "warn_of_copies"]
 
@@ -104,7 +105,7 @@ def _parts(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
 def _names(model: nn.Module) -> Iterator[str]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
-        for name in (*module._parameters, *module._buffers):
+        for name in (*parameters_of(module), *buffers_of(module)):
             yield start + name
 
 

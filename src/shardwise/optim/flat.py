@@ -27,6 +27,7 @@ from shardwise.optim.norm import norm_of
 from shardwise.optim.shown import Shown
 from shardwise.optim.update import Call, Key, Update, decide
 from shardwise.sharding import Sharding, sharding_of
+from shardwise.torch_internals import disable_torch_function
 
 if TYPE_CHECKING:
     from shardwise.sharded import Sharded
@@ -115,7 +116,7 @@ class FlatOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), disable_torch_function():
             self._step()
         return loss
 

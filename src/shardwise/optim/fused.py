@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
@@ -19,6 +18,7 @@ from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.groups import chosen
 from shardwise.optim.held import STEP
 from shardwise.optim.update import Call
+from shardwise.torch_internals import fused_adamw_, fused_sgd_
 
 if TYPE_CHECKING:
     from shardwise.sharded import Sharded
@@ -126,7 +126,7 @@ class AdamW(FlatOptimizer):
 
     def _carry_out(self, call: Call, gradients: list[Tensor], scale: Tensor | None) -> None:
         group, state = self.param_groups[call.group], call.state
-        torch._fused_adamw_(
+        fused_adamw_(
             call.params,
             gradients,
             state["exp_avg"],
@@ -167,7 +167,7 @@ class SGD(FlatOptimizer):
 
     def _carry_out(self, call: Call, gradients: list[Tensor], scale: Tensor | None) -> None:
         group = self.param_groups[call.group]
-        torch._fused_sgd_(
+        fused_sgd_(
             call.params,
             gradients,
             call.state.get("momentum_buffer", []),

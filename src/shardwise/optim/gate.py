@@ -22,12 +22,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
-from shardwise.compiling import leave_alone
 from shardwise.errors import OptimizerError
 from shardwise.guard import ShardedParameter
 from shardwise.optim.shown import Shown
 from shardwise.shard_tensor import ShardTensor
 from shardwise.sharding import Sharding, sharding_of
+from shardwise.torch_internals import hooks_behind, skip_in_dynamo
 
 __all__ = ["Gate"]
 
@@ -102,7 +102,7 @@ class Gate:
         Not when a model goes: that may be while torch iterates over these hooks.
         """
         for handle in self._handles:
-            hooks = handle.hooks_dict_ref() or {}
+            hooks = hooks_behind(handle)
             # Copied at once, as a dict: ranks that are threads come and go meanwhile.
             for key, hook in dict.copy(hooks).items():
                 gate = getattr(hook, "__self__", None)
@@ -265,4 +265,4 @@ def _elements(state: Mapping[str, Any], shape: torch.Size) -> dict[str, Tensor]:
     }
 
 
-leave_alone(Gate._before)
+skip_in_dynamo(Gate._before)

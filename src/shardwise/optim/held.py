@@ -23,6 +23,7 @@ from shardwise.buffers import Bucket
 from shardwise.errors import ConfigError
 from shardwise.optim.runs import Run
 from shardwise.sharding import sharding_of
+from shardwise.torch_internals import get_version
 
 __all__ = ["STEP", "Held", "Share", "State"]
 
@@ -102,7 +103,7 @@ class Held:
         self.solid = [position for position, size in enumerate(sizes) if size]
         self.steps = torch.zeros(len(sizes), device=self.shard.device)
         self._counters = self.steps.unbind()  # 0-dim views
-        self._version = self.steps._version
+        self._version = get_version(self.steps)
         self._numel = sum(sizes)
         self._flat: dict[str, Tensor] = {}
         self._shown: list[tuple[nn.Parameter, dict[str, Any]]] = []
@@ -122,7 +123,7 @@ class Held:
                 elif isinstance(value, Tensor):
                     mine[name] = self.state(name, position).copy_(share.part_of(value, name))
             self._show(share.param, mine)
-        self._version = self.steps._version
+        self._version = get_version(self.steps)
 
     def make(self, state: State, position: int, names: Iterable[str]) -> bool:
         """Let a share have all the state it needs, of zeros; was there any missing?"""
@@ -168,12 +169,12 @@ class Held:
     def count(self, more: Tensor) -> None:
         """Add to the counts of steps: ``[shares]`` or 0-dim."""
         self.steps.add_(more)
-        self._version = self.steps._version
+        self._version = get_version(self.steps)
 
     @property
     def recounted(self) -> bool:
         """Did somebody else change the counts of steps? Views share their version."""
-        return self.steps._version != self._version
+        return get_version(self.steps) != self._version
 
     # ---- values ------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
-from shardwise.guard import get_grad
 from shardwise.reductions import CHUNK
+from shardwise.torch_internals import disable_torch_function, foreach_mul_, foreach_norm, get_grad
 
 __all__ = ["Place", "chosen", "clip_gradients", "norm_of", "places_of", "total_norm"]
 
@@ -76,13 +76,13 @@ def clip_gradients(
         raise ConfigError(
             f"norm_type is {norm_type}; a norm needs a p above 0, such as 2 or float('inf')."
         )
-    with torch._C.DisableTorchFunctionSubclass():
+    with disable_torch_function():
         norm = total_norm(places, comm, norm_type)
         gradients = [grad for place in places if (grad := place.gradient) is not None]
         if gradients:
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             for dtype in {grad.dtype for grad in gradients}:
-                torch._foreach_mul_([g for g in gradients if g.dtype is dtype], scale.to(dtype))
+                foreach_mul_([g for g in gradients if g.dtype is dtype], scale.to(dtype))
     return norm
 
 
@@ -136,5 +136,5 @@ def _power(gradients: Sequence[Tensor], norm_type: float, device: torch.device) 
         gradients = [chunk for grad in gradients for chunk in grad.split(CHUNK)]
     if not gradients:
         return torch.zeros((), device=device)
-    norms = torch.stack(torch._foreach_norm(gradients, norm_type))
+    norms = torch.stack(foreach_norm(gradients, norm_type))
     return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()
