@@ -47,8 +47,7 @@ stands for a collective, and is no copy of an engine."""
 FILES = {
     "shardwise/buffers.py": PARAMETERS,
     "shardwise/gradients.py": GRADIENTS,
-    "shardwise/comm/backend.py": GRADIENTS,  # the sum of what arrived
-    "shardwise/comm/messages.py": GRADIENTS,
+    "shardwise/comm/reduction.py": GRADIENTS,  # the sum of what arrived
     "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": PARAMETERS,
     "benchmarks/gpu/simulated.py": COLLECTIVES,
 }

@@ -234,6 +234,6 @@ class EchoStore(Store):
 
 
 def _own(key: str) -> str:
-    """Of ``share/12/5``, which rank 5 would write, the key that rank 0 writes."""
+    """Of ``texts/12/5``, which rank 5 would write, the key that rank 0 writes."""
     kind, _, _ = key.partition("/")
-    return f"{key.rpartition('/')[0]}/0" if kind == "share" else key
+    return f"{key.rpartition('/')[0]}/0" if kind == "texts" else key

@@ -185,7 +185,7 @@ FSDP = "torch/distributed/fsdp/_fully_shard"
     [
         ("parameters", [("shardwise/buffers.py", "gather"), ("shardwise/hooks.py", "f")]),
         ("gradients", [("torch/_ops.py", "__call__"), ("shardwise/gradients.py", "write")]),
-        ("gradients", [("shardwise/comm/backend.py", "finish")]),
+        ("gradients", [("shardwise/comm/reduction.py", "use")]),
         ("engine", [("shardwise/runtime.py", "_deliver")]),
         ("engine", [(f"{FSDP}/_fsdp_state.py", "_root_pre_forward")]),
         ("update", [("torch/optim/adamw.py", "step")]),
@@ -320,14 +320,14 @@ def test_a_link_takes_its_latency_and_then_time_for_each_byte() -> None:
 
 def test_a_store_echoes_what_ranks_share_and_nothing_else() -> None:
     store = EchoStore()
-    keys = [f"share/3/{rank}" for rank in range(4)]
+    keys = [f"texts/3/{rank}" for rank in range(4)]
     assert not store.check(keys)
-    store.set("share/3/0", "mine")
+    store.set("texts/3/0", "mine")
     store.set("cursor/0", "{}")
     assert store.check(keys)
     assert store.multi_get(keys) == [b"mine"] * 4
     assert not store.check(["cursor/1"])
-    assert not store.check(["share/4/0"])
+    assert not store.check(["texts/4/0"])
     assert store.compare_set("verdict", "", "first") == b"first"
     assert store.compare_set("verdict", "", "second") == b"first"
 
