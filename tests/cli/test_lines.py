@@ -122,7 +122,7 @@ def test_bytes_are_a_table_with_a_column_for_each_rank() -> None:
     assert lines(placed) == [
         "",
         "bytes       rank 0  rank 1  one process   share",
-        "----------  ------  ------  -----------  ------",
+        "─" * 47,
         "parameters     512     500        1,000   51.2%",
         "buffers          8       8            8  100.0%",
         "all            520     508        1,008   51.6%",

@@ -63,7 +63,7 @@ def test_weights_alone_are_no_step_of_a_run(made: Path) -> None:
         exported(made, made.with_name("step-9"))
     exported(made, made.with_name("step-9"), with_optimizer=True)
     with pytest.raises(sw.CheckpointError, match="`resume` would take it up and fail"):
-        Destination.of(made.with_name("step-10"), whole=True).check_new()  # of torch
+        Destination(made.with_name("step-10"), "dcp", whole=True).check()  # of torch
 
 
 def test_weights_alone_do_not_replace_training_state(made: Path, tmp_path: Path) -> None:
@@ -81,10 +81,9 @@ def test_a_link_is_refused_before_anything_is_written(
         (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "link"
     link.symlink_to("elsewhere")
-    named = Destination.of(link, overwrite=True)
-    for check in (named.check_folder, named.check_file, named.check_new):
+    for form in ("hf", "dcp", "pt"):
         with pytest.raises(sw.CheckpointError, match="is a link, to elsewhere"):
-            check()
+            Destination(link, form, overwrite=True).check()
     with pytest.raises(sw.CheckpointError, match="is a link, to elsewhere"):
         exported(made, link, overwrite=True)
     assert link.is_symlink()
@@ -113,13 +112,13 @@ def run(made: Path, folder: Path, do: Callable[[Callable[[], object]], object]) 
     """One export of each kind that is written in a hidden folder first."""
     from shardwise.cli import export as cli
     from shardwise.convert.dcp_export import export_dcp
-    from shardwise.convert.pickled import export_pickled
+    from shardwise.convert.torch_file import export_torch_file
 
-    def pickled() -> None:
+    def torch_file() -> None:
         with Source.open(made) as source:
-            export_pickled(source, folder / "k.pt")
+            export_torch_file(source, folder / "k.pt")
 
-    do(pickled)
+    do(torch_file)
     do(lambda: export_dcp(made, folder / "dcp"))
     do(lambda: cli.run_export(folder / "x.pt", folder / "of", cli.Wanted()))
 
@@ -132,12 +131,12 @@ def killed(act: Callable[[], object]) -> None:
     """In a process of its own, at the last moment before the result has its name."""
     from shardwise.cli import export as cli
     from shardwise.convert import dcp_export as exported
-    from shardwise.convert import pickled
+    from shardwise.convert import torch_file
 
     child = os.fork()
     if child == 0:
         last: tuple[tuple[Any, str], ...] = (
-            (pickled, "_sync"),
+            (torch_file, "write_one_file"),
             (exported, "sync_folder"),
             (cli, "_to_files"),
         )

@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.header import Stored
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.run import Listed, Run
 from shardwise.cli.folded import counted, fold, named, shown
-from shardwise.cli.lines import table
+from shardwise.cli.tables import table
 from shardwise.convert.catalogue import Catalogue, Damage, Listing, OneFile
 from shardwise.errors import CheckpointError
 from shardwise.listing import size
@@ -58,37 +58,32 @@ def run_lines(run: Run) -> list[str]:
     nbytes = size(sum(listed.nbytes for listed in run.checkpoints))
     count = counted(len(run.checkpoints), "checkpoint")
     lines = [f"{shown(run.folder)}: {count}, {whole} complete, {nbytes}", ""]
-    head = ["checkpoint", "step", "size", "ranks", "strategy", "metric", "saved"]
-    body = [[shown(cell) for cell in _run_row(listed)] for listed in run.checkpoints]
-    states = ["state", "-" * 8, *(_state(listed, run) for listed in run.checkpoints)]
-    if body:
-        lines += [f"{row}  {state}" for row, state in zip(table(head, body), states, strict=True)]
+    if run.checkpoints:
+        head = ["checkpoint", "step", "size", "ranks", "strategy", "metric", "saved", "state"]
+        lines += table([_run_row(listed, run) for listed in run.checkpoints], head)
     for listed in run.checkpoints:
         if listed.problem:
             lines += ["", f"{listed.name}: {shown(listed.problem)}"]
     if run.latest is not None and run.latest not in {c.name for c in run.checkpoints}:
         lines += ["", f"latest points at {shown(run.latest)}, which is none of them"]
     lines += [""] if run.leftovers else []
-    for found, written in run.leftovers:
-        lines.append(
-            f"{shown(found.path.name)}: {_what_is_left(found.kind, found.is_lost, written)}"
-        )
+    for left, written in run.leftovers:
+        lines.append(f"{shown(left.path.name)}: {_what_is_left(left.kind, left.is_lost, written)}")
     return lines
 
 
-def _run_row(listed: Listed) -> list[object]:
-    made = listed.manifest
-    cells = [listed.name, f"{listed.step:,}", size(listed.nbytes)]
-    if made is None:
-        return [*cells, "", "", "", ""]
-    metric = "" if made.metric is None else f"{made.metric:.5g}"
-    saved = made.created[:16].replace("T", " ")
-    return [*cells, f"{made.world:,}", made.strategy, metric, saved]
-
-
-def _state(listed: Listed, run: Run) -> str:
+def _run_row(listed: Listed, run: Run) -> list[str]:
     state = "NOT COMPLETE" if listed.problem else "complete"
-    return f"{state}, latest" if listed.name == run.latest else state
+    state += ", latest" if listed.name == run.latest else ""
+    cells: list[object] = [listed.name, f"{listed.step:,}", size(listed.nbytes)]
+    made = listed.manifest
+    if made is None:
+        cells += ["", "", "", ""]
+    else:
+        metric = "" if made.metric is None else f"{made.metric:.5g}"
+        saved = made.created[:16].replace("T", " ")
+        cells += [f"{made.world:,}", made.strategy, metric, saved]
+    return [*map(shown, cells), state]
 
 
 def _what_is_left(kind: str, is_lost: bool, written: bool) -> str:
@@ -115,7 +110,7 @@ def lines_of(catalogue: Catalogue, every_name: bool = False) -> list[str]:
             lines.append(f"  {shown(alias)} is {shown(name)}")
     if catalogue.training is not None:
         lines += ["", *_training(catalogue.training)]
-    return [part for line in lines for part in line.split("\n")]
+    return lines
 
 
 def _title(catalogue: Catalogue) -> list[str]:
@@ -151,8 +146,8 @@ def _placement(made: Manifest) -> str:
 
 
 def _files(catalogue: Catalogue) -> list[str]:
-    body = [[short(file.name, NAME), *_file_row(file)] for file in catalogue.files]
-    lines = table(["file", "bytes", "blocks", "digest", "state"], body)
+    head = ["file", "bytes", "blocks", "digest", "state"]
+    lines = table(map(_file_row, catalogue.files), head)
     if catalogue.strangers:
         names = ", ".join(map(shown, catalogue.strangers))
         lines.append(f"not of the checkpoint: {names}")
@@ -162,9 +157,8 @@ def _files(catalogue: Catalogue) -> list[str]:
 def _file_row(file: OneFile) -> list[str]:
     nbytes = f"{file.expected if file.expected is not None else file.size or 0:,}"
     state = "present" if file.is_whole else f"CUT, has {file.size or 0:,}"
-    if file.size is None:
-        state = "MISSING"
-    return [nbytes, f"{file.blocks or ''}", file.digest[:12], state]
+    state = "MISSING" if file.size is None else state
+    return [short(file.name, NAME), nbytes, f"{file.blocks or ''}", file.digest[:12], state]
 
 
 def _group(catalogue: Catalogue, stem: str, every_name: bool) -> list[str]:
@@ -174,44 +168,24 @@ def _group(catalogue: Catalogue, stem: str, every_name: bool) -> list[str]:
         nbytes[stored.dtype] += stored.stop - stored.start
         dtypes[stored.dtype] += 1
     parts = [f"{dtypes[code]:,} {dtype_name(code)} {size(nbytes[code])}" for code in nbytes]
-    title = TITLES.get(stem, shown(stem))
     what = f" ({', '.join(parts)})" * bool(parts)
-    lines = [f"{title}: {counted(len(listing), 'tensor')}, {size(nbytes.total())}{what}"]
+    title = f"{TITLES.get(stem, shown(stem))}: {counted(len(listing), 'tensor')}, "
+    lines = [f"{title}{size(nbytes.total())}{what}"]
     if every_name:
         return lines + [
-            _one(name, *found) + _by(catalogue.ranks_of(*found)) for name, found in listing.items()
+            f"  {named(name)}  {list(stored.shape)} {dtype_name(stored.dtype)}  {shown(file)} "
+            f"{stored.start:,}–{stored.stop:,}"
+            for name, (file, stored) in listing.items()
         ]
     if stem == OPTIMIZER:
-        weights = catalogue.groups.get(MODEL, Listing())
+        weights = catalogue.groups.get(MODEL, {})
         return lines + _states(listing, weights, catalogue.scalars.get(stem, {}))
-    kinds = ((name, (stored.shape, stored.dtype)) for name, (_, stored) in listing.items())
-    folds = [(f.name, f.times, f.kind) for f in fold(kinds)]
-    return lines + [_row(name, count, *kind) for name, count, kind in folds]  # type: ignore[misc]
-
-
-def _one(name: str, file: str, stored: Stored) -> str:
-    what = f"{list(stored.shape)} {dtype_name(stored.dtype)}"
-    return f"  {named(name)}  {what}  {shown(file)} {stored.start:,}–{stored.stop:,}"
-
-
-def _by(ranks: list[int]) -> str:
-    """Which ranks wrote it, where that is known."""
-    if not ranks:
-        return ""
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"  ranks {ranks[0]}–{ranks[-1]}"
-    return f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _row(name: str, count: int, shape: tuple[int, ...], dtype: str) -> str:
-    times = f"{count:,} × " if count > 1 else ""
-    what = f"{times + str(list(shape)):>24}  {dtype_name(dtype)}"
-    return _behind(named(name), what)
-
-
-def _behind(name: str, what: str) -> str:
-    """Side by side, or below each other where a name is long."""
-    return f"  {name:<{NAME}}{what}" if len(name) < NAME else f"  {name}\n  {'':<{NAME}}{what}"
+    kinds = ((name, (s.shape, dtype_name(s.dtype))) for name, (_, s) in listing.items())
+    rows = [
+        [f"  {named(name)}", f"{count:,} × " * (count > 1) + str(list(shape)), dtype]
+        for name, count, (shape, dtype) in fold(kinds)
+    ]
+    return lines + table(rows)
 
 
 def _states(listing: Listing, weights: Listing, scalars: Mapping[str, Any]) -> list[str]:
@@ -266,19 +240,9 @@ def _training(found: Mapping[str, Any]) -> list[str]:
             count, options = len(_list(group.get("params"))), group.get("options")
             parts = options.items() if isinstance(options, dict) else ()
             text = ", ".join(f"{key} {_decoded(value)}" for key, value in parts)
-            word = f"  group {number}: {counted(count, 'parameter')}, "
-            lines.append("  " + _wrapped(word + shown(text)))
+            text = f"group {number}: {counted(count, 'parameter')}, {shown(text)}"
+            lines += wrap(text, WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 6)
     return lines
-
-
-def _wrapped(text: str) -> str:
-    """Over several lines, cut at commas."""
-    lines = [""]
-    for part in text.split(", "):
-        if lines[-1] and len(lines[-1]) + len(part) > WIDTH - 6:
-            lines.append("    ")
-        lines[-1] += (", " if lines[-1].strip() else "") + part
-    return ",\n  ".join(lines)
 
 
 def _decoded(value: Any) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import click
 import torch
@@ -16,16 +17,17 @@ from shardwise.checkpoint.run import checkpoint_of
 from shardwise.checkpoint.source import Source
 from shardwise.cli.folded import shown
 from shardwise.convert.catalogue import OF_TORCH
+from shardwise.convert.companions import CONFIG
 from shardwise.convert.destination import Destination, workplace
 from shardwise.convert.export import ExportOptions, export
-from shardwise.convert.pickled import export_pickled
+from shardwise.convert.torch_file import export_torch_file
 from shardwise.convert.writer import Converted
 from shardwise.errors import ConfigError
 from shardwise.listing import size
 
 __all__ = ["Wanted", "nbytes_of", "run_export"]
 
-CONFIG = "config.json"
+Form = Literal["hf", "dcp", "pt"]
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 LARGEST = 1 << 62  # bytes; more is in no file
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
@@ -53,7 +55,7 @@ class Wanted:
     dtype: str | None = None
     max_file_size: str | None = None
     with_optimizer: bool = False
-    form: str = "hf"
+    form: Form = "hf"
     trust_source: bool = False
     optimizer_file: Path | None = None
     optimizer_class: str | None = None
@@ -111,21 +113,14 @@ def _check_options(options: ExportOptions, form: str, sized: bool) -> None:
         )
 
 
-def _check_destination(destination: Path, options: ExportOptions, form: str) -> None:
+def _check_destination(destination: Path, options: ExportOptions, form: Form) -> None:
     """Before anything is read: a source of torch may take an hour."""
-    whole = options.with_optimizer and form == "hf"
-    named = Destination.of(destination, whole, options.overwrite)
-    if form == "pt":
-        named.check_file()
-    elif form == "dcp":
-        named.check_new()
-    elif destination.suffix in OF_TORCH:
+    if form == "hf" and destination.suffix in OF_TORCH:
         raise ConfigError(
             f"{destination.name} is called as a file of torch is, and a folder of safetensors "
             "would be written. Pass --format pt, or name a folder."
         )
-    else:
-        named.check_folder()
+    Destination(destination.absolute(), form, options.with_optimizer, options.overwrite).check()
 
 
 def _is_of_torch(source: Path) -> bool:
@@ -163,9 +158,9 @@ def _to_dcp(path: Path, destination: Path, options: ExportOptions) -> None:
 
 
 def _to_files(
-    path: Path, given: Path, destination: Path, options: ExportOptions, form: str
+    path: Path, given: Path, destination: Path, options: ExportOptions, form: Form
 ) -> None:
-    write = export_pickled if form == "pt" else export
+    write = export_torch_file if form == "pt" else export
     hidden, label = not sys.stderr.isatty(), f"writing {shown(destination.name)}"
     with Source.open(path) as source:
         with click.progressbar(length=1, label=label, file=sys.stderr, hidden=hidden) as bar:
@@ -189,7 +184,7 @@ def _origin(source: Source, given: Path) -> str:
     return f"from     {shown(name)}, what was read compared with its checksums"
 
 
-def _ties(source: Source, form: str) -> Iterator[str]:
+def _ties(source: Source, form: Form) -> Iterator[str]:
     """A manifest tells further names of tied weights; a Hugging Face folder leaves it to code."""
     if form == "pt" and source.manifest is None and source.has(CONFIG):
         config = source.json(CONFIG)

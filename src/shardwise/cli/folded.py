@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["Fold", "counted", "fold", "named", "shown", "shown_lines"]
 
@@ -32,7 +32,7 @@ class Fold(NamedTuple):
 
     name: str
     times: int
-    kind: Hashable
+    kind: Any
 
 
 def shown(text: object) -> str:

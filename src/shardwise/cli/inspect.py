@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from shardwise.cli.catalogues import damage_lines, lines_of, run_lines
 from shardwise.cli.differences import difference_lines
 from shardwise.cli.folded import counted, shown, shown_lines
 from shardwise.convert.catalogue import OF_TORCH, SUFFIX, Catalogue, Damage, damage_of
-from shardwise.convert.difference import ABSENT, Difference, compare
+from shardwise.convert.difference import ABSENT, Change, Difference, compare
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 
 __all__ = ["Look", "run_inspect"]
@@ -208,24 +208,19 @@ def _catalogue_json(catalogue: Catalogue, damage: list[Damage] | None) -> dict[s
         "aliases": dict(catalogue.aliases),
         "tensors": {
             stem: {
-                name: {"file": file, **place._asdict(), "ranks": catalogue.ranks_of(file, place)}
-                for name, (file, place) in some.items()
+                name: {"file": file, **stored._asdict()} for name, (file, stored) in some.items()
             }
             for stem, some in catalogue.groups.items()
         },
         "training": catalogue.training,
         "scalars": {
-            stem: {name: value if _is_json(value) else str(value) for name, value in some.items()}
+            stem: {name: str(v) if isinstance(v, complex) else v for name, v in some.items()}
             for stem, some in catalogue.scalars.items()
         },
     }
     if damage is not None:
         found["damage"] = [dataclasses.asdict(one) for one in damage]
     return found
-
-
-def _is_json(value: object) -> bool:
-    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
 # --- two -------------------------------------------------------------------------------------
@@ -264,7 +259,7 @@ def _compare(paths: tuple[Path, Path], look: Look) -> int:
 
 
 def _difference_json(found: Difference, names: tuple[str, str]) -> dict[str, Any]:
-    def changes(some: Any) -> list[dict[str, Any]]:
+    def changes(some: Iterable[Change]) -> list[dict[str, Any]]:
         return [
             {key: value for key, value in change._asdict().items() if value is not ABSENT}
             for change in some
@@ -274,12 +269,10 @@ def _difference_json(found: Difference, names: tuple[str, str]) -> dict[str, Any
         "paths": names,
         "equal": found.is_empty,
         "only": found.only,
-        "tensors": [dataclasses.asdict(one) for one in found.tensors],
-        "alike": found.alike,
-        "training": changes(found.fields),
+        "tensors": [one._asdict() for one in found.tensors],
+        "equal_tensors": found.equal,
+        "training": changes(found.training),
         "files": changes(found.files),
         "ties": changes(found.ties),
-        "tensors_alone": found.tensors_alone,
-        "bytes_read": found.read,
-        "bytes": found.nbytes,
+        "only_tensors": found.only_tensors,
     }

@@ -6,9 +6,10 @@ Each line stands alone, so it survives a log file, `tee` and `grep`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from shardwise.cli.tables import table
 from shardwise.train.metrics import (
     Built,
     Busy,
@@ -28,7 +29,7 @@ from shardwise.train.metrics import (
     count,
 )
 
-__all__ = ["clock", "lines", "step_line", "table"]
+__all__ = ["clock", "lines", "step_line"]
 
 MANY = 4  # ranks that get a column each
 COLUMN = 9  # width of the first word of a line
@@ -147,20 +148,7 @@ def _placed(r: Placed) -> list[str]:
         shown = row.per_rank if ranks <= MANY else (min(row.per_rank), max(row.per_rank))
         share = max(row.per_rank) / row.whole if row.whole else 1.0
         body.append([row.kind, *(f"{n:,}" for n in shown), f"{row.whole:,}", f"{share:.1%}"])
-    return table(["bytes", *heads, "one process", "share"], body)
-
-
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell, the first to the left and numbers to the right."""
-    widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
-    rule = ["-" * width for width in widths]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, rule, *body)
-    ]
+    return table(body, ["bytes", *heads, "one process", "share"])
 
 
 def _finished(r: Finished) -> list[str]:

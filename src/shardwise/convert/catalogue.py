@@ -20,11 +20,11 @@ from shardwise.checkpoint.complete import check_complete, read_manifest
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.disk import check_is_folder, explained, is_unreadable
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.folder import leftovers, resolve, step_of
+from shardwise.checkpoint.folder import is_leftover, resolve, step_of
 from shardwise.checkpoint.header import Stored
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.source import Bytes, Source
+from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import NAME as TRAINING
 from shardwise.errors import CheckpointError
 
@@ -43,7 +43,6 @@ class OneFile:
     """A file of a checkpoint.
 
     Attributes:
-        name: as listed.
         size: bytes on the disk; ``None`` if it is not there.
         expected: bytes that the manifest says; ``None`` if it says nothing of it.
         digest: of all its bytes, as the manifest says.
@@ -62,8 +61,8 @@ class OneFile:
         return self.size is not None and self.expected in (None, self.size)
 
 
-class Listing(dict[str, tuple[str, Stored]]):
-    """Tensors by name: in which file, and where in it."""
+Listing = dict[str, Place]
+"""Tensors by name: in which file, and where in it."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ class Damage:
     Attributes:
         tensors: whose they are; empty where the file's header cannot be read.
         header: are bytes of the file's header among them?
-        unreadable: why they could not be read, so that nobody knows what they are; empty where
-            they could.
+        unreadable: why they could not be read; empty where they could.
     """
 
     file: str
@@ -95,7 +93,7 @@ class Catalogue:
         problems: why it cannot be loaded; empty if it can, as far as names and sizes tell.
         files: those of the checkpoint.
         strangers: names of further files in the folder.
-        groups: tensors by kind: ``model``, ``optimizer``, ``ranks``, ``gradients``.
+        groups: tensors by kind: ``model``, ``optimizer``, ``ranks``.
         training: ``training.json`` as it is, if there is one.
         scalars: the values of tensors of one number, by kind and name.
     """
@@ -114,11 +112,6 @@ class Catalogue:
         """Further names of tied tensors → the stored one."""
         return {} if self.manifest is None else self.manifest.aliases
 
-    def ranks_of(self, file: str, stored: Stored) -> list[int]:
-        """Which ranks wrote a tensor; empty where that is not known."""
-        record = None if self.manifest is None else self.manifest.files.get(file)
-        return record.ranks(stored.start, stored.stop) if record else []
-
     @classmethod
     def read(cls, path: Path) -> Self:
         """Everything that can be read of the checkpoint that ``path`` means.
@@ -127,42 +120,41 @@ class Catalogue:
             CheckpointError: there is nothing there, or it may not be looked at.
         """
         with explained(f"looking at {path}", reads=True):
-            found = resolve(path)
-            if found.is_file():
-                return cls._of_file(found)
-            check_is_folder(found)
-            return cls._of_folder(found)
+            checkpoint = resolve(path)
+            if checkpoint.is_file():
+                return cls._of_file(checkpoint)
+            check_is_folder(checkpoint)
+            return cls._of_folder(checkpoint)
 
     @classmethod
-    def _of_folder(cls, found: Path) -> Self:
+    def _of_folder(cls, folder: Path) -> Self:
         problems: list[str] = []
-        manifest = _tried(problems, lambda: _manifest(found))
+        manifest = _tried(problems, lambda: _manifest(folder))
         if manifest is not None:
-            _tried(problems, lambda: check_complete(found))
-        files, strangers = _files(found, manifest)
-        with Source(found, None if problems else manifest) as source:
+            _tried(problems, lambda: check_complete(folder))
+        files, strangers = _files(folder, manifest)
+        names = [file.name for file in files if file.size is not None]
+        with Source(folder, None if problems else manifest) as source:
             groups: dict[str, Listing] = {}
-            for file in files:
-                if file.name.endswith(SUFFIX) and file.size is not None:
-                    tensors = _tensors(source, file.name, problems)
-                    groups.setdefault(stem_of(file.name), Listing()).update(tensors)
-            training = None
-            if any(file.name == TRAINING and file.size is not None for file in files):
-                training = _tried(problems, lambda: _object(source, TRAINING))
+            for name in names:
+                if stem := stem_of(name):
+                    groups.setdefault(stem, {}).update(_tensors(source, name, problems))
+            has_training = TRAINING in names
+            training = _tried(problems, lambda: _training(source)) if has_training else None
             scalars = {stem: _scalars(source, some, problems) for stem, some in groups.items()}
             if manifest is None or not problems:
                 for stem in {MODEL: None, **groups}:  # the index, and what is missing
                     _tried(problems, partial(source.tensors, stem))
         if not groups and not problems:
-            problems.append(_no_tensors(found))
-        shown = tuple(dict.fromkeys(problems))
-        return cls(found, manifest, shown, files, strangers, groups, training, scalars)
+            problems.append(_no_tensors(folder))
+        unique = tuple(dict.fromkeys(problems))
+        return cls(folder, manifest, unique, files, strangers, groups, training, scalars)
 
     @classmethod
     def _of_file(cls, path: Path) -> Self:
         problems = [_no_tensors(path)] if path.suffix in OF_TORCH else []
         with Source(path.parent, None) as source:
-            tensors = _tensors(source, path.name, problems) if not problems else Listing()
+            tensors = _tensors(source, path.name, problems) if not problems else {}
             scalars = _scalars(source, tensors, problems)
         files, groups = (OneFile(path.name, path.stat().st_size),), {MODEL: tensors}
         return cls(path, None, tuple(problems), files, (), groups, None, {MODEL: scalars})
@@ -180,27 +172,26 @@ def _no_tensors(path: Path) -> str:
 
 def _manifest(folder: Path) -> Manifest | None:
     """It, or ``None`` for a folder that need not have one."""
-    found = read_manifest(folder)
-    ours = step_of(folder.name) is not None or (folder / TRAINING).exists()
-    ours = ours or any(left.path == folder for left in leftovers(folder.parent))
-    if found is None and ours:
+    manifest = read_manifest(folder)
+    is_ours = step_of(folder.name) is not None or is_leftover(folder.name)
+    if manifest is None and (is_ours or (folder / TRAINING).exists()):
         raise CheckpointError(
             f"{folder} has no {NAME}, so it was not written to its end, and the integrity of its "
             "files is unknown. Load another checkpoint."
         )
-    return found
+    return manifest
 
 
 def _files(folder: Path, manifest: Manifest | None) -> tuple[tuple[OneFile, ...], tuple[str, ...]]:
     """What belongs to the checkpoint, and the names of what does not."""
-    there = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     if manifest is None:
-        return tuple(OneFile(name, size) for name, size in there.items()), ()
+        return tuple(OneFile(name, size) for name, size in sizes.items()), ()
     files = tuple(
-        OneFile(name, there.get(name), record.size, record.digest, len(record.blocks) // 8)
+        OneFile(name, sizes.get(name), record.size, record.digest, len(record.blocks) // 8)
         for name, record in manifest.files.items()
     )
-    return files, tuple(name for name in there if name not in manifest.files and name != NAME)
+    return files, tuple(name for name in sizes if name not in manifest.files and name != NAME)
 
 
 def _tensors(source: Source, name: str, problems: list[str]) -> Listing:
@@ -209,39 +200,38 @@ def _tensors(source: Source, name: str, problems: list[str]) -> Listing:
     if header is None and source.manifest is not None:
         with Source(source.folder, None) as unchecked:
             header = _tried([], lambda: unchecked.header(name))
-    tensors = {} if header is None else header.tensors
-    return Listing({tensor: (name, stored) for tensor, stored in tensors.items()})
+    tensors: Mapping[str, Stored] = {} if header is None else header.tensors
+    return {tensor: Place(name, stored) for tensor, stored in tensors.items()}
 
 
 def _scalars(source: Source, listing: Listing, problems: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     broken: set[str] = set()  # a damaged block would be read again for each number in it
     for name, (file, stored) in listing.items():
         if stored.shape == () and file not in broken:
             data = np.empty(stored.stop - stored.start, np.uint8)
-            if _tried(problems, partial(_fill, source, file, stored.start, data)):
-                found[name] = torch.from_numpy(data).view(DTYPES[stored.dtype]).item()
-            else:
+            failed = len(problems)
+            _tried(problems, partial(source.read_into, file, stored.start, data))
+            if len(problems) > failed:
                 broken.add(file)
-    return found
+            else:
+                values[name] = torch.from_numpy(data).view(DTYPES[stored.dtype]).item()
+    return values
 
 
-def _fill(source: Source, file: str, start: int, data: Bytes) -> bool:
-    source.read_into(file, start, data)
-    return True
-
-
-def _object(source: Source, name: str) -> dict[str, Any]:
-    found = source.json(name)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{source.folder / name} is no JSON object. Load another checkpoint.")
-    return found
+def _training(source: Source) -> dict[str, Any]:
+    state = source.json(TRAINING)
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{source.folder / TRAINING} is no JSON object. Load another checkpoint."
+        )
+    return state
 
 
 def stem_of(name: str) -> str:
     """``"model-00001-of-00003.safetensors"`` → ``"model"``; ``""`` for other files."""
-    found = _NUMBERED.fullmatch(name)
-    return found[1] if found else ""
+    match = _NUMBERED.fullmatch(name)
+    return match[1] if match else ""
 
 
 def _tried(problems: list[str], read: Callable[[], T]) -> T | None:
@@ -258,8 +248,7 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
 
     Yields:
         The bytes that were read since the last one, and damage where they are not as written.
-        Blocks that are damaged side by side are one damage each; a file that cannot be opened, or
-        is a link out of its folder, is one as a whole.
+        A file that cannot be opened, or is a link out of its folder, is one damage as a whole.
     """
     if catalogue.manifest is None:
         return
@@ -268,19 +257,18 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
             if file.size is None or not file.expected:
                 continue
             if error := _error_of(source, file.name, 0, 0):
-                yield file.expected, _damage(catalogue, file.name, (0, file.expected), str(error))
+                yield file.expected, _damage(catalogue, file.name, 0, file.expected, str(error))
                 continue
-            for number in range(file.blocks):
-                place = number * BLOCK, min(file.expected, (number + 1) * BLOCK)
-                error, found = _error_of(source, file.name, *place), None
-                if error is not None:
-                    why = str(error) if is_unreadable(error) else ""
-                    found = _damage(catalogue, file.name, place, why)
-                yield place[1] - place[0], found
+            for start in range(0, file.expected, BLOCK):
+                stop, damage = min(file.expected, start + BLOCK), None
+                if error := _error_of(source, file.name, start, stop):
+                    reason = str(error) if is_unreadable(error) else ""
+                    damage = _damage(catalogue, file.name, start, stop, reason)
+                yield stop - start, damage
 
 
 def _error_of(source: Source, file: str, start: int, stop: int) -> CheckpointError | None:
-    """What is said when these bytes are read; with no bytes, when the file is opened."""
+    """What is raised when these bytes are read; with no bytes, when the file is opened."""
     try:
         source.read_into(file, start)  # opens it
         for _ in source.read(file, start, stop):
@@ -290,14 +278,13 @@ def _error_of(source: Source, file: str, start: int, stop: int) -> CheckpointErr
     return None
 
 
-def _damage(catalogue: Catalogue, file: str, place: tuple[int, int], unreadable: str) -> Damage:
-    start, stop = place
-    stored = [
-        (name, place)
+def _damage(catalogue: Catalogue, file: str, start: int, stop: int, unreadable: str) -> Damage:
+    tensors = {
+        name: place.stored
         for listing in catalogue.groups.values()
-        for name, (where, place) in listing.items()
-        if where == file
-    ]
-    first = min((place.start for _, place in stored), default=0)
-    hit = tuple(name for name, p in stored if p.start < stop and start < p.stop)
+        for name, place in listing.items()
+        if place.file == file
+    }
+    first = min((stored.start for stored in tensors.values()), default=0)
+    hit = tuple(name for name, s in tensors.items() if s.start < stop and start < s.stop)
     return Damage(file, start, stop, hit, start < first, unreadable)

@@ -7,7 +7,6 @@ folder of the run. Code (``.py``) is never among them: to copy it would be to vo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,66 +31,59 @@ CONFIG = "config.json"
 SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of what a folder of weights has beside them: configuration and tokenizer."""
 FROM_A_RUN = (
-    CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
+    *(CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"),
+    *("special_tokens_map.json", "added_tokens.json", "merges.txt", "tokenizer.model"),
     "chat_template.jinja",
 )
 LARGEST = 100_000_000  # bytes of all small files together: they are in memory at once
-OTHER_INDEX = ".index.json"  # of weights in pickles
 
 
-def companions(source: Source, all_of_it: bool) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Configuration and tokenizer, from beside the weights or from the run; training state.
+def companions(source: Source, whole: bool) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Configuration and tokenizer, from beside the weights or from the run.
+
+    Args:
+        whole: training state, too.
 
     Returns:
         Bytes by name; and the names of what lies there, too, and is no such file, or too much.
 
     Raises:
-        CheckpointError: the training state is more than can be held.
+        CheckpointError: a file cannot be read.
     """
-    names, left_out = _small_names(source, all_of_it)
-    found: dict[str, bytes] = {}
-    room = LARGEST
+    names, left_out = _small_names(source, whole)
+    small: dict[str, bytes] = {}
     for name in names:
-        path = inside(source.folder, name)
-        with explained(f"reading {path}", reads=True):
-            nbytes = path.stat().st_size
-        if name != TRAINING and nbytes > room:
+        if name == TRAINING or _nbytes(source.folder, name) <= _room(small):
+            small[name] = source.bytes(name)
+        else:
             left_out.append(name)
-            continue
-        found[name] = source.bytes(name)
-        room -= nbytes
-    return found | _of_the_run(source, found, room), tuple(sorted(left_out))
-
-
-def _of_the_run(source: Source, there: Mapping[str, bytes], room: int) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
     for folder in _run_folders(source):
         for name in FROM_A_RUN:
-            if name in there or name in found:
-                continue
-            path = inside(folder, name)
-            with explained(f"reading {path}", reads=True):
-                if path.is_file() and path.stat().st_size <= room:
-                    found[name] = path.read_bytes()
-                    room -= len(found[name])
-    return found
+            nbytes = -1 if name in small else _nbytes(folder, name)
+            if 0 <= nbytes <= _room(small):
+                with explained(f"reading {folder / name}", reads=True):
+                    small[name] = inside(folder, name).read_bytes()
+    return small, tuple(sorted(left_out))
 
 
-def _small_names(source: Source, all_of_it: bool) -> tuple[list[str], list[str]]:
-    """Files to copy, what a run goes on from first; and those that are neither that nor weights."""
+def _room(small: dict[str, bytes]) -> int:
+    return LARGEST - sum(map(len, small.values()))
+
+
+def _nbytes(folder: Path, name: str) -> int:
+    """-1 where there is no such file."""
+    path = inside(folder, name)
+    with explained(f"reading {path}", reads=True):
+        return path.stat().st_size if path.is_file() else -1
+
+
+def _small_names(source: Source, whole: bool) -> tuple[list[str], list[str]]:
+    """Files to copy, training state first; and those that are neither that nor weights."""
     names = [n for n in source.listed() if not n.endswith((SUFFIX, INDEX)) and source.has(n)]
-    small = [name for name in names if name.endswith(SMALL) and not name.endswith(OTHER_INDEX)]
-    no_copy = {MANIFEST} if all_of_it else {MANIFEST, TRAINING}
-    kept = sorted(set(small) - no_copy, key=lambda name: (name != TRAINING, names.index(name)))
-    return kept, [name for name in names if name not in small and name != LOCK]
+    small = [n for n in names if n.endswith(SMALL) and not n.endswith(".index.json")]
+    copied = sorted(set(small) - {MANIFEST, TRAINING}, key=names.index)
+    copied = [TRAINING, *copied] if whole and TRAINING in small else copied
+    return copied, [name for name in names if name not in small and name != LOCK]
 
 
 def _run_folders(source: Source) -> list[Path]:
@@ -104,27 +96,26 @@ def _run_folders(source: Source) -> list[Path]:
     return [parent, parent.parent] if parent.name == CHECKPOINTS else [parent]
 
 
-def with_dtype(config: bytes, dtype: torch.dtype | None) -> bytes:
+def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     """``config.json`` that says the new dtype, since ``transformers`` loads as it says."""
     name = str(dtype).removeprefix("torch.")
 
     def changed(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {
-            key: name
-            if key in ("dtype", "torch_dtype") and isinstance(inner, str)
-            else changed(inner)
+        inner = {
+            key: changed(one)
+            for key, one in value.items()
             if key.endswith("_config") and key != "quantization_config"
-            else inner
-            for key, inner in value.items()
         }
+        keys = [k for k in ("dtype", "torch_dtype") if isinstance(value.get(k), str)]
+        return {**value, **inner, **dict.fromkeys(keys, name)}
 
     try:
-        found = json.loads(config)
+        fields = json.loads(config)
     except (ValueError, RecursionError):
         raise CheckpointError(
             "config.json is not JSON, so it cannot be told the new dtype. Mend it, or export "
             "without --dtype."
         ) from None
-    return json.dumps(changed(found), indent=2, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(changed(fields), indent=2, ensure_ascii=False).encode() + b"\n"

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,7 +28,7 @@ from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import Document
 from shardwise.convert.destination import Destination, check_room, workplace
-from shardwise.convert.export import check_whole, no_training, no_weights
+from shardwise.convert.export import mapped, stored_tensors
 from shardwise.convert.writer import Converted
 from shardwise.errors import CheckpointError
 
@@ -53,26 +52,24 @@ def export_dcp(
         CheckpointError: the checkpoint is damaged, or has no optimizer state to go with it; the
             disk is full; or the destination is there. Nothing is left behind.
     """
-    named = Destination.of(destination)
+    named = Destination(Path(destination).expanduser().absolute(), "dcp")
     final = named.path
-    named.check_new()
     with Source.open(folder) as source:
-        if source.manifest is not None:
-            named.check_folder(source.folder)
-        states, places = _decided(source, with_optimizer)
+        named.check(None if source.manifest is None else source.folder)
+        states, places = _states(source, with_optimizer)
         check_room(final, sum(p.stored.stop - p.stored.start for p in places.values()))
         with workplace(final) as work, explained(f"writing {final}"):
             unfinished = work / "unfinished"
-            _write(states, unfinished, _Late(lambda name: _read(source, places[name])))
+            _write(states, unfinished, _LatePlanner(lambda name: _read(source, places[name])))
             nbytes = sum(path.stat().st_size for path in unfinished.iterdir())
             sync_folder(unfinished)
-            named.check_new()  # it may have come while this was written
+            named.check()  # it may have come while this was written
             unfinished.rename(final)
             sync_folder(final.parent)
     return Converted(final, len(places), nbytes)
 
 
-def _write(states: dict[str, Any], folder: Path, planner: _Late) -> None:
+def _write(states: dict[str, Any], folder: Path, planner: _LatePlanner) -> None:
     writer = FileSystemWriter(folder, thread_count=1, sync_files=True)
     try:
         with warnings.catch_warnings():
@@ -83,17 +80,16 @@ def _write(states: dict[str, Any], folder: Path, planner: _Late) -> None:
     except (Exception, CheckpointException) as error:
         # How torch says that a disk is full, or that what it calls failed. Its own is no Exception.
         causes = error.failures.values() if isinstance(error, CheckpointException) else ()
-        for cause, _ in causes:
-            if isinstance(cause, CheckpointError):
-                raise cause from error
-        told = next((str(cause) for cause, _ in causes), str(error))
+        cause = next((cause for cause, _ in causes), error)
+        if isinstance(cause, CheckpointError):
+            raise cause from error
         raise CheckpointError(
-            f"writing {folder} failed: {told:.300}. Look whether the disk is full, or export "
+            f"writing {folder} failed: {cause!s:.300}. Look whether the disk is full, or export "
             "elsewhere."
         ) from error
 
 
-class _Late(DefaultSavePlanner):
+class _LatePlanner(DefaultSavePlanner):
     """Gives the writer each tensor's values when it asks for them."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
@@ -102,72 +98,56 @@ class _Late(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """The tensor that this item stands for, read now."""
-        found = super().resolve_data(write_item)
-        if isinstance(found, Tensor) and found.is_meta:
-            return self._read(write_item.index.fqn)
-        return found
+        data = super().resolve_data(write_item)
+        is_late = isinstance(data, Tensor) and data.is_meta
+        return self._read(write_item.index.fqn) if is_late else data
 
 
-def _decided(source: Source, whole: bool | None) -> tuple[dict[str, Any], dict[str, Place]]:
+def _read(source: Source, place: Place) -> Tensor:
+    """Checked, and then mapped: torch's writer keeps all it wrote, and must not keep memory."""
+    for _ in source.read(place.file, place.stored.start, place.stored.stop):
+        pass  # raises where bytes are not those that were written
+    return mapped(source, place)
+
+
+def _states(source: Source, whole: bool | None) -> tuple[dict[str, Any], dict[str, Place]]:
     """The state dict with tensors on the meta device, and where each is, by its flat name."""
-    check_whole(source)
-    weights = source.tensors(MODEL)
-    if not weights:
-        raise no_weights(source)
-    if source.manifest is not None:
-        aliases = source.manifest.aliases.items()
-        weights |= {alias: weights[name] for alias, name in aliases if name in weights}
+    if whole is None:
+        whole = source.manifest is not None and source.has(state.NAME)
+    stored = stored_tensors(source, whole)
+    weights = stored[MODEL]
+    for alias, name in ({} if source.manifest is None else source.manifest.aliases).items():
+        if name in weights:
+            weights[alias] = weights[name]
     states: dict[str, Any] = {"model": {name: _meta(place) for name, place in weights.items()}}
     places = {f"model.{name}": place for name, place in weights.items()}
-    has_more = source.manifest is not None and source.has(state.NAME)
-    if whole and not has_more:
-        raise no_training(source)
-    if whole is False or not has_more:
+    if not whole:
         return states, places
     document = Document.decode(source.bytes(state.NAME), str(source.folder / state.NAME))
     if document.step is not None:
         states["step"] = document.step
     if document.optimizers:
-        tensors = source.tensors(OPTIMIZER)
-        states["optimizer"] = _optimizer(document, tensors)
-        for full, place in tensors.items():
+        states["optimizer"] = _optimizer(document, stored.get(OPTIMIZER, {}))
+        for full, place in stored.get(OPTIMIZER, {}).items():
             key, _, name = full.partition("/")
             places[f"optimizer.state.{name}.{key}"] = place
     return states, places
 
 
 def _optimizer(document: Document, tensors: Mapping[str, Place]) -> dict[str, Any]:
-    found: dict[str, dict[str, Any]] = {}
+    by_param: dict[str, dict[str, Any]] = {}
     for full, place in tensors.items():
         key, _, name = full.partition("/")
-        found.setdefault(name, {})[key] = _meta(place)
+        by_param.setdefault(name, {})[key] = _meta(place)
     groups = []
     for record in document.optimizers:
         for name, values in record["values"].items():
-            found.setdefault(name, {}).update({k: plain.decode(v) for k, v in values.items()})
+            by_param.setdefault(name, {}).update(plain.decode(values))
         for group in record["groups"]:
-            options = {key: plain.decode(value) for key, value in group["options"].items()}
             # What our checkpoints leave to the script (fused …), DCP asks for when it loads.
-            everything = {**default_options(record["class"]), **options}
-            groups.append({**copy.deepcopy(everything), "params": list(group["params"])})
-    return {"state": found, "param_groups": groups}
-
-
-def _meta(place: Place) -> Tensor:
-    return torch.empty(place.stored.shape, dtype=dtype_of(place.stored.dtype), device="meta")
-
-
-def _read(source: Source, place: Place) -> Tensor:
-    """Checked, and then mapped: torch's writer keeps all it wrote, and must not keep memory."""
-    stored, dtype = place.stored, dtype_of(place.stored.dtype)
-    if stored.start == stored.stop:
-        return torch.empty(stored.shape, dtype=dtype)
-    for _ in source.read(place.file, stored.start, stored.stop):
-        pass  # raises where bytes are not those that were written
-    length = (stored.stop - stored.start,)
-    # Copy on write, and nobody writes: a tensor over read-only memory is a warning.
-    data = np.memmap(source.folder / place.file, np.uint8, "c", stored.start, length)
-    return torch.from_numpy(data).view(dtype).reshape(stored.shape)
+            options = {**default_options(record["class"]), **plain.decode(group["options"])}
+            groups.append({**copy.deepcopy(options), "params": list(group["params"])})
+    return {"state": by_param, "param_groups": groups}
 
 
 def default_options(kind: str) -> dict[str, Any]:
@@ -180,3 +160,7 @@ def default_options(kind: str) -> dict[str, Any]:
         return dict(make([torch.zeros(1, requires_grad=True)]).defaults)
     except TypeError:  # it wants more than parameters
         return {}
+
+
+def _meta(place: Place) -> Tensor:
+    return torch.empty(place.stored.shape, dtype=dtype_of(place.stored.dtype), device="meta")

@@ -1,14 +1,12 @@
-"""Where two checkpoints differ: names, shapes, values, and how training stood.
+"""Where two checkpoints differ: names, shapes, the largest difference of values, and training.
 
-Values are read piece by piece, so two models of any size are compared in a few megabytes. Where
-both have checksums of blocks that begin at like places, as two checkpoints of one run do, blocks
-with equal checksums are equal and are not read: a checkpoint is compared with its copy at once.
+Values are read piece by piece, so two models of any size are compared in a few megabytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
 from typing import Any, NamedTuple
@@ -19,14 +17,13 @@ from torch import Tensor
 
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER, RANKS
 from shardwise.checkpoint.dtypes import dtype_of, itemsize
-from shardwise.checkpoint.manifest import NAME as MANIFEST
-from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import NAME as TRAINING
 from shardwise.convert.catalogue import stem_of
+from shardwise.convert.writer import INDEX
 from shardwise.errors import CheckpointError
 
-__all__ = ["ABSENT", "Change", "Difference", "Unlike", "compare", "unlike_fields"]
+__all__ = ["ABSENT", "Change", "Difference", "UnequalTensor", "changes_between", "compare"]
 
 PIECE = 1 << 18
 """Elements that are compared at once: 6 MB with what is computed from them."""
@@ -34,16 +31,16 @@ ABSENT = object()
 """Stands for a value that one side does not have."""
 _HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # what a float of 4 bits (E2M1) can be
 _FOUR_BITS = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.float64)
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_INDEX = ".safetensors.index.json"
-_TRAINING = (OPTIMIZER, RANKS)
+
+TensorKey = tuple[str, str]
+"""Kind (``"model"``, ``"optimizer"`` …) and name of a tensor."""
 
 
 class Change(NamedTuple):
-    """A value that differs between two training states, or a file between two folders.
+    """A value that differs.
 
     Attributes:
-        place: such as ``"optimizers[0].groups[0].options.lr"``.
+        place: such as ``"optimizers[0].groups[0].options.lr"``, or the name of a file.
         one, other: what each side has, or ``ABSENT``.
     """
 
@@ -52,28 +49,18 @@ class Change(NamedTuple):
     other: Any
 
 
-@dataclass(frozen=True)
-class Unlike:
-    """A tensor that both have, and not alike.
+class UnequalTensor(NamedTuple):
+    """A tensor that both have, and whose dtype, shape or bytes differ.
 
     Attributes:
-        stem: ``"model"``, ``"optimizer"`` …
-        name: the tensor's.
-        dtypes, shapes: as each side stores it.
-        numel: elements; of the first.
-        differing: elements that differ; all, where shapes do.
-        largest: absolute difference; infinite where a NaN or an infinity has no equal.
-        relative: the largest difference as a part of the larger of the two values.
+        max_abs_diff: infinite where shapes differ, or a NaN or an infinity has no equal.
     """
 
-    stem: str
+    kind: str
     name: str
     dtypes: tuple[str, str]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    numel: int
-    differing: int
-    largest: float
-    relative: float
+    max_abs_diff: float
 
 
 @dataclass(frozen=True)
@@ -82,35 +69,26 @@ class Difference:
 
     Attributes:
         only: for each side, the tensors that the other has not: by kind, names.
-        tensors: what both have and is not alike.
-        alike: tensors that are equal.
-        fields: of the training state.
+        tensors: those that both have and that are not equal.
+        equal: how many tensors are.
+        training: values of the training state.
         files: small files, such as ``config.json``, and their digests.
-        read, nbytes: bytes that had to be read of the first, and all of its tensors that the
-            other has in the same shape.
         ties: names that each side ties to a tensor, and not to the same one.
-        tensors_alone: nothing but tensors was compared.
+        only_tensors: nothing but tensors was compared.
     """
 
     only: tuple[Mapping[str, list[str]], Mapping[str, list[str]]]
-    tensors: tuple[Unlike, ...]
-    alike: int
-    fields: tuple[Change, ...]
-    files: tuple[Change, ...]
-    read: int
-    nbytes: int
+    tensors: tuple[UnequalTensor, ...] = ()
+    equal: int = 0
+    training: tuple[Change, ...] = ()
+    files: tuple[Change, ...] = ()
     ties: tuple[Change, ...] = ()
-    tensors_alone: bool = False
+    only_tensors: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Are they equal?"""
-        return not (any(self.only) or self.tensors or self.fields or self.files or self.ties)
-
-
-def _kind(stem: str) -> str:
-    """``"model.rank0" → "model"``, of local shards."""
-    return stem.split(".rank", maxsplit=1)[0]
+        return not (any(self.only) or self.tensors or self.training or self.files or self.ties)
 
 
 @dataclass
@@ -119,21 +97,19 @@ class _Side:
 
     source: Source
     weights_only: bool
-    read: int = 0
-    _sums: dict[str, list[int]] = field(default_factory=dict)
 
     @cached_property
-    def tensors(self) -> dict[tuple[str, str], Place]:
-        """By kind and name."""
+    def tensors(self) -> dict[TensorKey, Place]:
         files: dict[str, list[str]] = {MODEL: []}
         for name in self.source.listed():
             if stem := stem_of(name):
                 files.setdefault(stem, []).append(name)
-        found = {stem: self._places(stem, some) for stem, some in files.items()}
+        # By the stem's index or single file; numbered files without an index, as they are.
+        by_kind = {s: self.source.tensors(s) or self.source.tensors_in(files[s]) for s in files}
         if self.weights_only:
-            models = {stem: some for stem, some in found.items() if some and _kind(stem) == MODEL}
-            found = models or {s: some for s, some in found.items() if _kind(s) not in _TRAINING}
-        places = {(stem, name): p for stem, some in found.items() for name, p in some.items()}
+            others = [kind for kind in by_kind if kind not in (OPTIMIZER, RANKS)]
+            by_kind = {kind: by_kind[kind] for kind in ([MODEL] if by_kind[MODEL] else others)}
+        places = {(kind, name): p for kind, some in by_kind.items() for name, p in some.items()}
         if not places:
             raise CheckpointError(
                 f"{self.source.folder} holds no tensors in safetensors files, so there is nothing "
@@ -142,63 +118,41 @@ class _Side:
             )
         return places
 
-    def _places(self, stem: str, files: list[str]) -> dict[str, Place]:
-        """By the stem's index or single file; numbered files without an index, as they are."""
-        return self.source.tensors(stem) or self.source.tensors_in(files)
-
     @cached_property
     def aliases(self) -> Mapping[str, str]:
         """Further names of tied tensors → the stored one."""
         return {} if self.source.manifest is None else self.source.manifest.aliases
 
-    @cached_property
-    def further(self) -> dict[str, list[str]]:
-        """The same the other way round."""
-        found: dict[str, list[str]] = {}
-        for alias, name in self.aliases.items():
-            found.setdefault(name, []).append(alias)
-        return found
-
-    def find(self, other: _Side, key: tuple[str, str]) -> Place | None:
+    def find(self, other: _Side, key: TensorKey) -> Place | None:
         """The other side's tensor here: by its name, or by one that either side ties to it."""
-        stem, name = key
-        names = [name, *other.further.get(name, ())] if stem == MODEL else [name]
-        for one in names:
-            tied = self.aliases.get(one, one) if stem == MODEL else one
-            if place := self.tensors.get((stem, one)) or self.tensors.get((stem, tied)):
-                return place
-        return None
-
-    def sums(self, file: str) -> list[int]:
-        """Checksums of a file's blocks; none where there is no manifest."""
-        if file not in self._sums:
-            manifest = self.source.manifest
-            self._sums[file] = [] if manifest is None else manifest.files[file].checksums()
-        return self._sums[file]
+        kind, name = key
+        names = [name]
+        if kind == MODEL:
+            names += [alias for alias, stored in other.aliases.items() if stored == name]
+            names += [self.aliases[alias] for alias in names if alias in self.aliases]
+        return next((self.tensors[kind, n] for n in names if (kind, n) in self.tensors), None)
 
     def values(self, place: Place, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)``, checked."""
         item = itemsize(place.stored.dtype)
         data = np.empty((stop - start) * item, np.uint8)
         self.source.read_into(place.file, place.stored.start + start * item, data)
-        self.read += len(data)
         return torch.from_numpy(data).view(dtype_of(place.stored.dtype))
 
     @property
     def training(self) -> Any:
-        there = not self.weights_only and self.source.manifest is not None
-        return self.source.json(TRAINING) if there and self.source.has(TRAINING) else ABSENT
+        is_ours = not self.weights_only and self.source.manifest is not None
+        return self.source.json(TRAINING) if is_ours and self.source.has(TRAINING) else ABSENT
 
     @property
     def small(self) -> dict[str, str]:
         """Digests of files that hold no tensors, where the folder says which are its own."""
         manifest = self.source.manifest
-        if manifest is None or self.weights_only:
-            return {}
+        records = {} if manifest is None or self.weights_only else manifest.files
         return {
             name: record.digest
-            for name, record in manifest.files.items()
-            if not stem_of(name) and not name.endswith(_INDEX) and name not in (TRAINING, MANIFEST)
+            for name, record in records.items()
+            if not stem_of(name) and not name.endswith(INDEX) and name != TRAINING
         }
 
 
@@ -209,32 +163,20 @@ def compare(one: Source, other: Source, weights_only: bool = False) -> Differenc
         weights_only: nothing but parameters and buffers.
 
     Raises:
-        CheckpointError: bytes that had to be read are missing or damaged, or a side has no tensors.
+        CheckpointError: bytes are missing or damaged, or a side has no tensors.
     """
     a, b = _Side(one, weights_only), _Side(other, weights_only)
-    unlike, alike, nbytes = [], 0, 0
-    for key, place in a.tensors.items():
-        there = b.find(a, key)
-        if there is None:
-            continue
-        if place.stored.shape == there.stored.shape:
-            nbytes += place.stored.stop - place.stored.start
-        found = _unlike(key, (a, place), (b, there))
-        if found is None:
-            alike += 1
-        else:
-            unlike.append(found)
-    both = one.manifest is not None and other.manifest is not None
+    both = {key: place for key in a.tensors if (place := b.find(a, key)) is not None}
+    unequal = [t for key, place in both.items() if (t := _unequal(key, a, b, place)) is not None]
+    have_manifests = one.manifest is not None and other.manifest is not None
     return Difference(
         (_only(a, b), _only(b, a)),
-        tuple(unlike),
-        alike,
-        tuple(unlike_fields(a.training, b.training)),
-        tuple(unlike_fields(a.small, b.small)) if both else (),
-        a.read,
-        nbytes,
+        tuple(unequal),
+        len(both) - len(unequal),
+        tuple(changes_between(a.training, b.training)),
+        tuple(changes_between(a.small, b.small)) if have_manifests else (),
         tuple(_ties(a, b)),
-        weights_only or not both,
+        weights_only or not have_manifests,
     )
 
 
@@ -247,65 +189,34 @@ def _ties(a: _Side, b: _Side) -> Iterator[Change]:
 
 
 def _only(side: _Side, other: _Side) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for stem, name in side.tensors:
-        if other.find(side, (stem, name)) is None:
-            found.setdefault(stem, []).append(name)
-    return found
+    names: dict[str, list[str]] = {}
+    for kind, name in side.tensors:
+        if other.find(side, (kind, name)) is None:
+            names.setdefault(kind, []).append(name)
+    return names
 
 
-_Stored = tuple[_Side, Place]
-
-
-def _unlike(key: tuple[str, str], one: _Stored, other: _Stored) -> Unlike | None:
-    (a, b), numel = (one[1].stored, other[1].stored), prod(one[1].stored.shape)
-    differing, most, part = (0, 0.0, 0.0) if a.shape == b.shape else (numel, inf, inf)
-    if a.shape == b.shape:
-        for start in range(0, numel, PIECE):
-            stop = min(numel, start + PIECE)
-            if not _are_known_equal(one, other, start, stop):
-                x, y = (side.values(place, start, stop) for side, place in (one, other))
-                count, largest, relative = _distance(x, y)
-                differing, most, part = differing + count, max(most, largest), max(part, relative)
-    if differing == 0 and (a.dtype, a.shape) == (b.dtype, b.shape):
+def _unequal(key: TensorKey, a: _Side, b: _Side, in_b: Place) -> UnequalTensor | None:
+    in_a = a.tensors[key]
+    one, other = in_a.stored, in_b.stored
+    are_equal, largest, numel = one.dtype == other.dtype, 0.0, prod(one.shape)
+    if one.shape != other.shape:
+        are_equal, largest, numel = False, inf, 0
+    for start in range(0, numel, PIECE):
+        stop = min(numel, start + PIECE)
+        x, y = a.values(in_a, start, stop), b.values(in_b, start, stop)
+        if x.dtype != y.dtype or not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+            are_equal, largest = False, max(largest, _max_abs_diff(x, y))
+    if are_equal:
         return None
-    dtypes, shapes = (a.dtype, b.dtype), (a.shape, b.shape)
-    return Unlike(*key, dtypes, shapes, numel, differing, most, part)
+    return UnequalTensor(*key, (one.dtype, other.dtype), (one.shape, other.shape), largest)
 
 
-def _are_known_equal(one: _Stored, other: _Stored, start: int, stop: int) -> bool:
-    """Have the blocks that these elements are in the same checksums on both sides?"""
-    (a, here), (b, there) = one, other
-    shift = there.stored.start - here.stored.start
-    if here.stored.dtype != there.stored.dtype or shift % BLOCK:
-        return False
-    item = itemsize(here.stored.dtype)
-    lo, hi = (here.stored.start + k * item for k in (start, stop))
-    first, last = lo // BLOCK, -(-hi // BLOCK)
-    x = a.sums(here.file)[first:last]
-    y = b.sums(there.file)[first + shift // BLOCK : last + shift // BLOCK]
-    return bool(x) and x == y
-
-
-def _distance(x: Tensor, y: Tensor) -> tuple[int, float, float]:
-    """How many differ, the largest difference, and the largest relative one."""
-    if x.dtype == y.dtype:
-        bits = _BITS[x.dtype.itemsize]
-        unlike = x.view(bits) != y.view(bits)
-        count = int(unlike.sum())
-        x, y = (_exact(z.view(bits)[unlike].view(z.dtype)) for z in (x, y))
-    else:
-        x, y = _exact(x), _exact(y)
-        unlike = (x != y) & ~(x.isnan() & y.isnan())
-        count = int(unlike.sum())
-        x, y = x[unlike], y[unlike]
-    if not count:
-        return 0, 0.0, 0.0
-    away, scale = (x - y).abs(), torch.maximum(x.abs(), y.abs())
-    away[~away.isfinite()] = inf
-    relative = (away / scale).nan_to_num(nan=0.0)  # 0 and -0 differ by nothing of nothing
-    relative[away.isinf()] = inf
-    return count, float(away.max()), float(relative.max())
+def _max_abs_diff(x: Tensor, y: Tensor) -> float:
+    x, y = _exact(x), _exact(y)
+    distance = (x - y).abs()
+    distance[(x == y) | (x.isnan() & y.isnan())] = 0.0
+    return float(distance.nan_to_num(nan=inf, posinf=inf).max())
 
 
 def _exact(values: Tensor) -> Tensor:
@@ -315,14 +226,14 @@ def _exact(values: Tensor) -> Tensor:
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
-def unlike_fields(one: Any, other: Any, place: str = "") -> Iterator[Change]:
+def changes_between(one: Any, other: Any, place: str = "") -> Iterator[Change]:
     """Every place at which two JSON values differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in dict.fromkeys([*one, *other]):
             inner = f"{place}.{key}" if place else str(key)
-            yield from unlike_fields(one.get(key, ABSENT), other.get(key, ABSENT), inner)
+            yield from changes_between(one.get(key, ABSENT), other.get(key, ABSENT), inner)
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for k, pair in enumerate(zip(one, other, strict=True)):
-            yield from unlike_fields(*pair, f"{place}[{k}]")
+            yield from changes_between(*pair, f"{place}[{k}]")
     elif type(one) is not type(other) or one != other:
         yield Change(place, one, other)

@@ -10,20 +10,19 @@ on many machines can be converted on none of them.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.contents import MODEL
-from shardwise.checkpoint.dtypes import DTYPES, code_of, itemsize
+from shardwise.checkpoint.dtypes import DTYPES, code_of, dtype_of
 from shardwise.checkpoint.folder import is_leftover, step_of
 from shardwise.checkpoint.manifest import NAME as MANIFEST
-from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.plan import BLOCK, Entry, FilePlan, plan_files
+from shardwise.checkpoint.plan import BLOCK, FilePlan, cut_at_blocks, plan_files
 from shardwise.checkpoint.reader import Want, fill
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import NAME as TRAINING
@@ -34,7 +33,7 @@ from shardwise.convert.destination import Destination
 from shardwise.convert.writer import Converted, Progress, entry_of, write_folder
 from shardwise.errors import CheckpointError
 
-__all__ = ["FLOATS", "ExportOptions", "check_whole", "export", "no_training", "no_weights"]
+__all__ = ["FLOATS", "ExportOptions", "export", "mapped", "stored_tensors"]
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What is cast. Eight-bit floats stay: without their scales they mean nothing."""
@@ -77,23 +76,23 @@ def export(
             dtype; the disk is full; the destination is there. Nothing is left behind.
     """
     chosen = options or ExportOptions()
-    named = Destination.of(destination, chosen.with_optimizer, chosen.overwrite)
-    named.check_folder(None if source.manifest is None else source.folder)
-    check_whole(source)
-    stems = _stems(source, chosen.with_optimizer)
-    places = {stem: source.tensors(stem) for stem in stems}
-    if not places[MODEL]:
-        raise no_weights(source)
+    whole = chosen.with_optimizer
+    named = Destination(Path(destination).absolute(), "hf", whole, chosen.overwrite)
+    named.check(None if source.manifest is None else source.folder)
+    places = stored_tensors(source, whole)
     plans = _plans(places, chosen)
-    small, left_out = companions(source, chosen.with_optimizer)
+    small, left_out = companions(source, whole)
     if chosen.dtype is not None and CONFIG in small:
         small[CONFIG] = with_dtype(small[CONFIG], chosen.dtype)
+    facts = {"step": None, "aliases": {}, **dict(source.manifest or {})}
+    if not whole or source.manifest is None:
+        facts |= {"world": 1, "strategy": "export", "kind": "full"}
     made = write_folder(
         named.path,
         plans,
         lambda stem, plan: _chunks(source, places[stem], plan),
         small,
-        _facts(source.manifest, chosen.with_optimizer),
+        facts,
         progress,
     )
     dtypes = {name: stored.dtype for plan in plans[MODEL] for name, stored in plan.tensors.items()}
@@ -101,129 +100,96 @@ def export(
     return replace(made, cast=tuple(cast), left_out=left_out)
 
 
-# --- decide ----------------------------------------------------------------------------------
+def stored_tensors(source: Source, whole: bool) -> dict[str, dict[str, Place]]:
+    """Where each tensor is, by kind and name: weights, and with ``whole`` all other state.
+
+    Raises:
+        CheckpointError: the source was not written to its end, or has no such state.
+    """
+    folder, kinds = source.folder, [MODEL]
+    is_ours = is_leftover(folder.name) or step_of(folder.name) is not None or source.has(TRAINING)
+    if source.manifest is None and is_ours and type(source) is Source:
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}, and shardwise began it, so it was not written to "
+            "its end or was damaged since. Export another checkpoint; or, for its weights as they "
+            "are, one of its safetensors files."
+        )
+    if whole:
+        if source.manifest is None or not source.has(TRAINING):
+            raise CheckpointError(
+                f"{folder} holds no optimizer and training state; it has weights alone. Export it "
+                "without --with-optimizer."
+            )
+        kinds += filter(None, map(stem_of, source.manifest.files))
+    places = {kind: source.tensors(kind) for kind in dict.fromkeys(kinds)}
+    if not places[MODEL]:
+        of_torch = [folder / name for name in source.listed() if name.endswith(OF_TORCH)]
+        advice = "Name a checkpoint, or a folder of safetensors files."
+        raise CheckpointError(
+            f"{folder} holds no model.safetensors and no index of several, so there are no weights "
+            f"to export. {f'Name that file: {of_torch[0]}.' if of_torch else advice}"
+        )
+    return places
+
+
+def mapped(source: Source, place: Place) -> Tensor:
+    """A tensor in memory that its file backs; its bytes are not checked."""
+    stored, dtype = place.stored, dtype_of(place.stored.dtype)
+    if stored.start == stored.stop:
+        return torch.empty(stored.shape, dtype=dtype)
+    path, length = source.folder / place.file, (stored.stop - stored.start,)
+    # Copy on write, and nobody writes: a tensor over read-only memory is a warning.
+    data = np.memmap(path, np.uint8, "c", stored.start, length)
+    return torch.from_numpy(data).view(dtype).reshape(stored.shape)
 
 
 def _plans(
     places: Mapping[str, Mapping[str, Place]], options: ExportOptions
 ) -> dict[str, tuple[FilePlan, ...]]:
-    """The new files of each stem; weights are cast, and no other state."""
+    """The new files of each kind; weights are cast, and no other state."""
     target = None if options.dtype is None else code_of(options.dtype, "--dtype")
     if target not in (None, *FLOATS):
         known = ", ".join(str(DTYPES[code]).removeprefix("torch.") for code in FLOATS)
         raise CheckpointError(f"weights cannot be cast to {options.dtype}; choose one of {known}.")
     plans = {}
-    for stem, by_name in places.items():
-        dtype = target if stem == MODEL else None
-        entries = [_entry(name, place, dtype) for name, place in by_name.items()]
-        plans[stem] = plan_files(stem, entries, options.max_file_size, {"format": "pt"})
+    for kind, by_name in places.items():
+        entries = []
+        for name, (_, stored) in by_name.items():
+            if stored.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"tensor {name!r} is stored as {stored.dtype}, and torch has no such dtype, so "
+                    "it cannot be exported. Convert it with the tool that wrote it."
+                )
+            is_cast = target is not None and kind == MODEL and stored.dtype in FLOATS
+            dtype = target if target is not None and is_cast else stored.dtype
+            entries.append(entry_of(name, dtype, stored.shape))
+        plans[kind] = plan_files(kind, entries, options.max_file_size, {"format": "pt"})
     return plans
 
 
-def _entry(name: str, place: Place, target: str | None) -> Entry:
-    dtype, shape = place.stored.dtype, place.stored.shape
-    if dtype not in DTYPES:
-        raise CheckpointError(
-            f"tensor {name!r} is stored as {dtype}, and torch has no such dtype, so it cannot be "
-            "exported. Convert it with the tool that wrote it."
-        )
-    return entry_of(name, target if target is not None and dtype in FLOATS else dtype, shape)
-
-
-def _facts(manifest: Manifest | None, whole: bool) -> dict[str, object]:
-    """Fields of the new manifest. With all its state a checkpoint keeps its own."""
-    alone = {"world": 1, "strategy": "export", "kind": "full"}
-    if manifest is None:
-        return {**alone, "step": None, "aliases": {}}
-    return dict(manifest) if whole else {**dict(manifest), **alone}
-
-
-def check_whole(source: Source) -> None:
-    """Raises ``CheckpointError`` for what holds no whole tensors, or was not written to its end."""
-    if source.manifest is None:
-        _check_foreign(source)
-
-
-def _check_foreign(source: Source) -> None:
-    """A folder without a manifest must not be one of ours that lost it, as for ``load``.
-
-    One of its safetensors files can be exported by its own name.
-    """
-    name = source.folder.name
-    ours = is_leftover(name) or step_of(name) is not None or source.has(TRAINING)
-    if ours and type(source) is Source:
-        raise CheckpointError(
-            f"{source.folder} has no {MANIFEST}, and shardwise began it, so it was not written to "
-            "its end or was damaged since. Export another checkpoint; or, for its weights as they "
-            "are, one of its safetensors files."
-        )
-
-
-def no_training(source: Source) -> CheckpointError:
-    """What is said of a source that has weights alone."""
-    return CheckpointError(
-        f"{source.folder} holds no optimizer and training state; it has weights alone. Export it "
-        "without --with-optimizer."
-    )
-
-
-def no_weights(source: Source) -> CheckpointError:
-    """What is said of a source that has none in safetensors."""
-    of_torch = [name for name in source.listed() if name.endswith(OF_TORCH)]
-    if of_torch:
-        return CheckpointError(
-            f"{source.folder} holds no model.safetensors, but {of_torch[0]}, which is of torch. "
-            f"Name that file: {source.folder / of_torch[0]}."
-        )
-    return CheckpointError(
-        f"{source.folder} holds no model.safetensors and no index of several, so there are no "
-        "weights to export. Name a checkpoint, or a folder of safetensors files."
-    )
-
-
-def _stems(source: Source, all_of_it: bool) -> list[str]:
-    if not all_of_it:
-        return [MODEL]
-    if source.manifest is None or not source.has(TRAINING):
-        raise no_training(source)
-    return list(dict.fromkeys([MODEL, *filter(None, map(stem_of, source.manifest.files))]))
-
-
-# --- write -----------------------------------------------------------------------------------
-
-
 def _chunks(source: Source, places: Mapping[str, Place], plan: FilePlan) -> Iterator[Chunk]:
-    """The bytes of a new file, one block after the other, in the same memory each time."""
+    """The bytes of a new file, block by block, in the same memory each time."""
     buffer = torch.empty(BLOCK, dtype=torch.uint8)
-    names = [name for name, stored in plan.tensors.items() if stored.stop > stored.start]
-    ends = [plan.tensors[name].stop for name in names]
-    for start, stop in plan.chunks(0):
-        wants = []
-        for name in names[bisect_right(ends, start) :]:
-            stored = plan.tensors[name]
-            lo, hi = max(start, stored.start), min(stop, stored.stop)
-            if lo >= hi:
-                break
-            out = buffer[lo - start : hi - start].view(DTYPES[stored.dtype])
-            first = (lo - stored.start) // itemsize(stored.dtype)
-            wants.append((name, Want(places[name], first, out)))
-        fill(source, [want for _, want in wants])
-        _check_range(source, wants)
-        yield Chunk(plan.name, start, stop, (buffer[: stop - start],))
+    for name, stored in plan.tensors.items():
+        dtype = DTYPES[stored.dtype]
+        for start, stop in cut_at_blocks(stored.start, stored.stop):
+            out = buffer[: stop - start].view(dtype)
+            request = Want(places[name], (start - stored.start) // dtype.itemsize, out)
+            fill(source, [request])
+            if out.dtype != request.dtype and bool(out.isinf().any()):
+                _check_range(source, name, request)
+            yield Chunk(plan.name, start, stop, (buffer[: stop - start],))
 
 
-def _check_range(source: Source, wants: Sequence[tuple[str, Want]]) -> None:
+def _check_range(source: Source, name: str, request: Want) -> None:
     """Raises ``CheckpointError`` where a cast made a finite value infinite."""
-    for name, want in wants:
-        if want.out.dtype == want.dtype or not bool(want.out.isinf().any()):
-            continue
-        before = torch.empty(want.out.numel(), dtype=want.dtype)
-        fill(source, [Want(want.place, want.start, before)])
-        lost: Tensor = want.out.isinf() & ~before.isinf()
-        if count := int(lost.sum()):
-            limit, largest = torch.finfo(want.out.dtype).max, float(before[lost].abs().max())
-            raise CheckpointError(
-                f"{count:,} values of {name} do not fit {want.out.dtype}: the largest there is "
-                f"{largest:.6g}, and {limit:.6g} is the most, so they would become infinite. "
-                "Nothing was written. Export as bfloat16, or without --dtype."
-            )
+    before = torch.empty(request.out.numel(), dtype=request.dtype)
+    fill(source, [Want(request.place, request.start, before)])
+    lost: Tensor = request.out.isinf() & ~before.isinf()
+    if count := int(lost.sum()):
+        limit, largest = torch.finfo(request.out.dtype).max, float(before[lost].abs().max())
+        raise CheckpointError(
+            f"{count:,} values of {name} do not fit {request.out.dtype}: the largest there is "
+            f"{largest:.6g}, and {limit:.6g} is the most, so they would become infinite. "
+            "Nothing was written. Export as bfloat16, or without --dtype."
+        )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from shardwise.checkpoint.manifest import FileRecord, Manifest, record_of
 from shardwise.checkpoint.plan import Entry, FilePlan, Held, index_of
 from shardwise.checkpoint.writer import Chunk, Writer, allocate, pieces_of, write_header
 from shardwise.convert.destination import clear
+from shardwise.version import __version__
 
 __all__ = ["INDEX", "Converted", "Progress", "entry_of", "write_folder"]
 
@@ -143,7 +143,7 @@ def _write(
 
 
 def _manifest(facts: Mapping[str, Any], token: str, records: dict[str, FileRecord]) -> Manifest:
-    versions = {"shardwise": version("shardwise"), "torch": torch.__version__}
+    versions = {"shardwise": __version__, "torch": torch.__version__}
     filled = {
         "token": token,
         "created": datetime.now(UTC).isoformat(timespec="microseconds"),

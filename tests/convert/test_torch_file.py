@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.checkpoint.source import Source
 from shardwise.convert import destination
 from shardwise.convert.export import ExportOptions
-from shardwise.convert.pickled import export_pickled
+from shardwise.convert.torch_file import export_torch_file
 from tests.checkpoint.recorded import record
 from tests.checkpoint.runs import same, saved
 from tests.nets import NETS
@@ -22,7 +22,7 @@ TIED = NETS[1]
 def test_a_plain_model_loads_the_file(tmp_path: Path) -> None:
     whole = saved(TIED, 2, tmp_path / "step-2", max_file_size=2_000)
     with Source.open(tmp_path / "step-2") as source:
-        made = export_pickled(source, tmp_path / "model.pt")
+        made = export_torch_file(source, tmp_path / "model.pt")
     states = torch.load(tmp_path / "model.pt", weights_only=True)
     model = TIED.build()
     model.load_state_dict(states)
@@ -39,7 +39,7 @@ def test_tied_weights_share_memory_in_it(tmp_path: Path) -> None:
     with Source.open(tmp_path / "step-2") as source:
         assert source.manifest is not None
         aliases = source.manifest.aliases
-        export_pickled(source, tmp_path / "model.pt", ExportOptions(dtype=torch.bfloat16))
+        export_torch_file(source, tmp_path / "model.pt", ExportOptions(dtype=torch.bfloat16))
     states = torch.load(tmp_path / "model.pt", weights_only=True)
     assert aliases
     for alias, name in aliases.items():
@@ -53,10 +53,9 @@ def test_the_file_is_on_the_disk_before_it_has_its_name(
     saved(TIED, 1, tmp_path / "step-2")
     seen = record(monkeypatch)
     with Source.open(tmp_path / "step-2") as source:
-        export_pickled(source, tmp_path / "model.pt")
+        export_torch_file(source, tmp_path / "model.pt")
     named = seen.index("rename model.pt")
-    assert seen[named - 1].startswith("fsync ")
-    assert seen[named - 1].endswith("/unfinished")
+    assert any(".unfinished-" in one and one.startswith("fsync ") for one in seen[:named])
     assert seen[named + 1] == f"fsync {tmp_path}"
 
 
@@ -72,11 +71,11 @@ def test_a_disk_that_is_full_is_told_before_and_while_writing(
         with monkeypatch.context() as patch:
             patch.setattr(torch, "save", full)
             with pytest.raises(sw.CheckpointError, match=r"unexpected pos.*the disk is full"):
-                export_pickled(source, tmp_path / "model.pt")
+                export_torch_file(source, tmp_path / "model.pt")
         nbytes = sum(p.stored.stop - p.stored.start for p in source.tensors("model").values())
         monkeypatch.setattr(destination, "free_bytes", lambda folder: 2 * nbytes - 1)
         with pytest.raises(sw.CheckpointError, match="while it is written"):
-            export_pickled(source, tmp_path / "model.pt")
+            export_torch_file(source, tmp_path / "model.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2"]
 
 
@@ -85,9 +84,9 @@ def test_what_is_there_stays_unless_told_otherwise(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_text("mine")
     with Source.open(tmp_path / "step-2") as source:
         with pytest.raises(sw.CheckpointError, match="is there already"):
-            export_pickled(source, tmp_path / "model.pt")
+            export_torch_file(source, tmp_path / "model.pt")
         assert (tmp_path / "model.pt").read_text() == "mine"
-        export_pickled(source, tmp_path / "model.pt", ExportOptions(overwrite=True))
+        export_torch_file(source, tmp_path / "model.pt", ExportOptions(overwrite=True))
         with pytest.raises(sw.CheckpointError, match="holds weights alone"):
-            export_pickled(source, tmp_path / "o.pt", ExportOptions(with_optimizer=True))
+            export_torch_file(source, tmp_path / "o.pt", ExportOptions(with_optimizer=True))
     assert "embed.weight" in torch.load(tmp_path / "model.pt", weights_only=True)

@@ -1,0 +1,38 @@
+"""Rows as aligned columns of plain text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["table"]
+
+WIDEST = 100_000  # characters of a line: nothing is cut or wrapped, wherever it is printed
+
+
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> list[str]:
+    """Lines with columns as wide as their widest cell: the first to the left, others to the right.
+
+    Args:
+        head: the columns' titles, with a rule below; no titles if empty.
+    """
+    body = list(rows)
+    if not body:
+        return []
+    padding, style = ((0, 1, 0, 0), box.SIMPLE_HEAD) if head else ((0, 2, 0, 0), None)
+    grid = Table(
+        box=style, show_header=bool(head), show_edge=False, pad_edge=False, padding=padding
+    )
+    for number, title in enumerate(head or body[0]):
+        justify = "left" if number == 0 else "right"
+        grid.add_column(Text(title), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for row in body:
+        grid.add_row(*map(Text, row))
+    text = io.StringIO()
+    Console(file=text, width=WIDEST, color_system=None).print(grid)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
