@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.bucket import BucketSpec
+from shardwise.comm.malloc import in_huge_pages
 from shardwise.comm.protocol import Label, Pending
 from shardwise.errors import ShardUseError
 from shardwise.gathered_parameter import GatheredParameter
@@ -95,7 +96,7 @@ class Bucket:
         spec = self.spec
         with torch.inference_mode(False):
             at_rest = spec.own(self.full) if spec.placement.splits else self.full
-            self.shard = (  # [S], or [W * S] when nothing is split
+            self.shard = in_huge_pages(  # [S], or [W * S] when nothing is split
                 at_rest if self.aliased else self._memory.shard(at_rest.numel(), self.dtypes.stored)
             )
             self.shard.zero_()  # padding stays zero for life

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+
+from shardwise.comm.malloc import in_huge_pages
 
 
 def test_freed_memory_stays_mapped() -> None:
@@ -65,3 +70,23 @@ del unit
 trim()
 print(held() - before)
 """
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what it was advised")
+def test_large_memory_is_asked_for_in_huge_pages() -> None:
+    large, small = torch.empty(8 << 20, dtype=torch.uint8), torch.empty(1 << 20, dtype=torch.uint8)
+    assert in_huge_pages(large) is large
+    assert in_huge_pages(small) is small
+    if "hg" not in _flags(large.data_ptr() + (4 << 20)):
+        pytest.skip("this kernel has no huge pages to advise")
+
+
+def _flags(address: int) -> str:
+    """Of the mapping that holds this address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags"):
+            return line
+    return ""

@@ -22,6 +22,7 @@ from shardwise.checkpoint.holdings import Home
 from shardwise.checkpoint.optimizers import AS_BUILT, Named, Optimizers, params_of
 from shardwise.checkpoint.reader import Want, wanted
 from shardwise.checkpoint.source import Place
+from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import CheckpointError
 from shardwise.shard_tensor import ShardTensor
 
@@ -213,7 +214,8 @@ def _memory(target: _Target, key: str, place: Place) -> tuple[Tensor, int]:
         return there, 0 if one else target.home.start
     moved = bool(target.group.get("capturable") or target.group.get("fused"))
     device = target.home.value.device if moved or not one else torch.device("cpu")
-    return torch.empty(shape, dtype=dtype, device=device), 0 if one else target.home.start
+    memory = in_huge_pages(torch.empty(shape, dtype=dtype, device=device))
+    return memory, 0 if one else target.home.start
 
 
 def _is_element(target: _Target, key: str) -> bool:

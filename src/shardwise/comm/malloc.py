@@ -9,12 +9,19 @@ from __future__ import annotations
 import ctypes
 import os
 
-__all__ = ["keep_mapped", "trim"]
+from torch import Tensor
+
+__all__ = ["in_huge_pages", "keep_mapped", "trim"]
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 KEPT = 1 << 30  # bytes: freed memory up to this stays mapped in the process
 OLDER = 1 << 25  # what an older glibc allows at most
+PAGE, HUGE, MADV_HUGEPAGE = 4096, 1 << 21, 14
 CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+
+_madvise = getattr(ctypes.CDLL(None), "madvise", None)
+if _madvise is not None:
+    _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def keep_mapped() -> bool:
@@ -29,6 +36,19 @@ def keep_mapped() -> bool:
     # In this order: once either is set, glibc adapts neither, so one without the other would harm.
     taken = mallopt(MMAP_THRESHOLD, KEPT) or mallopt(MMAP_THRESHOLD, OLDER)
     return bool(taken and mallopt(TRIM_THRESHOLD, KEPT))
+
+
+def in_huge_pages(tensor: Tensor) -> Tensor:
+    """The same tensor, whose fresh memory comes in pages of 2 MiB where Linux lets us ask for it.
+
+    For large memory that lives long. The first write to each page of 4 KiB costs a fault: as much
+    as reading and checking the bytes that a checkpoint puts there.
+    """
+    if tensor.is_cpu and tensor.nbytes >= HUGE and _madvise is not None:
+        start = -(-tensor.data_ptr() // PAGE) * PAGE
+        stop = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE
+        _madvise(start, stop - start, MADV_HUGEPAGE)  # a hint: where it is refused, pages are small
+    return tensor
 
 
 def trim() -> None:

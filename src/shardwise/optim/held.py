@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.buffers import Bucket
+from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import ConfigError
 from shardwise.optim.runs import Run
 from shardwise.sharding import sharding_of
@@ -163,7 +164,7 @@ class Held:
 
     def _flat_state(self, name: str) -> Tensor:
         if name not in self._flat:
-            self._flat[name] = self.shard.new_zeros(self._numel)
+            self._flat[name] = in_huge_pages(self.shard.new_zeros(self._numel))
         return self._flat[name]
 
     def count(self, more: Tensor) -> None:
