@@ -39,12 +39,15 @@ def test_without_a_launcher_there_is_one_rank_and_no_process_group() -> None:
         assert not dist.is_initialized()
 
 
-def test_one_launched_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_launched_rank_may_call_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that make a ``DistributedSampler`` run at any number of ranks."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with connect("cpu") as comm:
         assert type(comm) is LocalComm
-        assert not dist.is_initialized()
+        assert dist.get_world_size() == 1
+        dist.barrier()
+    assert not dist.is_initialized()
 
 
 def test_a_partial_environment_is_refused_before_anything_starts(

@@ -119,10 +119,6 @@ REFUSED: dict[str, tuple[Callable[[Groups], Optimizer], str]] = {
         lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]),
         "it orthogonalises whole matrices",
     ),
-    "SparseAdam": (
-        lambda params: torch.optim.SparseAdam(list(params)),
-        "it needs sparse gradients, and gradients arrive here as dense shards",
-    ),
 }
 
 
@@ -146,6 +142,18 @@ def test_an_optimizer_that_looks_across_elements_is_refused_with_the_reason(name
         assert text.endswith(
             'Use an elementwise optimizer such as torch.optim.AdamW, or strategy="no_shard".'
         )
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_sparse_adam_is_refused_since_averages_are_dense(strategy: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, strategy, comm=comm)
+        optimizer = torch.optim.SparseAdam(list(model.parameters()))
+        train(model, nets.decoder_batch(comm.rank, 2))
+        return said(sw.OptimizerError, optimizer.step)
+
+    for text in on_ranks(2, nets.decoder, rank):
+        assert text.startswith("SparseAdam cannot step on a sharded model: it needs sparse")
 
 
 def test_where_every_rank_has_all_any_optimizer_steps() -> None:

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -64,8 +64,12 @@ def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str 
     accelerator = row(device) if device else detect()
     launch = launched(os.environ)
     here = device_of(accelerator, launch.local_rank if launch else 0)
-    if launch is None or launch.size == 1:
+    if launch is None:
         return LocalComm(here)
+    if launch.size == 1:  # programs call torch.distributed at any number of ranks
+        name = _load(accelerator).name
+        dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
+        return LocalComm(here, dist.destroy_process_group)
     _initialise(_load(accelerator), here, timeout, launch)
     serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     ending = Ending(LINGER if serves else 0.0, dist.destroy_process_group)

@@ -6,6 +6,8 @@ for neither; the ordinary way still moves every parameter through a gather to it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,12 @@ __all__ = ["LocalComm"]
 class LocalComm(Comm):
     """Rank 0 of 1. Final; see ``Comm``."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", then: Callable[[], None] | None = None
+    ) -> None:
+        """``then`` is called when it is closed."""
         super().__init__(0, 1, device)
+        self._then = then
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         return Done()
@@ -29,3 +35,8 @@ class LocalComm(Comm):
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
         return Done()
+
+    def close(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then()

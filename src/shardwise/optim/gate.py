@@ -50,7 +50,6 @@ _REASONS = {
     "LBFGS": "its line search needs inner products over whole parameters, on every rank alike",
     "Adafactor": "its factored second moment averages over whole rows and columns",
     "Muon": "it orthogonalises whole matrices",
-    "SparseAdam": "it needs sparse gradients, and gradients arrive here as dense shards",
 }
 _said_plain: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
@@ -182,6 +181,11 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
 def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
     split = [s for p in params if (s := _split(p)) is not None]
     kind = type(optimizer)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise OptimizerError(
+            "SparseAdam cannot step on a sharded model: it needs sparse gradients, and those that "
+            "are averaged over the ranks are dense. Use torch.optim.AdamW for these parameters."
+        )
     if not split or isinstance(optimizer, _ELEMENTWISE) or getattr(kind, "elementwise", False):
         return
     example = split[0]
