@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import shardwise as sw
 from shardwise.train import tokenizer as bpe
 from shardwise.train.config import ModelConfig
 from shardwise.train.decoder import Decoder
-from shardwise.train.export import export
+from shardwise.train.export import WEIGHTS, described
 from shardwise.train.folder import Folder
 from tests.train.tiny import documents
 
@@ -24,7 +25,9 @@ def exported(path: Path, tied: bool) -> Decoder:
         folder.write_text(name, text)
     tokenizer = bpe.load(obtained.text)
     model = Decoder(config, 300, context=32)
-    export(folder, model.state_dict(), config, 32, bpe.end_id(tokenizer))
+    sw.shard(model).save_file(path / WEIGHTS)
+    for name, value in described(config, 300, 32, bpe.end_id(tokenizer), torch.float32).items():
+        folder.write_json(name, value)
     return model
 
 

@@ -97,7 +97,7 @@ def write_one_file(path: Path, states: Mapping[str, Any]) -> SavedFile:
     try:
         with explained(f"writing {path}"):
             make_folder(path.parent)
-            tensors = _write(unfinished, path.suffix, states)
+            tensors = _write(unfinished, path, states)
             opened = os.open(unfinished, os.O_RDONLY)
             try:
                 os.fsync(opened)
@@ -111,10 +111,10 @@ def write_one_file(path: Path, states: Mapping[str, Any]) -> SavedFile:
     return SavedFile(path, tensors, nbytes)
 
 
-def _write(unfinished: Path, suffix: str, states: Mapping[str, Any]) -> int:
-    found = _once(states) if suffix == ".safetensors" else dict(states)
-    with written_by_library(unfinished, "save"):
-        if suffix == ".safetensors":
+def _write(unfinished: Path, path: Path, states: Mapping[str, Any]) -> int:
+    found = _once(states) if path.suffix == ".safetensors" else dict(states)
+    with written_by_library(path, "save"):
+        if path.suffix == ".safetensors":
             save_safetensors(found, unfinished)
         else:
             torch.save(found, unfinished)

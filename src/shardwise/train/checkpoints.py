@@ -7,7 +7,6 @@ what is stored is there to refuse: the recipe, and a fingerprint of the tokens.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -20,16 +19,16 @@ from shardwise.checkpoint.folder import steps
 from shardwise.checkpoint.state import NAME as DOCUMENT
 from shardwise.checkpoint.state import Document
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from shardwise.train.config import CheckpointConfig, Recipe
+from shardwise.train.config import CheckpointConfig
 from shardwise.train.data import Data
 from shardwise.train.exchange import text_from_rank_0
-from shardwise.train.export import described
+from shardwise.train.export import companions
 from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.job import Job
 from shardwise.train.metrics import Record, Resumed, Saved, Warned, count
 from shardwise.train.recipe import flat
 from shardwise.train.start import OVERWRITE, Start, check_same
-from shardwise.train.tokenizer import FILE, end_id
+from shardwise.train.tokenizer import FILE
 
 __all__ = ["Checkpoints", "Point", "is_due"]
 
@@ -278,7 +277,7 @@ class Checkpoints:
         return {
             "save_total_limit": config.save_total_limit,
             "keep_best": "lowest" if config.keep_best else None,
-            "files": _files(self._job.recipe, self._job, self._data),
+            "files": {FILE: self._data.tokenizer.to_str(), **companions(self._job, self._data)},
         }
 
 
@@ -299,15 +298,6 @@ def _of_no_run(path: Path) -> ConfigError:
         f"{path} is no checkpoint of `shardwise train`: it does not say where a run was. Name "
         "another in checkpoint.resume."
     )
-
-
-def _files(recipe: Recipe, job: Job, data: Data) -> dict[str, str]:
-    """What makes the checkpoint a model that `transformers` loads, with its tokenizer."""
-    tokenizer = data.tokenizer
-    dtype = next(job.model.parameters()).dtype
-    size, end = tokenizer.get_vocab_size(), end_id(tokenizer)
-    texts = described(recipe.model, size, recipe.data.context, end, dtype).items()
-    return {FILE: tokenizer.to_str(), **{name: json.dumps(v, indent=2) for name, v in texts}}
 
 
 def _shown(path: Path) -> str:

@@ -1,46 +1,31 @@
-"""A trained model as the folder that `transformers` and everything built on it loads.
+"""What lies beside a trained model's weights, so that `transformers` loads the folder as it is.
 
-Names and shapes are Llama's already, so to export is to write: no conversion, and the saved
-tensors are the trained ones bit by bit.
+Names and shapes are Llama's already, so the weights need no conversion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 
 import torch
-from torch import Tensor
 
-from shardwise.checkpoint.disk import written_by_library
-from shardwise.checkpoint.one_file import save_safetensors
 from shardwise.train.config import ModelConfig
-from shardwise.train.folder import Folder
-from shardwise.train.tokenizer import transformers_config
+from shardwise.train.data import Data
+from shardwise.train.job import Job
+from shardwise.train.tokenizer import end_id, transformers_config
 
-__all__ = ["described", "export", "llama_config"]
+__all__ = ["WEIGHTS", "companions", "described", "llama_config"]
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+WEIGHTS = "model.safetensors"
 
 
-def export(
-    folder: Folder, states: Mapping[str, Tensor], config: ModelConfig, context: int, end: int
-) -> None:
-    """Write weights and configuration beside the tokenizer that is there already.
-
-    Args:
-        folder: the run's.
-        states: whole CPU tensors under the usual names, as ``model.state_dict()`` gives them.
-        config: the decoder's shape.
-        context: the longest row.
-        end: the end token's id.
-    """
-    kept = {name: t.contiguous() for name, t in states.items() if name != HEAD or not config.tied}
-    place = folder.path / "model.safetensors"
-    with folder.replacing(place.name) as path, written_by_library(place, "export"):
-        save_safetensors(kept, path)
-    embedding = states[EMBEDDING]
-    for name, value in described(config, embedding.shape[0], context, end, embedding.dtype).items():
-        folder.write_json(name, value)
+def companions(job: Job, data: Data) -> dict[str, str]:
+    """Texts of the configuration, by the names of their files; ``tokenizer.json`` is another."""
+    recipe, tokenizer = job.recipe, data.tokenizer
+    dtype = next(job.model.parameters()).dtype
+    size, end = tokenizer.get_vocab_size(), end_id(tokenizer)
+    texts = described(recipe.model, size, recipe.data.context, end, dtype).items()
+    return {name: json.dumps(value, indent=2) for name, value in texts}
 
 
 def described(

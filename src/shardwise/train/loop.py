@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -31,7 +32,7 @@ from shardwise.train.data import Data, prepare
 from shardwise.train.desk import Desk
 from shardwise.train.estimate import check_memory
 from shardwise.train.exchange import gathered
-from shardwise.train.export import export
+from shardwise.train.export import WEIGHTS, companions
 from shardwise.train.folder import Folder
 from shardwise.train.footprint import footprint
 from shardwise.train.job import Job, build
@@ -53,7 +54,6 @@ from shardwise.train.recipe import flat
 from shardwise.train.requests import Ask, Requests, agreed
 from shardwise.train.sample import sample
 from shardwise.train.start import FIRST, Attempt, Start
-from shardwise.train.tokenizer import end_id
 from shardwise.train.validation import Validation
 
 __all__ = ["Outcome", "train"]
@@ -283,13 +283,14 @@ def _finish(job: Job, data: Data, desk: Desk, trouble: str) -> None:
     if recipe.sample.tokens:
         text = sample(job.model, data.tokenizer, recipe.sample, recipe.run.seed, comm.device)
         desk.say(Sampled(recipe.sample.prompt, text))
-    states = job.model.state_dict()
+    try:
+        job.sharded.save_file(Path(recipe.run.folder).expanduser() / WEIGHTS)
+        if desk.folder is not None:
+            for name, text in companions(job, data).items():
+                desk.folder.write_text(name, text)
+    except (OSError, CheckpointError) as error:
+        raise _not_written(error, recipe.run.steps, trouble) from error
     if desk.folder is not None:
-        end = end_id(data.tokenizer)
-        try:
-            export(desk.folder, states, recipe.model, recipe.data.context, end)
-        except (OSError, CheckpointError) as error:
-            raise _not_written(error, recipe.run.steps, trouble) from error
         _draw(desk, desk.folder, recipe.sharding.strategy, comm.size)
 
 
