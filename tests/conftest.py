@@ -40,3 +40,11 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name in LAUNCHER or name.startswith(LAUNCHER_PREFIXES):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small checkpoints have blocks of 4 MiB, as large ones do."""
+    from shardwise.checkpoint import plan
+
+    monkeypatch.setattr(plan, "LEAST", plan.BLOCK)

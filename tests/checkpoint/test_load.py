@@ -673,6 +673,7 @@ def test_a_file_of_another_checkpoint_is_an_error(name: str, copy: Path, tmp_pat
     assert name in text
 
 
+@pytest.mark.usefixtures("large_blocks")
 def test_damage_is_named_with_its_place_and_what_became_of_the_model(tmp_path: Path) -> None:
     def wide() -> nn.Module:
         return nn.Linear(1024, 3 * 1024, bias=False)  # 12 MiB: three blocks and a bit

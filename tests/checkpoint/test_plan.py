@@ -19,6 +19,7 @@ from shardwise.checkpoint.plan import (
     Held,
     Move,
     Span,
+    block_size,
     cut_at_blocks,
     index_of,
     plan_files,
@@ -34,7 +35,7 @@ def entry(name: str, shape: tuple[int, ...], cuts: list[int], dtype: str = "F32"
 
 
 def one(entries: list[Entry]) -> FilePlan:
-    (file,) = plan_files("model", entries, 1 << 60, {})
+    (file,) = plan_files("model", entries, 1 << 60)
     return file
 
 
@@ -87,24 +88,24 @@ def test_wide_dtypes_come_first_so_that_all_are_aligned() -> None:
 
 def test_files_are_named_as_hugging_face_libraries_expect() -> None:
     entries = [entry(name, (1000,), [0, 1000]) for name in "abc"]
-    files = plan_files("model", entries, 8000, {})
+    files = plan_files("model", entries, 8000)
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert [file.name for file in files] == names
     assert index_of(files) == {
         "metadata": {"total_size": 12000},
         "weight_map": {"a": names[0], "b": names[0], "c": names[1]},
     }
-    assert [file.name for file in plan_files("model", entries, 12000, {})] == ["model.safetensors"]
+    assert [file.name for file in plan_files("model", entries, 12000)] == ["model.safetensors"]
 
 
 def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own() -> None:
     entries = [entry("a", (10,), [0, 10]), entry("b", (1000,), [0, 1000]), entry("c", (5,), [0, 5])]
-    assert [list(f.tensors) for f in plan_files("model", entries, 100, {})] == [["a"], ["b"], ["c"]]
+    assert [list(f.tensors) for f in plan_files("model", entries, 100)] == [["a"], ["b"], ["c"]]
 
 
 def test_two_tensors_of_one_name_are_an_error() -> None:
     with pytest.raises(CheckpointError, match="two tensors would be stored as 'a'"):
-        plan_files("model", [entry("a", (1,), [0, 1])] * 2, 100, {})
+        plan_files("model", [entry("a", (1,), [0, 1])] * 2, 100)
 
 
 def test_chunks_end_where_blocks_end() -> None:
@@ -181,7 +182,7 @@ def check(files: tuple[FilePlan, ...], entries: list[Entry]) -> None:
 
 @given(st.integers(1, 9).flatmap(some_entries), st.sampled_from([3000, 1 << 40]))
 def test_every_byte_is_written_exactly_once(entries: list[Entry], limit: int) -> None:
-    files = plan_files("model", entries, limit, {"format": "pt"})
+    files = plan_files("model", entries, limit)
     assert sorted(name for file in files for name in file.tensors) == sorted(
         e.name for e in entries
     )
@@ -222,3 +223,18 @@ def test_a_large_plan_takes_little_time() -> None:
     file = one(entries)
     assert len(file.spans) <= 10 * 512
     assert file.spans[-1].stop == file.size
+
+
+@pytest.mark.parametrize(
+    ("world", "size"), [(1, 4 << 20), (64, 2 << 20), (256, 512 << 10), (1024, 256 << 10)]
+)
+def test_blocks_are_a_fraction_of_what_a_rank_holds_of_a_bucket(world: int, size: int) -> None:
+    """Here of an embedding as Llama-3-8B has, in fp32: 2 GB."""
+    numel = 128_256 * 4096
+    cuts = [numel * k // world for k in range(world + 1)]
+    held = tuple(Held(a, b, (r,)) for r, (a, b) in enumerate(pairwise(cuts)))
+    entries = [Entry("embed", "F32", (128_256, 4096), held)]
+    assert block_size(entries) == size
+    (file,) = plan_files("model", entries, 1 << 60, block=size)
+    assert all(stop - start <= size for start, stop in file.chunks(0))
+    assert plan_files("model", entries, 1 << 60, block=size)[0] is file  # of the same layout

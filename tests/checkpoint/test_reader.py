@@ -11,9 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint import reader
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.reader import fill, wanted
+from shardwise.checkpoint.reader import Want, fill, wanted
 from shardwise.checkpoint.source import Source
+
+pytestmark = pytest.mark.usefixtures("large_blocks")
 
 
 class _Holder(nn.Module):
@@ -86,3 +89,41 @@ def test_many_small_tensors_fit_in_few_calls(
     assert all(torch.equal(outs[name], value) for name, value in values.items())
     assert max(calls) <= 512
     assert len(calls) < 12
+
+
+def test_threads_read_windows_of_files_and_ranks_begin_in_different_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "WINDOW", BLOCK)
+    values = {f"t{k}": torch.randn(BLOCK // 2) for k in range(4)}
+    for name, value in values.items():
+        save_file({name: value}, tmp_path / f"{name}.safetensors")
+    with Source.open(tmp_path) as source:
+        places = source.tensors_in(f"{name}.safetensors" for name in values)
+        real = reader._read
+        for rank in range(2):
+            began: list[str] = []
+
+            def read(mine: Source, run: list[Want], began: list[str] = began) -> int:
+                began.append(run[0].at[0])
+                return real(mine, run)
+
+            monkeypatch.setattr(reader, "_read", read)
+            found = {name: torch.zeros_like(value) for name, value in values.items()}
+            wants = [wanted(places[name], 0, found[name]) for name in values]
+            assert fill(source, wants, rank, 2) == 4 * 2 * BLOCK
+            assert all(torch.equal(found[name], values[name]) for name in values)
+            assert began[0] == f"t{2 * rank}.safetensors"
+
+
+def test_what_one_thread_finds_damaged_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "WINDOW", BLOCK)
+    value = torch.randn(6 * BLOCK // 4)
+    save_file({"x": value}, tmp_path / "model.safetensors")
+    with Source.open(tmp_path) as source:
+        place = source.tensors("model")["x"]
+        os.truncate(tmp_path / "model.safetensors", 3 * BLOCK)
+        with pytest.raises(sw.DamagedCheckpoint, match="cut off"):
+            fill(source, [wanted(place, 0, torch.empty_like(value))])

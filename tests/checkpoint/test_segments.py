@@ -26,7 +26,7 @@ def planned(world: int) -> FilePlan:
         Entry("b", "U8", (NUMEL,), held),
         Entry("c", "U8", (5,), (Held(0, 5, (0,)),)),
     ]
-    return plan_files("model", entries, 1 << 40, {})[0]
+    return plan_files("model", entries, 1 << 40)[0]
 
 
 WHOLE = {

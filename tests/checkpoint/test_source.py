@@ -22,6 +22,8 @@ from shardwise.checkpoint.reader import fill, wanted
 from shardwise.checkpoint.source import Source
 from tests.copies import seeded
 
+pytestmark = pytest.mark.usefixtures("large_blocks")
+
 HANDLES = Path("/proc/self/fd")
 
 

@@ -21,6 +21,8 @@ from tests.checkpoint.runs import saved
 from tests.copies import seeded
 from tests.nets import NETS
 
+pytestmark = pytest.mark.usefixtures("large_blocks")
+
 TIED = NETS[1]
 
 

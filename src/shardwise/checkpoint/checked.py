@@ -58,12 +58,14 @@ class CheckedFile:
 
     Attributes:
         title: its path.
+        block: bytes that have one checksum.
         size: its bytes, when it was opened first.
     """
 
     title: str
     sums: Sequence[int] | None
     kept: Kept
+    block: int
     size: int = 0
 
     def open(self) -> None:
@@ -88,11 +90,11 @@ class CheckedFile:
         """The first bytes of ``[start, stop)``, checked; the next call overwrites them."""
         kept = self.kept
         if self.sums is None:
-            kept.owner, data = None, kept.buffer[: min(stop - start, BLOCK)]
+            kept.owner, data = None, kept.buffer[: min(stop - start, self.block)]
             self._fill(start, data)
             return data
-        number = start // BLOCK
-        first, last = number * BLOCK, min(self.size, (number + 1) * BLOCK)
+        number = start // self.block
+        first, last = number * self.block, min(self.size, (number + 1) * self.block)
         if not self._keeps(number):
             kept.owner = None
             self._fill(first, kept.buffer[: last - first])
@@ -108,23 +110,25 @@ class CheckedFile:
         if self.sums is None:
             return True
         return (
-            at % BLOCK == 0 and stop >= min(self.size, at + BLOCK) and not self._keeps(at // BLOCK)
+            at % self.block == 0
+            and stop >= min(self.size, at + self.block)
+            and not self._keeps(at // self.block)
         )
 
     def end_of(self, at: int, stop: int) -> int:
         """Up to where ``block_into`` reads at once."""
-        return stop if self.sums is None else min(stop, at + BLOCK)
+        return stop if self.sums is None else min(stop, at + self.block)
 
     def block_into(self, at: int, pieces: Sequence[Bytes]) -> None:
         """Read the block at ``at`` straight to where it belongs."""
         self._fill(at, *pieces)
         if self.sums is not None:
-            self._check(at // BLOCK, *pieces)
+            self._check(at // self.block, *pieces)
 
     def damaged(self) -> list[int]:
         found = []
         for number in range(len(self.sums or ())):
-            first, last = number * BLOCK, min(self.size, (number + 1) * BLOCK)
+            first, last = number * self.block, min(self.size, (number + 1) * self.block)
             try:
                 self.some(first, last)
             except CheckpointError as error:
@@ -158,7 +162,7 @@ class CheckedFile:
         for piece in pieces:
             found = checksum.crc32(piece, found)
         if found != self.sums[number]:
-            first, length = number * BLOCK, sum(map(len, pieces))
+            first, length = number * self.block, sum(map(len, pieces))
             raise DamagedCheckpoint(
                 f"{self.title} is damaged: bytes {first:,} to {first + length:,} are not those "
                 f"that were written (block {number} of {len(self.sums)}). Load another "

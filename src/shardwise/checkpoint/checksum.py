@@ -24,10 +24,10 @@ Piece = tuple[int, int, int]
 """``(start, stop, checksum)`` of bytes of a file that lie in one block."""
 
 
-def of_bytes(data: bytes | memoryview) -> list[int]:
+def of_bytes(data: bytes | memoryview, block: int = BLOCK) -> list[int]:
     """The checksum of each block of a whole file."""
     view = memoryview(data)
-    return [crc32(view[start:stop]) for start, stop in cut_at_blocks(0, len(view))]
+    return [crc32(view[start:stop]) for start, stop in cut_at_blocks(0, len(view), block)]
 
 
 def digest_of(blocks: Sequence[int], size: int) -> str:
@@ -35,7 +35,7 @@ def digest_of(blocks: Sequence[int], size: int) -> str:
     return hashlib.sha256(f"{size} {' '.join(map(str, blocks))}".encode()).hexdigest()
 
 
-def block_checksums(pieces: Iterable[Piece], size: int, file: str) -> list[int]:
+def block_checksums(pieces: Iterable[Piece], size: int, file: str, block: int = BLOCK) -> list[int]:
     """The checksum of each block of a file, from pieces that many ranks wrote.
 
     Raises:
@@ -44,9 +44,9 @@ def block_checksums(pieces: Iterable[Piece], size: int, file: str) -> list[int]:
     blocks: list[int] = []
     at = 0
     for start, stop, checksum in sorted(pieces):
-        if start != at or not start < stop <= min(size, (start // BLOCK + 1) * BLOCK):
+        if start != at or not start < stop <= min(size, (start // block + 1) * block):
             raise _not_gapless(file, at, start)
-        if start % BLOCK == 0:
+        if start % block == 0:
             blocks.append(checksum)
         else:
             blocks[-1] = crc32_combine(blocks[-1], checksum, stop - start)

@@ -9,7 +9,6 @@ config.json, …           what else a reader of the folder needs
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from shardwise.checkpoint.holdings import Holding, homes, own_rows, persistent_b
 from shardwise.checkpoint.meeting import share, together
 from shardwise.checkpoint.names import is_plain
 from shardwise.checkpoint.optimizers import Named, contents
-from shardwise.checkpoint.plan import FilePlan, index_of, plan_files
+from shardwise.checkpoint.plan import FilePlan, block_size, index_of, plan_files
 from shardwise.checkpoint.saving import SaveOptions
 from shardwise.checkpoint.segments import Segments
 from shardwise.checkpoint.state import Training
@@ -48,12 +47,14 @@ class Contents:
         files: the safetensors files, the same on every rank.
         small: all other files but the manifest, whole; rank 0's are written.
         aliases: further names of tied tensors → the stored one.
+        block: bytes of a file that have one checksum.
     """
 
     files: tuple[FilePlan, ...]
     segments: tuple[Segments, ...] = field(repr=False)
     small: Mapping[str, bytes] = field(repr=False)
     aliases: Mapping[str, str] = field(repr=False)
+    block: int
 
     def chunks(self, rank: int) -> Iterator[Chunk]:
         """What ``rank`` writes, in order, and where it is in memory now."""
@@ -73,9 +74,7 @@ class Contents:
 
 
 def _fact(file: FilePlan) -> str:
-    text = hashlib.sha256(file.header)
-    text.update(repr(file.spans).encode())
-    return f"{len(file.tensors):,} tensors, {file.size:,} bytes, {text.hexdigest()[:12]}"
+    return f"{len(file.tensors):,} tensors, {file.size:,} bytes, {file.digest}"
 
 
 class _Held(NamedTuple):
@@ -117,8 +116,9 @@ def collect(
         small[state.NAME] = state.document(training.step, values, held.records, local)
     plans: dict[str, Sequence[FilePlan]] = {}
     segments: list[Segments] = []
+    block = block_size([h.entry for group in groups.values() for h in group])
     for stem, group in groups.items():
-        plans[stem], some_segments = _files(stem, group, options)
+        plans[stem], some_segments = _files(stem, group, options, block)
         segments += some_segments
     small |= {
         f"{stem}.safetensors.index.json": json.dumps(index_of(some), indent=2).encode() + b"\n"
@@ -126,7 +126,7 @@ def collect(
         if len(some) > 1
     }
     every = tuple(plan for some in plans.values() for plan in some)
-    return Contents(every, tuple(segments), small, held.aliases)
+    return Contents(every, tuple(segments), small, held.aliases, block)
 
 
 def _held(
@@ -163,12 +163,12 @@ def _is_live(options: SaveOptions) -> bool:
 
 
 def _files(
-    stem: str, group: Sequence[Holding], options: SaveOptions
+    stem: str, group: Sequence[Holding], options: SaveOptions, block: int
 ) -> tuple[Sequence[FilePlan], list[Segments]]:
     """The files of one stem, and this rank's bytes of them."""
     by_name = {holding.entry.name: holding for holding in group}
-    entries, about = [holding.entry for holding in group], {"format": "pt"}
-    plans = plan_files(stem, entries, options.max_file_size, about, options.kind == "full")
+    entries, gathered = [holding.entry for holding in group], options.kind == "full"
+    plans = plan_files(stem, entries, options.max_file_size, gathered, block)
     return plans, [Segments(plan, by_name) for plan in plans]
 
 

@@ -64,7 +64,7 @@ def _chunks(comm: Comm, contents: Contents) -> Iterator[Chunk]:
 
 
 def _between(segments: Segments, start: int, stop: int) -> Iterator[Chunk]:
-    for first, last in cut_at_blocks(start, stop):
+    for first, last in cut_at_blocks(start, stop, segments.plan.block):
         yield Chunk(segments.plan.name, first, last, tuple(segments.between(first, last)))
 
 
@@ -83,7 +83,8 @@ def read_from_rank_0(comm: Comm, source: Source, wants: Iterable[Want]) -> None:
     asked = share(comm, json.dumps(list(by_file)), "files that are read")
     for name in sorted({name for names in asked for name in json.loads(names)}):
         assert source.manifest is not None  # a folder of this kind has one
-        for start, stop in cut_at_blocks(0, source.manifest.files[name].size):
+        size, length = source.manifest.files[name].size, source.manifest.block
+        for start, stop in cut_at_blocks(0, size, length):
             # The last byte says whether rank 0 could read the others.
             block = torch.zeros(stop - start + 1, dtype=torch.uint8)
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from shardwise.bucket import BucketSpec
 from shardwise.buffers import Bucket
 from shardwise.checkpoint.dtypes import code_of
 from shardwise.checkpoint.plan import Entry, Held
-from shardwise.layout import Slot
+from shardwise.layout import Layout, Slot
 from shardwise.sharding import Sharding
 from shardwise.torch_internals import buffers_of
 from shardwise.units import Member
@@ -105,8 +106,12 @@ def _held(spec: BucketSpec, slot: Slot) -> tuple[Held, ...]:
         return ()
     if not spec.placement.splits:
         return (Held(0, slot.numel, tuple(range(spec.comm.size))),)
-    owners = spec.layout.owners(slot)
-    return tuple(Held(*spec.layout.owned(slot, rank), (rank,)) for rank in owners)
+    return _cut(spec.layout, slot)
+
+
+@lru_cache(maxsize=1 << 14)  # every save of a run has the same layout
+def _cut(layout: Layout, slot: Slot) -> tuple[Held, ...]:
+    return tuple(Held(*layout.owned(slot, rank), (rank,)) for rank in layout.owners(slot))
 
 
 def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[Holding], dict[str, str]]:

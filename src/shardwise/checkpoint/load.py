@@ -64,7 +64,7 @@ def load(sharded: ShardedModel, path: str | Path, wish: Wish) -> Loaded:
             found = together(comm, "opening", lambda: _opened(path, wish, stack, comm.rank))
             _check_identity(comm, found)
         fitted = together(comm, "comparing", lambda: _fitted(sharded, found, wish))
-        read = partial(read_from_rank_0, comm) if from_rank_0_alone else fill
+        read = partial(read_from_rank_0, comm) if from_rank_0_alone else partial(_fill, comm)
         together(comm, "reading", lambda: _read(found, fitted, read))
         report = together(comm, "restoring", lambda: _restored(found, fitted, wish))
     for bucket in sharded.buckets:
@@ -250,6 +250,10 @@ def _understood(path: str | Path, so_far: str = "Nothing of it was used") -> Ite
             f"{path} holds what cannot be understood, or what a scheduler or scaler does not take "
             f"({type(error).__name__}: {str(error)[:200]}). {so_far}. Load another checkpoint."
         ) from error
+
+
+def _fill(comm: Comm, source: Source, wants: list[Want]) -> None:
+    fill(source, wants, comm.rank, comm.size)
 
 
 def _read(found: Found, fitted: Fitted, read: Callable[[Source, list[Want]], object]) -> None:

@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.checkpoint import checksum
+from shardwise.checkpoint.header import PAGE
 from shardwise.checkpoint.names import is_plain
+from shardwise.checkpoint.plan import BLOCK
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 __all__ = ["NAME", "VERSION", "FileRecord", "Manifest", "record_of"]
@@ -70,7 +72,7 @@ class Manifest(_Frozen):
     ranks: None = Field(default=None, description="not written any more, and read from old ones")
     versions: dict[str, str]
     checksum: Literal["crc32"] = "crc32"
-    block: Literal[4194304] = 4_194_304
+    block: int = Field(default=BLOCK, ge=PAGE, le=BLOCK, multiple_of=PAGE, description="bytes")
     metric: float | None = Field(default=None, description="how good it is, where that was said")
     aliases: dict[str, str] = Field(description="further names of tied parameters → stored name")
     files: dict[str, FileRecord]

@@ -17,10 +17,12 @@ in memory, and those of networks do not merge what two hosts wrote into one.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import gc
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -35,13 +37,15 @@ __all__ = [
     "Held",
     "Move",
     "Span",
+    "block_size",
     "cut_at_blocks",
     "index_of",
     "plan_files",
 ]
 
-BLOCK = 4 << 20
-"""Bytes that have one checksum: what a reader must read to be sure of any of them."""
+BLOCK, LEAST = 4 << 20, 256 << 10
+"""Bytes that have one checksum: what a reader must read to be sure of any of them. At most, and at
+least: see ``block_size``."""
 
 
 class Held(NamedTuple):
@@ -103,6 +107,7 @@ class FilePlan:
         spans: who writes what, from the header's end to the file's, in order, each from a page's
             start.
         moves: what must reach its writer first.
+        block: bytes that have one checksum.
     """
 
     name: str
@@ -110,32 +115,55 @@ class FilePlan:
     tensors: Mapping[str, Stored]
     spans: tuple[Span, ...]
     moves: tuple[Move, ...]
+    block: int = BLOCK
 
     @cached_property
     def size(self) -> int:
         return max([len(self.header), *(stored.stop for stored in self.tensors.values())])
 
+    @cached_property
+    def digest(self) -> str:
+        """Of what must be the same on every rank."""
+        text = hashlib.sha256(self.header)
+        text.update(repr((self.spans, self.block)).encode())
+        return text.hexdigest()[:12]
+
     def chunks(self, rank: int) -> Iterator[tuple[int, int]]:
         """What ``rank`` writes, in order, cut where blocks end."""
         for start, stop, writer in self.spans:
             if writer == rank:
-                yield from cut_at_blocks(start, stop)
+                yield from cut_at_blocks(start, stop, self.block)
 
 
-def cut_at_blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def cut_at_blocks(start: int, stop: int, block: int = BLOCK) -> Iterator[tuple[int, int]]:
     """``[start, stop)`` in parts that each lie in one block."""
     while start < stop:
-        end = min(stop, (start // BLOCK + 1) * BLOCK)
+        end = min(stop, (start // block + 1) * block)
         yield start, end
         start = end
+
+
+def block_size(entries: Iterable[Entry]) -> int:
+    """A sixteenth of what a rank holds of one bucket, on average, but ``LEAST`` to ``BLOCK``.
+
+    A rank reads whole blocks, so where its ranges are as short as blocks it reads twice what it
+    needs. Blocks that are smaller than needed cost time for each.
+    """
+    nbytes, ranges, holders = 0, 1, None
+    for entry in entries:
+        nbytes += entry.nbytes
+        for _, _, ranks in entry.held:
+            ranges += ranks != holders
+            holders = ranks
+    return min(BLOCK, max(LEAST, 1 << (nbytes // ranges // 16).bit_length()))
 
 
 def plan_files(
     stem: str,
     entries: Sequence[Entry],
     limit: int,
-    metadata: Mapping[str, str],
     one_writer: bool = False,
+    block: int = BLOCK,
 ) -> tuple[FilePlan, ...]:
     """Files that hold ``entries``, the same on every rank.
 
@@ -145,8 +173,8 @@ def plan_files(
     Args:
         stem: ``"model"`` gives ``model.safetensors``, or ``model-00001-of-00003.safetensors``.
         limit: bytes of tensors in a file at most, unless one tensor alone has more.
-        metadata: texts for each header.
         one_writer: rank 0 writes all of it, and everything else moves there, block by block.
+        block: bytes that have one checksum.
 
     Returns:
         As many as needed; none for no entries.
@@ -154,6 +182,13 @@ def plan_files(
     Raises:
         CheckpointError: two entries have one name.
     """
+    return _planned(stem, tuple(entries), limit, one_writer, block)
+
+
+@lru_cache(maxsize=8)  # every save of a run has the same layout
+def _planned(
+    stem: str, entries: tuple[Entry, ...], limit: int, one_writer: bool, block: int
+) -> tuple[FilePlan, ...]:
     _check_names(entries)
     ordered = sorted(entries, key=lambda entry: -itemsize(entry.dtype))
     parts: list[list[Entry]] = []
@@ -165,8 +200,21 @@ def plan_files(
         parts[-1].append(entry)
         room -= entry.nbytes
     names = _file_names(stem, len(parts))
-    plans = (_plan(name, part, metadata) for name, part in zip(names, parts, strict=True))
-    return tuple(map(_by_rank_0, plans, parts) if one_writer else plans)
+    with _without_collection():
+        plans = [_plan(name, part, block) for name, part in zip(names, parts, strict=True)]
+        return tuple(map(_by_rank_0, plans, parts) if one_writer else plans)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """For hundreds of thousands of small tuples, all of which stay: three times as fast."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def index_of(files: Sequence[FilePlan]) -> dict[str, object]:
@@ -193,27 +241,25 @@ def _file_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
 
 
-def _plan(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) -> FilePlan:
-    header = encode([(e.name, e.dtype, e.shape) for e in entries], metadata)
+def _plan(name: str, entries: Sequence[Entry], block: int) -> FilePlan:
+    header = encode([(e.name, e.dtype, e.shape) for e in entries], {"format": "pt"})
     tensors, at = {}, len(header)
     for entry in entries:
         tensors[entry.name] = Stored(entry.dtype, entry.shape, at, at + entry.nbytes)
         at += entry.nbytes
-    runs = _runs(entries, tensors)
-    parts = [part for run in runs for part in _shared_out(run)]
+    parts = _parts(_runs(entries, tensors))
     spans = _by_page(parts)
-    return FilePlan(name, header, tensors, tuple(spans), tuple(_moves(spans, parts, runs)))
+    return FilePlan(name, header, tensors, tuple(spans), tuple(_moves(spans, parts)), block)
 
 
 def _by_rank_0(plan: FilePlan, entries: Sequence[Entry]) -> FilePlan:
     """The same file with one writer. Nothing needs to arrive at once, so moves end with blocks."""
     spans = (Span(len(plan.header), plan.size, 0),) if plan.spans else ()
-    runs = _runs(entries, plan.tensors)
-    parts = [part for run in runs for part in _shared_out(run)]
+    parts = _parts(_runs(entries, plan.tensors))
     moves = [
         Move(start, stop, move.source, 0)
-        for move in _moves(spans, parts, runs)
-        for start, stop in cut_at_blocks(move.start, move.stop)
+        for move in _moves(spans, parts)
+        for start, stop in cut_at_blocks(move.start, move.stop, plan.block)
     ]
     return replace(plan, spans=spans, moves=tuple(moves))
 
@@ -221,69 +267,77 @@ def _by_rank_0(plan: FilePlan, entries: Sequence[Entry]) -> FilePlan:
 def _runs(entries: Sequence[Entry], tensors: Mapping[str, Stored]) -> list[Held]:
     """Ranges of the file's bytes by who holds them; equal neighbours are one."""
     runs: list[Held] = []
+    holders: tuple[int, ...] = ()  # of the last one, which may grow
+    start, stop = 0, 0
     for entry in entries:
         first, item = tensors[entry.name].start, itemsize(entry.dtype)
-        for start, stop, ranks in entry.held:
-            if start == stop:
+        for begin, end, ranks in entry.held:
+            if begin == end:
                 continue
-            lo, hi = first + start * item, first + stop * item
-            if runs and runs[-1].ranks == ranks:
-                lo = runs.pop().start
-            runs.append(Held(lo, hi, ranks))
-    return runs
+            if ranks != holders:
+                runs.append(Held(start, stop, holders))
+                start, holders = first + begin * item, ranks
+            stop = first + end * item
+    runs.append(Held(start, stop, holders))
+    return runs[1:]
 
 
-def _shared_out(run: Held) -> Iterator[Span]:
+def _parts(runs: Iterable[Held]) -> list[Held]:
+    """Who writes what if pages did not matter: the first of those who hold a part."""
+    parts: list[Held] = []
+    for run in runs:
+        if len(run.ranks) == 1:
+            parts.append(run)
+        else:
+            parts += _shared_out(run)
+    return parts
+
+
+def _shared_out(run: Held) -> Iterator[Held]:
     """Those who hold a run all alike write equal parts of it, in whole pages."""
     length, count, at = run.stop - run.start, len(run.ranks), run.start
-    for k, rank in enumerate(run.ranks, start=1):
-        end = run.stop if k == count else min(run.stop, _up(run.start + length * k // count))
+    for k in range(count):
+        end = (
+            run.stop
+            if k + 1 == count
+            else min(run.stop, _up(run.start + length * (k + 1) // count))
+        )
         if at < end:
-            yield Span(at, end, rank)
+            yield Held(at, end, (*run.ranks[k:], *run.ranks[:k]))
             at = end
 
 
-def _by_page(parts: Sequence[Span]) -> list[Span]:
+def _by_page(parts: Sequence[Held]) -> list[Span]:
     """Give each page, whole, to whom its first byte belongs."""
     spans: list[Span] = []
-    at = 0
-    for start, stop, rank in parts:
+    last = parts[-1].stop if parts else 0
+    at, first, writer = 0, 0, -1  # the end of the last span, its start and its rank
+    for start, stop, ranks in parts:
+        rank = ranks[0]
         if stop <= at:  # it ends in a page that begins with another rank's bytes
             continue
-        end = min(_up(stop), parts[-1].stop)
-        if spans and spans[-1].rank == rank:
-            at = spans.pop().start
-            spans.append(Span(at, end, rank))
-        else:
-            spans.append(Span(max(start, at), end, rank))
-        at = end
+        if rank != writer:
+            if writer >= 0:
+                spans.append(Span(first, at, writer))
+            first, writer = max(start, at), rank
+        at = min(_up(stop), last)
+    if writer >= 0:
+        spans.append(Span(first, at, writer))
     return spans
 
 
-def _moves(spans: Sequence[Span], parts: Sequence[Span], runs: Sequence[Held]) -> Iterator[Move]:
+def _moves(spans: Sequence[Span], parts: Iterable[Held]) -> Iterator[Move]:
     """What writers do not hold themselves, in the order of the file."""
-    starts = [span.start for span in spans]
-    for (start, stop, source), ranks in _with_holders(parts, runs):
+    number = 0
+    for start, stop, ranks in parts:
         at = start
         while at < stop:
-            span = spans[bisect_right(starts, at) - 1]
-            end = min(stop, span.stop)
-            if span.rank not in ranks:
-                yield Move(at, end, source, span.rank)
+            while spans[number].stop <= at:
+                number += 1
+            end = min(stop, spans[number].stop)
+            if (writer := spans[number].rank) not in ranks:
+                yield Move(at, end, ranks[0], writer)
             at = end
-
-
-def _with_holders(
-    parts: Iterable[Span], runs: Sequence[Held]
-) -> Iterator[tuple[Span, tuple[int, ...]]]:
-    """Each part with all the ranks that hold it; parts never cross runs."""
-    remaining = iter(runs)
-    run = next(remaining, None)
-    for part in parts:
-        while run is not None and run.stop <= part.start:
-            run = next(remaining, None)
-        assert run is not None  # parts come from runs
-        yield part, run.ranks
 
 
 def _up(number: int) -> int:

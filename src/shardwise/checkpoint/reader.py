@@ -1,12 +1,14 @@
 """One rank's bytes out of files, each range straight to where it belongs.
 
 Ranges are read in the order of the files, whatever order the model has, so no block is read or
-checked twice, and beyond the destination there is never more than one block in memory.
+checked twice, and beyond the destination there is one block for each thread in memory.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,10 @@ from torch import Tensor
 from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.source import Place, Source
+
+WINDOW = 16 << 20
+"""Bytes of a file that one thread reads at once: a multiple of every size that blocks have."""
+THREADS = 4
 
 __all__ = ["Want", "fill", "wanted"]
 
@@ -52,27 +58,73 @@ class Want(NamedTuple):
         """The file, and the first byte in it."""
         return self.place.file, self.place.stored.start + self.start * self.dtype.itemsize
 
+    def cut(self) -> Iterator[Want]:
+        """The same in parts, of which each begins in one window of the file."""
+        item, (_, at), done = self.dtype.itemsize, self.at, 0
+        while done < self.out.numel():
+            room = WINDOW - (at + done * item) % WINDOW
+            part = self.out[done : done - (-room // item)]
+            yield Want(self.place, self.start + done, part)
+            done += part.numel()
+
 
 def wanted(place: Place, start: int, value: Tensor) -> Want:
     """The elements from ``start`` on that fill ``value``, which is contiguous."""
     return Want(place, start, value.detach().view(-1))
 
 
-def fill(source: Source, wants: Iterable[Want]) -> int:
+def fill(source: Source, wants: Iterable[Want], rank: int = 0, world: int = 1) -> int:
     """Read all of them; bytes.
+
+    A few threads read windows of files, and no two of them the same block. Ranks begin in
+    different files, so that they do not all ask one server for one file.
 
     Raises:
         CheckpointError: bytes are missing or damaged. What was read before is already in place.
     """
+    windows: dict[tuple[str, int], list[Want]] = {}
+    for want in wants:
+        for part in want.cut():
+            windows.setdefault((part.at[0], part.at[1] // WINDOW), []).append(part)
+    files = sorted({file for file, _ in windows})
+    first = files[len(files) * rank // world] if files else ""
+    order = sorted(windows, key=lambda key: (key[0] < first, key))
+    tasks = deque(windows[key] for key in order)
+    threads = min(THREADS, len(tasks))
+    if threads < 2:
+        return _fill(source, tasks)
+    inference = torch.is_inference_mode_enabled()  # which is each thread's own
+
+    def work(_: int) -> int:
+        with torch.inference_mode(inference), source.another() as mine:
+            return _fill(mine, tasks)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(work, range(threads)))
+
+
+def _fill(source: Source, tasks: deque[list[Want]]) -> int:
     total = 0
-    for run in _runs(sorted(wants, key=lambda want: want.at)):
-        total += sum(want.nbytes for want in run)
-        if run[0].is_direct:
-            views = (want.out.view(torch.uint8).numpy() for want in run)
-            source.read_into(*run[0].at, *views)
-        else:
-            _convert(source, run[0])
+    while tasks:
+        try:
+            task = tasks.popleft()
+        except IndexError:  # another thread has taken the last one
+            break
+        try:
+            total += sum(_read(source, run) for run in _runs(sorted(task, key=lambda w: w.at)))
+        except BaseException:
+            tasks.clear()  # nobody shall go on
+            raise
     return total
+
+
+def _read(source: Source, run: list[Want]) -> int:
+    if run[0].is_direct:
+        views = (want.out.view(torch.uint8).numpy() for want in run)
+        source.read_into(*run[0].at, *views)
+    else:
+        _convert(source, run[0])
+    return sum(want.nbytes for want in run)
 
 
 def _runs(wants: Iterable[Want]) -> Iterator[list[Want]]:

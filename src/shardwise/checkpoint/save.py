@@ -49,7 +49,6 @@ from shardwise.checkpoint.meeting import (
     together,
 )
 from shardwise.checkpoint.optimizers import Optimizers
-from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.points import reached
 from shardwise.checkpoint.retention import Retention, moment_of, retire
 from shardwise.checkpoint.saving import Saved, SaveOptions
@@ -203,7 +202,7 @@ def _make_folder(final: Path, token: str, contents: Contents) -> Partial:
         partial = Partial.make(final, token)
     try:
         with explained(f"making the files of {final.name}"):
-            blocks = sum(file.size for file in contents.files) // BLOCK
+            blocks = sum(file.size for file in contents.files) // contents.block
             more = sum(map(len, contents.small.values())) + 8 * blocks + (1 << 16)  # the manifest
             allocate(partial.path, contents.files, more)
             sync_folder(partial.path)
@@ -253,13 +252,13 @@ def _publish(task: Task, parts: Sequence[Part]) -> None:
         files = {}
         for file in task.contents.files:
             pieces = [*write_header(task.folder, file), *pieces_of(parts, file.name)]
-            blocks = checksum.block_checksums(pieces, file.size, file.name)
+            blocks = checksum.block_checksums(pieces, file.size, file.name, file.block)
             writers = ((span.stop, span.rank) for span in file.spans)
             files[file.name] = record_of(blocks, file.size, writers)
         reached("headers written", 0)
         for name, data in task.contents.small.items():
             write_file(task.folder / name, data)
-            files[name] = record_of(checksum.of_bytes(data), len(data))
+            files[name] = record_of(checksum.of_bytes(data, task.contents.block), len(data))
         sync_folder(task.folder)
         reached("small files written", 0)
         _write_manifest(task.folder, _manifest(task, files))
@@ -288,6 +287,7 @@ def _manifest(task: Task, files: Mapping[str, manifest.FileRecord]) -> Manifest:
         created=moment_of(task.final),
         versions=versions,
         aliases=dict(task.contents.aliases),
+        block=task.contents.block,
         files=dict(files),
         **task.facts,
     )

@@ -106,13 +106,14 @@ def _gather_into(place: Tensor, pieces: Iterable[Tensor]) -> None:
 
 def rounds(moves: Sequence[Move], world: int, most: int = ROUND) -> Iterator[range]:
     """Cut the list of moves so that no round sends more than ``most`` bytes around. Pure."""
-    first, totals = 0, [0] * world
-    for k, move in enumerate(moves):
-        length = move.stop - move.start
-        if k > first and world * (max(*totals, totals[move.source] + length)) > most:
+    first, totals, longest = 0, [0] * world, 0
+    for k, (start, stop, source, _) in enumerate(moves):
+        total = totals[source] + stop - start
+        if k > first and world * max(longest, total) > most:
             yield range(first, k)
-            first, totals = k, [0] * world
-        totals[move.source] += length
+            first, totals, longest, total = k, [0] * world, 0, stop - start
+        totals[source] = total
+        longest = max(longest, total)
     if first < len(moves):
         yield range(first, len(moves))
 

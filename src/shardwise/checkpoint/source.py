@@ -10,7 +10,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,6 +21,7 @@ from shardwise.checkpoint.folder import resolve
 from shardwise.checkpoint.header import CAP, Header, Stored, decode, length_of
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.names import inside, is_plain
+from shardwise.checkpoint.plan import BLOCK
 from shardwise.errors import DamagedCheckpoint
 
 __all__ = ["Bytes", "Place", "Source"]
@@ -67,6 +68,10 @@ class Source:
 
     def __exit__(self, *_: object) -> None:
         self._kept.close()
+
+    def another(self) -> Self:
+        """The same checkpoint, opened for another thread."""
+        return replace(self, _files={}, _kept=Kept())
 
     @property
     def title(self) -> str:
@@ -232,7 +237,8 @@ class Source:
             path = inside(self.folder, name)
             record = None if self.manifest is None else self.manifest.files[name]
             sums = None if record is None else record.checksums()
-            file = CheckedFile(str(path), sums, self._kept)
+            block = BLOCK if self.manifest is None else self.manifest.block
+            file = CheckedFile(str(path), sums, self._kept, block)
             file.open()
             self._files[name] = file
         return self._files[name]

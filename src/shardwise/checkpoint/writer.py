@@ -226,7 +226,7 @@ def write_header(folder: Path, file: FilePlan) -> list[Piece]:
         os.fsync(opened)
     finally:
         os.close(opened)
-    ends = cut_at_blocks(0, len(file.header))
+    ends = cut_at_blocks(0, len(file.header), file.block)
     return [(lo, hi, checksum.crc32(file.header[lo:hi])) for lo, hi in ends]
 
 

@@ -23,7 +23,7 @@ from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.folder import is_leftover, resolve, step_of
 from shardwise.checkpoint.header import Stored
 from shardwise.checkpoint.manifest import NAME, Manifest
-from shardwise.checkpoint.plan import BLOCK
+from shardwise.checkpoint.plan import cut_at_blocks
 from shardwise.checkpoint.source import Place, Source
 from shardwise.checkpoint.state import NAME as TRAINING
 from shardwise.errors import CheckpointError
@@ -259,8 +259,8 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
             if error := _error_of(source, file.name, 0, 0):
                 yield file.expected, _damage(catalogue, file.name, 0, file.expected, str(error))
                 continue
-            for start in range(0, file.expected, BLOCK):
-                stop, damage = min(file.expected, start + BLOCK), None
+            for start, stop in cut_at_blocks(0, file.expected, catalogue.manifest.block):
+                damage = None
                 if error := _error_of(source, file.name, start, stop):
                     reason = str(error) if is_unreadable(error) else ""
                     damage = _damage(catalogue, file.name, start, stop, reason)

@@ -110,7 +110,7 @@ def _config(paths: Sequence[Path]) -> dict[str, bytes]:
 
 def _planned(stem: str, tensors: Mapping[str, TorchTensor]) -> tuple[FilePlan, ...]:
     entries = [entry_of(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-    return plan_files(stem, entries, LARGEST_FILE, {"format": "pt"})
+    return plan_files(stem, entries, LARGEST_FILE)
 
 
 def _chunks(tensors: Mapping[str, TorchTensor], plan: FilePlan) -> Iterator[Chunk]:

@@ -163,7 +163,7 @@ def _plans(
             is_cast = target is not None and kind == MODEL and stored.dtype in FLOATS
             dtype = target if target is not None and is_cast else stored.dtype
             entries.append(entry_of(name, dtype, stored.shape))
-        plans[kind] = plan_files(kind, entries, options.max_file_size, {"format": "pt"})
+        plans[kind] = plan_files(kind, entries, options.max_file_size)
     return plans
 
 

@@ -22,7 +22,7 @@ from shardwise.checkpoint.disk import explained, sync_folder, write_file
 from shardwise.checkpoint.folder import Partial, new_token, publish
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.manifest import FileRecord, Manifest, record_of
-from shardwise.checkpoint.plan import Entry, FilePlan, Held, index_of
+from shardwise.checkpoint.plan import BLOCK, Entry, FilePlan, Held, index_of
 from shardwise.checkpoint.writer import Chunk, Writer, allocate, pieces_of, write_header
 from shardwise.convert.destination import clear
 from shardwise.version import __version__
@@ -149,5 +149,6 @@ def _manifest(facts: Mapping[str, Any], token: str, records: dict[str, FileRecor
         "created": datetime.now(UTC).isoformat(timespec="microseconds"),
         "versions": {**versions, "python": platform.python_version()},
         "files": records,
+        "block": BLOCK,
     }
     return Manifest(**{**facts, **filled})
