@@ -425,32 +425,6 @@ def test_a_module_inside_a_unit_called_past_the_unit_names_the_way_out() -> None
     run_threads(2, rank)
 
 
-def test_a_second_derivative_is_refused_where_parameters_are_freed() -> None:
-    models = [Chain(), Chain()]
-
-    def rank(comm: Comm) -> None:
-        model = models[comm.rank]
-        sharded = sw.shard(model, comm=comm)
-        x = BATCHES[comm.rank][0].clone().requires_grad_()
-        value = loss(model, (x, BATCHES[comm.rank][1]))
-        with pytest.raises(sw.ShardwiseError, match=r"create_graph=True.*no_shard"):
-            torch.autograd.grad(value, x, create_graph=True)
-        train(model, BATCHES[comm.rank])
-        assert_at_rest(sharded)
-
-    run_threads(2, rank)
-
-
-def test_a_gradient_penalty_works_where_parameters_stay_whole() -> None:
-    def step(model: nn.Module, batch: Batch) -> None:
-        x = batch[0].clone().requires_grad_()
-        value = loss(model, (x, batch[1]))
-        [slope] = torch.autograd.grad(value, x, create_graph=True)
-        (value + slope.square().sum()).backward()
-
-    play(Chain(), [step] * 3, BATCHES, strategy="no_shard")
-
-
 def test_backward_inside_full_params_is_refused() -> None:
     model = Chain()
     sharded = sw.shard(model, comm=LocalComm())

@@ -290,86 +290,40 @@ def test_a_rule_that_parts_tied_layers_is_no_misuse() -> None:
 
 # --- derivatives of derivatives --------------------------------------------------------------
 
-SPLITS = tuple(strategy for strategy in STRATEGIES if strategy != "no_shard")
-
-
-def penalised(model: nn.Module, batch: Batch) -> None:
-    """A gradient penalty, as critics are trained with."""
-    x = batch[0].clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    slope.square().sum().backward()
-
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("strategy", SPLITS)
-@pytest.mark.parametrize("way", ["backward", "grad of inputs"])
-def test_double_backward_is_refused_before_it_reads_what_is_freed(way: str, strategy: str) -> None:
-    """FSDP2: that a storage of size 0 is too small for a tensor, from deep inside autograd.
-
-    Here the first backward pass already is refused, for it is the second that would fail.
-    """
-
-    def rank(comm: Comm, model: nn.Module) -> str:
-        sw.shard(model, strategy, comm=comm)
-        batch = nets.scalar_and_13_rows_batch(comm.rank, 2)
-
-        def do() -> None:
-            if way == "backward":
-                nets.loss(model, batch).backward(create_graph=True)
-            else:
-                penalised(model, batch)
-
-        text = said(sw.ScheduleError, do)
-        train(model, batch)  # what was under way is forgotten
-        assert all(param.grad is not None for param in model.parameters())
-        return text
-
-    for text in on_ranks(2, nets.scalar_and_13_rows, rank):
-        assert text == (
-            "create_graph=True on a sharded model: the backward pass through this graph would read "
-            "parameters that are freed by then. For a gradient penalty use "
-            'strategy="no_shard", which keeps parameters whole; or compute inside '
-            "`with sharded.full_params():`, where gradients are not averaged over the ranks."
-        )
-
-
-def test_a_gradient_penalty_is_trained_where_parameters_stay_whole() -> None:
-    """And averaged over the ranks like any other gradient."""
-    build, batch = nets.scalar_and_13_rows, nets.scalar_and_13_rows_batch
-    batches = [batch(rank, 2) for rank in range(2)]
-    truth = averaged(seeded(build), penalised, batches)
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, "no_shard", comm=comm)
-        for _ in range(2):
-            penalised(model, batches[comm.rank])
-            for name, param in model.named_parameters():
-                expected = truth[name]
-                if expected is None:  # the penalty does not see a bias
-                    assert param.grad is None or not param.grad.any()
-                else:
-                    torch.testing.assert_close(param.grad, expected)
-            model.zero_grad()
-
-    on_ranks(2, build, rank)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("world", [1, 2])
-def test_gradients_that_carry_a_graph_are_refused_where_parameters_stay_whole(world: int) -> None:
+@pytest.mark.parametrize(("strategy", "world"), [("no_shard", 1), *((s, 2) for s in STRATEGIES)])
+def test_gradients_that_carry_a_graph_are_refused_and_forgotten(strategy: str, world: int) -> None:
     """FSDP2: keeps the graph of the whole gradient, and loses it when it reduces.
 
     Here the reduced gradient would have no graph either, so the error says so.
     """
+    batches = [nets.decoder_batch(rank, 2) for rank in range(world)]
+    truth = averaged(seeded(nets.decoder), train, batches)
 
     def rank(comm: Comm, model: nn.Module) -> str:
-        sw.shard(model, "no_shard", comm=comm)
-        value = nets.loss(model, nets.decoder_batch(comm.rank, 2))
-        return said(sw.ScheduleError, lambda: value.backward(create_graph=True))
+        sw.shard(model, strategy, comm=comm)
+        value = nets.loss(model, batches[comm.rank])
+        text = said(sw.ScheduleError, lambda: value.backward(create_graph=True))
+        train(model, batches[comm.rank])
+        assert_gradients(model, truth)
+        return text
 
     for text in on_ranks(world, nets.decoder, rank):
-        assert "carries a graph (create_graph=True)" in text
+        assert "carries a graph (create_graph=True), which averaging over the ranks" in text
         assert "inside `with sharded.full_params():`" in text
+
+
+def test_a_transform_of_torch_func_says_where_it_works() -> None:
+    """Per-sample gradients, Jacobians: of the plain model that full_params() shows."""
+    model, plain = nets.scalar_and_13_rows(), seeded(nets.scalar_and_13_rows)
+    model.load_state_dict(plain.state_dict())
+    sharded = sw.shard(model)
+    x = nets.scalar_and_13_rows_batch(0, 2)[0]
+    with pytest.raises(sw.ShardUseError, match=r"torch\.func transform .*full_params"):
+        torch.func.jacrev(model)(x)
+    with sharded.full_params():
+        assert torch.equal(torch.func.jacrev(model)(x), torch.func.jacrev(plain)(x))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

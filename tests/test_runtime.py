@@ -444,13 +444,13 @@ def test_a_gradient_that_comes_while_its_bucket_travels_waits_for_it_and_is_adde
     runtime, state = sharded.runtime, sharded.runtime.units["head"]
     [bucket] = state.buckets
     recorder = Recorder(sharded)
-    runtime.begin_backward()
+    runtime.begin_backward(recorded=False)
     runtime.serve("head", Phase.BACKWARD, "by hand")
     for value in (1.0, 2.0):
         for index, slot in enumerate(bucket.layout.slots):
             runtime.collect(state, bucket, index, torch.full(slot.shape, value))
         runtime._carry_out([Event(Op.REDUCE, "head", Phase.BACKWARD)])
-    runtime.end_backward()
+    runtime.end_backward(kept=False)
     ops = [event.op for event in recorder.events if event.unit == "head"]
     assert ops == [Op.GATHER, Op.REDUCE, Op.SETTLE, Op.REDUCE, Op.SETTLE, Op.FREE]
     grad = sharded.model.get_parameter("head.weight").grad

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import torch_internals as internals
+
+
+class Token:
+    """Something to hold."""
 
 
 class Silent(Tensor):
@@ -201,6 +207,45 @@ def test_a_backward_pass_has_a_number_and_calls_back_at_its_end() -> None:
     assert internals.graph_task() == -1
     (leaf * 2).sum().backward()
     assert log == [True, "end"]
+
+
+def test_what_calls_back_goes_where_a_backward_pass_raises() -> None:
+    """Else parameters would stay whole, and without their gradients, in the handler of a user."""
+    leaf, log = torch.ones(2, requires_grad=True), list[object]()
+    held: list[weakref.ref[object]] = []
+
+    def hook(_: Tensor) -> None:
+        token = Token()
+        held.append(weakref.ref(token))
+        internals.queue_callback(partial(log.append, token))
+        raise ValueError("on purpose")
+
+    leaf.register_hook(hook)
+    with pytest.raises(ValueError, match="on purpose"):
+        (leaf * 2).sum().backward()
+    assert held[0]() is None
+    assert not log
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_backward_pass_tells_whether_its_graph_is_kept(kept: bool) -> None:
+    """Else units would be freed though a pass through a recorded graph is to come."""
+    leaf, log = torch.ones(2, requires_grad=True), list[bool]()
+    leaf.register_hook(lambda _: log.append(internals.keeps_graph()))
+    (leaf * 2).sum().backward(retain_graph=kept)
+    assert log == [kept]
+
+
+def test_a_transform_of_torch_func_is_noticed() -> None:
+    """Else it would fail in the middle of a gather, with words that nobody understands."""
+    log = [internals.is_transformed()]
+
+    def square(x: Tensor) -> Tensor:
+        log.append(internals.is_transformed())
+        return x**2
+
+    torch.func.grad(square)(torch.ones(()))
+    assert log == [False, True]
 
 
 @pytest.mark.parametrize("asked", ["everything", "the leaf", "another leaf"])

@@ -25,9 +25,11 @@ from shardwise.leaves import is_handed_out, on_gradient
 from shardwise.refusals import handed_out
 from shardwise.runtime import Runtime
 from shardwise.torch_internals import (
+    disable_torch_function,
     engine_executes,
     get_grad,
     is_accumulate_grad,
+    keeps_graph,
     queue_callback,
     sequence_number,
     set_grad,
@@ -52,8 +54,10 @@ class Backward:
         # By the node that made an input, inner calls first: a set's order would differ by rank.
         self._ending: dict[int, list[weakref.ref[Visit]]] = {}
         self._open = False  # a backward pass has begun, and its end was not seen
+        self._kept = False  # is the graph of this backward pass there for another one?
         self._token: weakref.ref[_Token] | None = None
         self._handles: list[Any] = []
+        self._early: list[Any] = []
         self._places: list[tuple[UnitState, Bucket, int]] = []
         with torch.inference_mode(False):  # shard() may be called in it
             self._anywhere = get_gradient_edge(torch.zeros(0, requires_grad=True)).node
@@ -77,6 +81,7 @@ class Backward:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._look_out(False)
 
     # ---- begin and end ---------------------------------------------------------------------
 
@@ -103,11 +108,13 @@ class Backward:
         if self.running:
             return
         self.abandon_stopped()
-        if (reason := self._freed() or self._handed_out()) is not None:
+        if (reason := self._handed_out()) is not None:
             self.runtime.abandon("a backward pass was refused")
             raise reason
         self._open = True
-        self.runtime.begin_backward()
+        recorded = torch.is_grad_enabled()  # by create_graph=True
+        self._kept = recorded or keeps_graph()
+        self.runtime.begin_backward(recorded)
         token = _Token()
         self._token = weakref.ref(token, self._stopped)
         queue_callback(partial(self._end, token))
@@ -115,25 +122,26 @@ class Backward:
     def _end(self, token: _Token) -> None:
         self._token = None  # the traceback of an exception would hold the token
         self._ending.clear()
-        self.runtime.end_backward()
+        self.runtime.end_backward(self._kept)
         self._open = False
+        self._look_out(self.runtime.recorded)
+
+    def _look_out(self, recorded: bool) -> None:
+        """A pass through a recorded graph comes to parameters first, before it adds to them."""
+        for handle in self._early:
+            handle.remove()
+        params = [bucket.params[index] for _, bucket, index in self._places if recorded]
+        with disable_torch_function():
+            self._early = [
+                param.register_hook(partial(_met, weakref.ref(self)))
+                for param in params
+                if param.requires_grad
+            ]
 
     def _stopped(self, token: weakref.ref[_Token]) -> None:
         """An exception has ended a backward pass. Not all can be done now: it may be Ctrl-C."""
         for state in self.runtime.units.values() if token is self._token else ():
             state.show_shards()
-
-    def _freed(self) -> ScheduleError | None:
-        """With create_graph=True, autograd records the backward pass, in grad mode."""
-        buckets = [bucket for state in self.runtime.units.values() for bucket in state.buckets]
-        if not torch.is_grad_enabled() or all(bucket.stays_whole for bucket in buckets):
-            return None
-        return ScheduleError(
-            "create_graph=True on a sharded model: the backward pass through this graph would "
-            "read parameters that are freed by then. For a gradient penalty use "
-            'strategy="no_shard", which keeps parameters whole; or compute inside '
-            "`with sharded.full_params():`, where gradients are not averaged over the ranks."
-        )
 
     def _handed_out(self) -> ShardUseError | None:
         """torch.autograd.grad hands a parameter's gradient out instead of accumulating it."""
@@ -207,11 +215,12 @@ class Backward:
         if gradient is None:  # a function whose backward gave None for its parameter
             return
         if gradient.requires_grad:
+            set_grad(param, None)
             raise ScheduleError(
                 f"the gradient of {bucket.members[index].name!r} carries a graph "
-                "(create_graph=True): a second backward through it would need parameters and "
-                "gradients that are freed by then. Take the inner derivative with "
-                "torch.autograd.grad, inside `with sharded.full_params():`."
+                "(create_graph=True), which averaging over the ranks would lose. A derivative with "
+                "respect to inputs is taken with torch.autograd.grad(loss, inputs, create_graph="
+                "True); one with respect to parameters inside `with sharded.full_params():`."
             )
         running = self._token is not None and self._token() is not None
         # Taken first: what the shards have when a backward pass begins is set aside.
@@ -227,6 +236,11 @@ def _arrived(backward: weakref.ref[Backward], number: int, param: Tensor) -> Non
         alive._collect(number, param)
 
 
+def _met(backward: weakref.ref[Backward], _: Tensor) -> None:
+    if (alive := backward()) is not None:
+        alive._begin()
+
+
 class _Token:
     """Held by autograd's queue of callbacks alone: it dies with the backward pass."""
 
@@ -234,4 +248,4 @@ class _Token:
 
 
 skip_in_dynamo(Backward._enter, Backward._leave, Backward._leave_when_complete, Backward._end)
-skip_in_dynamo(_arrived)
+skip_in_dynamo(_arrived, _met)

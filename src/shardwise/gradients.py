@@ -259,25 +259,24 @@ class Gradients:
         spec.comm.all_gather(full, Label("spread", spec.unit)).wait()
         return full
 
-    def deliver(self, used: Sequence[bool]) -> None:
+    def deliver(self, used: Sequence[bool], at_rest: bool) -> None:
         """Give each parameter its ``.grad``, added to what it had.
 
         Args:
             used: per parameter, did any rank have a gradient for it? Otherwise it keeps what it
                 had, ``None`` included, as in a plain training step.
+            at_rest: the parameters have the shapes of their shards.
         """
-        with disable_torch_function():
-            if self._result is None:
-                for index, before in self.aside.items():
-                    self.spec.params[index].grad = before
-                self.aside.clear()
-                return
+        if self._result is not None:
+            put = set_grad if at_rest else put_grad
             views = self.spec.rest_views(self._result)
-            for param, view, here in zip(self.spec.params, views, used, strict=True):
-                if here:
-                    set_grad(param, view)
-            for index, before in self.aside.items():
-                self.spec.params[index].grad = before.add_(views[index]) if used[index] else before
-        self._result = None
-        self.aside.clear()
-        self.touched.clear()
+            with disable_torch_function():
+                for param, view, here in zip(self.spec.params, views, used, strict=True):
+                    if here:
+                        put(param, view)
+                for index in self.aside:
+                    if used[index]:
+                        self.aside[index].add_(views[index])
+            self._result = None
+            self.touched.clear()
+        self.give_back()

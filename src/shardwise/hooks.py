@@ -22,11 +22,18 @@ from shardwise.backward import Backward
 from shardwise.blocks import as_group, has_forward, stacks
 from shardwise.compiling import shield
 from shardwise.errors import ScheduleError, ShardUseError
+from shardwise.refusals import transformed
 from shardwise.registered import Registered
 from shardwise.runtime import Runtime
 from shardwise.schedule import Op, Phase
 from shardwise.sharding import Sharding, sharding_of
-from shardwise.torch_internals import graph_task, next_sequence_number, skip_in_dynamo, storage_key
+from shardwise.torch_internals import (
+    graph_task,
+    is_transformed,
+    next_sequence_number,
+    skip_in_dynamo,
+    storage_key,
+)
 from shardwise.trees import cast, hides, makers, tensors
 from shardwise.visits import Visit
 
@@ -174,6 +181,8 @@ class Hooks:
         return self._cast_inputs(module, given)
 
     def _begin(self, unit: str | None) -> Any:
+        if is_transformed():
+            raise transformed()
         self.backward.abandon_stopped()
         self.registered.check()
         if torch.is_grad_enabled():

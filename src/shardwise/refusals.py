@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, ShardUseError
 from shardwise.sharding import Sharding, sharding_of
 
-__all__ = ["clipped", "handed_out", "lost", "misused", "recorded", "replaced"]
+__all__ = ["clipped", "handed_out", "lost", "misused", "recorded", "replaced", "transformed"]
 
 
 def misused(function: str, shard: Tensor) -> ShardUseError:
@@ -69,6 +69,15 @@ def handed_out(name: str) -> ShardUseError:
         "share: what it hands out would be this rank's alone, never averaged with the others'. "
         "Call loss.backward() and read .grad (this rank's shard of the mean); or compute inside "
         "`with sharded.full_params():`, where parameters are whole, and average it yourself."
+    )
+
+
+def transformed() -> ShardUseError:
+    """``torch.func`` looks through what computes, and would see units gathered."""
+    return ShardUseError(
+        "a sharded model was called inside a torch.func transform (grad, vmap, jacrev, ...), which "
+        "cannot look through the gathering of its units. Call the transform inside `with "
+        "sharded.full_params():`, where the model is a plain one."
     )
 
 

@@ -69,6 +69,7 @@ class Runtime:
             Op.SETTLE: self._settle,
         }
         self._read = False  # may a rank still read parameters that another is to write next?
+        self.recorded = False  # does a graph of a backward pass wait for another one?
         self._endless: list[Visit] = []  # of the backward pass that is under way
         self._pinned: list[str] = []  # before the forward pass without gradients
         self.steps_done = 0
@@ -163,8 +164,7 @@ class Runtime:
 
     def _skipped(self, step: Step) -> None:
         """Take part in what other ranks may do in a unit that this rank does not enter."""
-        self._carry_out(step.before)
-        self._carry_out(step.after)
+        self._carry_out(step.before + step.after)
 
     def _carry_out(self, listed: Iterable[Event]) -> None:
         """Listeners hear of what was done, not of what was done already or must wait."""
@@ -183,7 +183,7 @@ class Runtime:
         return self.policy.gathers
 
     def _free(self, state: UnitState) -> bool:
-        if not state.gathered or state.depth > 0 or state.pinned or state.visits.open():
+        if not state.gathered or state.in_use or self.recorded:
             return False
         state.free()
         return self.policy.gathers
@@ -206,8 +206,12 @@ class Runtime:
 
     # ---- the backward pass -----------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """Before the first gradient: the shards' own gradients step aside."""
+    def begin_backward(self, recorded: bool) -> None:
+        """Before the first gradient: the shards' own gradients step aside.
+
+        What comes through the graph of a recorded pass reads parameters before it is at a unit.
+        """
+        self.recorded = self.recorded or recorded
         self.take_up_trained()  # gradients go to what is trained now, whatever it was before
         if self._cursor.mode == "forward" or self._cursor.ended:
             self._cursor = Cursor(self._mode(), ())
@@ -215,7 +219,7 @@ class Runtime:
         for bucket in self.trained.buckets:
             bucket.gradients.set_aside()
 
-    def end_backward(self) -> None:
+    def end_backward(self, kept: bool) -> None:
         """After the last gradient: what is still open is closed, and every shard has its grad."""
         for state in reversed(self.units.values()):  # type: ignore[call-overload]
             for visit in state.visits.open():
@@ -230,6 +234,7 @@ class Runtime:
         self._tell(Event(*end.cue))
         self._carry_out(end.after)
         self._carry_out([Event(Op.SETTLE, n, Phase.BACKWARD, "left over") for n in self._settling])
+        self.recorded = self.recorded and kept  # else no graph is there any more
         if self.reduces or self.policy.placement.frees:
             self._release_all(Phase.BACKWARD)
         if self.reduces:
@@ -313,6 +318,7 @@ class Runtime:
 
         Values may change now, so nothing that was gathered or cast counts as new.
         """
+        self.recorded = False
         self._carry_out(Event(Op.FREE, n, Phase.FORWARD, "between steps") for n in self.units)
         for state in self.units.values():
             state.shelve()
@@ -381,7 +387,7 @@ class Runtime:
         for state in self.units.values():
             state.abandon()
         self._endless.clear()
-        self._cursor.ended = True
+        self.recorded, self._cursor.ended = False, True
 
     def take_up_trained(self) -> None:
         """Parameters whose ``requires_grad`` is set are those that are trained, from now on."""

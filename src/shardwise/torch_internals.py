@@ -38,6 +38,8 @@ __all__ = [
     "graph_task",
     "hooks_behind",
     "is_accumulate_grad",
+    "is_transformed",
+    "keeps_graph",
     "next_sequence_number",
     "parameters_of",
     "queue_callback",
@@ -118,6 +120,8 @@ ASSIGN = "assign_to_params_buffers"
 
 #: The number of the backward pass that this thread carries out, or -1.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
+#: Is the graph of the backward pass that goes on kept for another one?
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 #: Will the backward pass that goes on execute this node? An error where it hands a leaf's out.
 engine_executes: Callable[[Node], bool] = torch._C._will_engine_execute_node
 #: The number that the next node of this thread gets. Backward goes from high numbers to low ones.
@@ -152,6 +156,11 @@ def set_after_accumulation(param: nn.Parameter, hooks: Any) -> None:
 def hooks_behind(handle: RemovableHandle) -> dict[int, Any]:
     """The dict of hooks that a handle would remove its own from."""
     return handle.hooks_dict_ref() or {}
+
+
+def is_transformed() -> bool:
+    """Does a transform of ``torch.func`` look at what is computed?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # ---- torch.compile ---------------------------------------------------------------------------

@@ -71,7 +71,8 @@ class Trained:
         """Let every shard have its gradient; ``used``: which ones any rank has used."""
         flags = iter(used)
         for bucket in self.buckets:
-            bucket.gradients.deliver([next(flags) for _ in bucket.params])
+            used_here = [next(flags) for _ in bucket.params]
+            bucket.gradients.deliver(used_here, at_rest=not bucket.gathered)
 
     def _agree(self, now: list[bool]) -> None:
         pairs = zip(self._places, self._now, now, strict=True)

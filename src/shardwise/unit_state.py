@@ -47,6 +47,11 @@ class UnitState:
         return frozenset(storage_key(bucket.full) for bucket in self.buckets)
 
     @property
+    def in_use(self) -> bool:
+        """Does a call, a backward pass or something outside read its parameters?"""
+        return self.depth > 0 or self.pinned or bool(self.visits.open())
+
+    @property
     def collected(self) -> bool:
         """Has a pass written gradients here since the last reduce, thrown away by now or not?"""
         buckets = [bucket.gradients for bucket in self.trainable]

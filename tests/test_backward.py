@@ -1,0 +1,126 @@
+"""Backward passes that are recorded, for a second pass comes through their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from tests.nets import Batch
+from tests.ranks import run_sharing, run_threads
+from tests.steps import STRATEGIES, Step, assert_at_rest, averaged, play
+
+BATCHES: list[Batch] = [
+    (torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)), torch.zeros(0))
+    for rank in range(2)
+]
+BY_LAYER = sw.wrap.by_class(nn.Linear)
+
+
+def critic() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+class Forces(nn.Module):
+    """Predicts an energy, and as forces its slope, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = critic()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.energy(x).sum() * self.scale
+            (slope,) = torch.autograd.grad(energy, x, create_graph=self.training)
+        return -slope
+
+
+def penalty(model: nn.Module, batch: Batch) -> Tensor:
+    """WGAN-GP: how far the slope of a critic is from 1."""
+    x = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    value: Tensor = (slope.norm(dim=1) - 1).square().mean()
+    return value
+
+
+def with_a_penalty(model: nn.Module, batch: Batch) -> None:
+    (model(batch[0]).mean() + penalty(model, batch)).backward()
+
+
+def with_a_penalty_of_its_own(model: nn.Module, batch: Batch) -> None:
+    """Which comes to parameters first, while they have a gradient already."""
+    model(batch[0]).mean().backward()
+    penalty(model, batch).backward()
+
+
+def with_a_penalty_that_is_used_twice(model: nn.Module, batch: Batch) -> None:
+    value = penalty(model, batch)
+    value.backward(retain_graph=True)
+    (model(batch[0]).mean() + value).backward()
+
+
+def with_a_penalty_that_is_only_measured(model: nn.Module, batch: Batch) -> None:
+    penalty(model, batch)
+    model(batch[0]).mean().backward()
+
+
+def with_an_evaluation_between(model: nn.Module, batch: Batch) -> None:
+    value = penalty(model, batch)
+    with torch.no_grad():
+        model(batch[0])
+    value.backward()
+
+
+def of_forces(model: nn.Module, batch: Batch) -> None:
+    with torch.no_grad():
+        start = batch[0] + model.eval()(batch[0])
+    model.train()(start).square().mean().backward()
+
+
+STEPS: dict[Step, Callable[[], nn.Module]] = {
+    with_a_penalty_of_its_own: critic,
+    with_a_penalty_that_is_used_twice: critic,
+    with_a_penalty_that_is_only_measured: critic,
+    with_an_evaluation_between: critic,
+    of_forces: Forces,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_penalty_is_trained_bit_for_bit(strategy: str) -> None:
+    play(critic(), [with_a_penalty] * 3, BATCHES, strategy=strategy, wrap=BY_LAYER)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "run"),
+    [*((name, run_threads) for name in STRATEGIES), ("full_shard", run_sharing)],
+)
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_units_stay_whole_for_the_graph_of_a_recorded_backward_pass(
+    step: Step, strategy: str, run: Callable[..., object]
+) -> None:
+    models = [STEPS[step]()]
+    models.append(deepcopy(models[0]))
+    truth = averaged(models[0], step, BATCHES)
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sharded = sw.shard(model, strategy, BY_LAYER, comm)
+        for _ in range(2):
+            step(model, BATCHES[comm.rank])
+            with sharded.full_params():
+                for name, param in model.named_parameters():
+                    torch.testing.assert_close(param.grad, truth[name])
+            model.zero_grad()
+        if run is run_threads:
+            assert_at_rest(sharded)
+
+    run(2, rank)
