@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from benchmarks.checkpoint.state import KINDS, Part, Size, drawn, next_token_loss, unlike
-from shardwise.checkpoint.holdings import homes
+from shardwise.checkpoint.local_shards import param_shards
 
 RATE = 1e-4
 
@@ -101,7 +101,7 @@ def ours(size: Size) -> Trainee:
     sharded = sw.shard(model)
 
     def places() -> Iterator[tuple[nn.Parameter, str, Tensor, int]]:
-        for home in homes(sharded.buckets):
+        for home in param_shards(sharded.buckets):
             yield home.member.param, home.member.name, home.value.detach(), home.start
 
     def new_optimizer() -> Optimizer:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.checkpoint.points import POINTS
+from shardwise.checkpoint.failpoints import POINTS
 
 STEPS = 4
 EVERYBODY = -1

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from benchmarks.faults.calls import watched
 from benchmarks.faults.case import EVERYBODY, STEPS, Case, How, Kill
-from shardwise.checkpoint import folder, points
+from shardwise.checkpoint import failpoints, folder
 from shardwise.comm.protocol import Comm
 
 LINGER = 60.0
@@ -123,7 +123,7 @@ class _Saver:
 
     def end(self) -> None:
         """Wait for what is still being written."""
-        self.sharded._background.settle()  # noqa: SLF001 - as the next save would
+        self.sharded._background.wait_pending()  # noqa: SLF001 - as the next save would
 
 
 def _batch(step: int, rank: int) -> Tensor:
@@ -153,9 +153,9 @@ def _struck(case: Case, saver: _Saver) -> Iterator[None]:
             if there and (point, seen[point]) == (kill.point, kill.nth):
                 _strike(kill)
 
-        points.listeners.append(at_point)
+        failpoints.listeners.append(at_point)
         yield
-        points.listeners.remove(at_point)
+        failpoints.listeners.remove(at_point)
     elif not kill.share and rank == 0:
 
         def before(_: str) -> None:

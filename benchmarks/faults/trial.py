@@ -18,7 +18,7 @@ from benchmarks.faults.nursery import Attempt
 from benchmarks.faults.trainee import Ended
 from shardwise.checkpoint.folder import LATEST, step_of, steps_to_resume, target_of
 from shardwise.checkpoint.manifest import NAME
-from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.errors import CheckpointError
 
 Start = Callable[[Path, Case], Attempt]
@@ -115,7 +115,7 @@ def damage(run: Path) -> Iterator[str]:
 
 def _flaws(checkpoint: Path) -> Iterator[str]:
     try:
-        with Source.open(checkpoint) as source:
+        with CheckpointReader.open(checkpoint) as source:
             if source.manifest is None:
                 yield f"{checkpoint.name} has no manifest"
                 return

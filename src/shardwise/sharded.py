@@ -19,9 +19,9 @@ from shardwise import order
 from shardwise.bucket import specs_of
 from shardwise.buffers import Bucket
 from shardwise.build import check_unsharded, cut, facts, uncut
-from shardwise.checkpoint import front
+from shardwise.checkpoint import api
 from shardwise.checkpoint.background import Background
-from shardwise.checkpoint.optimizers import Given, Optimizers, as_optimizers
+from shardwise.checkpoint.optimizer_state import Given, Optimizers, as_optimizers
 from shardwise.comm.connect import connect, over
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, ScheduleError
@@ -238,15 +238,15 @@ class Sharded:
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
-    state_dict = front.state_dict
-    load_state_dict = front.load_state_dict
-    optimizer_state_dict = front.optimizer_state_dict
-    load_optimizer_state_dict = front.load_optimizer_state_dict
-    save_file = front.save_file
-    save = front.save
-    save_async = front.save_async
-    load = front.load
-    resume = front.resume
+    state_dict = api.state_dict
+    load_state_dict = api.load_state_dict
+    optimizer_state_dict = api.optimizer_state_dict
+    load_optimizer_state_dict = api.load_optimizer_state_dict
+    save_file = api.save_file
+    save = api.save
+    save_async = api.save_async
+    load = api.load
+    resume = api.resume
 
     def admitted(self, asked: str, optimizer: Given = None) -> Optimizers:
         """Between steps only: the optimizers, if they may be used on this model.
@@ -356,7 +356,7 @@ class Sharded:
 
     def _at_rest(self, asked: str) -> None:
         self._hooks.check_idle(asked)
-        self._background.secure()
+        self._background.finish_copy()
         self.runtime.let_go()
 
     def _state_asked(self) -> bool:

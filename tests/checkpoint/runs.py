@@ -74,6 +74,11 @@ def loaded_and_saved(
     on_ranks(world, net.build, rank)
 
 
+def names(folder: Path) -> list[str]:
+    """What lies in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
 def tensors(folder: Path, stem: str) -> dict[str, Tensor]:
     """All tensors of a checkpoint, as the safetensors library reads them."""
     found: dict[str, Tensor] = {}

@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,19 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint import background, points
-from shardwise.checkpoint.complete import check_complete
+from shardwise.checkpoint import background, failpoints
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.snapshot import Pool, budget_of
+from shardwise.checkpoint.run_folder import check_complete
+from shardwise.checkpoint.staging import Pool, budget_of
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
-from tests.checkpoint.runs import adamw, same, saved, steps, tensors
+from tests.checkpoint.runs import adamw, names, same, saved, steps, tensors
 from tests.copies import clones, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.ranks import outcomes_of, run_processes
 from tests.steps import STRATEGIES
 
 DECODER = NETS[0]
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.fixture
-def listen() -> Iterator[Callable[[Callable[[str, int], None]], None]]:
-    """Listen to the points of saves, until the test ends."""
-    before = list(points.listeners)
-    yield points.listeners.append
-    points.listeners[:] = before
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -271,7 +259,7 @@ def test_an_error_on_one_rank_is_an_error_on_all_at_the_next_step(
     assert names(tmp_path) == ["latest", "step-0", "step-1", "step-2"]
 
 
-@pytest.mark.parametrize("point", points.POINTS[6:11])
+@pytest.mark.parametrize("point", failpoints.POINTS[6:11])
 def test_an_error_while_publishing_is_one_too(
     point: str, tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
 ) -> None:
@@ -438,7 +426,7 @@ def _killed(comm: Comm, path: str, who: int) -> None:
         if point == "data written" and rank == who:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    points.listeners.append(kill)
+    failpoints.listeners.append(kill)
     saving = sharded.save_async(f"{path}/step-2")
     assert saving is not None
     saving.wait()

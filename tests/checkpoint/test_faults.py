@@ -38,7 +38,7 @@ from benchmarks.faults.nursery import Attempt, Nursery
 from benchmarks.faults.run import NOBODY, Bench
 from benchmarks.faults.trainee import Ended
 from benchmarks.faults.trial import attempted, damage
-from shardwise.checkpoint.points import POINTS
+from shardwise.checkpoint.failpoints import POINTS
 
 pytestmark = pytest.mark.spawn
 

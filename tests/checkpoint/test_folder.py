@@ -19,24 +19,21 @@ from shardwise.checkpoint.folder import (
     new_token,
     publish,
     remove,
+    remove_stale_partials,
     resolve,
     step_of,
     steps,
     steps_to_resume,
-    sweep,
     target_of,
 )
 from shardwise.errors import CheckpointError
+from tests.checkpoint.runs import names
 
 
 def checkpoint(path: Path, text: str = "whole") -> Path:
     path.mkdir(parents=True)
     (path / "manifest.json").write_text(text)
     return path
-
-
-def names(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir())
 
 
 # --- names -----------------------------------------------------------------------------------
@@ -161,10 +158,10 @@ def test_what_the_dead_left_goes_and_what_is_being_written_stays(tmp_path: Path)
     alive = Partial.make(tmp_path / "step-2", new_token())
     going = checkpoint(tmp_path / f"step-0.removing-{new_token()}")
     other = checkpoint(tmp_path / "step-5.partial-mine")  # not a name of ours
-    assert sorted(sweep(tmp_path)) == sorted([dead.path.name, going.name])
+    assert sorted(remove_stale_partials(tmp_path)) == sorted([dead.path.name, going.name])
     assert names(tmp_path) == sorted([kept.name, alive.path.name, other.name])
     alive.close()
-    assert sweep(tmp_path) == [alive.path.name]
+    assert remove_stale_partials(tmp_path) == [alive.path.name]
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
@@ -173,7 +170,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         Partial.make(tmp_path / "step-1", 16 * "a")
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
-    assert sweep(tmp_path) == ["step-1.partial-" + 16 * "a"]
+    assert remove_stale_partials(tmp_path) == ["step-1.partial-" + 16 * "a"]
 
 
 def test_a_partial_folder_without_a_lock_goes(tmp_path: Path) -> None:
@@ -181,7 +178,7 @@ def test_a_partial_folder_without_a_lock_goes(tmp_path: Path) -> None:
     exchanged = checkpoint(tmp_path / f"step-1.partial-{new_token()}")
     removed = tmp_path / f"step-2.partial-{new_token()}"
     removed.mkdir()
-    assert sorted(sweep(tmp_path)) == [exchanged.name, removed.name]
+    assert sorted(remove_stale_partials(tmp_path)) == [exchanged.name, removed.name]
 
 
 def test_a_folder_that_is_swept_while_it_is_made_is_made_again(
@@ -193,13 +190,13 @@ def test_a_folder_that_is_swept_while_it_is_made_is_made_again(
     def others_sweep(path: Path, *args: int) -> int:
         if Path(path).name == f"{lock.LOCK}.new" and not swept:
             swept.append("now")
-            swept.extend(sweep(tmp_path))
+            swept.extend(remove_stale_partials(tmp_path))
         return real(path, *args)
 
     monkeypatch.setattr(os, "open", others_sweep)
     partial = Partial.make(tmp_path / "step-1", new_token())
     assert swept == ["now", partial.path.name]
-    assert sweep(tmp_path) == []
+    assert remove_stale_partials(tmp_path) == []
     partial.close()
 
 
@@ -207,7 +204,7 @@ def test_what_was_to_become_latest_goes(tmp_path: Path) -> None:
     move_latest(checkpoint(tmp_path / "step-1"))
     left = tmp_path / f".latest-{new_token()}"
     left.symlink_to("step-2")
-    assert sweep(tmp_path) == [left.name]
+    assert remove_stale_partials(tmp_path) == [left.name]
     assert names(tmp_path) == ["latest", "step-1"]
 
 
@@ -221,9 +218,9 @@ def test_where_nobody_can_lock_only_what_is_an_hour_old_is_removed(
     partial = Partial.make(tmp_path / "step-1", new_token())
     assert "this file system has no locks" in caplog.text
     partial.close()
-    assert sweep(tmp_path) == []
+    assert remove_stale_partials(tmp_path) == []
     age(partial.path)
-    assert sweep(tmp_path) == [partial.path.name]
+    assert remove_stale_partials(tmp_path) == [partial.path.name]
 
 
 def age(path: Path) -> None:
@@ -241,12 +238,12 @@ def test_what_another_host_writes_is_left_alone_where_locks_do_not_leave_a_host(
         there.setattr(lock, "host", lambda: "another host")
         partial = Partial.make(tmp_path / "step-1", new_token())
     partial.close()  # so that the lock is free, as it looks from here
-    assert sweep(tmp_path) == []
+    assert remove_stale_partials(tmp_path) == []
     age(partial.path)
     (partial.path / "model.safetensors").touch()  # it still writes
-    assert sweep(tmp_path) == []
+    assert remove_stale_partials(tmp_path) == []
     age(partial.path)
-    assert sweep(tmp_path) == [partial.path.name]
+    assert remove_stale_partials(tmp_path) == [partial.path.name]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may open anything")
@@ -254,7 +251,7 @@ def test_what_may_not_be_opened_is_left_alone(tmp_path: Path) -> None:
     partial = Partial.make(tmp_path / "step-1", new_token())
     partial.close()
     (partial.path / lock.LOCK).chmod(0)
-    assert sweep(tmp_path) == []
+    assert remove_stale_partials(tmp_path) == []
 
 
 def test_a_damaged_checkpoint_gets_a_name_that_no_resume_takes(tmp_path: Path) -> None:
@@ -274,7 +271,7 @@ def test_between_two_renames_nothing_is_lost(tmp_path: Path) -> None:
     assert resolve(tmp_path / "latest") == old
     assert steps(tmp_path) == []
     assert steps_to_resume(tmp_path) == [tmp_path / "step-1"]
-    sweep(tmp_path)
+    remove_stale_partials(tmp_path)
     assert steps_to_resume(tmp_path) == steps(tmp_path) == [tmp_path / "step-1"]
     (tmp_path / "latest").unlink()
     assert names(tmp_path) == ["step-1"]
@@ -284,12 +281,12 @@ def test_between_two_renames_nothing_is_lost(tmp_path: Path) -> None:
 def test_a_replaced_checkpoint_goes_when_its_successor_is_there(tmp_path: Path) -> None:
     checkpoint(tmp_path / "step-1", "new")
     old = checkpoint(tmp_path / f"step-1.replaced-{new_token()}", "old")
-    assert sweep(tmp_path) == [old.name]
+    assert remove_stale_partials(tmp_path) == [old.name]
     assert (tmp_path / "step-1" / "manifest.json").read_text() == "new"
 
 
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
-    assert sweep(tmp_path / "no") == []
+    assert remove_stale_partials(tmp_path / "no") == []
 
 
 def test_removing_takes_the_name_away_first(

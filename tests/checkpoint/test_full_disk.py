@@ -20,21 +20,17 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from benchmarks.faults.calls import watched
-from shardwise.checkpoint import folder, points, writer
-from shardwise.checkpoint.complete import check_complete
+from shardwise.checkpoint import folder, writer
+from shardwise.checkpoint.collectives import all_gather_text
 from shardwise.checkpoint.disk import free_bytes
-from shardwise.checkpoint.meeting import share
+from shardwise.checkpoint.run_folder import check_complete
 from shardwise.comm.protocol import Comm
-from tests.checkpoint.runs import adamw, same, steps, tensors
+from tests.checkpoint.runs import adamw, names, same, steps, tensors
 from tests.copies import on_ranks, seeded
 from tests.nets import NETS
 
 DECODER = NETS[0]
 WAYS = ("foreground", "background")
-
-
-def names(path: Path) -> list[str]:
-    return sorted(found.name for found in path.iterdir())
 
 
 def everything(checkpoint: Path) -> dict[str, Tensor]:
@@ -98,9 +94,9 @@ class Story:
     @staticmethod
     def _alone(comm: Comm, act: Callable[[], list[Callable[[], None]]]) -> list[Callable[[], None]]:
         """Rank 0 acts while nobody else does anything."""
-        share(comm, "", "before")
+        all_gather_text(comm, "", "before")
         made = act() if comm.rank == 0 else []
-        share(comm, "", "after")
+        all_gather_text(comm, "", "after")
         return made
 
 
@@ -191,13 +187,6 @@ def test_a_disk_that_becomes_read_only(way: str, disk: Path) -> None:
     assert story.meanwhile == ["latest", "step-1"]
 
 
-@pytest.fixture
-def listen() -> Iterator[Callable[[Callable[[str, int], None]], None]]:
-    kept = list(points.listeners)
-    yield points.listeners.append
-    points.listeners[:] = kept
-
-
 @pytest.mark.parametrize("point", ["folder made", "data synced", "all parts known"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_folder_that_vanishes_while_it_is_written(
@@ -278,7 +267,7 @@ def tried(run: Path, way: str, exchanges: bool, failing: Failing) -> list[str]:
         failing.ranks[threading.get_ident()] = comm.rank
         sharded = sw.shard(model, comm=comm)
         sharded.save(run / "step-1")
-        share(comm, "", "before")
+        all_gather_text(comm, "", "before")
         failing.armed = True
         try:
             if way == "foreground":
@@ -289,12 +278,12 @@ def tried(run: Path, way: str, exchanges: bool, failing: Failing) -> list[str]:
                 saving.wait()
         except sw.CheckpointError as error:
             said[comm.rank] = str(error)
-        share(comm, "", "after")
+        all_gather_text(comm, "", "after")
         failing.armed = False
         if comm.rank == 0:  # whatever failed
             check_complete(run / "step-1")
             assert not (said[0] and list(run.glob("*.partial-*")))
-        share(comm, "", "looked")
+        all_gather_text(comm, "", "looked")
         sharded.save(run / "step-3")
 
     with watched(failing.before), pytest.MonkeyPatch.context() as patch:

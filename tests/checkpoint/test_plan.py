@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import layout
-from shardwise.checkpoint.dtypes import itemsize
-from shardwise.checkpoint.header import PAGE
 from shardwise.checkpoint.plan import (
     BLOCK,
     Entry,
@@ -24,6 +22,7 @@ from shardwise.checkpoint.plan import (
     index_of,
     plan_files,
 )
+from shardwise.checkpoint.safetensors_format import PAGE, itemsize
 from shardwise.errors import CheckpointError
 
 

@@ -1,129 +1,241 @@
-"""Elements arrive in the dtype and on the device that they are for."""
+"""Bytes come from a folder checked, and blocks are read once."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import reader
+from shardwise.checkpoint import disk
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.reader import Want, fill, wanted
-from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.read_requests import read_into, request
+from shardwise.checkpoint.reader import CheckpointReader
+from tests.copies import seeded
 
 pytestmark = pytest.mark.usefixtures("large_blocks")
 
-
-class _Holder(nn.Module):
-    """Parameters by name."""
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        super().__init__()
-        for name, value in values.items():
-            self.register_parameter(name, nn.Parameter(value.clone()))
-
-    def forward(self) -> None:
-        """Nobody calls it."""
+HANDLES = Path("/proc/self/fd")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32])
-def test_elements_are_converted_by_way_of_one_block(dtype: torch.dtype, tmp_path: Path) -> None:
-    value = torch.randn(BLOCK // 2 + 17)
-    save_file({"x": value}, tmp_path / "model.safetensors")
-    with Source.open(tmp_path) as source:
-        place = source.tensors("model")["x"]
-        out = torch.zeros(len(value) - 5, dtype=dtype)
-        assert fill(source, [wanted(place, 3, out[:-2])]) == 4 * (len(value) - 7)
-    assert torch.equal(out[:-2], value[3:-4].to(dtype))
-    assert out[-2:].tolist() == [0.0, 0.0]
+def wide() -> nn.Module:
+    return nn.Linear(1024, 3 * 1024)  # 12 MiB and a bias: four blocks
 
 
-def test_nothing_wanted_reads_nothing(tmp_path: Path) -> None:
-    save_file({"x": torch.ones(3), "none": torch.ones(0, 4)}, tmp_path / "model.safetensors")
-    with Source.open(tmp_path) as source:
-        places = source.tensors("model")
-        out = torch.empty(0)
-        wants = [wanted(places["x"], 2, out), wanted(places["none"], 0, torch.empty(0, 4))]
-        assert fill(source, wants) == 0
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    sw.shard(seeded(wide)).save(tmp_path / "out", files={"note.txt": "größe", "list.json": "[1"})
+    return tmp_path / "out"
 
 
-def test_neighbours_share_a_read_and_holes_between_them_stay_out(tmp_path: Path) -> None:
-    """Whole blocks go straight into several tensors; what nobody wants is not touched."""
-    values = {f"t{k}": torch.randn(BLOCK // 4 * 3 // 8 + k) for k in range(9)}
-    sw.shard(_Holder(values)).save(tmp_path / "a")
-    with Source.open(tmp_path / "a") as source:
-        places = source.tensors("model")
-        names = [f"t{k}" for k in (8, 0, 1, 2, 3, 5, 6)]
-        outs = {name: torch.zeros(len(values[name]) - 3) for name in names}
-        wants = [wanted(places[name], 2, outs[name]) for name in names]
-        whole = torch.zeros_like(values["t7"])
-        assert fill(source, [*wants, wanted(places["t7"], 0, whole)]) > 2 * BLOCK
-    for name, out in outs.items():
-        assert torch.equal(out, values[name][2:-1])
-    assert torch.equal(whole, values["t7"])
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Each read: its place, and its bytes."""
+    found: list[tuple[int, int]] = []
+    real = os.preadv
+
+    def preadv(file: int, views: list[memoryview], at: int) -> int:
+        found.append((at, len(views[0])))
+        return real(file, views, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return found
 
 
-def test_many_small_tensors_fit_in_few_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_small_files_are_read_whole(folder: Path) -> None:
+    with CheckpointReader.open(folder) as source:
+        assert source.bytes("note.txt").decode() == "größe"
+        with pytest.raises(sw.CheckpointError, match=r"list.json is not JSON"):
+            source.json("list.json")
+        assert source.names("optimizer") == []
+
+
+def test_any_range_is_what_the_file_has(folder: Path) -> None:
+    data = np.fromfile(folder / "model.safetensors", np.uint8)
+    ranges = [(0, 1), (5, BLOCK + 5), (BLOCK - 3, BLOCK + 3), (100, 3 * BLOCK), (0, len(data))]
+    for start, stop in ranges:
+        with CheckpointReader.open(folder) as source:
+            into = np.empty(stop - start, np.uint8)
+            source.read_into("model.safetensors", start, into)
+            assert np.array_equal(into, data[start:stop])
+
+
+def test_neighbours_read_the_block_between_them_once(
+    folder: Path, reads: list[tuple[int, int]]
 ) -> None:
-    """More of them than one system call takes, in less than one block each."""
-    values = {f"t{k:04d}": torch.full((900,), float(k)) for k in range(2_500)}
-    sw.shard(_Holder(values)).save(tmp_path / "a")
-    calls: list[int] = []
-    read = os.preadv
-
-    def counted(file: int, views: list[memoryview], at: int) -> int:
-        calls.append(len(views))
-        return read(file, views, at)
-
-    with Source.open(tmp_path / "a") as source:
-        places = source.tensors("model")
-        outs = {name: torch.empty(900) for name in values}
-        monkeypatch.setattr(os, "preadv", counted)
-        fill(source, [wanted(places[name], 0, out) for name, out in outs.items()])
-    assert all(torch.equal(outs[name], value) for name, value in values.items())
-    assert max(calls) <= 512
-    assert len(calls) < 12
+    with CheckpointReader.open(folder) as source:
+        place = source.tensors("model")["weight"]
+        out = torch.empty(3 * 1024 * 1024)
+        reads.clear()
+        wants = [request(place, k, out[k : k + 300_000]) for k in range(0, len(out), 300_000)]
+        read_into(source, reversed(wants))
+    assert torch.equal(out.view(3072, 1024), seeded(wide).get_parameter("weight"))
+    assert [at for at, _ in reads] == [BLOCK, 2 * BLOCK, 3 * BLOCK]  # and block 0 with the header
 
 
-def test_threads_read_windows_of_files_and_ranks_begin_in_different_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_whole_blocks_go_straight_to_their_place(
+    folder: Path, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "WINDOW", BLOCK)
-    values = {f"t{k}": torch.randn(BLOCK // 2) for k in range(4)}
-    for name, value in values.items():
-        save_file({name: value}, tmp_path / f"{name}.safetensors")
-    with Source.open(tmp_path) as source:
-        places = source.tensors_in(f"{name}.safetensors" for name in values)
-        real = reader._read
-        for rank in range(2):
-            began: list[str] = []
+    with CheckpointReader.open(folder) as source:
+        place = source.tensors("model")["weight"]
+        out = torch.empty(3 * 1024 * 1024)
+        copied: list[int] = []
+        file = source._file("model.safetensors")
+        real = file.some
 
-            def read(mine: Source, run: list[Want], began: list[str] = began) -> int:
-                began.append(run[0].at[0])
-                return real(mine, run)
+        def some(start: int, stop: int) -> Any:
+            data = real(start, stop)
+            copied.append(len(data))
+            return data
 
-            monkeypatch.setattr(reader, "_read", read)
-            found = {name: torch.zeros_like(value) for name, value in values.items()}
-            wants = [wanted(places[name], 0, found[name]) for name in values]
-            assert fill(source, wants, rank, 2) == 4 * 2 * BLOCK
-            assert all(torch.equal(found[name], values[name]) for name in values)
-            assert began[0] == f"t{2 * rank}.safetensors"
+        monkeypatch.setattr(file, "some", some)
+        read_into(source, [request(place, 0, out)])
+    assert sum(copied) < 2 * BLOCK  # the first and the last
 
 
-def test_what_one_thread_finds_damaged_ends_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "WINDOW", BLOCK)
-    value = torch.randn(6 * BLOCK // 4)
-    save_file({"x": value}, tmp_path / "model.safetensors")
-    with Source.open(tmp_path) as source:
-        place = source.tensors("model")["x"]
-        os.truncate(tmp_path / "model.safetensors", 3 * BLOCK)
-        with pytest.raises(sw.DamagedCheckpoint, match="cut off"):
-            fill(source, [wanted(place, 0, torch.empty_like(value))])
+def test_damaged_blocks_are_listed(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        for at in (BLOCK + 7, 3 * BLOCK):
+            file.seek(at)
+            file.write(b"!?")
+    with CheckpointReader.open(folder) as source:
+        assert source.damaged("model.safetensors") == [1, 3]
+        assert source.damaged("note.txt") == []
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder: Path) -> None:
+    with CheckpointReader.open(folder) as source:
+        source.header("model.safetensors")
+        os.truncate(folder / "model.safetensors", 2 * BLOCK)
+        with pytest.raises(sw.CheckpointError, match=r"ends at byte 8,388,608, 4,194,304 before"):
+            source.read_into("model.safetensors", 0, np.empty(3 * BLOCK, np.uint8))
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_there(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "y.safetensors"}}')
+    with CheckpointReader.open(folder) as source:
+        assert source.names("model") == ["model.safetensors"]
+
+
+def test_however_many_files_one_block_is_kept(tmp_path: Path) -> None:
+    sw.shard(seeded(lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))))).save(
+        tmp_path / "out", max_file_size=4 << 20
+    )
+    tracemalloc.start()
+    try:
+        with CheckpointReader.open(tmp_path / "out") as source:
+            assert len(source.names("model")) >= 6
+            assert len(source.tensors("model")) == 12
+            assert sum(len(source.damaged(name)) for name in source.names("model")) == 0
+        assert tracemalloc.get_traced_memory()[1] < 2 * BLOCK
+    finally:
+        tracemalloc.stop()
+
+
+def plain(folder: Path, weight_map: Any) -> Path:
+    save_file({"a": torch.zeros(2)}, folder / "x.safetensors")
+    index = {"weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_an_index_names_only_what_is_there(tmp_path: Path) -> None:
+    with CheckpointReader.open(plain(tmp_path, {"a": "x.safetensors"})) as source:
+        assert list(source.tensors("model")) == ["a"]
+    with CheckpointReader.open(
+        plain(tmp_path, {"a": "x.safetensors", "b": "x.safetensors"})
+    ) as source:
+        says = r"the index says that 'b' is in 'x.safetensors', and it is not"
+        with pytest.raises(sw.CheckpointError, match=says):
+            source.tensors("model")
+
+
+@pytest.mark.parametrize("value", [["x"], {"x": 1}, None, 3], ids=str)
+def test_an_index_of_no_names_is_an_error(tmp_path: Path, value: object) -> None:
+    refused = pytest.raises(sw.CheckpointError, match="no plain file name")
+    with CheckpointReader.open(plain(tmp_path, {"a": value})) as source, refused:
+        source.tensors("model")
+
+
+@pytest.mark.parametrize(
+    ("aliases", "fact"),
+    [({"bias": "weight"}, "'bias' is stored, too"), ({"tied": "gone"}, "that is not stored")],
+    ids=str,
+)
+def test_names_are_tied_to_what_is_stored(folder: Path, aliases: Any, fact: str) -> None:
+    with CheckpointReader.open(folder) as source:
+        assert source.manifest is not None
+        tied = source.manifest.model_copy(update={"aliases": aliases})
+    with CheckpointReader(folder, tied) as source, pytest.raises(sw.CheckpointError, match=fact):
+        source.tensors("model")
+
+
+def test_what_the_disk_refuses_is_not_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def preadv(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(disk, "NAPS", (0.0,))
+    with CheckpointReader.open(folder) as source:
+        monkeypatch.setattr(os, "preadv", preadv)
+        with pytest.raises(sw.CheckpointError, match="the disk fails"):
+            source.damaged("model.safetensors")
+
+
+def test_a_stale_handle_is_opened_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "NAPS", (0.0,))
+    preadv, opened, stale = os.preadv, os.open, list[Any]()
+
+    def once(*what: Any) -> int:
+        if not stale:
+            stale.append("handle")
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return preadv(*what)
+
+    def noted(*how: Any) -> int:
+        stale.append(how[0])
+        return opened(*how)
+
+    with CheckpointReader.open(folder) as source:
+        source.header("model.safetensors")
+        monkeypatch.setattr(os, "preadv", once)
+        monkeypatch.setattr(os, "open", noted)
+        assert source.damaged("model.safetensors") == []
+    assert stale == ["handle", str(folder / "model.safetensors")]
+
+
+def test_one_file_is_open_at_a_time(tmp_path: Path) -> None:
+    """However many there are, and when they are read in turns."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    sw.shard(model).save(tmp_path / "out", max_file_size=1)
+    with CheckpointReader.open(tmp_path / "out") as source:
+        before = len(list(HANDLES.iterdir()))
+        for _ in range(2):
+            for name in source.names("model"):
+                source.header(name)
+                assert len(list(HANDLES.iterdir())) <= before + 1
+    assert len(list(HANDLES.iterdir())) == before
+
+
+def test_a_device_is_not_opened() -> None:
+    with pytest.raises(sw.CheckpointError, match="neither a folder nor a file"):
+        CheckpointReader.open("/dev/null")
+
+
+def test_files_are_listed_by_the_manifest_or_the_folder(folder: Path, tmp_path: Path) -> None:
+    (folder / "stranger").touch()
+    with CheckpointReader.open(folder) as source:
+        assert "stranger" not in source.listed()
+        assert "model.safetensors" in source.listed()
+    with CheckpointReader.open(plain(tmp_path, {})) as source:
+        assert source.listed() == ["model.safetensors.index.json", "x.safetensors"]
+    with CheckpointReader.open(tmp_path / "x.safetensors") as source:
+        assert source.listed() == []

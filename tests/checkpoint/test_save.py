@@ -20,26 +20,22 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint import points, writer
-from shardwise.checkpoint.complete import check_complete
+from shardwise.checkpoint import failpoints, writer
+from shardwise.checkpoint.collectives import all_gather_text
 from shardwise.checkpoint.folder import Partial, new_token
-from shardwise.checkpoint.header import PAGE, Stored
-from shardwise.checkpoint.meeting import share
 from shardwise.checkpoint.plan import FilePlan
+from shardwise.checkpoint.run_folder import check_complete
+from shardwise.checkpoint.safetensors_format import PAGE, Stored
 from shardwise.comm.protocol import Comm
 from tests import nets
 from tests.checkpoint.recorded import record
-from tests.checkpoint.runs import adamw, same, saved, steps, tensors
+from tests.checkpoint.runs import adamw, names, same, saved, steps, tensors
 from tests.copies import clones, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.ranks import outcomes_of, run_processes
 from tests.steps import STRATEGIES
 
 DECODER = NETS[0]
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 # --- what is in it ---------------------------------------------------------------------------
@@ -199,20 +195,8 @@ def test_every_rank_writes_its_share(tmp_path: Path) -> None:
     assert written == dict.fromkeys(range(4), 512 * 512)  # fp32: a quarter each
 
 
-@pytest.fixture
-def reached() -> Iterator[list[tuple[str, int]]]:
-    found: list[tuple[str, int]] = []
-
-    def listen(point: str, rank: int) -> None:
-        found.append((point, rank))
-
-    points.listeners.append(listen)
-    yield found
-    points.listeners.remove(listen)
-
-
 def test_a_save_passes_its_points_in_order(tmp_path: Path, reached: list[tuple[str, int]]) -> None:
-    every = [point for point in points.POINTS if point != "snapshot taken"]
+    every = [point for point in failpoints.POINTS if point != "snapshot taken"]
     for step in (1, 2):
 
         def rank(comm: Comm, model: nn.Module, step: int = step) -> None:
@@ -538,7 +522,7 @@ def test_one_rank_s_mistake_is_an_error_on_all_and_the_next_save_works(
         save = getattr(sharded, way)
         text = said(kind, lambda: save(tmp_path / "step-1", training=sw.Training(**mine), **how))
         assert list(tmp_path.iterdir()) == []
-        share(comm, "", "looked")
+        all_gather_text(comm, "", "looked")
         if (saving := save(tmp_path / "step-2", training=sw.Training())) and way == "save_async":
             saving.wait()
         return text

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.header import PAGE
-from shardwise.checkpoint.holdings import Holding
+from shardwise.checkpoint.local_shards import LocalShard
 from shardwise.checkpoint.plan import Entry, FilePlan, Held, Move, plan_files
+from shardwise.checkpoint.safetensors_format import PAGE
 from shardwise.checkpoint.segments import Segments, exchange_edges, rounds
 from shardwise.comm.protocol import Comm
 from tests.ranks import run_threads
@@ -39,9 +39,9 @@ WHOLE = {
 def here(plan: FilePlan, rank: int, world: int) -> Segments:
     lo, hi = (NUMEL * r * r // world**2 for r in (rank, rank + 1))
     entry = Entry("", "U8", (), ())
-    holdings = {name: Holding(entry, WHOLE[name][lo:hi], lo) for name in ("a", "b")}
+    holdings = {name: LocalShard(entry, WHOLE[name][lo:hi], lo) for name in ("a", "b")}
     mine = WHOLE["c"] if rank == 0 else WHOLE["c"][:0]
-    return Segments(plan, {**holdings, "c": Holding(entry, mine, 0)})
+    return Segments(plan, {**holdings, "c": LocalShard(entry, mine, 0)})
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

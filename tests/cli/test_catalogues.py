@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.checkpoint.folder import Leftover
-from shardwise.checkpoint.run import Run, survey
+from shardwise.checkpoint.run_folder import Run, survey
 from shardwise.cli.catalogues import damage_lines, dtype_name, lines_of, run_lines, short
 from shardwise.convert.catalogue import Catalogue, Damage
 from tests.checkpoint.runs import saved

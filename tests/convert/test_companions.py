@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import shardwise as sw
-from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.convert import companions as of_export
 from shardwise.convert.export import ExportOptions, export
 from shardwise.convert.writer import Converted
@@ -22,7 +22,7 @@ DECODER = NETS[0]
 
 
 def exported(source: Path, destination: Path, **options: Any) -> Converted:
-    with Source.open(source) as opened:
+    with CheckpointReader.open(source) as opened:
         return export(opened, destination, ExportOptions(**options))
 
 

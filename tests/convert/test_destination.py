@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.convert.destination import Destination, workplace
 from shardwise.convert.export import ExportOptions, export
-from tests.checkpoint.runs import saved
+from tests.checkpoint.runs import names, saved
 from tests.nets import NETS
 
 DECODER = NETS[0]
@@ -29,12 +29,8 @@ def made(tmp_path: Path) -> Path:
     return tmp_path / "run" / "step-2"
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 def exported(source: Path, destination: Path, **options: Any) -> None:
-    with Source.open(source) as opened:
+    with CheckpointReader.open(source) as opened:
         export(opened, destination, ExportOptions(**options))
 
 
@@ -115,7 +111,7 @@ def run(made: Path, folder: Path, do: Callable[[Callable[[], object]], object]) 
     from shardwise.convert.torch_file import export_torch_file
 
     def torch_file() -> None:
-        with Source.open(made) as source:
+        with CheckpointReader.open(made) as source:
             export_torch_file(source, folder / "k.pt")
 
     do(torch_file)

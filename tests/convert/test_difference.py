@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.convert.difference import ABSENT, Change, Difference, changes_between, compare
 from shardwise.convert.export import export
 from tests.checkpoint.runs import loaded_and_saved, saved
@@ -24,7 +24,7 @@ DECODER, TIED = NETS[0], NETS[1]
 
 
 def compared(one: Path, other: Path, weights_only: bool = False) -> Difference:
-    with Source.open(one) as a, Source.open(other) as b:
+    with CheckpointReader.open(one) as a, CheckpointReader.open(other) as b:
         return compare(a, b, weights_only)
 
 
@@ -117,7 +117,7 @@ def test_names_and_shapes_that_differ_are_told(tmp_path: Path) -> None:
 
 def test_a_tied_name_is_found_by_the_one_it_is_stored_by(tmp_path: Path) -> None:
     saved(TIED, 1, tmp_path / "step-2")
-    with Source.open(tmp_path / "step-2") as source:
+    with CheckpointReader.open(tmp_path / "step-2") as source:
         assert source.manifest is not None
         alias, name = next(iter(source.manifest.aliases.items()))
         places = source.tensors("model")
@@ -127,7 +127,7 @@ def test_a_tied_name_is_found_by_the_one_it_is_stored_by(tmp_path: Path) -> None
     assert compared(tmp_path / "other.safetensors", tmp_path / "step-2", True).is_empty
 
 
-def read(source: Source, name: str) -> object:
+def read(source: CheckpointReader, name: str) -> object:
     place = source.tensors("model")[name]
     out = torch.empty(place.stored.shape)
     source.read_into(place.file, place.stored.start, out.view(-1).view(torch.uint8).numpy())
@@ -200,9 +200,12 @@ def test_where_there_are_no_tensors_nothing_is_equal(tmp_path: Path) -> None:
 
 def test_names_that_are_tied_to_other_tensors_differ(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with Source.open(tmp_path / "x.safetensors") as source:
+    with CheckpointReader.open(tmp_path / "x.safetensors") as source:
         export(source, tmp_path / "x")
-    with Source.open(tmp_path / "x") as one, Source.open(tmp_path / "x") as other:
+    with (
+        CheckpointReader.open(tmp_path / "x") as one,
+        CheckpointReader.open(tmp_path / "x") as other,
+    ):
         assert one.manifest is not None
         plain = one.manifest
         one.manifest = plain.model_copy(update={"aliases": {"head": "a"}})

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.complete import check_complete
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.checkpoint.run_folder import check_complete
 from shardwise.convert.catalogue import Catalogue, damage_of
 from shardwise.convert.difference import compare
 from shardwise.convert.export import ExportOptions, export
@@ -30,7 +30,7 @@ DECODER, TIED = NETS[0], NETS[1]
 
 
 def exported(source: Path, destination: Path, **options: Any) -> Converted:
-    with Source.open(source) as opened:
+    with CheckpointReader.open(source) as opened:
         return export(opened, destination, ExportOptions(**options))
 
 
@@ -138,7 +138,7 @@ def test_transformers_loads_the_result(tmp_path: Path) -> None:
 
 def test_with_its_optimizer_a_run_goes_on_from_the_result(made: Path, tmp_path: Path) -> None:
     exported(made, tmp_path / "out", with_optimizer=True)
-    with Source.open(made) as one, Source.open(tmp_path / "out") as other:
+    with CheckpointReader.open(made) as one, CheckpointReader.open(tmp_path / "out") as other:
         assert compare(one, other).is_empty
     loaded_and_saved(TIED, 3, tmp_path / "out", tmp_path / "again")
     assert same(tensors(tmp_path / "again", "optimizer"), tensors(made, "optimizer"))
@@ -265,7 +265,7 @@ def test_nothing_larger_than_a_few_blocks_is_ever_held(tmp_path: Path) -> None:
     seen: list[int] = []
     tracemalloc.start()
     try:
-        with Source.open(tmp_path) as source:
+        with CheckpointReader.open(tmp_path) as source:
             export(source, tmp_path / "out", None, lambda more, total: seen.append(more))
         peak = tracemalloc.get_traced_memory()[1]
     finally:

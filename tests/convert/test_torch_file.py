@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.convert import destination
 from shardwise.convert.export import ExportOptions
 from shardwise.convert.torch_file import export_torch_file
@@ -21,7 +21,7 @@ TIED = NETS[1]
 
 def test_a_plain_model_loads_the_file(tmp_path: Path) -> None:
     whole = saved(TIED, 2, tmp_path / "step-2", max_file_size=2_000)
-    with Source.open(tmp_path / "step-2") as source:
+    with CheckpointReader.open(tmp_path / "step-2") as source:
         made = export_torch_file(source, tmp_path / "model.pt")
     states = torch.load(tmp_path / "model.pt", weights_only=True)
     model = TIED.build()
@@ -36,7 +36,7 @@ def test_a_plain_model_loads_the_file(tmp_path: Path) -> None:
 
 def test_tied_weights_share_memory_in_it(tmp_path: Path) -> None:
     saved(TIED, 1, tmp_path / "step-2")
-    with Source.open(tmp_path / "step-2") as source:
+    with CheckpointReader.open(tmp_path / "step-2") as source:
         assert source.manifest is not None
         aliases = source.manifest.aliases
         export_torch_file(source, tmp_path / "model.pt", ExportOptions(dtype=torch.bfloat16))
@@ -52,7 +52,7 @@ def test_the_file_is_on_the_disk_before_it_has_its_name(
 ) -> None:
     saved(TIED, 1, tmp_path / "step-2")
     seen = record(monkeypatch)
-    with Source.open(tmp_path / "step-2") as source:
+    with CheckpointReader.open(tmp_path / "step-2") as source:
         export_torch_file(source, tmp_path / "model.pt")
     named = seen.index("rename model.pt")
     assert any(".unfinished-" in one and one.startswith("fsync ") for one in seen[:named])
@@ -67,7 +67,7 @@ def test_a_disk_that_is_full_is_told_before_and_while_writing(
     def full(*_: object) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
 
-    with Source.open(tmp_path / "step-2") as source:
+    with CheckpointReader.open(tmp_path / "step-2") as source:
         with monkeypatch.context() as patch:
             patch.setattr(torch, "save", full)
             with pytest.raises(sw.CheckpointError, match=r"unexpected pos.*the disk is full"):
@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_is_told_before_and_while_writing(
 def test_what_is_there_stays_unless_told_otherwise(tmp_path: Path) -> None:
     saved(TIED, 1, tmp_path / "step-2")
     (tmp_path / "model.pt").write_text("mine")
-    with Source.open(tmp_path / "step-2") as source:
+    with CheckpointReader.open(tmp_path / "step-2") as source:
         with pytest.raises(sw.CheckpointError, match="is there already"):
             export_torch_file(source, tmp_path / "model.pt")
         assert (tmp_path / "model.pt").read_text() == "mine"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from shardwise.checkpoint import points
-from shardwise.checkpoint.source import Source
+from shardwise.checkpoint import failpoints
+from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.convert.difference import compare
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.checkpoints import is_due
@@ -51,11 +51,11 @@ def failing(point: str, times: int = 1) -> Iterator[None]:
             left[0] -= 1
             raise CheckpointError("the disk is full")
 
-    points.listeners.append(fail)
+    failpoints.listeners.append(fail)
     try:
         yield
     finally:
-        points.listeners.remove(fail)
+        failpoints.listeners.remove(fail)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_two_equal_runs_have_equal_checkpoints(tmp_path: Path, watched: Watched)
         random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
         watched.run(recipe_in(tmp_path, f"run.folder={tmp_path / name}", "run.steps=3"), 1)
     places = [tmp_path / name / "checkpoints" / "step-3" for name in ("a", "b")]
-    with Source.open(places[0]) as one, Source.open(places[1]) as other:
+    with CheckpointReader.open(places[0]) as one, CheckpointReader.open(places[1]) as other:
         assert compare(one, other).is_empty
 
 

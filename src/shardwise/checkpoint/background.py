@@ -23,23 +23,22 @@ from threading import Event, Thread
 
 import torch
 
-from shardwise.checkpoint.copying import Copying, Watched
-from shardwise.checkpoint.disk import explained, host
-from shardwise.checkpoint.meeting import (
+from shardwise.checkpoint.collectives import (
+    all_gather_text,
     await_parts,
-    from_rank_0,
+    broadcast_text,
+    joined_message,
     leave_part,
-    one_message,
-    share,
-    together,
+    raise_on_all,
 )
-from shardwise.checkpoint.optimizers import Optimizers
-from shardwise.checkpoint.points import reached
+from shardwise.checkpoint.disk import explained, host
+from shardwise.checkpoint.failpoints import hit
+from shardwise.checkpoint.optimizer_state import Optimizers
+from shardwise.checkpoint.options import Saved, SaveOptions
 from shardwise.checkpoint.save import Task, begin, check_parts, finish, give_up
-from shardwise.checkpoint.saving import Saved, SaveOptions
-from shardwise.checkpoint.snapshot import Pool, budget_of
-from shardwise.checkpoint.state import Training
+from shardwise.checkpoint.staging import Copying, Pool, Watched, budget_of
 from shardwise.checkpoint.target import ShardedModel
+from shardwise.checkpoint.training_state import Training
 from shardwise.checkpoint.writer import Part, Writer
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
@@ -86,7 +85,7 @@ class Saving:
         if self._saved is not None:
             return self._saved
         if self._copying.over.is_set():
-            self.secure()  # it costs nothing now, and the writer waits for it
+            self.finish_copy()  # it costs nothing now, and the writer waits for it
         alive = self._thread.is_alive()  # first: what it says last, it says before it ends
         wrong = self._lost or self._error or ("" if alive or self._ended else "its writer died")
         mine = FAILED if wrong else BUSY if alive else DONE
@@ -98,7 +97,7 @@ class Saving:
             self._fail(wrong)
         if found == {DONE}:
             self._close()
-            text = from_rank_0(self._comm, json.dumps(self._removed), "what was removed")
+            text = broadcast_text(self._comm, json.dumps(self._removed), "what was removed")
             nbytes = sum(file.size for file in self._task.contents.files)
             seconds = time.perf_counter() - self._start
             self._saved = Saved(self.path, nbytes, seconds, tuple(json.loads(text)))
@@ -126,16 +125,16 @@ class Saving:
         if watched is not None:
             self._watched, self._stream = watched, _stream_beside(self._comm.device)
         elif self._task.contents.total(self._comm.rank) <= self._pool.room:
-            self.secure()
+            self.finish_copy()
         try:
             self._thread.start()
         except RuntimeError as failure:  # check raises it, on all ranks
             self._lost = _told(failure)
             self._copied.set()
         if watched is None:
-            self.secure()
+            self.finish_copy()
 
-    def secure(self) -> None:
+    def finish_copy(self) -> None:
         """Copy what is not copied yet: from now on, training may change everything. No collective.
 
         What goes wrong, ``check`` raises.
@@ -145,7 +144,7 @@ class Saving:
         try:
             self._copying.rest()
             self._lost = _torn(self._watched)
-            reached("snapshot taken", self._comm.rank)
+            hit("snapshot taken", self._comm.rank)
         except Exception as failure:  # noqa: BLE001 - check raises it, on all ranks
             self._lost = _told(failure)
         except BaseException:
@@ -164,20 +163,20 @@ class Saving:
         self._cancelled.set()
         self._copied.set()
         if self._thread.ident is None:
-            self._copying.let_go()
+            self._copying.drain()
         else:
             self._thread.join(10.0)
 
     def _fail(self, wrong: str) -> None:
         self._stop()  # on every rank, before the folder goes
-        said = share(self._comm, wrong, "why saving failed")
+        said = all_gather_text(self._comm, wrong, "why saving failed")
         give_up(self._task)
         self._close()
         told = {rank: text for rank, text in enumerate(said) if text}
         # Rank 0 repeats what it heard from another; the other says it better.
         if len(told) > 1:
             told = {rank: text for rank, text in told.items() if rank} or told
-        text = one_message(told, self._comm.size)
+        text = joined_message(told, self._comm.size)
         self.failure = f"saving {self.path} in the background failed: {text}"
         raise CheckpointError(self.failure)
 
@@ -201,7 +200,7 @@ class Saving:
             self._ended = True
         except BaseException as failure:  # noqa: BLE001 - the main thread raises it
             self._error = _told(failure)
-            self._copying.let_go()
+            self._copying.drain()
             with suppress(Exception):  # else the others wait for it in vain, and then say so
                 self._leave(Part({}, self._error))
 
@@ -291,11 +290,11 @@ class Background:
             if sharded.comm.rank == 0:
                 log.warning("%s is not saved: the save before it is still being written", path)
             return None
-        self.settle()
+        self.wait_pending()
         comm = sharded.comm
         if not self._ranks_here:
-            self._ranks_here = share(comm, host(), "hosts").count(host())
-        pool = together(comm, "memory", lambda: self._memory(options.snapshot_bytes, comm))
+            self._ranks_here = all_gather_text(comm, host(), "hosts").count(host())
+        pool = raise_on_all(comm, "memory", lambda: self._memory(options.snapshot_bytes, comm))
         task = begin(sharded, path, optimizers, training, options)
         saving = Saving(task, comm, pool)
         try:
@@ -313,12 +312,12 @@ class Background:
             self._saving = saving
         return self._saving is None
 
-    def secure(self) -> None:
+    def finish_copy(self) -> None:
         """Parameters or optimizer state may change now. No collective."""
         if self._saving is not None:
-            self._saving.secure()
+            self._saving.finish_copy()
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """Wait for what is under way. Raises what went wrong, once. A collective."""
         saving = self._taken()
         if saving is not None:

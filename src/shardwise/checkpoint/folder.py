@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.checkpoint.disk import make_folder, sync_folder
+from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.lock import LOCK, is_alive, make_locked
 from shardwise.checkpoint.manifest import CAP, Manifest
 from shardwise.checkpoint.manifest import NAME as MANIFEST
-from shardwise.checkpoint.points import reached
 from shardwise.errors import CheckpointError
 
 __all__ = [
@@ -47,11 +47,11 @@ __all__ = [
     "new_token",
     "publish",
     "remove",
+    "remove_stale_partials",
     "resolve",
     "step_of",
     "steps",
     "steps_to_resume",
-    "sweep",
     "target_of",
 ]
 
@@ -257,7 +257,7 @@ def publish(partial: Partial) -> None:
     be synced. That the old one cannot be removed is no reason to raise.
     """
     final, old = partial.final, None
-    reached("about to publish", 0)
+    hit("about to publish", 0)
     if not final.exists() or not any(final.iterdir()):
         partial.path.rename(final)
     elif _exchange(partial.path, final):
@@ -271,7 +271,7 @@ def publish(partial: Partial) -> None:
             old.rename(final)
             raise
     sync_folder(final.parent)
-    reached("published", 0)
+    hit("published", 0)
     partial.close()
     try:
         (final / LOCK).unlink(missing_ok=True)
@@ -303,7 +303,7 @@ def move_latest(final: Path) -> None:
         unfinished.write_text(final.name + "\n", "utf-8")
     unfinished.replace(latest)
     sync_folder(run)
-    reached("latest moved", 0)
+    hit("latest moved", 0)
 
 
 # --- what goes -------------------------------------------------------------------------------
@@ -314,12 +314,12 @@ def remove(path: Path) -> None:
     name = _LEFTOVER.fullmatch(path.name)
     going = path.with_name(f"{name['name'] if name else path.name}.removing-{new_token()}")
     path.rename(going)
-    reached("about to remove", 0)
+    hit("about to remove", 0)
     shutil.rmtree(going)
-    reached("removed", 0)
+    hit("removed", 0)
 
 
-def sweep(run: Path) -> list[str]:
+def remove_stale_partials(run: Path) -> list[str]:
     """Remove what processes that died left in ``run``; returns the names.
 
     A partial folder goes unless somebody alive writes it. A replaced checkpoint whose successor

@@ -16,19 +16,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.meeting import share
+from shardwise.checkpoint.collectives import all_gather_text
 from shardwise.checkpoint.plan import cut_at_blocks
-from shardwise.checkpoint.reader import Want
+from shardwise.checkpoint.read_requests import ReadRequest
+from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.checkpoint.save_plan import SavePlan
 from shardwise.checkpoint.segments import Segments, exchange_edges, rounds
-from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.writer import Chunk, Part, Writer
 from shardwise.comm.protocol import Comm, Label
 
 __all__ = ["read_from_rank_0", "write_gathered"]
 
 
-def write_gathered(comm: Comm, folder: Path, contents: Contents) -> Part:
+def write_gathered(comm: Comm, folder: Path, contents: SavePlan) -> Part:
     """Write everything from rank 0. A collective; what goes wrong is said in the part."""
     if comm.rank:
         for _ in _chunks(comm, contents):
@@ -49,7 +49,7 @@ def write_gathered(comm: Comm, folder: Path, contents: Contents) -> Part:
             return Part.failed(error)
 
 
-def _chunks(comm: Comm, contents: Contents) -> Iterator[Chunk]:
+def _chunks(comm: Comm, contents: SavePlan) -> Iterator[Chunk]:
     """Rank 0's bytes of every file, in order, as they arrive; on other ranks none."""
     for segments in contents.segments:
         plan = segments.plan
@@ -68,7 +68,7 @@ def _between(segments: Segments, start: int, stop: int) -> Iterator[Chunk]:
         yield Chunk(segments.plan.name, first, last, tuple(segments.between(first, last)))
 
 
-def read_from_rank_0(comm: Comm, source: Source, wants: Iterable[Want]) -> None:
+def read_from_rank_0(comm: Comm, source: CheckpointReader, wants: Iterable[ReadRequest]) -> None:
     """Fill every rank's ``wants`` from files that rank 0 alone can read. A collective.
 
     Args:
@@ -77,10 +77,10 @@ def read_from_rank_0(comm: Comm, source: Source, wants: Iterable[Want]) -> None:
     Raises:
         CheckpointError: on rank 0, where bytes are missing or damaged; the others return.
     """
-    by_file: dict[str, list[Want]] = {}
+    by_file: dict[str, list[ReadRequest]] = {}
     for want in wants:
         by_file.setdefault(want.place.file, []).append(want)
-    asked = share(comm, json.dumps(list(by_file)), "files that are read")
+    asked = all_gather_text(comm, json.dumps(list(by_file)), "files that are read")
     for name in sorted({name for names in asked for name in json.loads(names)}):
         assert source.manifest is not None  # a folder of this kind has one
         size, length = source.manifest.files[name].size, source.manifest.block
@@ -100,7 +100,7 @@ def read_from_rank_0(comm: Comm, source: Source, wants: Iterable[Want]) -> None:
                 _take(want, start, sent[:-1])
 
 
-def _take(want: Want, start: int, block: Tensor) -> None:
+def _take(want: ReadRequest, start: int, block: Tensor) -> None:
     """Copy what is wanted of the bytes that begin at ``start`` of the file.
 
     Tensors lie at multiples of their item size, so no element is cut in two.

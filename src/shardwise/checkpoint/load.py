@@ -18,10 +18,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from shardwise.checkpoint import manifest, state
-from shardwise.checkpoint.complete import read_manifest, saved_in
+from shardwise.checkpoint import manifest, training_state
+from shardwise.checkpoint.collectives import (
+    all_gather_text,
+    joined_message,
+    raise_on_all,
+    run_on_rank_0,
+)
 from shardwise.checkpoint.disk import retried
-from shardwise.checkpoint.fit import Fitted, Found, Loaded, Wish, open_found
 from shardwise.checkpoint.folder import (
     LATEST,
     is_leftover,
@@ -32,9 +36,11 @@ from shardwise.checkpoint.folder import (
     target_of,
 )
 from shardwise.checkpoint.gathered import read_from_rank_0
-from shardwise.checkpoint.meeting import by_rank_0, one_message, share, together
-from shardwise.checkpoint.reader import Want, fill
-from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.load_plan import LoadPlan, OpenCheckpoint, open_checkpoint
+from shardwise.checkpoint.options import Loaded, LoadOptions
+from shardwise.checkpoint.read_requests import ReadRequest, read_into
+from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.checkpoint.run_folder import read_manifest, saved_in
 from shardwise.checkpoint.target import ShardedModel
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
@@ -46,7 +52,7 @@ log = logging.getLogger("shardwise")
 REPLACED = "Some tensors of the model were already replaced"
 
 
-def load(sharded: ShardedModel, path: str | Path, wish: Wish) -> Loaded:
+def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loaded:
     """Load a checkpoint into the model. A collective, between steps.
 
     Raises:
@@ -59,30 +65,32 @@ def load(sharded: ShardedModel, path: str | Path, wish: Wish) -> Loaded:
     with ExitStack() as stack:
         from_rank_0_alone = _only_rank_0_sees(comm, path)
         if from_rank_0_alone:
-            found = _opened_by_rank_0(comm, path, wish, stack)
+            checkpoint = _opened_by_rank_0(comm, path, options, stack)
         else:
-            found = together(comm, "opening", lambda: _opened(path, wish, stack, comm.rank))
-            _check_identity(comm, found)
-        fitted = together(comm, "comparing", lambda: _fitted(sharded, found, wish))
+            checkpoint = raise_on_all(
+                comm, "opening", lambda: _opened(path, options, stack, comm.rank)
+            )
+            _check_identity(comm, checkpoint)
+        plan = raise_on_all(comm, "comparing", lambda: _fitted(sharded, checkpoint, options))
         read = partial(read_from_rank_0, comm) if from_rank_0_alone else partial(_fill, comm)
-        together(comm, "reading", lambda: _read(found, fitted, read))
-        report = together(comm, "restoring", lambda: _restored(found, fitted, wish))
+        raise_on_all(comm, "reading", lambda: _read(checkpoint, plan, read))
+        report = raise_on_all(comm, "restoring", lambda: _restored(checkpoint, plan, options))
     for bucket in sharded.buckets:
         bucket.expire()
-    made = found.source.manifest
+    made = checkpoint.source.manifest
     sharded.loaded_token = made.token if made else ""
     if made is None and comm.rank == 0:
         log.warning(
             "%s has no manifest, so nothing could tell whether its bytes are those that were "
             "written; headers and sizes fit",
-            found.source.folder,
+            checkpoint.source.folder,
         )
     return report
 
 
 def _only_rank_0_sees(comm: Comm, path: str | Path) -> bool:
     """Is it of kind ``"full"``, on a disk that not all ranks share? A collective."""
-    seen = share(comm, _glance(path), "a look at the checkpoint")
+    seen = all_gather_text(comm, _glance(path), "a look at the checkpoint")
     return seen[0].startswith("full ") and len(set(seen)) > 1
 
 
@@ -95,22 +103,24 @@ def _glance(path: str | Path) -> str:
     return "" if manifest is None else f"{manifest.kind} {manifest.token}"
 
 
-def _opened_by_rank_0(comm: Comm, path: str | Path, wish: Wish, stack: ExitStack) -> Found:
+def _opened_by_rank_0(
+    comm: Comm, path: str | Path, options: LoadOptions, stack: ExitStack
+) -> OpenCheckpoint:
     """A collective."""
-    opened: list[Found] = []
+    opened: list[OpenCheckpoint] = []
 
     def open_it() -> str:
-        opened.append(_opened(path, wish, stack, 0))
+        opened.append(_opened(path, options, stack, 0))
         return opened[0].encode()
 
-    text = by_rank_0(comm, "opening", open_it)
-    return opened[0] if opened else Found.decode(text)
+    text = run_on_rank_0(comm, "opening", open_it)
+    return opened[0] if opened else OpenCheckpoint.decode(text)
 
 
-def _opened(path: str | Path, wish: Wish, stack: ExitStack, rank: int) -> Found:
+def _opened(path: str | Path, options: LoadOptions, stack: ExitStack, rank: int) -> OpenCheckpoint:
     with _understood(path):
-        found = open_found(path, wish, stack)
-    source = found.source
+        checkpoint = open_checkpoint(path, options, stack)
+    source = checkpoint.source
     if source.manifest is None:
         _check_foreign(source)
     elif rank == 0:
@@ -118,26 +128,26 @@ def _opened(path: str | Path, wish: Wish, stack: ExitStack, rank: int) -> Found:
             if not name.endswith(".safetensors"):  # config.json: others read what we do not
                 for _ in source.read(name, 0, record.size):
                     pass
-    return found
+    return checkpoint
 
 
-def _check_identity(comm: Comm, found: Found) -> None:
+def _check_identity(comm: Comm, checkpoint: OpenCheckpoint) -> None:
     """Every rank must have opened the same checkpoint."""
-    here = f"{found.identity} on {socket.gethostname()}"
-    said = share(comm, here, "identity of a checkpoint")
-    first = said[0].rpartition(" on ")[0]
-    other = {rank: text for rank, text in enumerate(said) if text.rpartition(" on ")[0] != first}
+    here = f"{checkpoint.identity} on {socket.gethostname()}"
+    texts = all_gather_text(comm, here, "identity of a checkpoint")
+    first = texts[0].rpartition(" on ")[0]
+    other = {rank: text for rank, text in enumerate(texts) if text.rpartition(" on ")[0] != first}
     if other:
         raise CheckpointError(
-            f"the ranks opened different checkpoints: rank 0 {said[0]}; "
-            f"{one_message(other, comm.size)}. The path means another folder on each host. Nothing "
-            "of it was used. Load one that all hosts have."
+            f"the ranks opened different checkpoints: rank 0 {texts[0]}; "
+            f"{joined_message(other, comm.size)}. The path means another folder on each host. "
+            "Nothing of it was used. Load one that all hosts have."
         )
 
 
-def _check_foreign(source: Source) -> None:
+def _check_foreign(source: CheckpointReader) -> None:
     """A folder without a manifest must not be one of ours that has lost it, or never had it."""
-    if is_leftover(source.folder.name) or source.has(state.NAME):
+    if is_leftover(source.folder.name) or source.has(training_state.NAME):
         raise DamagedCheckpoint(
             f"{source.folder} has no {manifest.NAME}, and shardwise began it, so it was not "
             "written to its end or was damaged since. Nothing of it was used. Load another "
@@ -145,7 +155,7 @@ def _check_foreign(source: Source) -> None:
         )
 
 
-def resume(sharded: ShardedModel, run: str | Path, wish: Wish) -> Loaded | None:
+def resume(sharded: ShardedModel, run: str | Path, options: LoadOptions) -> Loaded | None:
     """Load the newest checkpoint of a run's folder that is whole. A collective.
 
     When it is loaded, those that were found damaged are renamed, to ``broken-step-N-1``. Until then
@@ -162,12 +172,12 @@ def resume(sharded: ShardedModel, run: str | Path, wish: Wish) -> Loaded | None:
     comm, folder = sharded.comm, Path(run).expanduser().absolute()
     damaged: dict[str, str] = {}
     while True:
-        name = by_rank_0(comm, "checkpoint to resume", lambda: _candidate(folder, damaged))
+        name = run_on_rank_0(comm, "checkpoint to resume", lambda: _candidate(folder, damaged))
         if not name:
-            together(comm, "nothing to resume", lambda: _check_nothing(folder))
+            raise_on_all(comm, "nothing to resume", lambda: _check_nothing(folder))
             return None
         try:
-            report = load(sharded, folder / name, wish)
+            report = load(sharded, folder / name, options)
         except DamagedCheckpoint as error:
             damaged[name] = str(error)
             if comm.rank == 0:
@@ -183,12 +193,12 @@ def _candidate(folder: Path, damaged: dict[str, str]) -> str:
 
     Adds to ``damaged`` what is not complete. ``""`` where there is no checkpoint at all.
     """
-    found = saved_in(folder)
-    for path, reason in found.skipped:
+    checkpoint = saved_in(folder)
+    for path, reason in checkpoint.skipped:
         if path.name not in damaged:
             damaged[path.name] = reason
             log.warning("SKIPPED %s, which is not complete: %s", path, reason)
-    for path, _ in found.complete:
+    for path, _ in checkpoint.complete:
         if path.name not in damaged:
             return path.name
     if damaged:
@@ -216,7 +226,9 @@ def _mark(folder: Path, damaged: Collection[str], loaded: str) -> None:
     """A start has succeeded without the damaged ones, so from now on they do not count."""
     try:
         for name in damaged:
-            if any((folder / name / file).exists() for file in (manifest.NAME, state.NAME)):
+            if any(
+                (folder / name / file).exists() for file in (manifest.NAME, training_state.NAME)
+            ):
                 log.warning("damaged %s renamed to %s", name, mark_broken(folder / name).name)
         if target_of(folder) in damaged:
             move_latest(folder / loaded)
@@ -224,15 +236,15 @@ def _mark(folder: Path, damaged: Collection[str], loaded: str) -> None:
         log.warning("%s: what is broken there could not be renamed: %s", folder, error)
 
 
-def _fitted(sharded: ShardedModel, found: Found, wish: Wish) -> Fitted:
-    with _understood(found.source.folder):
-        return Fitted(sharded, found, wish)
+def _fitted(sharded: ShardedModel, checkpoint: OpenCheckpoint, options: LoadOptions) -> LoadPlan:
+    with _understood(checkpoint.source.folder):
+        return LoadPlan(sharded, checkpoint, options)
 
 
-def _restored(found: Found, fitted: Fitted, wish: Wish) -> Loaded:
-    with _understood(found.source.folder, REPLACED):
-        fitted.apply(wish.training)
-        return fitted.report()
+def _restored(checkpoint: OpenCheckpoint, plan: LoadPlan, options: LoadOptions) -> Loaded:
+    with _understood(checkpoint.source.folder, REPLACED):
+        plan.apply(options.training)
+        return plan.report()
 
 
 @contextmanager
@@ -252,13 +264,17 @@ def _understood(path: str | Path, so_far: str = "Nothing of it was used") -> Ite
         ) from error
 
 
-def _fill(comm: Comm, source: Source, wants: list[Want]) -> None:
-    fill(source, wants, comm.rank, comm.size)
+def _fill(comm: Comm, source: CheckpointReader, wants: list[ReadRequest]) -> None:
+    read_into(source, wants, comm.rank, comm.size)
 
 
-def _read(found: Found, fitted: Fitted, read: Callable[[Source, list[Want]], object]) -> None:
+def _read(
+    checkpoint: OpenCheckpoint,
+    plan: LoadPlan,
+    read: Callable[[CheckpointReader, list[ReadRequest]], object],
+) -> None:
     try:
-        read(found.source, fitted.wants)
+        read(checkpoint.source, plan.wants)
     except CheckpointError as error:
         raise type(error)(
             f"{error} {REPLACED}: load another checkpoint before you use it."

@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.checkpoint import checksum
-from shardwise.checkpoint.header import PAGE
-from shardwise.checkpoint.names import is_plain
 from shardwise.checkpoint.plan import BLOCK
+from shardwise.checkpoint.safetensors_format import PAGE, is_plain
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 __all__ = ["NAME", "VERSION", "FileRecord", "Manifest", "record_of"]

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shardwise.checkpoint.collectives import check_same_on_all, raise_on_all, run_on_rank_0
 from shardwise.checkpoint.disk import (
     MODE,
     explained,
@@ -26,9 +27,7 @@ from shardwise.checkpoint.disk import (
     written_by_library,
 )
 from shardwise.checkpoint.folder import new_token
-from shardwise.checkpoint.kinds import StateDict
-from shardwise.checkpoint.meeting import by_rank_0, check_alike, together
-from shardwise.checkpoint.model_dict import model_state
+from shardwise.checkpoint.state_dict import StateDict, model_state
 from shardwise.checkpoint.target import ShardedModel
 from shardwise.errors import CheckpointError
 
@@ -64,10 +63,10 @@ def save_one_file(sharded: ShardedModel, path: str | Path, how: StateDict) -> Sa
         CheckpointError: on every rank alike; what was there before under this name still is.
     """
     comm, final = sharded.comm, Path(path).expanduser().absolute()
-    together(comm, "naming", lambda: _check_suffix(final))
-    check_alike(comm, {"single file": str(path)})
+    raise_on_all(comm, "naming", lambda: _check_suffix(final))
+    check_same_on_all(comm, {"single file": str(path)})
     states = model_state(sharded, how)
-    text = by_rank_0(comm, "writing", lambda: _told(write_one_file(final, states)))
+    text = run_on_rank_0(comm, "writing", lambda: _told(write_one_file(final, states)))
     tensors, nbytes = map(int, text.split())
     saved = SavedFile(final, tensors, nbytes)
     if comm.rank == 0:

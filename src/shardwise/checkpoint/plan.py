@@ -26,8 +26,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
-from shardwise.checkpoint.dtypes import itemsize
-from shardwise.checkpoint.header import PAGE, Stored, encode
+from shardwise.checkpoint.safetensors_format import PAGE, Stored, encode, itemsize
 from shardwise.errors import CheckpointError
 
 __all__ = [

@@ -1,155 +1,267 @@
-"""One rank's bytes out of files, each range straight to where it belongs.
+"""A checkpoint's folder, opened for reading: tensors by name, bytes that were checked.
 
-Ranges are read in the order of the files, whatever order the model has, so no block is read or
-checked twice, and beyond the destination there is one block for each thread in memory.
+With a manifest, whatever is read is read by whole blocks, each checked against its checksum, and
+no block twice in a row. A plain Hugging Face folder has none: then bytes are read as they are.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from shardwise.checkpoint.dtypes import dtype_of
+from shardwise.checkpoint.checked_file import Bytes, CheckedFile, Kept, taken
+from shardwise.checkpoint.disk import check_is_folder, explained, retried
+from shardwise.checkpoint.folder import resolve
+from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.source import Place, Source
+from shardwise.checkpoint.run_folder import check_complete
+from shardwise.checkpoint.safetensors_format import (
+    CAP,
+    Header,
+    Stored,
+    decode,
+    inside,
+    is_plain,
+    length_of,
+)
+from shardwise.errors import DamagedCheckpoint
 
-WINDOW = 16 << 20
-"""Bytes of a file that one thread reads at once: a multiple of every size that blocks have."""
-THREADS = 4
-
-__all__ = ["Want", "fill", "wanted"]
+__all__ = ["Bytes", "CheckpointReader", "TensorLocation"]
 
 
-class Want(NamedTuple):
-    """Elements of a stored tensor, and the memory they are for.
+class TensorLocation(NamedTuple):
+    """Where a tensor is: in which file, and there."""
+
+    file: str
+    stored: Stored
+
+
+@dataclass
+class CheckpointReader:
+    """An open checkpoint. Use it as a context.
 
     Attributes:
-        place: the tensor.
-        start: the first element of the flattened tensor.
-        out: ``[n]``, contiguous, of any dtype, on any device: as many elements as are wanted.
+        folder: where it is.
+        manifest: what it should consist of; ``None`` for a folder that shardwise did not write.
     """
 
-    place: Place
-    start: int
-    out: Tensor
+    folder: Path
+    manifest: Manifest | None
+    _files: dict[str, CheckedFile] = field(default_factory=dict, repr=False)
+    _kept: Kept = field(default_factory=Kept, repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> CheckpointReader:
+        """Open the checkpoint that ``path`` means: a folder, ``latest``, or one safetensors file.
+
+        Raises:
+            CheckpointError: there is none, or it is not complete.
+        """
+        given = Path(path).expanduser().absolute()
+        found = retried(f"opening {given}", lambda: resolve(given))
+        if retried(f"opening {found}", found.is_file):
+            return _Single(found.parent, None, only=found.name)
+        check_is_folder(found)
+        present = retried(f"opening {found}", lambda: os.path.lexists(found / NAME))
+        return cls(found, check_complete(found) if present else None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.close()
+
+    def another(self) -> Self:
+        """The same checkpoint, opened for another thread."""
+        return replace(self, _files={}, _kept=Kept())
 
     @property
-    def dtype(self) -> torch.dtype:
-        return dtype_of(self.place.stored.dtype)
+    def title(self) -> str:
+        """The folder's name, for messages."""
+        return str(self.folder)
 
-    @property
-    def nbytes(self) -> int:
-        """As they are stored."""
-        return self.out.numel() * self.dtype.itemsize
+    def has(self, name: str) -> bool:
+        """Is there a file of this name? In a checkpoint of ours: one that the manifest lists."""
+        if self.manifest is not None:
+            return name in self.manifest.files
+        return inside(self.folder, name).is_file()
 
-    @property
-    def is_direct(self) -> bool:
-        """Are the stored bytes those that memory is for?"""
-        return self.out.device.type == "cpu" and self.out.dtype == self.dtype
+    def names(self, stem: str) -> list[str]:
+        """The safetensors files of ``"model"`` or another stem; none if there are none."""
+        if (index := self._index(stem)) is not None:
+            return list(dict.fromkeys(index.values()))
+        single = f"{stem}.safetensors"
+        return [single] if self.has(single) else []
 
-    @property
-    def at(self) -> tuple[str, int]:
-        """The file, and the first byte in it."""
-        return self.place.file, self.place.stored.start + self.start * self.dtype.itemsize
+    def listed(self) -> list[str]:
+        """The names of its files: those of the manifest, or all that are in the folder."""
+        if self.manifest is not None:
+            return list(self.manifest.files)
+        with explained(f"looking into {self.folder}", reads=True):
+            return sorted(path.name for path in self.folder.iterdir() if path.is_file())
 
-    def cut(self) -> Iterator[Want]:
-        """The same in parts, of which each begins in one window of the file."""
-        item, (_, at), done = self.dtype.itemsize, self.at, 0
-        while done < self.out.numel():
-            room = WINDOW - (at + done * item) % WINDOW
-            part = self.out[done : done - (-room // item)]
-            yield Want(self.place, self.start + done, part)
-            done += part.numel()
+    def _index(self, stem: str) -> dict[str, str] | None:
+        """Which file of a stem holds which tensor; ``None`` where no index says it."""
+        name = f"{stem}.safetensors.index.json"
+        if not self.has(name):
+            return None
+        found = self.json(name)
+        weights = found.get("weight_map") if isinstance(found, dict) else None
+        if not isinstance(weights, dict) or not weights:
+            raise DamagedCheckpoint(
+                f"{self.folder / name} has no weight_map that says which file holds what. Fetch "
+                "or write it again."
+            )
+        for file in weights.values():
+            if not is_plain(file):
+                inside(self.folder, file)  # raises, and says why
+        return weights
 
+    def tensors(self, stem: str) -> dict[str, TensorLocation]:
+        """Every tensor of a stem, by name.
 
-def wanted(place: Place, start: int, value: Tensor) -> Want:
-    """The elements from ``start`` on that fill ``value``, which is contiguous."""
-    return Want(place, start, value.detach().view(-1))
+        Raises:
+            CheckpointError: a file is missing or malformed, two hold a tensor of one name, the
+                index names one that is in none, or the manifest ties a name to such a one.
+        """
+        index = self._index(stem) or {}
+        found = self.tensors_in(self.names(stem))
+        if lost := [name for name in index if name not in found]:
+            more = f" and {len(lost) - 1:,} more" * (len(lost) > 1)
+            raise DamagedCheckpoint(
+                f"{self.folder}: the index says that {lost[0]!r:.200}{more} is in "
+                f"{index[lost[0]]!r:.80}, and it is not. The index or the file is of another "
+                "model; fetch both again."
+            )
+        if stem == "model":
+            self._check_ties(found)
+        return found
 
+    def _check_ties(self, found: Mapping[str, TensorLocation]) -> None:
+        if self.manifest is None:
+            return
+        for alias, name in self.manifest.aliases.items():
+            if alias in found or name not in found:
+                fact = f"{alias!r:.200} is stored, too" if alias in found else "that is not stored"
+                raise DamagedCheckpoint(
+                    f"{self.folder / NAME} ties {alias!r:.200} to {name!r:.200}, and {fact}. It "
+                    "does not fit the files beside it; load another checkpoint."
+                )
 
-def fill(source: Source, wants: Iterable[Want], rank: int = 0, world: int = 1) -> int:
-    """Read all of them; bytes.
+    def tensors_in(self, names: Iterable[str]) -> dict[str, TensorLocation]:
+        """Every tensor of some files, by name.
 
-    A few threads read windows of files, and no two of them the same block. Ranks begin in
-    different files, so that they do not all ask one server for one file.
+        Raises:
+            CheckpointError: a file is missing or malformed, or two hold a tensor of one name.
+        """
+        found: dict[str, TensorLocation] = {}
+        for name in names:
+            inside(self.folder, name)
+            if not self.has(name):
+                raise DamagedCheckpoint(
+                    f"{self.folder}: {name} is missing, and the index says that it holds tensors. "
+                    "Fetch it again, or load another checkpoint."
+                )
+            for tensor, stored in self.header(name).tensors.items():
+                if tensor in found:
+                    raise DamagedCheckpoint(
+                        f"{self.folder}: {found[tensor].file} and {name} both hold {tensor!r}, so "
+                        "it is not clear which is meant. Remove what does not belong there."
+                    )
+                found[tensor] = TensorLocation(name, stored)
+        return found
 
-    Raises:
-        CheckpointError: bytes are missing or damaged. What was read before is already in place.
-    """
-    windows: dict[tuple[str, int], list[Want]] = {}
-    for want in wants:
-        for part in want.cut():
-            windows.setdefault((part.at[0], part.at[1] // WINDOW), []).append(part)
-    files = sorted({file for file, _ in windows})
-    first = files[len(files) * rank // world] if files else ""
-    order = sorted(windows, key=lambda key: (key[0] < first, key))
-    tasks = deque(windows[key] for key in order)
-    threads = min(THREADS, len(tasks))
-    if threads < 2:
-        return _fill(source, tasks)
-    inference = torch.is_inference_mode_enabled()  # which is each thread's own
+    def header(self, name: str) -> Header:
+        """A file's header, checked against the file's size."""
+        file = self._file(name)
+        length = length_of(bytes(file.read(0, min(8, file.size))), file.size, file.title)
+        return decode(bytes(file.read(8, 8 + length)), file.size, file.title)
 
-    def work(_: int) -> int:
-        with torch.inference_mode(inference), source.another() as mine:
-            return _fill(mine, tasks)
+    def bytes(self, name: str) -> bytes:
+        """A small file, whole and checked."""
+        file = self._file(name)
+        if file.size > CAP:
+            raise DamagedCheckpoint(
+                f"{file.title} has {file.size:,} bytes; {CAP:,} at most are expected of it. "
+                "Load another checkpoint."
+            )
+        return bytes(file.read(0, file.size))
 
-    with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(work, range(threads)))
-
-
-def _fill(source: Source, tasks: deque[list[Want]]) -> int:
-    total = 0
-    while tasks:
+    def json(self, name: str) -> Any:
+        """A small JSON file, checked and parsed."""
         try:
-            task = tasks.popleft()
-        except IndexError:  # another thread has taken the last one
-            break
-        try:
-            total += sum(_read(source, run) for run in _runs(sorted(task, key=lambda w: w.at)))
-        except BaseException:
-            tasks.clear()  # nobody shall go on
-            raise
-    return total
+            return json.loads(self.bytes(name))
+        except (ValueError, RecursionError) as error:
+            raise DamagedCheckpoint(
+                f"{self.folder / name} is not JSON ({str(error)[:200]}). Fetch or write it again."
+            ) from None
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Bytes]]:
+        """Bytes ``[start, stop)`` of a file, checked: ``(place in the file, some of them)``.
+
+        What is yielded is overwritten by the next.
+        """
+        file = self._file(name)
+        while start < stop:
+            data = file.some(start, stop)
+            yield start, data
+            start += len(data)
+
+    def read_into(self, name: str, start: int, *into: Bytes) -> None:
+        """Fill arrays, one after the other, with the bytes from ``start`` on, checked.
+
+        Whole blocks go straight there, also where they are of several arrays.
+        """
+        file, at, left = self._file(name), start, deque(into)
+        stop = start + sum(map(len, into))
+        while at < stop:
+            if file.is_block(at, stop):
+                count = file.end_of(at, stop) - at
+                file.block_into(at, taken(left, count))
+            else:
+                data = file.some(at, stop)
+                count, done = len(data), 0
+                for piece in taken(left, count):
+                    piece[:] = data[done : done + len(piece)]
+                    done += len(piece)
+            at += count
+
+    def damaged(self, name: str) -> list[int]:
+        """The blocks of a file whose bytes are not those that were written. Reads all of it.
+
+        Raises:
+            CheckpointError: the disk does not let it be read, so nobody knows.
+        """
+        return self._file(name).damaged()
+
+    def _file(self, name: str) -> CheckedFile:
+        if name not in self._files:
+            path = inside(self.folder, name)
+            record = None if self.manifest is None else self.manifest.files[name]
+            sums = None if record is None else record.checksums()
+            block = BLOCK if self.manifest is None else self.manifest.block
+            file = CheckedFile(str(path), sums, self._kept, block)
+            file.open()
+            self._files[name] = file
+        return self._files[name]
 
 
-def _read(source: Source, run: list[Want]) -> int:
-    if run[0].is_direct:
-        views = (want.out.view(torch.uint8).numpy() for want in run)
-        source.read_into(*run[0].at, *views)
-    else:
-        _convert(source, run[0])
-    return sum(want.nbytes for want in run)
+@dataclass
+class _Single(CheckpointReader):
+    """One safetensors file, wherever it lies."""
 
+    only: str = ""
 
-def _runs(wants: Iterable[Want]) -> Iterator[list[Want]]:
-    """Neighbours in a file that can be read at once; the others alone."""
-    run: list[Want] = []
-    end: tuple[str, int] | None = None
-    for want in wants:
-        if not want.nbytes:
-            continue
-        if run and not (want.at == end and want.is_direct and run[0].is_direct):
-            yield run
-            run = []
-        run.append(want)
-        end = (want.at[0], want.at[1] + want.nbytes)
-    if run:
-        yield run
+    def names(self, stem: str) -> list[str]:
+        return [self.only] if stem == "model" else []
 
+    def has(self, name: str) -> bool:
+        return name == self.only
 
-def _convert(source: Source, want: Want) -> None:
-    """By way of one block of host memory: to another dtype, or to a device."""
-    (file, first), item = want.at, want.dtype.itemsize
-    step = BLOCK // item
-    buffer = np.empty(min(step, want.out.numel()) * item, np.uint8)
-    for k in range(0, want.out.numel(), step):
-        part = want.out[k : k + step]
-        data = buffer[: part.numel() * item]
-        source.read_into(file, first + k * item, data)
-        part.copy_(torch.from_numpy(data).view(want.dtype))
+    def listed(self) -> list[str]:
+        return []  # what lies beside it is not its own

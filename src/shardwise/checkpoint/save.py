@@ -26,9 +26,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import checksum, manifest, state
-from shardwise.checkpoint.contents import Contents, collect
+from shardwise.checkpoint import checksum, manifest, training_state
+from shardwise.checkpoint.collectives import (
+    all_gather_text,
+    broadcast_text,
+    check_same_on_all,
+    joined_message,
+    raise_on_all,
+)
 from shardwise.checkpoint.disk import explained, sync_folder, write_file
+from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.folder import (
     LATEST,
     Partial,
@@ -36,25 +43,18 @@ from shardwise.checkpoint.folder import (
     move_latest,
     new_token,
     publish,
+    remove_stale_partials,
     step_of,
-    sweep,
 )
 from shardwise.checkpoint.gathered import write_gathered
 from shardwise.checkpoint.manifest import Manifest, record_of
-from shardwise.checkpoint.meeting import (
-    check_alike,
-    from_rank_0,
-    one_message,
-    share,
-    together,
-)
-from shardwise.checkpoint.optimizers import Optimizers
-from shardwise.checkpoint.points import reached
-from shardwise.checkpoint.retention import Retention, moment_of, retire
-from shardwise.checkpoint.saving import Saved, SaveOptions
+from shardwise.checkpoint.optimizer_state import Optimizers
+from shardwise.checkpoint.options import Saved, SaveOptions
+from shardwise.checkpoint.run_folder import Retention, apply_retention, moment_of
+from shardwise.checkpoint.save_plan import SavePlan, plan_save
 from shardwise.checkpoint.segments import exchange_edges
-from shardwise.checkpoint.state import Training
 from shardwise.checkpoint.target import ShardedModel
+from shardwise.checkpoint.training_state import Training
 from shardwise.checkpoint.writer import (
     Part,
     Writer,
@@ -87,7 +87,7 @@ class Task:
 
     final: Path
     token: str
-    contents: Contents
+    contents: SavePlan
     facts: Mapping[str, Any]
     resumed_from: str
     options: SaveOptions
@@ -123,13 +123,18 @@ def save(
             part = write_gathered(comm, task.folder, task.contents)
         else:
             part = write_part(task, comm.rank)
-        parts = [Part.decode(text) for text in share(comm, part.encode(), "parts of a checkpoint")]
+        parts = [
+            Part.decode(text)
+            for text in all_gather_text(comm, part.encode(), "parts of a checkpoint")
+        ]
         check_parts(parts)
-        removed = together(comm, "publishing", lambda: finish(task, parts) if task.partial else ())
+        removed = raise_on_all(
+            comm, "publishing", lambda: finish(task, parts) if task.partial else ()
+        )
     except BaseException:
         give_up(task)
         raise
-    removed = tuple(json.loads(from_rank_0(comm, json.dumps(removed), "what was removed")))
+    removed = tuple(json.loads(broadcast_text(comm, json.dumps(removed), "what was removed")))
     nbytes = sum(file.size for file in task.contents.files)
     return Saved(task.final, nbytes, time.perf_counter() - start, removed)
 
@@ -151,26 +156,28 @@ def begin(
     if optimizers or training is not None:
         training = replace(training or Training(), step=step)
     # First what may be wrong on one rank alone, and what decides which collectives follow.
-    values = together(comm, "what is saved", lambda: state.values_of(training) if training else {})
+    values = raise_on_all(
+        comm, "what is saved", lambda: training_state.values_of(training) if training else {}
+    )
     asked = {"path": str(path), "kind of checkpoint": options.kind}
     asked |= {"optimizers": str(len(optimizers)), "training state": str(training is not None)}
-    check_alike(comm, asked | (state.facts_of(training, values) if training else {}))
-    contents = collect(sharded, optimizers, training, values, options)
-    check_alike(comm, contents.facts())
+    check_same_on_all(comm, asked | (training_state.facts_of(training, values) if training else {}))
+    contents = plan_save(sharded, optimizers, training, values, options)
+    check_same_on_all(comm, contents.facts())
     metric = None if training is None or training.metric is None else float(training.metric)
     said = json.dumps([new_token(), metric])
-    token, metric = json.loads(from_rank_0(comm, said, "token of a checkpoint"))
+    token, metric = json.loads(broadcast_text(comm, said, "token of a checkpoint"))
     facts = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
     facts |= {"kind": options.kind, "metric": metric}
 
     def make() -> Partial | None:
         return _make_folder(final, token, contents) if comm.rank == 0 else None
 
-    partial = together(comm, "beginning", make)
+    partial = raise_on_all(comm, "beginning", make)
     task = Task(final, token, contents, facts, sharded.loaded_token, options, partial)
     try:
         if options.kind != "full":  # of that kind all moves as it is written, to rank 0
-            together(comm, "looking for the folder", lambda: _check_shared(task.folder))
+            raise_on_all(comm, "looking for the folder", lambda: _check_shared(task.folder))
             exchange_edges(comm, contents.segments)
     except BaseException:
         give_up(task)
@@ -194,10 +201,10 @@ def give_up(task: Task) -> None:
         task.partial.abandon()
 
 
-def _make_folder(final: Path, token: str, contents: Contents) -> Partial:
+def _make_folder(final: Path, token: str, contents: SavePlan) -> Partial:
     with explained(f"making a folder beside {final}"):
         check_replaceable(final)
-        if gone := sweep(final.parent):
+        if gone := remove_stale_partials(final.parent):
             log.info("removed what an interrupted save left: %s", ", ".join(gone))
         partial = Partial.make(final, token)
     try:
@@ -209,7 +216,7 @@ def _make_folder(final: Path, token: str, contents: Contents) -> Partial:
     except BaseException:
         partial.abandon()
         raise
-    reached("folder made", 0)
+    hit("folder made", 0)
     return partial
 
 
@@ -227,7 +234,7 @@ def write_part(task: Task, rank: int) -> Part:
 def check_parts(parts: Sequence[Part]) -> None:
     """Raises ``CheckpointError`` if a rank could not write its part."""
     if failed := {rank: part.error for rank, part in enumerate(parts) if part.error}:
-        raise CheckpointError(one_message(failed, len(parts)))
+        raise CheckpointError(joined_message(failed, len(parts)))
 
 
 # --- rank 0, which keeps the folder ----------------------------------------------------------
@@ -246,7 +253,7 @@ def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
 def _publish(task: Task, parts: Sequence[Part]) -> None:
     """Phase 5: make it whole, and give it its name."""
     assert task.partial is not None  # who keeps it has it
-    reached("all parts known", 0)
+    hit("all parts known", 0)
     with explained(f"publishing {task.final.name}"):
         check_hosts(task.folder, [file.name for file in task.contents.files], parts)
         files = {}
@@ -255,12 +262,12 @@ def _publish(task: Task, parts: Sequence[Part]) -> None:
             blocks = checksum.block_checksums(pieces, file.size, file.name, file.block)
             writers = ((span.stop, span.rank) for span in file.spans)
             files[file.name] = record_of(blocks, file.size, writers)
-        reached("headers written", 0)
+        hit("headers written", 0)
         for name, data in task.contents.small.items():
             write_file(task.folder / name, data)
             files[name] = record_of(checksum.of_bytes(data, task.contents.block), len(data))
         sync_folder(task.folder)
-        reached("small files written", 0)
+        hit("small files written", 0)
         _write_manifest(task.folder, _manifest(task, files))
         publish(task.partial)
 
@@ -273,7 +280,7 @@ def _settle(task: Task) -> tuple[str, ...]:
     if (limit := task.options.save_total_limit) is None or step_of(task.final.name) is None:
         return ()
     keep = Retention(limit, task.options.keep_best, (task.token, task.resumed_from))
-    return retire(task.final.parent, keep)
+    return apply_retention(task.final.parent, keep)
 
 
 def _manifest(task: Task, files: Mapping[str, manifest.FileRecord]) -> Manifest:
@@ -296,7 +303,7 @@ def _manifest(task: Task, files: Mapping[str, manifest.FileRecord]) -> Manifest:
 def _write_manifest(folder: Path, made: Manifest) -> None:
     unfinished = folder / f".{manifest.NAME}.unfinished"
     write_file(unfinished, made.encode())
-    reached("manifest unfinished", 0)
+    hit("manifest unfinished", 0)
     unfinished.rename(folder / manifest.NAME)
     sync_folder(folder)
-    reached("manifest written", 0)
+    hit("manifest written", 0)

@@ -16,9 +16,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.dtypes import itemsize
-from shardwise.checkpoint.holdings import Holding
+from shardwise.checkpoint.local_shards import LocalShard
 from shardwise.checkpoint.plan import FilePlan, Move
+from shardwise.checkpoint.safetensors_format import itemsize
 from shardwise.comm.protocol import Comm, Label
 
 __all__ = ["Segments", "exchange_edges", "rounds"]
@@ -36,7 +36,7 @@ class _Segment(NamedTuple):
 class Segments:
     """The bytes of one file that are here."""
 
-    def __init__(self, plan: FilePlan, holdings: Mapping[str, Holding]) -> None:
+    def __init__(self, plan: FilePlan, holdings: Mapping[str, LocalShard]) -> None:
         self.plan = plan
         self._segments = sorted(_held(plan, holdings), key=lambda segment: segment.start)
         self._starts = [segment.start for segment in self._segments]
@@ -64,7 +64,7 @@ class Segments:
             at = end
 
 
-def _held(plan: FilePlan, holdings: Mapping[str, Holding]) -> Iterator[_Segment]:
+def _held(plan: FilePlan, holdings: Mapping[str, LocalShard]) -> Iterator[_Segment]:
     for name, stored in plan.tensors.items():
         holding = holdings[name]
         start = stored.start + holding.start * itemsize(stored.dtype)

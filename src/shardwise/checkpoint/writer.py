@@ -24,8 +24,8 @@ from torch import Tensor
 from shardwise.checkpoint import checksum
 from shardwise.checkpoint.checksum import Piece
 from shardwise.checkpoint.disk import MODE, explained, free_bytes, host
+from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.plan import FilePlan, cut_at_blocks
-from shardwise.checkpoint.points import reached
 from shardwise.errors import CheckpointError
 from shardwise.listing import size
 
@@ -159,14 +159,14 @@ class Writer:
         self.pieces.setdefault(chunk.file, []).append((chunk.start, chunk.stop, value))
         before, self.written = self.written, self.written + chunk.stop - chunk.start
         if 2 * before < self.total <= 2 * self.written:
-            reached("half of the data written", self.rank)
+            hit("half of the data written", self.rank)
 
     def finish(self) -> Part:
         """Everything is on the disk when this returns."""
-        reached("data written", self.rank)
+        hit("data written", self.rank)
         with explained(f"syncing {self.folder.name}"):
             self._turn_to("")
-        reached("data synced", self.rank)
+        hit("data synced", self.rank)
         return Part(self.pieces, host=host())
 
     def _turn_to(self, name: str) -> None:

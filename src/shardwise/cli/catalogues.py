@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
-from shardwise.checkpoint import plain
-from shardwise.checkpoint.contents import MODEL, OPTIMIZER
-from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint import json_codec
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.run import Listed, Run
+from shardwise.checkpoint.run_folder import Listed, Run
+from shardwise.checkpoint.safetensors_format import DTYPES
+from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
 from shardwise.cli.folded import counted, fold, named, shown
 from shardwise.cli.tables import table
 from shardwise.convert.catalogue import Catalogue, Damage, Listing, OneFile
@@ -248,7 +248,7 @@ def _training(found: Mapping[str, Any]) -> list[str]:
 def _decoded(value: Any) -> str:
     """As Python writes it; as JSON does where it cannot be decoded."""
     try:
-        return repr(plain.decode(value))
+        return repr(json_codec.decode(value))
     except CheckpointError:
         return json.dumps(value)
 

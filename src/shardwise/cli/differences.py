@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from shardwise.checkpoint.contents import MODEL
+from shardwise.checkpoint.save_plan import MODEL
 from shardwise.cli.catalogues import WIDTH, dtype_name, short
 from shardwise.cli.folded import counted, fold, named, shown
 from shardwise.cli.tables import table

@@ -13,8 +13,8 @@ from typing import Literal
 import click
 import torch
 
-from shardwise.checkpoint.run import checkpoint_of
-from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.checkpoint.run_folder import checkpoint_of
 from shardwise.cli.folded import shown
 from shardwise.convert.catalogue import OF_TORCH
 from shardwise.convert.companions import CONFIG
@@ -162,7 +162,7 @@ def _to_files(
 ) -> None:
     write = export_torch_file if form == "pt" else export
     hidden, label = not sys.stderr.isatty(), f"writing {shown(destination.name)}"
-    with Source.open(path) as source:
+    with CheckpointReader.open(path) as source:
         with click.progressbar(length=1, label=label, file=sys.stderr, hidden=hidden) as bar:
 
             def progress(more: int, total: int) -> None:
@@ -174,7 +174,7 @@ def _to_files(
             click.echo(line)
 
 
-def _origin(source: Source, given: Path) -> str:
+def _origin(source: CheckpointReader, given: Path) -> str:
     """Where it came from, by a name that lasts, and what vouched for its bytes."""
     if _is_of_torch(given):
         return f"from     {shown(given)}, of torch, which has no checksums: nothing was checked"
@@ -184,7 +184,7 @@ def _origin(source: Source, given: Path) -> str:
     return f"from     {shown(name)}, what was read compared with its checksums"
 
 
-def _ties(source: Source, form: Form) -> Iterator[str]:
+def _ties(source: CheckpointReader, form: Form) -> Iterator[str]:
     """A manifest tells further names of tied weights; a Hugging Face folder leaves it to code."""
     if form == "pt" and source.manifest is None and source.has(CONFIG):
         config = source.json(CONFIG)

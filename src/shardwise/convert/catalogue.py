@@ -16,16 +16,15 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 
-from shardwise.checkpoint.complete import check_complete, read_manifest
-from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.disk import check_is_folder, explained, is_unreadable
-from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.folder import is_leftover, resolve, step_of
-from shardwise.checkpoint.header import Stored
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.plan import cut_at_blocks
-from shardwise.checkpoint.source import Place, Source
-from shardwise.checkpoint.state import NAME as TRAINING
+from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
+from shardwise.checkpoint.run_folder import check_complete, read_manifest
+from shardwise.checkpoint.safetensors_format import DTYPES, Stored
+from shardwise.checkpoint.save_plan import MODEL
+from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.errors import CheckpointError
 
 __all__ = ["Catalogue", "Damage", "Listing", "OneFile", "damage_of", "stem_of"]
@@ -61,7 +60,7 @@ class OneFile:
         return self.size is not None and self.expected in (None, self.size)
 
 
-Listing = dict[str, Place]
+Listing = dict[str, TensorLocation]
 """Tensors by name: in which file, and where in it."""
 
 
@@ -134,7 +133,7 @@ class Catalogue:
             _tried(problems, lambda: check_complete(folder))
         files, strangers = _files(folder, manifest)
         names = [file.name for file in files if file.size is not None]
-        with Source(folder, None if problems else manifest) as source:
+        with CheckpointReader(folder, None if problems else manifest) as source:
             groups: dict[str, Listing] = {}
             for name in names:
                 if stem := stem_of(name):
@@ -153,7 +152,7 @@ class Catalogue:
     @classmethod
     def _of_file(cls, path: Path) -> Self:
         problems = [_no_tensors(path)] if path.suffix in OF_TORCH else []
-        with Source(path.parent, None) as source:
+        with CheckpointReader(path.parent, None) as source:
             tensors = _tensors(source, path.name, problems) if not problems else {}
             scalars = _scalars(source, tensors, problems)
         files, groups = (OneFile(path.name, path.stat().st_size),), {MODEL: tensors}
@@ -194,17 +193,17 @@ def _files(folder: Path, manifest: Manifest | None) -> tuple[tuple[OneFile, ...]
     return files, tuple(name for name in sizes if name not in manifest.files and name != NAME)
 
 
-def _tensors(source: Source, name: str, problems: list[str]) -> Listing:
+def _tensors(source: CheckpointReader, name: str, problems: list[str]) -> Listing:
     """Those of one file; by an unchecked header where the checked one is damaged."""
     header = _tried(problems, lambda: source.header(name))
     if header is None and source.manifest is not None:
-        with Source(source.folder, None) as unchecked:
+        with CheckpointReader(source.folder, None) as unchecked:
             header = _tried([], lambda: unchecked.header(name))
     tensors: Mapping[str, Stored] = {} if header is None else header.tensors
-    return {tensor: Place(name, stored) for tensor, stored in tensors.items()}
+    return {tensor: TensorLocation(name, stored) for tensor, stored in tensors.items()}
 
 
-def _scalars(source: Source, listing: Listing, problems: list[str]) -> dict[str, Any]:
+def _scalars(source: CheckpointReader, listing: Listing, problems: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     broken: set[str] = set()  # a damaged block would be read again for each number in it
     for name, (file, stored) in listing.items():
@@ -219,7 +218,7 @@ def _scalars(source: Source, listing: Listing, problems: list[str]) -> dict[str,
     return values
 
 
-def _training(source: Source) -> dict[str, Any]:
+def _training(source: CheckpointReader) -> dict[str, Any]:
     state = source.json(TRAINING)
     if not isinstance(state, dict):
         raise CheckpointError(
@@ -252,7 +251,7 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
     """
     if catalogue.manifest is None:
         return
-    with Source(catalogue.path, catalogue.manifest) as source:
+    with CheckpointReader(catalogue.path, catalogue.manifest) as source:
         for file in catalogue.files:
             if file.size is None or not file.expected:
                 continue
@@ -267,7 +266,7 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
                 yield stop - start, damage
 
 
-def _error_of(source: Source, file: str, start: int, stop: int) -> CheckpointError | None:
+def _error_of(source: CheckpointReader, file: str, start: int, stop: int) -> CheckpointError | None:
     """What is raised when these bytes are read; with no bytes, when the file is opened."""
     try:
         source.read_into(file, start)  # opens it

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.disk import explained
 from shardwise.checkpoint.folder import step_of
 from shardwise.checkpoint.lock import LOCK
 from shardwise.checkpoint.manifest import NAME as MANIFEST
-from shardwise.checkpoint.names import inside
-from shardwise.checkpoint.run import CHECKPOINTS
-from shardwise.checkpoint.source import Source
-from shardwise.checkpoint.state import NAME as TRAINING
+from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.checkpoint.run_folder import CHECKPOINTS
+from shardwise.checkpoint.safetensors_format import inside
+from shardwise.checkpoint.save_plan import MODEL
+from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.convert.catalogue import SUFFIX
 from shardwise.convert.writer import INDEX
 from shardwise.errors import CheckpointError
@@ -38,7 +38,7 @@ FROM_A_RUN = (
 LARGEST = 100_000_000  # bytes of all small files together: they are in memory at once
 
 
-def companions(source: Source, whole: bool) -> tuple[dict[str, bytes], tuple[str, ...]]:
+def companions(source: CheckpointReader, whole: bool) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Configuration and tokenizer, from beside the weights or from the run.
 
     Args:
@@ -77,7 +77,7 @@ def _nbytes(folder: Path, name: str) -> int:
         return path.stat().st_size if path.is_file() else -1
 
 
-def _small_names(source: Source, whole: bool) -> tuple[list[str], list[str]]:
+def _small_names(source: CheckpointReader, whole: bool) -> tuple[list[str], list[str]]:
     """Files to copy, training state first; and those that are neither that nor weights."""
     names = [n for n in source.listed() if not n.endswith((SUFFIX, INDEX)) and source.has(n)]
     small = [n for n in names if n.endswith(SMALL) and not n.endswith(".index.json")]
@@ -86,7 +86,7 @@ def _small_names(source: Source, whole: bool) -> tuple[list[str], list[str]]:
     return copied, [name for name in names if name not in small and name != LOCK]
 
 
-def _run_folders(source: Source) -> list[Path]:
+def _run_folders(source: CheckpointReader) -> list[Path]:
     """Where a run keeps what all its checkpoints share; where one file's folder keeps the rest."""
     if not source.listed() and source.names(MODEL) == [f"{MODEL}{SUFFIX}"]:
         return [source.folder]  # one file alone, by the name that only such a folder's file has

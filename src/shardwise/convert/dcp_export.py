@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardwise.checkpoint import plain, state
-from shardwise.checkpoint.contents import MODEL, OPTIMIZER
+from shardwise.checkpoint import json_codec, training_state
 from shardwise.checkpoint.disk import explained, sync_folder
-from shardwise.checkpoint.dtypes import dtype_of
-from shardwise.checkpoint.source import Place, Source
-from shardwise.checkpoint.state import Document
+from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
+from shardwise.checkpoint.safetensors_format import dtype_of
+from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
+from shardwise.checkpoint.training_state import Document
 from shardwise.convert.destination import Destination, check_room, workplace
 from shardwise.convert.export import mapped, stored_tensors
 from shardwise.convert.writer import Converted
@@ -54,7 +54,7 @@ def export_dcp(
     """
     named = Destination(Path(destination).expanduser().absolute(), "dcp")
     final = named.path
-    with Source.open(folder) as source:
+    with CheckpointReader.open(folder) as source:
         named.check(None if source.manifest is None else source.folder)
         states, places = _states(source, with_optimizer)
         check_room(final, sum(p.stored.stop - p.stored.start for p in places.values()))
@@ -103,17 +103,19 @@ class _LatePlanner(DefaultSavePlanner):
         return self._read(write_item.index.fqn) if is_late else data
 
 
-def _read(source: Source, place: Place) -> Tensor:
+def _read(source: CheckpointReader, place: TensorLocation) -> Tensor:
     """Checked, and then mapped: torch's writer keeps all it wrote, and must not keep memory."""
     for _ in source.read(place.file, place.stored.start, place.stored.stop):
         pass  # raises where bytes are not those that were written
     return mapped(source, place)
 
 
-def _states(source: Source, whole: bool | None) -> tuple[dict[str, Any], dict[str, Place]]:
+def _states(
+    source: CheckpointReader, whole: bool | None
+) -> tuple[dict[str, Any], dict[str, TensorLocation]]:
     """The state dict with tensors on the meta device, and where each is, by its flat name."""
     if whole is None:
-        whole = source.manifest is not None and source.has(state.NAME)
+        whole = source.manifest is not None and source.has(training_state.NAME)
     stored = stored_tensors(source, whole)
     weights = stored[MODEL]
     for alias, name in ({} if source.manifest is None else source.manifest.aliases).items():
@@ -123,7 +125,9 @@ def _states(source: Source, whole: bool | None) -> tuple[dict[str, Any], dict[st
     places = {f"model.{name}": place for name, place in weights.items()}
     if not whole:
         return states, places
-    document = Document.decode(source.bytes(state.NAME), str(source.folder / state.NAME))
+    document = Document.decode(
+        source.bytes(training_state.NAME), str(source.folder / training_state.NAME)
+    )
     if document.step is not None:
         states["step"] = document.step
     if document.optimizers:
@@ -134,7 +138,7 @@ def _states(source: Source, whole: bool | None) -> tuple[dict[str, Any], dict[st
     return states, places
 
 
-def _optimizer(document: Document, tensors: Mapping[str, Place]) -> dict[str, Any]:
+def _optimizer(document: Document, tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     by_param: dict[str, dict[str, Any]] = {}
     for full, place in tensors.items():
         key, _, name = full.partition("/")
@@ -142,10 +146,10 @@ def _optimizer(document: Document, tensors: Mapping[str, Place]) -> dict[str, An
     groups = []
     for record in document.optimizers:
         for name, values in record["values"].items():
-            by_param.setdefault(name, {}).update(plain.decode(values))
+            by_param.setdefault(name, {}).update(json_codec.decode(values))
         for group in record["groups"]:
             # What our checkpoints leave to the script (fused …), DCP asks for when it loads.
-            options = {**default_options(record["class"]), **plain.decode(group["options"])}
+            options = {**default_options(record["class"]), **json_codec.decode(group["options"])}
             groups.append({**copy.deepcopy(options), "params": list(group["params"])})
     return {"state": by_param, "param_groups": groups}
 
@@ -162,5 +166,5 @@ def default_options(kind: str) -> dict[str, Any]:
         return {}
 
 
-def _meta(place: Place) -> Tensor:
+def _meta(place: TensorLocation) -> Tensor:
     return torch.empty(place.stored.shape, dtype=dtype_of(place.stored.dtype), device="meta")

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.checkpoint import state
-from shardwise.checkpoint.contents import MODEL, OPTIMIZER
+from shardwise.checkpoint import training_state
 from shardwise.checkpoint.folder import check_replaceable
 from shardwise.checkpoint.plan import FilePlan, cut_at_blocks, plan_files
+from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
 from shardwise.checkpoint.writer import Chunk
 from shardwise.convert.companions import CONFIG
 from shardwise.convert.normalize import (
@@ -61,7 +61,7 @@ def import_checkpoint(
     normalized = normalize(read_torch(path, trust) for path in paths)
     tensors, small = {MODEL: normalized.weights}, _config(paths)
     if normalized.groups or normalized.state:
-        small[state.NAME] = _training(normalized, optimizer)
+        small[training_state.NAME] = _training(normalized, optimizer)
         tensors[OPTIMIZER] = _optimizer_tensors(normalized)
     plans = {stem: _planned(stem, by_name) for stem, by_name in tensors.items()}
     facts = {"step": normalized.step, "world": 1, "strategy": "imported", "kind": "full"}
@@ -89,8 +89,10 @@ def _optimizer_tensors(normalized: NormalizedState) -> dict[str, TorchTensor]:
 def _training(normalized: NormalizedState, optimizer: str | None) -> bytes:
     name_numbered(normalized)
     optimizers = records(normalized, optimizer or class_of(normalized))
-    values = state.values_of(state.Training())
-    return state.document(normalized.step, values, optimizers, [json.dumps(values["local"])])
+    values = training_state.values_of(training_state.Training())
+    return training_state.document(
+        normalized.step, values, optimizers, [json.dumps(values["local"])]
+    )
 
 
 def _config(paths: Sequence[Path]) -> dict[str, bytes]:

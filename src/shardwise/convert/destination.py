@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardwise.checkpoint.complete import read_manifest
 from shardwise.checkpoint.disk import explained, free_bytes
 from shardwise.checkpoint.folder import (
     Partial,
@@ -20,7 +19,8 @@ from shardwise.checkpoint.folder import (
 )
 from shardwise.checkpoint.lock import LOCK, is_alive
 from shardwise.checkpoint.manifest import NAME as MANIFEST
-from shardwise.checkpoint.state import NAME as TRAINING
+from shardwise.checkpoint.run_folder import read_manifest
+from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.errors import CheckpointError
 from shardwise.listing import size
 

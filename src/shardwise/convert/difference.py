@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.contents import MODEL, OPTIMIZER, RANKS
-from shardwise.checkpoint.dtypes import dtype_of, itemsize
-from shardwise.checkpoint.source import Place, Source
-from shardwise.checkpoint.state import NAME as TRAINING
+from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
+from shardwise.checkpoint.safetensors_format import dtype_of, itemsize
+from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER, RANKS
+from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.convert.catalogue import stem_of
 from shardwise.convert.writer import INDEX
 from shardwise.errors import CheckpointError
@@ -95,11 +95,11 @@ class Difference:
 class _Side:
     """One of the two."""
 
-    source: Source
+    source: CheckpointReader
     weights_only: bool
 
     @cached_property
-    def tensors(self) -> dict[TensorKey, Place]:
+    def tensors(self) -> dict[TensorKey, TensorLocation]:
         files: dict[str, list[str]] = {MODEL: []}
         for name in self.source.listed():
             if stem := stem_of(name):
@@ -123,7 +123,7 @@ class _Side:
         """Further names of tied tensors → the stored one."""
         return {} if self.source.manifest is None else self.source.manifest.aliases
 
-    def find(self, other: _Side, key: TensorKey) -> Place | None:
+    def find(self, other: _Side, key: TensorKey) -> TensorLocation | None:
         """The other side's tensor here: by its name, or by one that either side ties to it."""
         kind, name = key
         names = [name]
@@ -132,7 +132,7 @@ class _Side:
             names += [self.aliases[alias] for alias in names if alias in self.aliases]
         return next((self.tensors[kind, n] for n in names if (kind, n) in self.tensors), None)
 
-    def values(self, place: Place, start: int, stop: int) -> Tensor:
+    def values(self, place: TensorLocation, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)``, checked."""
         item = itemsize(place.stored.dtype)
         data = np.empty((stop - start) * item, np.uint8)
@@ -156,7 +156,9 @@ class _Side:
         }
 
 
-def compare(one: Source, other: Source, weights_only: bool = False) -> Difference:
+def compare(
+    one: CheckpointReader, other: CheckpointReader, weights_only: bool = False
+) -> Difference:
     """Find all differences.
 
     Args:
@@ -196,7 +198,7 @@ def _only(side: _Side, other: _Side) -> dict[str, list[str]]:
     return names
 
 
-def _unequal(key: TensorKey, a: _Side, b: _Side, in_b: Place) -> UnequalTensor | None:
+def _unequal(key: TensorKey, a: _Side, b: _Side, in_b: TensorLocation) -> UnequalTensor | None:
     in_a = a.tensors[key]
     one, other = in_a.stored, in_b.stored
     are_equal, largest, numel = one.dtype == other.dtype, 0.0, prod(one.shape)

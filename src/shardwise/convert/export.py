@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.contents import MODEL
-from shardwise.checkpoint.dtypes import DTYPES, code_of, dtype_of
 from shardwise.checkpoint.folder import is_leftover, step_of
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.plan import BLOCK, FilePlan, cut_at_blocks, plan_files
-from shardwise.checkpoint.reader import Want, fill
-from shardwise.checkpoint.source import Place, Source
-from shardwise.checkpoint.state import NAME as TRAINING
+from shardwise.checkpoint.read_requests import ReadRequest, read_into
+from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
+from shardwise.checkpoint.safetensors_format import DTYPES, code_of, dtype_of
+from shardwise.checkpoint.save_plan import MODEL
+from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.checkpoint.writer import Chunk
 from shardwise.convert.catalogue import OF_TORCH, stem_of
 from shardwise.convert.companions import CONFIG, companions, with_dtype
@@ -57,7 +57,7 @@ class ExportOptions:
 
 
 def export(
-    source: Source,
+    source: CheckpointReader,
     destination: str | Path,
     options: ExportOptions | None = None,
     progress: Progress | None = None,
@@ -100,7 +100,7 @@ def export(
     return replace(made, cast=tuple(cast), left_out=left_out)
 
 
-def stored_tensors(source: Source, whole: bool) -> dict[str, dict[str, Place]]:
+def stored_tensors(source: CheckpointReader, whole: bool) -> dict[str, dict[str, TensorLocation]]:
     """Where each tensor is, by kind and name: weights, and with ``whole`` all other state.
 
     Raises:
@@ -108,7 +108,7 @@ def stored_tensors(source: Source, whole: bool) -> dict[str, dict[str, Place]]:
     """
     folder, kinds = source.folder, [MODEL]
     is_ours = is_leftover(folder.name) or step_of(folder.name) is not None or source.has(TRAINING)
-    if source.manifest is None and is_ours and type(source) is Source:
+    if source.manifest is None and is_ours and type(source) is CheckpointReader:
         raise CheckpointError(
             f"{folder} has no {MANIFEST}, and shardwise began it, so it was not written to "
             "its end or was damaged since. Export another checkpoint; or, for its weights as they "
@@ -132,7 +132,7 @@ def stored_tensors(source: Source, whole: bool) -> dict[str, dict[str, Place]]:
     return places
 
 
-def mapped(source: Source, place: Place) -> Tensor:
+def mapped(source: CheckpointReader, place: TensorLocation) -> Tensor:
     """A tensor in memory that its file backs; its bytes are not checked."""
     stored, dtype = place.stored, dtype_of(place.stored.dtype)
     if stored.start == stored.stop:
@@ -144,7 +144,7 @@ def mapped(source: Source, place: Place) -> Tensor:
 
 
 def _plans(
-    places: Mapping[str, Mapping[str, Place]], options: ExportOptions
+    places: Mapping[str, Mapping[str, TensorLocation]], options: ExportOptions
 ) -> dict[str, tuple[FilePlan, ...]]:
     """The new files of each kind; weights are cast, and no other state."""
     target = None if options.dtype is None else code_of(options.dtype, "--dtype")
@@ -167,24 +167,26 @@ def _plans(
     return plans
 
 
-def _chunks(source: Source, places: Mapping[str, Place], plan: FilePlan) -> Iterator[Chunk]:
+def _chunks(
+    source: CheckpointReader, places: Mapping[str, TensorLocation], plan: FilePlan
+) -> Iterator[Chunk]:
     """The bytes of a new file, block by block, in the same memory each time."""
     buffer = torch.empty(BLOCK, dtype=torch.uint8)
     for name, stored in plan.tensors.items():
         dtype = DTYPES[stored.dtype]
         for start, stop in cut_at_blocks(stored.start, stored.stop):
             out = buffer[: stop - start].view(dtype)
-            request = Want(places[name], (start - stored.start) // dtype.itemsize, out)
-            fill(source, [request])
+            request = ReadRequest(places[name], (start - stored.start) // dtype.itemsize, out)
+            read_into(source, [request])
             if out.dtype != request.dtype and bool(out.isinf().any()):
                 _check_range(source, name, request)
             yield Chunk(plan.name, start, stop, (buffer[: stop - start],))
 
 
-def _check_range(source: Source, name: str, request: Want) -> None:
+def _check_range(source: CheckpointReader, name: str, request: ReadRequest) -> None:
     """Raises ``CheckpointError`` where a cast made a finite value infinite."""
     before = torch.empty(request.out.numel(), dtype=request.dtype)
-    fill(source, [Want(request.place, request.start, before)])
+    read_into(source, [ReadRequest(request.place, request.start, before)])
     lost: Tensor = request.out.isinf() & ~before.isinf()
     if count := int(lost.sum()):
         limit, largest = torch.finfo(request.out.dtype).max, float(before[lost].abs().max())

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.checkpoint import plain
-from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.optimizers import AS_BUILT
+from shardwise.checkpoint import json_codec
+from shardwise.checkpoint.optimizer_state import AS_BUILT
+from shardwise.checkpoint.safetensors_format import DTYPES
 from shardwise.convert.torch_reader import TorchTensor, Tree
 from shardwise.errors import CheckpointError
 
@@ -179,7 +179,7 @@ def _plain(result: NormalizedState, prefix: str, values: Tree) -> dict[str, Any]
     encoded = {}
     for key, value in values.items():
         try:
-            encoded[str(key)] = plain.encode(value, f"{prefix}.{key}")
+            encoded[str(key)] = json_codec.encode(value, f"{prefix}.{key}")
         except CheckpointError:
             result.left_out.append(f"{prefix}.{key}")
     return encoded

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.disk import explained, sync_folder
-from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.one_file import write_one_file
-from shardwise.checkpoint.source import Place, Source
+from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
+from shardwise.checkpoint.safetensors_format import dtype_of
+from shardwise.checkpoint.save_plan import MODEL
 from shardwise.convert.destination import Destination, check_room, workplace
 from shardwise.convert.export import FLOATS, ExportOptions, export, mapped, stored_tensors
 from shardwise.convert.writer import Converted, Progress
@@ -26,7 +26,7 @@ __all__ = ["export_torch_file"]
 
 
 def export_torch_file(
-    source: Source,
+    source: CheckpointReader,
     destination: Path,
     options: ExportOptions | None = None,
     progress: Progress | None = None,
@@ -53,7 +53,7 @@ def export_torch_file(
     with workplace(named.path) as folder:
         options = replace(chosen, max_file_size=1 << 62, overwrite=False)
         made = export(source, folder / "weights", options, progress)
-        with Source.open(folder / "weights") as written:
+        with CheckpointReader.open(folder / "weights") as written:
             states = {
                 name: mapped(written, place) for name, place in written.tensors(MODEL).items()
             }
@@ -67,7 +67,7 @@ def export_torch_file(
     return Converted(named.path, made.tensors, saved.nbytes, (named.path.name,), made.cast)
 
 
-def _nbytes(place: Place, dtype: torch.dtype | None) -> int:
+def _nbytes(place: TensorLocation, dtype: torch.dtype | None) -> int:
     is_cast = dtype is not None and place.stored.dtype in FLOATS
     new = dtype if dtype is not None and is_cast else dtype_of(place.stored.dtype)
     return prod(place.stored.shape) * new.itemsize

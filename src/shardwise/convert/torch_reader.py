@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.disk import explained
-from shardwise.checkpoint.dtypes import code_of
-from shardwise.checkpoint.names import inside
+from shardwise.checkpoint.safetensors_format import code_of, inside
 from shardwise.errors import CheckpointError
 
 __all__ = ["TorchTensor", "Tree", "read_torch"]

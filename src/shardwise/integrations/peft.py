@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.checkpoint.disk import explained, make_folder, sync_folder
 from shardwise.checkpoint.folder import new_token
-from shardwise.checkpoint.meeting import together
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def save_adapter(sharded: Sharded, folder: str | Path, adapter: str = "default")
             with sharded._undressed(), explained(f"writing {final}"), _told_to_all():
                 _write(model, final, states, adapter)
 
-    together(sharded.comm, "writing an adapter", write)
+    raise_on_all(sharded.comm, "writing an adapter", write)
 
 
 def is_adapters(sharded: Sharded, adapter: str = "default") -> Callable[[str], bool]:

@@ -16,8 +16,8 @@ from typing import Any
 from shardwise.checkpoint import Loaded, Saving, Training
 from shardwise.checkpoint import Saved as Written
 from shardwise.checkpoint.folder import steps
-from shardwise.checkpoint.state import NAME as DOCUMENT
-from shardwise.checkpoint.state import Document
+from shardwise.checkpoint.training_state import NAME as DOCUMENT
+from shardwise.checkpoint.training_state import Document
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from shardwise.train.config import CheckpointConfig
 from shardwise.train.data import Data

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.checkpoint.disk import MODE, make_folder
-from shardwise.checkpoint.folder import LATEST, remove, steps, sweep
+from shardwise.checkpoint.folder import LATEST, remove, remove_stale_partials, steps
 from shardwise.errors import ConfigError
 
 __all__ = ["CHECKPOINTS", "JOURNAL", "RECIPE", "Folder", "kept", "named"]
@@ -201,7 +201,7 @@ def _remove_checkpoints(folder: Path) -> None:
     for path in steps(folder):
         if (path / "manifest.json").is_file():
             remove(path)
-    sweep(folder)
+    remove_stale_partials(folder)
     with contextlib.suppress(OSError):  # something else is in it
         folder.rmdir()
 

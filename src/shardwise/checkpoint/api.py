@@ -1,0 +1,251 @@
+"""What a sharded model's handle can do with disks and state dicts: methods of ``Sharded``.
+
+Each asks first whether the model is between steps, and then hands over to the act itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import load as reading
+from shardwise.checkpoint import save as writing
+from shardwise.checkpoint.background import Background, Saving
+from shardwise.checkpoint.collectives import raise_on_all
+from shardwise.checkpoint.one_file import SavedFile, save_one_file
+from shardwise.checkpoint.optimizer_state import Given, Optimizers
+from shardwise.checkpoint.optimizer_state_dict import optimizer_state, put_optimizer_state
+from shardwise.checkpoint.options import Loaded, LoadOptions, Saved, SaveOptions
+from shardwise.checkpoint.state_dict import StateDict, model_state, put_model_state
+from shardwise.checkpoint.target import ShardedModel
+from shardwise.checkpoint.training_state import Training
+from shardwise.errors import ConfigError
+from shardwise.runtime import Runtime
+
+__all__ = [
+    "load",
+    "load_optimizer_state_dict",
+    "load_state_dict",
+    "optimizer_state_dict",
+    "resume",
+    "save",
+    "save_async",
+    "save_file",
+    "state_dict",
+]
+
+
+class Sharded(ShardedModel, Protocol):
+    """What the methods of this file need besides."""
+
+    runtime: Runtime
+    _background: Background
+
+    def admitted(self, asked: str, optimizer: Given = None) -> Optimizers:
+        """Between steps only: the optimizers, if they may be used on this model."""
+
+
+# --- folders ---------------------------------------------------------------------------------
+
+
+def save(
+    self: Sharded,
+    path: str | Path,
+    optimizer: Given = None,
+    training: Training | None = None,
+    **options: Any,
+) -> Saved:
+    """Write a checkpoint: a folder that ``transformers`` loads as it is. A collective.
+
+    Args:
+        path: the folder, such as ``"run/step-100"``; ``run/latest`` will point at it.
+        optimizer: whose state is stored, too; or several.
+        training: step, scheduler, data position: what a run needs to go on.
+        options: the fields of ``SaveOptions``.
+
+    Raises:
+        CheckpointError: on every rank alike; what was under ``path`` before still is.
+    """
+    optimizers = self.admitted("save() was called", optimizer)
+    chosen = raise_on_all(self.comm, "options of save()", lambda: SaveOptions.of(options))
+    self._background.wait_pending()
+    return writing.save(self, path, optimizers, training, chosen)
+
+
+def save_async(
+    self: Sharded,
+    path: str | Path,
+    optimizer: Given = None,
+    training: Training | None = None,
+    **options: Any,
+) -> Saving | None:
+    """``save``, but write while training goes on; ``copied_by`` says when it returns.
+
+    If that fails, the next optimizer step raises, on every rank alike.
+
+    Returns:
+        What is on its way: ``wait()`` for it before the process ends. ``None`` if the save
+        before is still being written and ``when_busy`` is ``"skip"``.
+    """
+    optimizers = self.admitted("save_async() was called", optimizer)
+    chosen = raise_on_all(self.comm, "options of save_async()", lambda: _in_background(options))
+    return self._background.save(self, path, optimizers, training, chosen)
+
+
+def _in_background(options: dict[str, Any]) -> SaveOptions:
+    chosen = SaveOptions.of(options)
+    if chosen.kind == "full":
+        raise ConfigError(
+            "kind='full' sends everything to rank 0 while it is written, which training must not "
+            "wait for. Pass kind='sharded' to save_async(), or call save()."
+        )
+    return chosen
+
+
+def load(
+    self: Sharded,
+    path: str | Path,
+    optimizer: Given = None,
+    training: Training | None = None,
+    **how: Any,
+) -> Loaded:
+    """Load a checkpoint of any number of ranks, or a Hugging Face folder. A collective.
+
+    Args:
+        path: a checkpoint's folder, ``latest``, or one safetensors file.
+        optimizer: gets its state back, too; or several.
+        training: its scheduler and scaler get theirs; and random generators are restored.
+        how: ``strict=False`` leaves out what does not fit, ``cast=True`` converts dtypes.
+
+    Raises:
+        CheckpointError: on every rank alike, naming everything that does not fit.
+    """
+    return reading.load(self, path, _wish(self, optimizer, training, how))
+
+
+def resume(
+    self: Sharded,
+    run: str | Path,
+    optimizer: Given = None,
+    training: Training | None = None,
+    **how: Any,
+) -> Loaded | None:
+    """``load`` the newest whole checkpoint ``run/step-N``. A collective.
+
+    Only what is damaged is passed over, and renamed when an older one is loaded.
+
+    Returns:
+        What was loaded; ``None`` where the run has no checkpoint.
+
+    Raises:
+        DamagedCheckpoint: it has some, and all are damaged.
+        CheckpointError: as for ``load``; also where the disk does not let the newest one be read.
+    """
+    return reading.resume(self, run, _wish(self, optimizer, training, how))
+
+
+def _wish(
+    sharded: Sharded, optimizer: Given, training: Training | None, how: dict[str, Any]
+) -> LoadOptions:
+    optimizers = sharded.admitted("a checkpoint was to be loaded", optimizer)
+    wish = raise_on_all(
+        sharded.comm, "options of load()", lambda: LoadOptions.of(optimizers, training, how)
+    )
+    sharded._background.wait_pending()
+    return wish
+
+
+# --- state dicts, and one file ---------------------------------------------------------------
+
+
+def state_dict(self: Sharded, kind: str | StateDict = "full", **how: Any) -> dict[str, Any]:
+    """The model's state dict, of FSDP's three kinds. A collective.
+
+    Args:
+        kind: ``"full"``, ``"sharded"`` or ``"local"`` (or ``"FULL_STATE_DICT"`` …), or a policy.
+        how: the fields of ``StateDict``: ``offload_to_cpu``, ``rank0_only``, ``names``.
+
+    Returns:
+        name → whole tensor, ``ShardTensor``, or plain shard; empty on ranks that ``rank0_only``
+        leaves out.
+    """
+    policy = StateDict.of(kind, how)
+    _between_steps(self, "state_dict() was called")
+    return model_state(self, policy)
+
+
+def load_state_dict(self: Sharded, states: Mapping[str, Tensor]) -> None:
+    """Give the model rank 0's whole tensors; what others pass is not looked at. A collective.
+
+    ``model.load_state_dict(states)`` does the same where every rank has them.
+
+    Raises:
+        CheckpointError: on every rank alike, naming everything that does not fit.
+    """
+    _between_steps(self, "load_state_dict() was called")
+    put_model_state(self, states)
+
+
+def optimizer_state_dict(
+    self: Sharded, optimizer: Optimizer, kind: str | StateDict = "full", **how: Any
+) -> dict[str, Any]:
+    """The optimizer's state by parameter name, of FSDP's three kinds. A collective.
+
+    Args:
+        optimizer: of this model's parameters.
+        kind: as for ``state_dict``; ``names`` are those of parameters.
+
+    Returns:
+        ``{"state": {name: {"exp_avg": …}}, "param_groups": [{"params": [name, …], …}]}``, as FSDP's
+        ``full_optim_state_dict`` gives; ``sw.numbered(…)`` of it is what a plain optimizer loads.
+    """
+    policy = StateDict.of(kind, how)
+    self.admitted("optimizer_state_dict() was called", optimizer)
+    return optimizer_state(self, optimizer, policy)
+
+
+def load_optimizer_state_dict(
+    self: Sharded, optimizer: Optimizer, states: Mapping[str, Any]
+) -> None:
+    """Give the optimizer rank 0's whole state, by name. A collective.
+
+    Raises:
+        CheckpointError: on every rank alike, naming everything that does not fit.
+    """
+    self.admitted("load_optimizer_state_dict() was called", optimizer)
+    put_optimizer_state(self, optimizer, states)
+
+
+def save_file(
+    self: Sharded, path: str | Path, names: Callable[[str], bool] | None = None, **how: Any
+) -> SavedFile:
+    """Write the whole model as one file, which rank 0 must have room for. A collective.
+
+    ``plain.load_state_dict(torch.load("mnist_cnn.pt", weights_only=True))`` reads it.
+
+    Args:
+        path: ends with ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``.
+        names: which tensors; ``None`` is all.
+        how: nothing else can be chosen.
+
+    Raises:
+        ConfigError: it was tried.
+        CheckpointError: on every rank alike; what was there before under this name still is.
+    """
+    if how:
+        raise ConfigError(
+            f"save_file() has no option {', '.join(how)}: the file is whole, and rank 0's alone. "
+            "Leave it out; state_dict() gives the other kinds."
+        )
+    policy = StateDict("full", rank0_only=True, names=names)
+    _between_steps(self, "save_file() was called")
+    return save_one_file(self, path, policy)
+
+
+def _between_steps(sharded: Sharded, asked: str) -> None:
+    sharded.admitted(asked)
+    sharded.runtime.await_readers()

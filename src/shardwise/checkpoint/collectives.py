@@ -1,0 +1,202 @@
+"""How ranks tell each other short texts: over their comm, or through files in a folder.
+
+While training stands still there is the comm, and a rank that died is found at once. A save in the
+background must not use it, since the steps do; there, every rank leaves a file beside the data,
+and rank 0 looks for them, with a limit to its patience and names for whom it waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Event
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise import errors
+from shardwise.checkpoint.disk import explained, write_file
+from shardwise.comm.desync import by_ranks, differing_facts, named
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import CheckpointError, RanksDisagree, ShardwiseError
+
+__all__ = [
+    "all_gather_text",
+    "await_parts",
+    "broadcast_text",
+    "check_same_on_all",
+    "joined_message",
+    "leave_part",
+    "raise_on_all",
+    "run_on_rank_0",
+]
+
+T = TypeVar("T")
+
+SHORT = 4096  # bytes of a text that all ranks send at once; the rest of a longer one goes alone
+
+PATIENCE = 1800.0  # seconds without a new part, after which a rank counts as gone
+NAPS = 0.02, 0.5  # seconds between two looks, the first and the longest
+
+
+def all_gather_text(comm: Comm, text: str, what: str) -> list[str]:
+    """Every rank's ``text``, by rank. A collective; ``what`` names it.
+
+    A gather alone would pad all texts to the longest: 256 ranks, of which one has 8 MB to say,
+    would each need 2 GB. So only the beginnings are gathered, and the rest is broadcast.
+    """
+    data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+    lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
+    lengths[comm.rank] = len(data)
+    comm.all_gather(lengths, Label("gather", f"lengths of {what}")).wait()
+    counts = [int(count) for count in lengths.tolist()]
+    width = min(SHORT, max(counts))
+    full = torch.zeros(comm.size, width, dtype=torch.uint8, device=comm.device)
+    begin = data[:width]
+    full[comm.rank, : len(begin)] = begin.to(comm.device)
+    comm.all_gather(full.view(-1), Label("gather", what)).wait()
+    texts = [
+        bytes(row.tobytes()[:count]) for row, count in zip(full.cpu().numpy(), counts, strict=True)
+    ]
+    for rank, count in enumerate(counts):
+        if count > width:
+            texts[rank] += _rest(comm, data[width:], rank, Label("broadcast", what), count - width)
+    return [text[:-1].decode() for text in texts]
+
+
+def _rest(comm: Comm, data: Tensor, root: int, label: Label, count: int) -> bytes:
+    """``root``'s ``data``, ``[count]`` bytes, on every rank."""
+    rest = torch.empty(count, dtype=torch.uint8, device=comm.device)
+    if comm.rank == root:
+        rest.copy_(data)
+    comm.broadcast(rest, root, label).wait()
+    return rest.cpu().numpy().tobytes()
+
+
+def broadcast_text(comm: Comm, text: str, what: str) -> str:
+    """Rank 0's ``text`` on every rank; the others' is not looked at. A collective."""
+    return all_gather_text(comm, text if comm.rank == 0 else "", what)[0]
+
+
+def run_on_rank_0(comm: Comm, what: str, act: Callable[[], str]) -> str:
+    """What ``act()`` returns on rank 0, which alone calls it, on every rank. A collective.
+
+    Raises:
+        ShardwiseError: as ``raise_on_all`` does.
+    """
+    text = raise_on_all(comm, what, lambda: act() if comm.rank == 0 else "")
+    return broadcast_text(comm, text, what)
+
+
+def raise_on_all(comm: Comm, what: str, act: Callable[[], T]) -> T:
+    """``act()`` on every rank; if it fails on any, all raise, naming each rank. A collective.
+
+    Raises:
+        ShardwiseError: of the class that all ranks that failed raised; a ``CheckpointError`` where
+            these differ, or are not ours.
+    """
+    result: list[T] = []
+    failure: Exception | None = None
+    try:
+        result.append(act())
+    except RanksDisagree:  # then nobody can be told
+        raise
+    except Exception as error:  # noqa: BLE001 - raised again, on all ranks
+        failure = error
+    texts_by_rank = all_gather_text(
+        comm, "" if failure is None else json.dumps(_told(failure)), what
+    )
+    failed = {rank: json.loads(text) for rank, text in enumerate(texts_by_rank) if text}
+    if failed:
+        kinds = {kind for kind, _ in failed.values()}
+        kind = getattr(errors, kinds.pop() if len(kinds) == 1 else "", CheckpointError)
+        texts = {rank: text for rank, (_, text) in failed.items()}
+        raise kind(joined_message(texts, comm.size)) from failure
+    return result[0]
+
+
+def _told(failure: Exception) -> tuple[str, str]:
+    """The class of an error and its message, for the other ranks."""
+    if isinstance(failure, ShardwiseError):
+        return type(failure).__name__, str(failure)
+    return CheckpointError.__name__, f"{type(failure).__name__}: {failure}"
+
+
+def check_same_on_all(comm: Comm, facts: Mapping[str, str]) -> None:
+    """Raises ``CheckpointError`` on every rank if a fact differs between ranks. A collective.
+
+    Unlike after ``comm.agree``, the ranks can go on together.
+    """
+    mine = json.dumps(dict(facts))
+    if (
+        len(
+            set(
+                all_gather_text(comm, hashlib.sha256(mine.encode()).hexdigest(), "digests of facts")
+            )
+        )
+        == 1
+    ):
+        return
+    texts_by_rank = [json.loads(text) for text in all_gather_text(comm, mine, "facts")]
+    raise CheckpointError(
+        "the ranks do not save the same:\n" + "\n".join(differing_facts(texts_by_rank)) + "\n"
+        "Nothing was written. Pass the same on every rank; what differs by rank belongs in "
+        "Training(local=...)."
+    )
+
+
+def joined_message(failed: Mapping[int, str], world: int) -> str:
+    """What ranks said, each thing once, with the ranks that said it."""
+    if len(failed) == world and len(set(failed.values())) == 1:
+        return failed[0]
+    return "\n".join(by_ranks(failed))
+
+
+# --- without the comm ------------------------------------------------------------------------
+
+
+def _part(folder: Path, rank: int) -> Path:
+    return folder / f".part-{rank:05d}.json"
+
+
+def leave_part(folder: Path, rank: int, text: str) -> None:
+    """Leave this rank's text for rank 0, whole or not at all."""
+    path = _part(folder, rank)
+    unfinished = path.with_suffix(".tmp")
+    write_file(unfinished, text.encode())
+    unfinished.replace(path)
+
+
+def await_parts(
+    folder: Path, world: int, cancelled: Event, patience: float = PATIENCE
+) -> list[str]:
+    """Every rank's text, by rank; the files are gone afterwards. Rank 0's.
+
+    Raises:
+        CheckpointError: for ``patience`` seconds no further rank left its text, or ``cancelled``.
+    """
+    found: dict[int, str] = {}
+    nap, longest = NAPS
+    last = time.monotonic()
+    while len(found) < world:
+        for rank in set(range(world)) - set(found):
+            with explained(f"looking for what rank {rank} left in {folder.name}"):
+                if (path := _part(folder, rank)).exists():
+                    found[rank] = path.read_text("utf-8")
+                    path.unlink()
+                    last, nap = time.monotonic(), NAPS[0]
+        absent = [rank for rank in range(world) if rank not in found]
+        if absent and time.monotonic() - last > patience:
+            raise CheckpointError(
+                f"{folder}: {named(absent)} of {world} did not finish writing within "
+                f"{patience:,.0f} s after the last that did, so this checkpoint is given up. Look "
+                "whether that rank still lives, and whether its host still reaches the disk."
+            )
+        if absent and cancelled.wait(nap):
+            raise CheckpointError(f"{folder}: this save was given up; {named(absent)} was absent.")
+        nap = min(longest, 1.5 * nap)
+    return [found[rank] for rank in range(world)]

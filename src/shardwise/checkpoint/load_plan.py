@@ -1,0 +1,400 @@
+"""What of a checkpoint goes where on this rank, and everything that does not fit.
+
+A load that stops at the first wrong name is repeated as often as there are wrong names, and one
+that skips what does not fit trains garbage. So all of it is compared first, with nothing changed;
+then it is a list of ranges to read, and a few values to hand over when they have been read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import training_state
+from shardwise.checkpoint.local_shards import ParamShard, param_shards, persistent_buffers
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.optimizer_state import Named, Restored, restored
+from shardwise.checkpoint.options import Loaded, LoadOptions
+from shardwise.checkpoint.read_requests import ReadRequest, request
+from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
+from shardwise.checkpoint.safetensors_format import DTYPES, PACKED, Stored, code_of
+from shardwise.checkpoint.save_plan import BUFFER, MODEL, OPTIMIZER, RANKS, RNG
+from shardwise.checkpoint.target import ShardedModel
+from shardwise.checkpoint.training_state import Document, Training
+from shardwise.errors import CheckpointError, nearest
+
+__all__ = [
+    "LoadPlan",
+    "Matched",
+    "OpenCheckpoint",
+    "Wanted",
+    "match",
+    "open_checkpoint",
+]
+
+NEAREST = 20
+"""Missing names for which the nearest stored one is looked up: each costs a comparison with all."""
+
+
+class Wanted(NamedTuple):
+    """A tensor that the model has: all its names, the first first."""
+
+    names: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What fits, and what does not.
+
+    Attributes:
+        pairs: the model's (first) name → the stored one; what is to be read.
+        missing: names that are not stored.
+        unexpected: stored names that the model does not have.
+        misshapen: names stored in another shape.
+        foreign: names stored in a dtype that cannot be converted.
+        cast: names in ``pairs`` that are stored in another dtype.
+        details: a line about each of these, by name.
+    """
+
+    pairs: Mapping[str, str]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: tuple[str, ...]
+    foreign: tuple[str, ...]
+    cast: tuple[str, ...]
+    details: Mapping[str, str]
+
+    def problems(self, cast: bool) -> list[str]:
+        """One line for each thing that does not fit; conversions count unless ``cast``."""
+        names = [*self.missing, *self.unexpected, *self.misshapen, *self.foreign]
+        return [self.details[name] for name in names + ([] if cast else list(self.cast))]
+
+
+def match(
+    wanted: Sequence[Wanted], stored: Mapping[str, Stored], aliases: Mapping[str, str]
+) -> Matched:
+    """Find each wanted tensor.
+
+    Args:
+        stored: what the files hold, by name.
+        aliases: further names that the files' writer knew → the stored name.
+    """
+    pairs, details = {}, {}
+    missing, misshapen, foreign, cast = [], [], [], []
+    known: set[str] = set()
+    for names, dtype, shape in wanted:
+        name = names[0]
+        found = _find(names, stored, aliases)
+        known.update(names, [] if found is None else [found])
+        if found is None:
+            missing.append(name)
+            continue
+        there = stored[found]
+        if there.shape != shape:
+            misshapen.append(name)
+            details[name] = f"{name}: stored as {there.shape}, the model has {shape}"
+        elif there.dtype != dtype and not _converts(there.dtype, dtype):
+            foreign.append(name)
+            details[name] = f"{name}: stored as {there.dtype}, the model has {dtype}"
+        else:
+            pairs[name] = found
+            if there.dtype != dtype:
+                cast.append(name)
+                details[name] = f"{name}: stored as {there.dtype}, the model has {dtype}"
+    unexpected = [name for name in stored if name not in known]
+    details |= {name: f"{name}: stored, and the model has no such name" for name in unexpected}
+    details |= _missing(missing, unexpected or list(stored))
+    return Matched(
+        pairs,
+        tuple(missing),
+        tuple(unexpected),
+        tuple(misshapen),
+        tuple(foreign),
+        tuple(cast),
+        details,
+    )
+
+
+def _find(
+    names: Iterable[str], stored: Mapping[str, Stored], aliases: Mapping[str, str]
+) -> str | None:
+    for name in names:
+        for candidate in (name, aliases.get(name)):
+            if candidate is not None and candidate in stored:
+                return candidate
+    return None
+
+
+def _converts(stored: str, wanted: str) -> bool:
+    """Can torch? It has no arithmetic on packed elements."""
+    known = stored in DTYPES and not {stored, wanted} & set(PACKED)
+    return known and DTYPES[stored].is_floating_point and DTYPES[wanted].is_floating_point
+
+
+def _missing(names: Sequence[str], there: Sequence[str]) -> dict[str, str]:
+    details = {name: f"{name}: not stored" for name in names}
+    for name in names[:NEAREST]:
+        if like := nearest(name, there, 1):
+            details[name] += f"; nearest stored is {like[0]}"
+    return details
+
+
+GRADIENTS = "gradients"
+IN_A_STEP = (
+    "gradients: an earlier shardwise saved this in the middle of an accumulation, and gradients "
+    "are not loaded any more; the step begins anew"
+)
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """What a folder holds."""
+
+    source: CheckpointReader
+    weights: Mapping[str, TensorLocation]
+    document: Document | None
+    states: Mapping[str, TensorLocation]
+    own: Mapping[str, TensorLocation]
+    has_gradients: bool
+
+    def encode(self) -> str:
+        """As a text for ranks that do not see the folder, of which ``manifest`` is there."""
+        assert self.source.manifest is not None
+        tensors = [self.weights, self.states, self.own]
+        named = [{n: [p.file, *p.stored] for n, p in some.items()} for some in tensors]
+        manifest = self.source.manifest.encode().decode()
+        document = self.source.bytes(training_state.NAME).decode() if self.document else ""
+        return json.dumps([str(self.source.folder), manifest, document, *named])
+
+    @classmethod
+    def decode(cls, text: str) -> OpenCheckpoint:
+        """What ``encode`` gave; nothing of it is opened."""
+        folder, manifest, document, *named = json.loads(text)
+        weights, states, own = (
+            {
+                name: TensorLocation(file, Stored(dtype, tuple(shape), *ends))
+                for name, (file, dtype, shape, *ends) in some.items()
+            }
+            for some in named
+        )
+        source = CheckpointReader(Path(folder), Manifest.decode(manifest.encode(), folder))
+        decoded = Document.decode(document.encode(), folder) if document else None
+        return cls(source, weights, decoded, states, own, False)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        manifest = self.source.manifest
+        return {} if manifest is None else manifest.aliases
+
+    @property
+    def identity(self) -> str:
+        """The same text on ranks that see the same checkpoint."""
+        manifest = self.source.manifest
+        if manifest is not None:
+            return f"{self.source.folder.name} {manifest.token}"
+        text = hashlib.sha256(repr(sorted(self.weights.items())).encode()).hexdigest()
+        return f"{self.source.folder.name} {text[:16]}"
+
+
+def open_checkpoint(path: str | Path, options: LoadOptions, stack: ExitStack) -> OpenCheckpoint:
+    """Open the checkpoint that ``path`` means; ``stack`` closes it.
+
+    Raises:
+        CheckpointError: there is none, it is not complete, or it is malformed.
+    """
+    source = stack.enter_context(CheckpointReader.open(path))
+    weights = source.tensors(MODEL)
+    if not weights:
+        raise CheckpointError(
+            f"{source.folder} holds no model.safetensors and no index of several. Name a folder "
+            "that shardwise or a Hugging Face library wrote; pickled files (.bin, .pt) are not "
+            "read, since a pickle can run anybody's code."
+        )
+    document, states, own, has_gradients = None, {}, {}, False
+    if source.manifest is not None and source.has(training_state.NAME):
+        document = Document.decode(
+            source.bytes(training_state.NAME), str(source.folder / training_state.NAME)
+        )
+        states = source.tensors(OPTIMIZER) if options.optimizers else {}
+        own = source.tensors(RANKS)
+        has_gradients = bool(source.names(GRADIENTS))
+    return OpenCheckpoint(source, weights, document, states, own, has_gradients)
+
+
+class LoadPlan:
+    """What of a checkpoint goes where on this rank.
+
+    Raises:
+        CheckpointError: something does not fit; all of it, in one error.
+    """
+
+    def __init__(self, sharded: ShardedModel, found: OpenCheckpoint, options: LoadOptions) -> None:
+        self._found, self._comm, self._buckets = found, sharded.comm, sharded.buckets
+        places = param_shards(sharded.buckets)
+        buffers = persistent_buffers(sharded.model)
+        self._matched = _match(places, buffers, found)
+        self._inexact: list[str] = []
+        self._optimizers: Restored | None = None
+        problems = self._matched.problems(options.cast)
+        if options.optimizers:
+            self._optimizers = _optimizers(found, options, Named(places))
+            problems += self._optimizers.problems
+        problems += _absent(found, options)
+        if options.training is not None and found.has_gradients:
+            self._inexact.append(IN_A_STEP)
+            problems.append(IN_A_STEP)
+        if options.strict and problems:
+            raise _unfit(found, problems)
+        self.wants = [*self._parameters(places), *self._buffers(buffers)]
+        if self._optimizers is not None:
+            self.wants += self._optimizers.wants()
+        self._rng = self._generators() if options.training is not None else {}
+
+    def apply(self, training: Training | None) -> None:
+        """What is restored when all bytes have been read."""
+        for buffer, value in self._late:
+            buffer.copy_(value)
+        if self._optimizers is not None:
+            self._optimizers.apply()
+        if training is None:
+            return
+        for bucket in self._buckets:  # a checkpoint is of the moment between two steps
+            bucket.gradients.drop()
+            for param in bucket.params:
+                param.grad = None
+        document = self._found.document
+        if document is None:
+            return
+        for owner, values in (
+            (training.scheduler, document.scheduler),
+            (training.scaler, document.scaler),
+        ):
+            if owner is not None and values is not None:
+                owner.load_state_dict(values)
+        if self._rng:
+            training_state.restore_rng(self._rng, self._comm.device)
+
+    def report(self) -> Loaded:
+        matched, found = self._matched, self._found
+        left_out = self._optimizers.left_out if self._optimizers else ()
+        same = found.document is not None and found.document.world == self._comm.size
+        return Loaded(
+            path=found.source.folder,
+            checked=found.source.manifest is not None,
+            missing=matched.missing,
+            unexpected=matched.unexpected,
+            misshapen=matched.misshapen + matched.foreign,
+            cast=matched.cast,
+            inexact=(*self._inexact, *(f"no optimizer state of {name}" for name in left_out)),
+            document=found.document,
+            local=found.document.local[self._comm.rank] if found.document and same else None,
+        )
+
+    def _place(self, name: str) -> TensorLocation | None:
+        stored = self._matched.pairs.get(name)
+        return None if stored is None else self._found.weights[stored]
+
+    def _parameters(self, places: Sequence[ParamShard]) -> Iterator[ReadRequest]:
+        for shard in places:
+            if place := self._place(shard.member.name):
+                yield request(place, shard.start, shard.value)
+
+    def _buffers(self, buffers: Sequence[tuple[tuple[str, ...], Tensor]]) -> Iterator[ReadRequest]:
+        """Every rank reads them whole: its own, where ranks differed and are as many."""
+        self._late: list[tuple[Tensor, Tensor]] = []
+        rank, world = self._comm.rank, self._comm.size
+        for names, buffer in buffers:
+            place = self._place(names[0])
+            if place is None:
+                continue
+            start, own = 0, self._found.own.get(BUFFER + names[0])
+            if own is not None and own.stored.shape == (world, *buffer.shape):
+                place, start = own, rank * buffer.numel()
+            elif own is not None:
+                self._inexact.append(
+                    f"buffer {names[0]} differed between {own.stored.shape[0]} ranks; all have "
+                    "rank 0's now"
+                )
+            memory = buffer if buffer.is_contiguous() else torch.empty_like(buffer).contiguous()
+            if memory is not buffer:
+                self._late.append((buffer, memory))
+            yield request(place, start, memory)
+
+    def _generators(self) -> dict[str, Tensor]:
+        document, comm = self._found.document, self._comm
+        if document is None or document.world != comm.size:
+            before = "not known" if document is None else f"{document.world} → {comm.size}"
+            self._inexact.append(
+                f"world size {before}: RNG states not restored, so dropout draws other numbers"
+            )
+            return {}
+        states = {}
+        for name, place in self._found.own.items():
+            if name.startswith(RNG):
+                size = place.stored.shape[1]
+                states[name.removeprefix(RNG)] = torch.empty(size, dtype=torch.uint8)
+                self.wants.append(request(place, comm.rank * size, states[name.removeprefix(RNG)]))
+        return states
+
+
+def _match(
+    places: Sequence[ParamShard],
+    buffers: Sequence[tuple[tuple[str, ...], Tensor]],
+    found: OpenCheckpoint,
+) -> Matched:
+    asked = [
+        Wanted(
+            shard.member.aliases,
+            code_of(shard.value.dtype, shard.member.name),
+            tuple(shard.member.shape),
+        )
+        for shard in places
+    ]
+    asked += [Wanted(n, code_of(b.dtype, n[0]), tuple(b.shape)) for n, b in buffers]
+    stored = {name: place.stored for name, place in found.weights.items()}
+    return match(asked, stored, found.aliases)
+
+
+def _optimizers(found: OpenCheckpoint, options: LoadOptions, named: Named) -> Restored:
+    if found.document is None or not found.document.optimizers:
+        raise CheckpointError(
+            f"{found.source.folder} holds no optimizer state, and an optimizer was passed to "
+            "load. Leave it out to load the weights alone, and begin with a fresh optimizer."
+        )
+    records = found.document.optimizers
+    return restored(options.optimizers, named, records, found.states, found.aliases)
+
+
+def _absent(found: OpenCheckpoint, options: LoadOptions) -> list[str]:
+    """What the caller wants restored and nobody saved."""
+    document, training = found.document, options.training
+    if training is None:
+        return []
+    if document is None:
+        return ["training state: none is stored"]
+    asked = {"scheduler": training.scheduler, "scaler": training.scaler}
+    stored = {"scheduler": document.scheduler, "scaler": document.scaler}
+    return [
+        f"{name}: its state is not stored"
+        for name, owner in asked.items()
+        if owner is not None and stored[name] is None
+    ]
+
+
+def _unfit(found: OpenCheckpoint, problems: Sequence[str]) -> CheckpointError:
+    lines = "".join(f"\n  {line}" for line in problems)
+    return CheckpointError(
+        f"{found.source.folder} does not fit what is to be loaded, in {len(problems)} points; "
+        f"nothing was changed:{lines}\nLoad it into the model that was saved; or pass "
+        "strict=False to load what fits (the result lists the rest), cast=True to convert dtypes."
+    )

@@ -1,0 +1,177 @@
+"""What there is to store, and the part of it that this rank holds, where it lies in memory.
+
+Parameters, optimizer state, and what each rank has of its own are all the same thing here: a
+name, a whole shape, and for every rank a range of elements. So one writer and one reader serve
+all of them, and a strategy, a number of ranks or a choice of units is nothing but other ranges.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.bucket import BucketSpec
+from shardwise.buffers import Bucket
+from shardwise.checkpoint.plan import Entry, Held
+from shardwise.checkpoint.safetensors_format import code_of
+from shardwise.layout import Layout, Slot
+from shardwise.sharding import Sharding
+from shardwise.torch_internals import buffers_of
+from shardwise.units import Member
+
+__all__ = [
+    "LocalShard",
+    "ParamShard",
+    "own_rows",
+    "param_shards",
+    "persistent_buffers",
+    "warn_of_extra_state",
+    "weights",
+]
+
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True, eq=False)
+class LocalShard:
+    """A tensor to store.
+
+    Attributes:
+        entry: what it is as a whole.
+        value: the elements that this rank holds; any shape, any device.
+        start: which element of the flattened tensor the first of them is.
+    """
+
+    entry: Entry
+    value: Tensor
+    start: int
+
+    @property
+    def data(self) -> Tensor:
+        """The bytes of ``value``, ``[bytes]`` uint8, where they lie."""
+        return self.value.detach().reshape(-1).view(torch.uint8)
+
+    def clone(self) -> LocalShard:
+        """The same, of the value as it is now."""
+        return replace(self, value=self.value.detach().clone())
+
+
+@dataclass(frozen=True, eq=False)
+class ParamShard:
+    """Where a parameter's elements are.
+
+    Attributes:
+        member: the parameter and its names.
+        held: who holds which elements.
+        value: this rank's part of it, as at rest.
+        start: which element of the flattened parameter the first of them is.
+        sharding: how the ranks put their parts together; ``None``: every rank has all of it.
+    """
+
+    member: Member
+    held: tuple[Held, ...]
+    value: Tensor
+    start: int
+    sharding: Sharding | None
+
+    def stored_as(self, name: str, value: Tensor) -> LocalShard:
+        """A tensor that has one element for each of the parameter's, stored as ``name``."""
+        shape = tuple(self.member.shape)
+        return LocalShard(
+            Entry(name, code_of(value.dtype, name), shape, self.held), value, self.start
+        )
+
+
+def param_shards(buckets: Iterable[Bucket]) -> list[ParamShard]:
+    """Every parameter, in the order of slots: what a rank holds of a bucket is one range."""
+    return [shard for bucket in buckets for shard in _shards_of(bucket)]
+
+
+def _shards_of(bucket: Bucket) -> Iterator[ParamShard]:
+    spec = bucket.spec
+    bucket.adopt()
+    views = spec.rest_views(bucket.shard)
+    for index in sorted(range(len(views)), key=lambda k: (spec.slots[k].start, spec.slots[k].stop)):
+        sharding = spec.sharding(index)
+        split = sharding if spec.placement.splits else None
+        held = _held(spec, spec.slots[index])
+        yield ParamShard(spec.members[index], held, views[index], sharding.start, split)
+
+
+def _held(spec: BucketSpec, slot: Slot) -> tuple[Held, ...]:
+    if slot.numel == 0:
+        return ()
+    if not spec.placement.splits:
+        return (Held(0, slot.numel, tuple(range(spec.comm.size))),)
+    return _cut(spec.layout, slot)
+
+
+@lru_cache(maxsize=1 << 14)  # every save of a run has the same layout
+def _cut(layout: Layout, slot: Slot) -> tuple[Held, ...]:
+    return tuple(Held(*layout.owned(slot, rank), (rank,)) for rank in layout.owners(slot))
+
+
+def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[LocalShard], dict[str, str]]:
+    """Parameters and persistent buffers, each once; and further names → the name it is stored by.
+
+    Buffers are whole on every rank; rank 0's are stored.
+    """
+    found: list[LocalShard] = []
+    aliases: dict[str, str] = {}
+    for shard in param_shards(buckets):
+        found.append(shard.stored_as(shard.member.name, shard.value))
+        aliases |= dict.fromkeys(shard.member.aliases[1:], shard.member.name)
+    for names, buffer in persistent_buffers(model):
+        aliases |= dict.fromkeys(names[1:], names[0])
+        found.append(of_rank_0(names[0], buffer))
+    warn_of_extra_state(model, "checkpoint")
+    return found, aliases
+
+
+def of_rank_0(name: str, value: Tensor) -> LocalShard:
+    """A tensor that is stored as rank 0 has it."""
+    shape, numel = tuple(value.shape), value.numel()
+    held = (Held(0, numel, (0,)),) if numel else ()
+    entry = Entry(name, code_of(value.dtype, name), shape, held, everywhere=True)
+    return LocalShard(entry, value, 0)
+
+
+def own_rows(values: Mapping[str, Tensor], rank: int, world: int) -> list[LocalShard]:
+    """Tensors that every rank has one of, alike in shape and dtype, stored as ``[world, …]``."""
+    found = []
+    for name, value in values.items():
+        size = value.numel()
+        held = tuple(Held(r * size, (r + 1) * size, (r,)) for r in range(world) if size)
+        entry = Entry(name, code_of(value.dtype, name), (world, *value.shape), held)
+        found.append(LocalShard(entry, value, rank * size))
+    return found
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
+    """Each persistent buffer once, with all its names, in order of registration."""
+    names: dict[int, list[str]] = {}
+    buffers: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in buffers_of(module).items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(id(buffer), []).append(f"{prefix}.{name}".lstrip("."))
+                buffers[id(buffer)] = buffer
+    return [(tuple(found), buffers[key]) for key, found in names.items()]
+
+
+def warn_of_extra_state(model: nn.Module, what: str) -> None:
+    """Say that ``get_extra_state`` of modules is not in this ``what``."""
+    plain = nn.Module.get_extra_state
+    if odd := [name for name, m in model.named_modules() if type(m).get_extra_state is not plain]:
+        log.warning(
+            "%d modules keep extra state (get_extra_state), the first is %r; it may be any object, "
+            "which only pickle could write, so it is not in this %s",
+            len(odd),
+            odd[0],
+            what,
+        )

@@ -1,0 +1,388 @@
+"""Optimizer state by parameter name, whatever the groups, the ranks and the optimizer's order.
+
+torch numbers parameters by their place in the groups, so its saved state fits one script and one
+model. Here each element-wise state is a tensor of the whole parameter's shape, ``exp_avg/NAME``,
+stored by ranges like the parameter; what is one number for the parameter (``step``) is a
+0-dim tensor; and a group's options are kept with the names of its parameters.
+
+On the way back state tensors that exist in the right shape are filled where they are, so loading
+needs no second copy. Every parameter brings its own options, and a group whose parameters disagree
+is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import json_codec
+from shardwise.checkpoint.local_shards import LocalShard, ParamShard, of_rank_0
+from shardwise.checkpoint.read_requests import ReadRequest, request
+from shardwise.checkpoint.reader import TensorLocation
+from shardwise.checkpoint.safetensors_format import dtype_of
+from shardwise.comm.malloc import in_huge_pages
+from shardwise.errors import CheckpointError
+from shardwise.optim.gate import BOOKKEEPING
+from shardwise.shard_tensor import ShardTensor
+
+__all__ = [
+    "AS_BUILT",
+    "Given",
+    "Named",
+    "Optimizers",
+    "Restored",
+    "as_optimizers",
+    "check_key",
+    "contents",
+    "is_scalar",
+    "params_of",
+    "part_of",
+    "restored",
+    "states_of",
+]
+
+Optimizers = Sequence[Optimizer]
+Given = Optimizer | Iterable[Optimizer] | None
+
+AS_BUILT = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Options that say of what or how to compute, not what: they stay as the optimizer was made."""
+
+
+def as_optimizers(given: Given) -> tuple[Optimizer, ...]:
+    """One, several or none, as a tuple."""
+    if given is None:
+        return ()
+    found = (given,) if isinstance(given, Optimizer) else tuple(given)
+    for one in found:
+        if not isinstance(one, Optimizer):
+            raise CheckpointError(
+                f"optimizer is a {type(one).__qualname__}, and not a torch.optim.Optimizer. Pass "
+                "the optimizer, or several of them in a list."
+            )
+    return found
+
+
+class Named:
+    """The parameters of a model, found by the objects that optimizers hold."""
+
+    def __init__(self, places: Sequence[ParamShard]) -> None:
+        self.places = places
+        self._by_id = {id(shard.member.param): shard for shard in places}
+
+    def shard(self, param: Tensor, optimizer: Optimizer) -> ParamShard:
+        """Where the parameter is, and what it is called.
+
+        Raises:
+            CheckpointError: it is none of this model's.
+        """
+        if id(param) not in self._by_id:
+            raise CheckpointError(
+                f"{type(optimizer).__qualname__} holds a parameter of shape {tuple(param.shape)} "
+                "that is none of this sharded model's, so it has no name to be stored by. Pass the "
+                "optimizer of this model's parameters."
+            )
+        return self._by_id[id(param)]
+
+
+def contents(optimizers: Optimizers, named: Named) -> tuple[list[LocalShard], list[Any]]:
+    """The tensors to store, and the rest as JSON, one record for each optimizer."""
+    elements: dict[str, dict[str, Tensor]] = {}  # state name → parameter → this rank's part
+    scalars: list[LocalShard] = []
+    records = []
+    for optimizer in optimizers:
+        values: dict[str, dict[str, Any]] = {}
+        for shard, key, value in states_of(optimizer, named):
+            name = shard.member.name
+            if not isinstance(value, Tensor):
+                where = f"optimizer state {key!r} of {name!r}"
+                values.setdefault(name, {})[key] = json_codec.encode(value, where)
+            elif is_scalar(key, value, shard.member.shape):
+                scalars.append(of_rank_0(f"{key}/{name}", value))
+            else:
+                elements.setdefault(key, {})[name] = part_of(key, value, shard)
+        groups = [_group(group, optimizer, named) for group in optimizer.param_groups]
+        records.append({"class": type(optimizer).__qualname__, "groups": groups, "values": values})
+    found = [
+        shard.stored_as(f"{key}/{shard.member.name}", parts[shard.member.name])
+        for key, parts in sorted(elements.items())
+        for shard in named.places
+        if shard.member.name in parts
+    ]
+    return found + sorted(scalars, key=lambda scalar: scalar.entry.name), records
+
+
+def states_of(optimizer: Optimizer, named: Named) -> Iterator[tuple[ParamShard, str, Any]]:
+    """Each state of each parameter: whose, its key, and the value on this rank."""
+    for param in params_of(optimizer):
+        shard = named.shard(param, optimizer)
+        for key, value in optimizer.state.get(param, {}).items():
+            check_key(key, shard.member.name)
+            yield shard, key, value.to_local() if isinstance(value, ShardTensor) else value
+
+
+def is_scalar(key: str, value: Tensor, shape: torch.Size) -> bool:
+    """Is it one number for the whole parameter of this shape, and not one for each element?"""
+    return value.ndim == 0 and (key in BOOKKEEPING or len(shape) > 0)
+
+
+def part_of(key: str, value: Tensor, shard: ParamShard) -> Tensor:
+    """The elements of this state that belong to the rank's part of the parameter.
+
+    Raises:
+        CheckpointError: it has not one value for each element.
+    """
+    if value.shape == shard.value.shape:
+        return value
+    if len(shard.member.shape) == 0 and value.ndim == 0:  # of a 0-dim parameter that others hold
+        return value.reshape(-1)[:0]
+    raise CheckpointError(
+        f"optimizer state {key!r} of {shard.member.name!r} has shape {tuple(value.shape)}; the "
+        f"parameter's shard has {tuple(shard.value.shape)} (of {tuple(shard.member.shape)}). Only "
+        "state with one value for each element, or one for the parameter, can be cut anew for "
+        "another number of ranks. Use an elementwise optimizer, or leave the optimizer out."
+    )
+
+
+def _group(group: dict[str, Any], optimizer: Optimizer, named: Named) -> dict[str, Any]:
+    kind = type(optimizer).__qualname__
+    return {
+        "params": [named.shard(param, optimizer).member.name for param in group["params"]],
+        "options": {
+            key: json_codec.encode(value, f"option {key!r} of {kind}")
+            for key, value in group.items()
+            if key not in AS_BUILT
+        },
+    }
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Every parameter that the optimizer holds, group by group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def check_key(key: object, name: str) -> None:
+    """Raises ``CheckpointError`` if no tensor can be stored under this key."""
+    if not isinstance(key, str) or not key or "/" in key:
+        raise CheckpointError(
+            f"the optimizer keeps state under the key {key!r} for {name!r}; only texts without "
+            "'/' can be stored."
+        )
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What a checkpoint says of one parameter."""
+
+    kind: str  # the optimizer's class
+    options: Mapping[str, Any]
+    values: Mapping[str, Any]
+    tensors: Mapping[str, TensorLocation]
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    optimizer: Optimizer
+    group: dict[str, Any]
+    param: Tensor
+    shard: ParamShard
+    saved: _Saved | None
+
+
+class Restored:
+    """State on its way into optimizers.
+
+    Attributes:
+        problems: one line for each thing that does not fit.
+        left_out: names of parameters whose state is not loaded, in the model or in the files.
+    """
+
+    def __init__(
+        self, targets: Sequence[_Target], saved: Mapping[str, _Saved], loose: Sequence[str] = ()
+    ) -> None:
+        """``loose``: names of parameters with state, but in no group."""
+        self._targets = targets
+        used = {id(target.saved) for target in targets}
+        absent = [target.shard.member.name for target in targets if target.saved is None]
+        extra = [name for name, found in saved.items() if id(found) not in used]
+        self.problems = [f"{name}: its optimizer state is not stored" for name in absent]
+        self.problems += [f"{name}: stored, and no optimizer has this parameter" for name in extra]
+        self.problems += [f"{name}: it has state, and is in no stored group" for name in loose]
+        self.problems += [line for target in targets for line in _misfits(target)]
+        self.problems += _conflicts(targets)
+        self.left_out = (*absent, *extra, *loose)
+        self._states: list[tuple[_Target, dict[str, Any]]] = []
+
+    def wants(self) -> list[ReadRequest]:
+        """What is to be read, into state that exists or is made here."""
+        found = []
+        for target in self._targets:
+            state: dict[str, Any] = {}
+            for key, place in _fitting(target):
+                state[key], start = _memory(target, key, place)
+                found.append(request(place, start, state[key]))
+            self._states.append((target, state))
+        return found
+
+    def apply(self) -> None:
+        """Give the optimizers what was read, and the options of their groups."""
+        for target, state in self._states:
+            if target.saved is None:
+                continue
+            state |= {key: json_codec.decode(value) for key, value in target.saved.values.items()}
+            held = target.optimizer.state[target.param]
+            held.clear()
+            held.update(state)
+            if not state:
+                del target.optimizer.state[target.param]
+            for key, value in target.saved.options.items():
+                _set_option(target.group, key, json_codec.decode(value))
+
+
+def restored(
+    optimizers: Optimizers,
+    named: Named,
+    records: Sequence[Mapping[str, Any]],
+    places: Mapping[str, TensorLocation],
+    aliases: Mapping[str, str],
+) -> Restored:
+    """Find the saved state of every parameter that the optimizers hold.
+
+    Args:
+        records: what the training state says of optimizers.
+        places: the stored tensors, ``STATE/PARAMETER``.
+        aliases: further names of tied parameters → the name in the records.
+    """
+    saved = _saved(records, places)
+    targets = []
+    for optimizer in optimizers:
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for param in params_of(optimizer):
+            shard = named.shard(param, optimizer)
+            names = [
+                n for alias in shard.member.aliases for n in (alias, aliases.get(alias, alias))
+            ]
+            found = next((saved[name] for name in names if name in saved), None)
+            targets.append(_Target(optimizer, groups[id(param)], param, shard, found))
+    return Restored(targets, saved, _loose(records, places, saved))
+
+
+def _loose(
+    records: Sequence[Mapping[str, Any]],
+    places: Mapping[str, TensorLocation],
+    saved: Mapping[str, _Saved],
+) -> list[str]:
+    held = [name.partition("/")[2] for name in places]
+    with _well_formed():
+        held += [name for record in records for name, one in record["values"].items() if one]
+    return [name for name in dict.fromkeys(held) if name not in saved]
+
+
+def _saved(
+    records: Sequence[Mapping[str, Any]], places: Mapping[str, TensorLocation]
+) -> dict[str, _Saved]:
+    tensors: dict[str, dict[str, TensorLocation]] = {}
+    for name, place in places.items():
+        key, _, param = name.partition("/")
+        tensors.setdefault(param, {})[key] = place
+    with _well_formed():
+        return {
+            name: _Saved(
+                record["class"],
+                group["options"],
+                record["values"].get(name, {}),
+                tensors.get(name, {}),
+            )
+            for record in records
+            for group in record["groups"]
+            for name in group["params"]
+        }
+
+
+@contextmanager
+def _well_formed() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the training state's record of optimizers is malformed ({error!r}). Load another "
+            "checkpoint, or load without the optimizer."
+        ) from None
+
+
+def _fitting(target: _Target) -> Iterator[tuple[str, TensorLocation]]:
+    for key, place in (target.saved.tensors if target.saved else {}).items():
+        if place.stored.shape in ((), tuple(target.shard.member.shape)):
+            yield key, place
+
+
+def _misfits(target: _Target) -> Iterator[str]:
+    if target.saved is None:
+        return
+    name, kind = target.shard.member.name, type(target.optimizer).__qualname__
+    if target.saved.kind != kind:
+        yield f"{name}: its state is of {target.saved.kind}, and {kind} holds it now"
+    fits = {key for key, _ in _fitting(target)}
+    for key, place in target.saved.tensors.items():
+        if key not in fits:
+            shape = tuple(target.shard.member.shape)
+            yield f"{key} of {name}: stored as {place.stored.shape}, the parameter has {shape}"
+
+
+def _conflicts(targets: Iterable[_Target]) -> Iterator[str]:
+    """Groups whose parameters were saved with unlike options."""
+    first: dict[int, _Target] = {}
+    for target in targets:
+        if target.saved is None:
+            continue
+        other = first.setdefault(id(target.group), target)
+        assert other.saved is not None
+        for key, value in target.saved.options.items():
+            if other.saved.options.get(key) != value:
+                yield (
+                    f"{target.shard.member.name}: saved with {key}={value}, and "
+                    f"{other.shard.member.name}, now in the same group, with "
+                    f"{key}={other.saved.options.get(key)}"
+                )
+
+
+def _memory(target: _Target, key: str, place: TensorLocation) -> tuple[Tensor, int]:
+    """Where one state of one parameter goes, and which of its elements is the first here."""
+    dtype = dtype_of(place.stored.dtype)
+    one = place.stored.shape == () and not _is_element(target, key)
+    shape = torch.Size([]) if one else target.shard.value.shape
+    there = target.optimizer.state.get(target.param, {}).get(key)
+    there = there.to_local() if isinstance(there, ShardTensor) else there
+    if (
+        isinstance(there, Tensor)
+        and (there.shape, there.dtype) == (shape, dtype)
+        and there.is_contiguous()
+    ):
+        return there, 0 if one else target.shard.start
+    moved = bool(target.group.get("capturable") or target.group.get("fused"))
+    device = target.shard.value.device if moved or not one else torch.device("cpu")
+    memory = in_huge_pages(torch.empty(shape, dtype=dtype, device=device))
+    return memory, 0 if one else target.shard.start
+
+
+def _is_element(target: _Target, key: str) -> bool:
+    """Of a 0-dim parameter: is this its one element's state, and not the parameter's?"""
+    from shardwise.checkpoint.optimizer_state import is_scalar
+
+    shape = target.shard.member.shape
+    return not is_scalar(key, torch.empty(()), shape)
+
+
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    if key in AS_BUILT:
+        return
+    there = group.get(key)
+    if isinstance(there, Tensor):  # a learning rate that a compiled or captured step reads
+        there.fill_(float(value))
+    else:
+        group[key] = value

@@ -1,0 +1,282 @@
+"""An optimizer's state dict by parameter name: out of the shards, and back into them.
+
+    {"state": {NAME: {"step": …, "exp_avg": …}}, "param_groups": [{"params": [NAME, …], "lr": …}]}
+
+This is what FSDP's ``full_optim_state_dict`` and DCP's ``get_optimizer_state_dict`` give. A plain
+torch optimizer numbers its parameters instead; ``numbered`` and ``by_name`` lead there and back.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.buffers import Bucket
+from shardwise.checkpoint import json_codec
+from shardwise.checkpoint.collectives import raise_on_all, run_on_rank_0
+from shardwise.checkpoint.local_shards import param_shards
+from shardwise.checkpoint.optimizer_state import (
+    AS_BUILT,
+    Named,
+    check_key,
+    is_scalar,
+    part_of,
+    restored,
+    states_of,
+)
+from shardwise.checkpoint.reader import TensorLocation
+from shardwise.checkpoint.state_dict import StateDict, offered, send, warn_of_copies
+from shardwise.checkpoint.target import ShardedModel
+from shardwise.comm.protocol import Comm
+from shardwise.errors import CheckpointError
+
+__all__ = ["by_name", "numbered", "optimizer_state", "put_optimizer_state"]
+
+States = dict[str, dict[str, Any]]  # parameter → key → value
+
+ADDED_LATER = frozenset({"maximize", "decoupled_weight_decay"})
+"""Options that state of older releases of torch lacks; they stay as the optimizer was made."""
+
+
+# --- out -------------------------------------------------------------------------------------
+
+
+def optimizer_state(sharded: ShardedModel, optimizer: Optimizer, how: StateDict) -> dict[str, Any]:
+    """The state by parameter name, first names only. A collective.
+
+    Returns:
+        ``{"state": …, "param_groups": …}``; the tensors of ``state`` are whole, or this
+        rank's parts, as those of the model's; empty on ranks that ``rank0_only`` leaves out.
+    """
+    comm, named = sharded.comm, Named(param_shards(sharded.buckets))
+    comm.agree(how.facts())
+    groups, parts, state = raise_on_all(
+        comm,
+        "sorting optimizer state",
+        lambda: (_groups(optimizer, named), *_sorted_out(optimizer, named, how)),
+    )
+    if how.kind == "full":
+        _gather(sharded, parts, state, how)
+    else:
+        for shard in named.places:
+            for key, value in parts.get(shard.member.name, {}).items():
+                state[shard.member.name][key] = how.part(value, shard)
+    order = {shard.member.name: k for k, shard in enumerate(named.places)}
+    state = dict(sorted(state.items(), key=lambda item: order[item[0]]))
+    if how.kind == "full" and not how.rank0_only:
+        tensors = [v for one in state.values() for v in one.values() if isinstance(v, Tensor)]
+        warn_of_copies(comm, tensors)
+    if how.rank0_only and comm.rank:
+        return {}
+    return {"state": state, "param_groups": groups}
+
+
+def _groups(optimizer: Optimizer, named: Named) -> list[dict[str, Any]]:
+    return [
+        {
+            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+            "params": [named.shard(param, optimizer).member.name for param in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _sorted_out(optimizer: Optimizer, named: Named, how: StateDict) -> tuple[States, States]:
+    """This rank's parts of what is cut with the parameter; and the rest, which is alike on all."""
+    parts: States = {}
+    rest: States = {}
+    for shard, key, value in states_of(optimizer, named):
+        name = shard.member.name
+        if not how.wants(shard.member.aliases):
+            continue
+        one = rest.setdefault(name, {})
+        if not isinstance(value, Tensor):
+            one[key] = copy.deepcopy(value)
+        elif is_scalar(key, value, shard.member.shape):
+            one[key] = how.put(value)
+        else:
+            parts.setdefault(name, {})[key] = part_of(key, value, shard)
+    return parts, rest
+
+
+def _gather(sharded: ShardedModel, parts: States, into: States, how: StateDict) -> None:
+    kept = sharded.comm.rank == 0 or not how.rank0_only
+    facts = {n: [(k, str(v.dtype)) for k, v in sorted(keys.items())] for n, keys in parts.items()}
+    sharded.comm.agree({"optimizer state": json.dumps(dict(sorted(facts.items())))})
+    for bucket in sharded.buckets:
+        names = [member.name for member in bucket.members]
+        found = {(k, v.dtype) for name in names for k, v in parts.get(name, {}).items()}
+        for key, dtype in sorted(found, key=str):
+            values = [_of_dtype(parts.get(name, {}).get(key), dtype) for name in names]
+            wholes = _wholes(bucket, values, dtype)
+            for name, value, whole in zip(names, values, wholes, strict=True):
+                if kept and value is not None:
+                    into[name][key] = how.put(whole)
+
+
+def _of_dtype(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return value if value is not None and value.dtype == dtype else None
+
+
+def _wholes(bucket: Bucket, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+    """One state of all the bucket's parameters, whole; zeros for those that have none."""
+    flat = torch.zeros_like(bucket.shard, dtype=dtype)
+    for view, value in zip(bucket.spec.rest_views(flat), values, strict=True):
+        if value is not None:
+            view.copy_(value.view(view.shape))
+    return bucket.whole_of(flat)
+
+
+# --- numbers and names -----------------------------------------------------------------------
+
+
+def numbered(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as a plain torch optimizer keeps it, which was made with as many groups.
+
+    Parameters are numbered as they stand in the groups, so the plain optimizer must be given them
+    in the same order.
+    """
+    names = [name for group in states["param_groups"] for name in group["params"]]
+    number = {name: k for k, name in enumerate(names)}
+    groups = [{**g, "params": [number[n] for n in g["params"]]} for g in states["param_groups"]]
+    state = {number[name]: dict(one) for name, one in states["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
+def by_name(states: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """``plain_optimizer.state_dict()`` by name.
+
+    Args:
+        names: of the parameters, in the order of the groups: for
+            ``AdamW(model.parameters())``, ``[name for name, _ in model.named_parameters()]``.
+
+    Raises:
+        CheckpointError: there are more or fewer parameters than names.
+    """
+    numbers = [number for group in states["param_groups"] for number in group["params"]]
+    if len(numbers) != len(names):
+        raise CheckpointError(
+            f"the optimizer's groups hold {len(numbers)} parameters, and {len(names)} names were "
+            "given. Pass one name for each, in the order of the groups."
+        )
+    name = dict(zip(numbers, names, strict=True))
+    groups = [{**g, "params": [name[k] for k in g["params"]]} for g in states["param_groups"]]
+    return {"state": {name[k]: dict(v) for k, v in states["state"].items()}, "param_groups": groups}
+
+
+# --- in --------------------------------------------------------------------------------------
+
+
+def put_optimizer_state(
+    sharded: ShardedModel, optimizer: Optimizer, states: Mapping[str, Any]
+) -> None:
+    """Give every rank its part of rank 0's ``states``, by name. A collective.
+
+    Raises:
+        CheckpointError: on every rank alike, naming all that does not fit; nothing was changed.
+    """
+    comm = sharded.comm
+    record = _record(comm, optimizer, states)  # looks at all of it first
+    tensors = _tensors(states) if comm.rank == 0 else {}
+    stored = offered(comm, tensors)
+    places = {name: TensorLocation(name, one) for name, one in stored.items()}
+    named = Named(param_shards(sharded.buckets))
+    fitted = raise_on_all(
+        comm, "comparing", lambda: restored((optimizer,), named, [record], places, {})
+    )
+    if problems := [*_of_another(optimizer, record), *fitted.problems]:
+        lines = "".join(f"\n  {line}" for line in problems)
+        raise CheckpointError(
+            f"rank 0's optimizer state dict does not fit, in {len(problems)} points; nothing was "
+            f"changed:{lines}\nPass the state of this model's optimizer by name, of kind 'full'; "
+            "nothing loads one of kind 'local'."
+        )
+    wants = {want.place.file: want for want in fitted.wants()}
+    for name, one in stored.items():
+        whole = send(comm, name, one, tensors.get(name))
+        if want := wants.get(name):
+            want.out.copy_(whole[want.start : want.start + want.out.numel()])
+    fitted.apply()
+
+
+def _tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
+        f"{key}/{name}": value
+        for name, one in states["state"].items()
+        for key, value in one.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _of_another(optimizer: Optimizer, record: Mapping[str, Any]) -> list[str]:
+    """Options that the optimizer needs and a group lacks: it is that of another class."""
+    needed = set(optimizer.defaults) - AS_BUILT - ADDED_LATER
+    return [
+        f"group {number}: it has no {', '.join(absent)}, so it is not of {record['class']}"
+        for number, group in enumerate(record["groups"])
+        if (absent := sorted(needed - set(group["options"])))
+    ]
+
+
+def _record(comm: Comm, optimizer: Optimizer, states: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint would say of rank 0's state beside its tensors."""
+    text = run_on_rank_0(comm, "options of an optimizer", lambda: _described(states))
+    found: dict[str, Any] = json.loads(text)
+    return {"class": type(optimizer).__qualname__, **found}
+
+
+def _described(states: Mapping[str, Any]) -> str:
+    _check_form(states)
+    groups = states["param_groups"]
+    options = [
+        {
+            "params": list(group["params"]),
+            "options": {
+                key: json_codec.encode(value, f"option {key!r}")
+                for key, value in group.items()
+                if key not in AS_BUILT
+            },
+        }
+        for group in groups
+    ]
+    values = {
+        name: {
+            k: json_codec.encode(v, f"{k} of {name}") for k, v in one.items() if not _is_tensor(v)
+        }
+        for name, one in states["state"].items()
+    }
+    return json.dumps({"groups": options, "values": values})
+
+
+def _check_form(states: object) -> None:
+    groups = states.get("param_groups") if isinstance(states, Mapping) else None
+    state = states.get("state") if isinstance(states, Mapping) else None
+    by_names = isinstance(groups, list) and all(
+        isinstance(group, Mapping) and _are_names(list(group)) and _are_names(group.get("params"))
+        for group in groups
+    )
+    if not by_names or not isinstance(state, Mapping) or not _are_names(list(state)):
+        raise CheckpointError(
+            "an optimizer state dict by parameter name is needed on rank 0, with a state by names "
+            "and param_groups whose params list names; a plain optimizer's has numbers there. Pass "
+            "by_name(state, names), or what optimizer_state_dict() gave."
+        )
+    for name, one in state.items():
+        if not isinstance(one, Mapping):
+            raise CheckpointError(f"the state of {name!r} is a {type(one).__qualname__}, no dict.")
+        for key in one:
+            check_key(key, name)
+
+
+def _are_names(found: object) -> bool:
+    return isinstance(found, list | tuple) and all(isinstance(name, str) for name in found)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)

@@ -1,0 +1,190 @@
+"""How to save and to load, and what was saved and loaded: frozen, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.training_state import Document, Training
+from shardwise.errors import ConfigError, nearest
+
+__all__ = ["KINDS", "LoadOptions", "Loaded", "SaveOptions", "Saved", "kind_of"]
+
+
+KINDS = ("full", "sharded", "local")
+
+
+def kind_of(word: object) -> str:
+    """``"full"``, ``"FULL"`` or ``"FULL_STATE_DICT"`` → ``"full"``; also a ``StateDictType``.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    text = word if isinstance(word, str) else getattr(word, "name", "")
+    kind = str(text).lower().removesuffix("_state_dict")
+    if kind not in KINDS:
+        like = nearest(kind, KINDS, 1)[0]
+        raise ConfigError(
+            f"there is no state dict of kind {word!r}; nearest is {like!r}. Kinds are "
+            f"{', '.join(KINDS)} (FULL_STATE_DICT, SHARDED_STATE_DICT, LOCAL_STATE_DICT)."
+        )
+    return kind
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save.
+
+    Attributes:
+        kind: ``"sharded"``: every rank writes what it holds, into files that any number of ranks
+            loads. ``"full"``: the same files, which rank 0 alone writes, and reads for the others
+            where they do not see them: for hosts that share no disk (not in the background).
+        max_file_size: bytes of tensors in one file at most, unless one tensor has more.
+        save_total_limit: of the folders ``step-N`` beside this one, how many stay.
+        keep_best: ``"lowest"`` or ``"highest"``: the checkpoint with that ``Training.metric``
+            stays, however old.
+        files: further small files for the folder: name → text or bytes.
+        snapshot_bytes: host memory that a rank may use to save in the background; what does not
+            fit is copied as the writing goes on, and ``save_async`` returns later. ``None``: its
+            part of a quarter of the host's memory, which the ranks of a host divide, and 16 GiB at
+            most.
+        copied_by: when, in the background, all is copied that training may change: ``"return"`` of
+            ``save_async``; or the ``"next_step"`` of an optimizer, which waits for what is left.
+            Until then nothing else may change parameters or optimizer state; that it did is an
+            error, but for what is written through ``param.data`` or ``numpy()``, or by a collective
+            of torch.distributed, which nothing can see.
+        when_busy: to save in the background while the save before is still being written:
+            ``"wait"`` for that one, or ``"skip"`` this one.
+    """
+
+    kind: str = "sharded"
+    max_file_size: int = 5_000_000_000
+    save_total_limit: int | None = None
+    keep_best: str | None = None
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    snapshot_bytes: int | None = None
+    copied_by: str = "return"
+    when_busy: str = "wait"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", kind_of(self.kind))
+        if self.kind == "local":
+            raise ConfigError(
+                "no folder of kind 'local' is written any more: pass kind='sharded', or, on hosts "
+                "that share no disk, kind='full'."
+            )
+        for name, value in (
+            ("max_file_size", self.max_file_size),
+            ("save_total_limit", self.save_total_limit),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.copied_by not in ("return", "next_step"):
+            raise ConfigError(f"copied_by is {self.copied_by!r}; choose 'return' or 'next_step'.")
+        if self.when_busy not in ("wait", "skip"):
+            raise ConfigError(f"when_busy is {self.when_busy!r}; choose 'wait' or 'skip'.")
+        if self.keep_best not in (None, "lowest", "highest"):
+            raise ConfigError(
+                f"keep_best is {self.keep_best!r}; choose 'lowest', 'highest' or None."
+            )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> SaveOptions:
+        """From keyword arguments; an unknown one is an error that names the nearest."""
+        known = [item.name for item in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ConfigError(
+                    f"save() has no option {name!r}; nearest is {nearest(name, known)[0]!r}. "
+                    f"Options are {', '.join(known)}."
+                )
+        return cls(**given)
+
+    def small(self) -> dict[str, bytes]:
+        """The further files as bytes."""
+        return {k: v.encode() if isinstance(v, str) else v for k, v in self.files.items()}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete.
+
+    Attributes:
+        path: its folder.
+        nbytes: of all its files, over all ranks.
+        seconds: from the call to the end.
+        removed: names of older checkpoints that went.
+    """
+
+    path: Path
+    nbytes: int
+    seconds: float
+    removed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded, and what was not.
+
+    Attributes:
+        path: the checkpoint's folder.
+        checked: were bytes compared with checksums? A plain Hugging Face folder has none.
+        missing, unexpected, misshapen: names that were left out, because the files or the model
+            do not have them, or in another shape or an unlike dtype. Empty after a strict load.
+        cast: names that were converted to another dtype.
+        inexact: why the run cannot go on exactly as it would have; empty if it can.
+        document: the training state, if there is one.
+        local: the plain values of this rank's own, if as many ranks saved them.
+    """
+
+    path: Path
+    checked: bool
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: tuple[str, ...]
+    cast: tuple[str, ...]
+    inexact: tuple[str, ...]
+    document: Document | None
+    local: Any = None
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps that had been taken."""
+        return None if self.document is None else self.document.step
+
+    @property
+    def position(self) -> Any:
+        """Where in the data the run was."""
+        return None if self.document is None else self.document.position
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What is to be loaded, and how strictly.
+
+    Attributes:
+        optimizers: whose state is restored.
+        training: whose scheduler and scaler are restored; with it, random generators are, too.
+        strict: whatever does not fit is an error, and not left out.
+        cast: stored floating-point tensors may have another dtype than the model's.
+    """
+
+    optimizers: Sequence[Optimizer] = ()
+    training: Training | None = None
+    strict: bool = True
+    cast: bool = False
+
+    @classmethod
+    def of(
+        cls, optimizers: Sequence[Optimizer], training: Training | None, how: Mapping[str, Any]
+    ) -> LoadOptions:
+        """With ``how`` as keyword arguments; an unknown one is an error that names the nearest."""
+        for name in how:
+            if name not in ("strict", "cast"):
+                like = nearest(name, ("strict", "cast"))[0]
+                raise ConfigError(f"load() has no option {name!r}; nearest is {like!r}.")
+        return cls(optimizers, training, **how)

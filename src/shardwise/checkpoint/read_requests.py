@@ -1,0 +1,157 @@
+"""One rank's bytes out of files, each range straight to where it belongs.
+
+Ranges are read in the order of the files, whatever order the model has, so no block is read or
+checked twice, and beyond the destination there is one block for each thread in memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.plan import BLOCK
+from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
+from shardwise.checkpoint.safetensors_format import dtype_of
+
+WINDOW = 16 << 20
+"""Bytes of a file that one thread reads at once: a multiple of every size that blocks have."""
+THREADS = 4
+
+__all__ = ["ReadRequest", "read_into", "request"]
+
+
+class ReadRequest(NamedTuple):
+    """Elements of a stored tensor, and the memory they are for.
+
+    Attributes:
+        place: the tensor.
+        start: the first element of the flattened tensor.
+        out: ``[n]``, contiguous, of any dtype, on any device: as many elements as are wanted.
+    """
+
+    place: TensorLocation
+    start: int
+    out: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.place.stored.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """As they are stored."""
+        return self.out.numel() * self.dtype.itemsize
+
+    @property
+    def is_direct(self) -> bool:
+        """Are the stored bytes those that memory is for?"""
+        return self.out.device.type == "cpu" and self.out.dtype == self.dtype
+
+    @property
+    def at(self) -> tuple[str, int]:
+        """The file, and the first byte in it."""
+        return self.place.file, self.place.stored.start + self.start * self.dtype.itemsize
+
+    def cut(self) -> Iterator[ReadRequest]:
+        """The same in parts, of which each begins in one window of the file."""
+        item, (_, at), done = self.dtype.itemsize, self.at, 0
+        while done < self.out.numel():
+            room = WINDOW - (at + done * item) % WINDOW
+            part = self.out[done : done - (-room // item)]
+            yield ReadRequest(self.place, self.start + done, part)
+            done += part.numel()
+
+
+def request(place: TensorLocation, start: int, value: Tensor) -> ReadRequest:
+    """The elements from ``start`` on that fill ``value``, which is contiguous."""
+    return ReadRequest(place, start, value.detach().view(-1))
+
+
+def read_into(
+    source: CheckpointReader, requests: Iterable[ReadRequest], rank: int = 0, world: int = 1
+) -> int:
+    """Read all of them; bytes.
+
+    A few threads read windows of files, and no two of them the same block. Ranks begin in
+    different files, so that they do not all ask one server for one file.
+
+    Raises:
+        CheckpointError: bytes are missing or damaged. What was read before is already in place.
+    """
+    windows: dict[tuple[str, int], list[ReadRequest]] = {}
+    for request_ in requests:
+        for part in request_.cut():
+            windows.setdefault((part.at[0], part.at[1] // WINDOW), []).append(part)
+    files = sorted({file for file, _ in windows})
+    first = files[len(files) * rank // world] if files else ""
+    order = sorted(windows, key=lambda key: (key[0] < first, key))
+    tasks = deque(windows[key] for key in order)
+    threads = min(THREADS, len(tasks))
+    if threads < 2:
+        return _fill(source, tasks)
+    inference = torch.is_inference_mode_enabled()  # which is each thread's own
+
+    def work(_: int) -> int:
+        with torch.inference_mode(inference), source.another() as mine:
+            return _fill(mine, tasks)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(work, range(threads)))
+
+
+def _fill(source: CheckpointReader, tasks: deque[list[ReadRequest]]) -> int:
+    total = 0
+    while tasks:
+        try:
+            task = tasks.popleft()
+        except IndexError:  # another thread has taken the last one
+            break
+        try:
+            total += sum(_read(source, run) for run in _runs(sorted(task, key=lambda w: w.at)))
+        except BaseException:
+            tasks.clear()  # nobody shall go on
+            raise
+    return total
+
+
+def _read(source: CheckpointReader, run: list[ReadRequest]) -> int:
+    if run[0].is_direct:
+        views = (request_.out.view(torch.uint8).numpy() for request_ in run)
+        source.read_into(*run[0].at, *views)
+    else:
+        _convert(source, run[0])
+    return sum(request_.nbytes for request_ in run)
+
+
+def _runs(requests: Iterable[ReadRequest]) -> Iterator[list[ReadRequest]]:
+    """Neighbours in a file that can be read at once; the others alone."""
+    run: list[ReadRequest] = []
+    end: tuple[str, int] | None = None
+    for request_ in requests:
+        if not request_.nbytes:
+            continue
+        if run and not (request_.at == end and request_.is_direct and run[0].is_direct):
+            yield run
+            run = []
+        run.append(request_)
+        end = (request_.at[0], request_.at[1] + request_.nbytes)
+    if run:
+        yield run
+
+
+def _convert(source: CheckpointReader, request_: ReadRequest) -> None:
+    """By way of one block of host memory: to another dtype, or to a device."""
+    (file, first), item = request_.at, request_.dtype.itemsize
+    step = BLOCK // item
+    buffer = np.empty(min(step, request_.out.numel()) * item, np.uint8)
+    for k in range(0, request_.out.numel(), step):
+        part = request_.out[k : k + step]
+        data = buffer[: part.numel() * item]
+        source.read_into(file, first + k * item, data)
+        part.copy_(torch.from_numpy(data).view(request_.dtype))

@@ -1,0 +1,229 @@
+"""What a save stores: files on paper, and this rank's bytes of them in memory.
+
+model.safetensors        parameters and persistent buffers, as Hugging Face names them
+optimizer.safetensors    exp_avg/NAME, exp_avg_sq/NAME, step/NAME …
+ranks.safetensors        what every rank has of its own: generators, buffers where they differ
+training.json            step, scheduler, data position, groups of the optimizer …
+config.json, …           what else a reader of the folder needs
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.buffers import Bucket
+from shardwise.checkpoint import checksum, manifest, training_state
+from shardwise.checkpoint.collectives import all_gather_text, raise_on_all
+from shardwise.checkpoint.local_shards import (
+    LocalShard,
+    own_rows,
+    param_shards,
+    persistent_buffers,
+    weights,
+)
+from shardwise.checkpoint.optimizer_state import Named, contents
+from shardwise.checkpoint.options import SaveOptions
+from shardwise.checkpoint.plan import FilePlan, block_size, index_of, plan_files
+from shardwise.checkpoint.safetensors_format import is_plain
+from shardwise.checkpoint.segments import Segments
+from shardwise.checkpoint.target import ShardedModel
+from shardwise.checkpoint.training_state import Training
+from shardwise.checkpoint.writer import Chunk
+from shardwise.comm.protocol import Comm
+from shardwise.errors import CheckpointError, ScheduleError
+
+__all__ = ["BUFFER", "MODEL", "OPTIMIZER", "RANKS", "RNG", "SavePlan", "plan_save"]
+
+MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
+RNG, BUFFER = "rng/", "buffer/"  # what the tensors of RANKS begin with
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """One checkpoint, as one rank sees it before anything is written.
+
+    Attributes:
+        files: the safetensors files, the same on every rank.
+        small: all other files but the manifest, whole; rank 0's are written.
+        aliases: further names of tied tensors → the stored one.
+        block: bytes of a file that have one checksum.
+    """
+
+    files: tuple[FilePlan, ...]
+    segments: tuple[Segments, ...] = field(repr=False)
+    small: Mapping[str, bytes] = field(repr=False)
+    aliases: Mapping[str, str] = field(repr=False)
+    block: int
+
+    def chunks(self, rank: int) -> Iterator[Chunk]:
+        """What ``rank`` writes, in order, and where it is in memory now."""
+        for file, segments in zip(self.files, self.segments, strict=True):
+            for start, stop in file.chunks(rank):
+                yield Chunk(file.name, start, stop, tuple(segments.between(start, stop)))
+
+    def total(self, rank: int) -> int:
+        """Bytes that ``rank`` writes."""
+        return sum(
+            span.stop - span.start for f in self.files for span in f.spans if span.rank == rank
+        )
+
+    def facts(self) -> dict[str, str]:
+        """What every rank must have alike, as short texts to compare."""
+        return {f"file {file.name}": _fact(file) for file in self.files}
+
+
+def _fact(file: FilePlan) -> str:
+    return f"{len(file.tensors):,} tensors, {file.size:,} bytes, {file.digest}"
+
+
+class _LocalState(NamedTuple):
+    """What this rank has of it, found before any rank tells another."""
+
+    groups: Mapping[str, Sequence[LocalShard]]
+    aliases: Mapping[str, str]
+    small: Mapping[str, bytes]
+    records: Sequence[Mapping[str, Any]]  # of optimizers
+    own: Mapping[str, Tensor]  # generators
+
+
+def plan_save(
+    sharded: ShardedModel,
+    optimizers: Sequence[Optimizer],
+    training: Training | None,
+    values: Mapping[str, Any],
+    options: SaveOptions,
+) -> SavePlan:
+    """All of it. A collective.
+
+    Args:
+        training: ``None`` for weights alone.
+        values: ``training_state.values_of(training)``.
+        options: how it is to be stored.
+
+    Raises:
+        CheckpointError: something of it cannot be stored; on every rank alike.
+    """
+    comm, model = sharded.comm, sharded.model
+    local_state = raise_on_all(
+        comm, "contents", lambda: _local_state(sharded, optimizers, training, options)
+    )
+    groups, small = dict(local_state.groups), dict(local_state.small)
+    if training is not None:
+        buffers = _differing_buffers(comm, model)
+        own = {**local_state.own, **{BUFFER + name: value for name, value in buffers.items()}}
+        rows = own_rows(own, comm.rank, comm.size)
+        groups[RANKS] = [row.clone() for row in rows] if _is_live(options) else rows
+        local = all_gather_text(comm, json.dumps(values["local"]), "values of each rank")
+        small[training_state.NAME] = training_state.document(
+            training.step, values, local_state.records, local
+        )
+    plans: dict[str, Sequence[FilePlan]] = {}
+    segments: list[Segments] = []
+    block = block_size([h.entry for group in groups.values() for h in group])
+    for stem, group in groups.items():
+        plans[stem], some_segments = _files(stem, group, options, block)
+        segments += some_segments
+    small |= {
+        f"{stem}.safetensors.index.json": json.dumps(index_of(some), indent=2).encode() + b"\n"
+        for stem, some in plans.items()
+        if len(some) > 1
+    }
+    every = tuple(plan for some in plans.values() for plan in some)
+    return SavePlan(every, tuple(segments), small, local_state.aliases, block)
+
+
+def _local_state(
+    sharded: ShardedModel,
+    optimizers: Sequence[Optimizer],
+    training: Training | None,
+    options: SaveOptions,
+) -> _LocalState:
+    found, aliases = weights(sharded.buckets, sharded.model)
+    live = _is_live(options)
+    groups = {MODEL: [h.clone() if live and h.entry.everywhere else h for h in found]}
+    small = {**_model_config(sharded.model), **_checked(options.small())}
+    if training is None:
+        return _LocalState(groups, aliases, small, (), {})
+    _check_reduced(sharded.buckets)
+    groups[OPTIMIZER], records = contents(optimizers, Named(param_shards(sharded.buckets)))
+    own = {
+        RNG + name: value for name, value in training_state.capture_rng(sharded.comm.device).items()
+    }
+    return _LocalState(groups, aliases, small, records, own)
+
+
+def _check_reduced(buckets: Sequence[Bucket]) -> None:
+    for bucket in buckets:
+        if bucket.gradients.full is not None:
+            raise ScheduleError(
+                f"unit {bucket.unit or '(root)'!r} holds gradients that were accumulated and never "
+                "reduced, and a checkpoint does not store gradients, so they would be lost. Save "
+                "after the last micro-batch of the step, or call sharded.drop_gradients()."
+            )
+
+
+def _is_live(options: SaveOptions) -> bool:
+    """Do forward passes change buffers before all is copied?"""
+    return options.copied_by == "next_step"
+
+
+def _files(
+    stem: str, group: Sequence[LocalShard], options: SaveOptions, block: int
+) -> tuple[Sequence[FilePlan], list[Segments]]:
+    """The files of one stem, and this rank's bytes of them."""
+    by_name = {holding.entry.name: holding for holding in group}
+    entries, gathered = [holding.entry for holding in group], options.kind == "full"
+    plans = plan_files(stem, entries, options.max_file_size, gathered, block)
+    return plans, [Segments(plan, by_name) for plan in plans]
+
+
+def _differing_buffers(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+    """Persistent buffers that not all ranks have alike, such as statistics of batch norm."""
+    buffers = {names[0]: buffer for names, buffer in persistent_buffers(model) if buffer.numel()}
+    if not buffers or comm.size == 1:
+        return {}
+    sums = {name: checksum.crc32(_bytes(buffer)) for name, buffer in buffers.items()}
+    said = [
+        json.loads(text) for text in all_gather_text(comm, json.dumps(sums), "checksums of buffers")
+    ]
+    return {
+        name: buffer
+        for name, buffer in buffers.items()
+        if any(other.get(name) != said[0].get(name) for other in said)
+    }
+
+
+def _bytes(value: Tensor) -> Any:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _model_config(model: nn.Module) -> dict[str, bytes]:
+    """The ``config.json`` of a ``transformers`` model, so that its folder loads there."""
+    config = getattr(model, "config", None)
+    to_text = getattr(config, "to_json_string", None)
+    if not callable(to_text):
+        return {}
+    fields = json.loads(to_text())
+    if not fields.get("architectures"):
+        fields["architectures"] = [type(model).__name__]
+    if not fields.get("dtype") and (param := next(model.parameters(), None)) is not None:
+        fields["dtype"] = str(param.dtype).removeprefix("torch.")
+    return {"config.json": json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"}
+
+
+def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    for name in files:
+        ours = name in (training_state.NAME, manifest.NAME) or ".safetensors" in name
+        if not is_plain(name) or ours or name.startswith("."):
+            raise CheckpointError(
+                f"a file called {name!r:.80} cannot be put beside the checkpoint: the name is "
+                "hidden, no plain file name, or one of the checkpoint's own. Choose another."
+            )
+    return dict(files)

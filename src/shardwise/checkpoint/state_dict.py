@@ -1,0 +1,321 @@
+"""A model's state dict, as FSDP's users know it: out of the shards, and back into them.
+
+kind       FSDP1's word         a rank has                             loads at
+full       FULL_STATE_DICT      whole tensors under the usual names    any number of ranks
+sharded    SHARDED_STATE_DICT   shards that know their whole           any, by ``full_tensor()``
+local      LOCAL_STATE_DICT     its shards as plain tensors            the same layout alone
+
+Whole tensors exist one bucket at a time. On the way back rank 0 has the tensors, and every rank
+keeps its part of each: a file that was read on one rank reaches all, and no other rank ever needs
+room for the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.buffers import Bucket
+from shardwise.checkpoint.collectives import all_gather_text, run_on_rank_0
+from shardwise.checkpoint.load_plan import Matched, Wanted, match
+from shardwise.checkpoint.local_shards import (
+    ParamShard,
+    param_shards,
+    persistent_buffers,
+    warn_of_extra_state,
+)
+from shardwise.checkpoint.options import kind_of
+from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of
+from shardwise.checkpoint.target import ShardedModel
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import CheckpointError, ConfigError, nearest
+from shardwise.listing import size
+from shardwise.shard_tensor import ShardTensor
+from shardwise.torch_internals import buffers_of, parameters_of
+
+__all__ = [
+    "StateDict",
+    "model_state",
+    "offered",
+    "put_model_state",
+    "send",
+    "warn_of_copies",
+]
+
+
+@dataclass(frozen=True)
+class StateDict:
+    """What ``sharded.state_dict`` and ``sharded.optimizer_state_dict`` give.
+
+    ``sw.StateDict.FULL``, ``.SHARDED`` and ``.LOCAL`` are the three with nothing else said.
+
+    Attributes:
+        kind: see above.
+        offload_to_cpu: the tensors are in host memory, not on the device. On CPU there is only
+            host memory.
+        rank0_only: of ``"full"``: only rank 0 gets it, the others get nothing, and never hold
+            more than one bucket.
+        names: which tensors, by name; ``None`` is all. Buckets with none of them are not gathered.
+    """
+
+    FULL: ClassVar[StateDict]
+    SHARDED: ClassVar[StateDict]
+    LOCAL: ClassVar[StateDict]
+
+    kind: str = "full"
+    offload_to_cpu: bool = True
+    rank0_only: bool = False
+    names: Callable[[str], bool] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", kind_of(self.kind))
+        if self.rank0_only and self.kind != "full":
+            raise ConfigError(
+                f"rank0_only=True with kind={self.kind!r}: every rank has shards of its own, so "
+                "rank 0's alone would be a part of the model. Leave rank0_only out, or ask for "
+                "kind='full'."
+            )
+
+    @classmethod
+    def of(cls, kind: object, how: Mapping[str, Any]) -> StateDict:
+        """From what a caller wrote: a policy, or a kind's name with the other fields beside it."""
+        if isinstance(kind, cls):
+            if how:
+                raise ConfigError(
+                    f"{', '.join(how)} beside a StateDict, which says all of it. Put it into that."
+                )
+            return kind
+        known = [item.name for item in fields(cls)]
+        for name in how:
+            if name not in known:
+                like = nearest(name, known, 1)[0]
+                raise ConfigError(f"a state dict has no option {name!r}; nearest is {like!r}.")
+        return cls(kind_of(kind), **how)
+
+    def wants(self, names: Sequence[str]) -> bool:
+        """Is a tensor of these names asked for?"""
+        return self.names is None or any(map(self.names, names))
+
+    def facts(self) -> dict[str, str]:
+        """What every rank must ask for alike, as short texts to compare."""
+        return {"kind of state dict": self.kind, "rank0_only": str(self.rank0_only)}
+
+    def put(self, value: Tensor) -> Tensor:
+        """Where it shall be, in memory of its own: a view would keep its whole bucket."""
+        value = value.detach()
+        return value.cpu() if self.offload_to_cpu and not value.is_cpu else value.clone()
+
+    def part(self, value: Tensor, shard: ParamShard) -> Tensor:
+        """This rank's part of a parameter, or of state of the same shape, in the form asked for."""
+        part = self.put(value)
+        if self.kind == "sharded" and shard.sharding is not None:
+            part.sharding = shard.sharding  # type: ignore[attr-defined]
+            part.__class__ = ShardTensor
+        return part
+
+
+# Set here, because a frozen class has no instances while it is being made.
+StateDict.FULL = StateDict("full")
+StateDict.SHARDED = StateDict("sharded")
+StateDict.LOCAL = StateDict("local")
+
+
+log = logging.getLogger("shardwise")
+
+
+# --- out -------------------------------------------------------------------------------------
+
+
+def model_state(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
+    """Parameters and persistent buffers, in the order of ``model.state_dict()``. A collective.
+
+    Returns:
+        ``"full"``: name → whole tensor; empty on ranks that ``rank0_only`` leaves out.
+        ``"sharded"``: name → this rank's part, as a ``ShardTensor`` where ranks have different
+        ones. ``"local"``: name → the same as a plain tensor.
+
+    Raises:
+        RanksDisagree: the ranks do not ask for the same.
+    """
+    asked = [bucket.unit for bucket in sharded.buckets if _wants(bucket, how)]
+    sharded.comm.agree({**how.facts(), "units of it": ", ".join(asked)})
+    if how.names is None:
+        warn_of_extra_state(sharded.model, "state dict")
+    found = _full(sharded, how) if how.kind == "full" else _parts(sharded, how)
+    order = {name: k for k, name in enumerate(_names(sharded.model))}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def _full(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
+    kept = sharded.comm.rank == 0 or not how.rank0_only
+    found: dict[str, Any] = {}
+    for bucket in sharded.buckets:
+        if _wants(bucket, how):
+            found |= _whole(bucket, how) if kept else _nothing(bucket)
+    if kept:
+        for names, buffer in persistent_buffers(sharded.model):
+            if how.wants(names):
+                found |= dict.fromkeys(filter(lambda n: how.wants([n]), names), how.put(buffer))
+    if not how.rank0_only:
+        warn_of_copies(sharded.comm, found.values())
+    return found
+
+
+def _wants(bucket: Bucket, how: StateDict) -> bool:
+    return any(how.wants(member.aliases) for member in bucket.members)
+
+
+def _whole(bucket: Bucket, how: StateDict) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for member, value in zip(bucket.members, bucket.whole(), strict=True):
+        if names := [name for name in member.aliases if how.wants([name])]:
+            found |= dict.fromkeys(names, how.put(value))
+    return found
+
+
+def _nothing(bucket: Bucket) -> dict[str, Tensor]:
+    bucket.whole()  # the others need this rank's part
+    return {}
+
+
+def _parts(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for shard in param_shards(sharded.buckets):
+        for name in filter(lambda n: how.wants([n]), shard.member.aliases):
+            found[name] = how.part(shard.value, shard)
+    for names, buffer in persistent_buffers(sharded.model):
+        for name in filter(lambda n: how.wants([n]), names):
+            found[name] = how.put(buffer)
+    return found
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        for name in (*parameters_of(module), *buffers_of(module)):
+            yield start + name
+
+
+def warn_of_copies(comm: Comm, tensors: Iterable[Tensor]) -> None:
+    """Say that several ranks of one host each hold all of it. A collective."""
+    hosts = all_gather_text(comm, socket.gethostname(), "host names")
+    one = {value.data_ptr(): value.nbytes for value in tensors if value.is_cpu}
+    host, copies = Counter(hosts).most_common(1)[0]
+    if copies > 1 and one and comm.rank == 0:
+        log.warning(
+            "%d full copies of %s in host memory of %s, %s in all, since rank0_only is False. Pass "
+            "rank0_only=True if rank 0 alone needs it.",
+            copies,
+            size(sum(one.values())),
+            host,
+            size(copies * sum(one.values())),
+        )
+
+
+# --- in --------------------------------------------------------------------------------------
+
+
+def put_model_state(sharded: ShardedModel, states: Mapping[str, Tensor]) -> None:
+    """Give every rank its part of rank 0's ``states``. A collective.
+
+    Raises:
+        CheckpointError: on every rank alike, naming all that does not fit; nothing was changed.
+    """
+    comm, model = sharded.comm, sharded.model
+    states = _without_extra_state(states) if comm.rank == 0 else {}
+    stored = offered(comm, states)
+    places, buffers = param_shards(sharded.buckets), persistent_buffers(model)
+    asked = [
+        Wanted(h.member.aliases, code_of(h.value.dtype, h.member.name), tuple(h.member.shape))
+        for h in places
+    ]
+    asked += [Wanted(n, code_of(b.dtype, n[0]), tuple(b.shape)) for n, b in buffers]
+    matched = match(asked, stored, {})
+    if problems := matched.problems(cast=False):
+        lines = "".join(f"\n  {line}" for line in problems)
+        raise CheckpointError(
+            f"rank 0's state dict does not fit the model, in {len(problems)} points; nothing was "
+            f"changed:{lines}\nPass this model's state dict of kind 'full', on rank 0 at least; "
+            f"one of kind 'local' only fits model.load_state_dict().{_how_to_cast(matched, asked)}"
+        )
+    for shard in places:
+        name = matched.pairs[shard.member.name]
+        whole = send(comm, name, stored[name], states.get(name))
+        part = whole[shard.start : shard.start + shard.value.numel()]
+        shard.value.copy_(part.view(shard.value.shape))
+    for names, buffer in buffers:
+        name = matched.pairs[names[0]]
+        buffer.copy_(send(comm, name, stored[name], states.get(name)).view(buffer.shape))
+    for bucket in sharded.buckets:
+        bucket.expire()
+
+
+def _without_extra_state(states: Any) -> Any:
+    """What modules made themselves (``get_extra_state``) is not ours to give to others."""
+    if not isinstance(states, Mapping):  # which all ranks shall hear of
+        return states
+    return {n: v for n, v in states.items() if str(n).rpartition(".")[2] != "_extra_state"}
+
+
+def _how_to_cast(matched: Matched, asked: Sequence[Wanted]) -> str:
+    if not matched.cast:
+        return ""
+    name, other = matched.cast[0], len(matched.cast) - 1
+    dtype = next(DTYPES[one.dtype] for one in asked if one.names[0] == name)
+    more = f", and so the {other} others of another dtype" if other else ""
+    return f" Convert first: states[{name!r}] = states[{name!r}].to({dtype}){more}."
+
+
+def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+    """What rank 0 has, on every rank. A collective.
+
+    Raises:
+        CheckpointError: on every rank alike: it has something that is no plain tensor.
+    """
+    found = json.loads(run_on_rank_0(comm, "names of a state dict", lambda: _index(tensors)))
+    return {
+        name: Stored(code, tuple(shape), 0, prod(shape) * DTYPES[code].itemsize)
+        for name, (code, shape) in found.items()
+    }
+
+
+def _index(tensors: Mapping[str, Any]) -> str:
+    if not isinstance(tensors, Mapping):
+        raise CheckpointError(
+            f"rank 0's state dict is a {type(tensors).__qualname__}. Pass a dict of names and "
+            "whole tensors there; what other ranks pass is not looked at."
+        )
+    for name, value in tensors.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"the state dict has the key {name!r:.80}. Names must be texts.")
+        # Exactly these: the memory of a subclass (DTensor, FakeTensor) is not its values.
+        known = type(value) in (Tensor, nn.Parameter)
+        if not known or value.layout is not torch.strided or value.is_meta:
+            raise CheckpointError(
+                f"{name!r} in the state dict is a {type(value).__name__}, and no whole, dense "
+                "tensor with values. Pass what state_dict('full') gave; full_tensor(), called on "
+                "every rank, makes a whole tensor of a ShardTensor and of a DTensor."
+            )
+    return json.dumps({n: (code_of(v.dtype, n), tuple(v.shape)) for n, v in tensors.items()})
+
+
+def send(comm: Comm, name: str, stored: Stored, value: Tensor | None) -> Tensor:
+    """Rank 0's ``value``, ``[numel]`` on the comm's device, on every rank. A collective."""
+    shape, dtype = (prod(stored.shape),), DTYPES[stored.dtype]
+    if comm.rank == 0:
+        assert value is not None, name  # rank 0 offered it
+        flat = value.detach().to(comm.device).contiguous().view(-1)
+    else:
+        flat = torch.empty(shape, dtype=dtype, device=comm.device)
+    if comm.size > 1 and flat.numel():
+        comm.broadcast(flat.view(torch.uint8), 0, Label("broadcast", name)).wait()
+    return flat

@@ -1,0 +1,219 @@
+"""What a run needs to go on where it stopped, beside parameters and optimizer state.
+
+Tensors of it are in safetensors files; the rest is one JSON document, ``training.json``. Random
+generators are stored as bytes of fixed size, for each rank: every rank knows where every other
+rank's state lies in the file, and bytes are read without running anything. A rank that is not
+there any more has no generator to restore: with another number of ranks the numbers that dropout
+draws cannot be the same, and loading says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import json_codec
+from shardwise.errors import CheckpointError, DamagedCheckpoint
+
+__all__ = ["NAME", "Document", "Stateful", "Training", "capture_rng", "restore_rng"]
+
+NAME = "training.json"
+VERSION = 1
+SHORT = 80  # characters of a value in a message
+
+
+class Stateful(Protocol):
+    """A scheduler, a loss scaler, or anything else that tells its state and takes it back."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Training:
+    """Where a run stands.
+
+    Attributes:
+        step: optimizer steps taken so far; ``None``: the number in the folder's name.
+        scheduler: of the learning rate; its state must be plain values.
+        scaler: of the loss.
+        position: where in the data the run is: plain values, alike on every rank. What differs,
+            as the position of a loader that each rank has of its own does, belongs in ``local``.
+        config: what the run was started with: plain values.
+        local: plain values of this rank's own.
+        metric: how good this checkpoint is, for ``keep_best``: a finite number; rank 0's counts.
+    """
+
+    step: int | None = None
+    scheduler: Stateful | None = None
+    scaler: Stateful | None = None
+    position: Any = None
+    config: Any = None
+    local: Any = None
+    metric: float | None = None
+
+
+@dataclass(frozen=True)
+class Document:
+    """``training.json``, decoded.
+
+    Attributes:
+        step: optimizer steps taken, where that was said.
+        world: ranks that saved it.
+        optimizers: one record for each; see ``optimizers.contents``.
+        scheduler, scaler: their states, or ``None``.
+        position, config: as they were given.
+        local: each rank's own values, by rank.
+    """
+
+    step: int | None
+    world: int
+    optimizers: list[dict[str, Any]]
+    scheduler: Any
+    scaler: Any
+    position: Any
+    config: Any
+    local: list[Any]
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Document:
+        """Read it.
+
+        Raises:
+            DamagedCheckpoint: it is not what ``document`` returned.
+            CheckpointError: a later version wrote it.
+        """
+        try:
+            found = json.loads(data)
+            if found["version"] != VERSION:
+                raise CheckpointError(
+                    f"{where} is of version {found['version']!r:.20}, and this shardwise reads "
+                    f"version {VERSION}. Install a later shardwise."
+                )
+            step, world = found["step"], int(found["world"])
+            parts = {key: json_codec.decode(found[key]) for key in _VALUES}
+            return cls(None if step is None else int(step), world, found["optimizers"], **parts)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise DamagedCheckpoint(
+                f"{where} is damaged ({type(error).__name__}: {error}). Load another checkpoint, "
+                "or only the weights of this one."
+            ) from None
+
+
+_VALUES = ("scheduler", "scaler", "position", "config", "local")
+
+
+_ALIKE = ("scheduler", "scaler", "position")  # rank 0's are stored, for all ranks
+
+
+def values_of(training: Training) -> dict[str, Any]:
+    """The values of this rank, as JSON has them.
+
+    Raises:
+        CheckpointError: one of them cannot be written, or ranked; it is named.
+    """
+    values = {key: getattr(training, key) for key in _VALUES}
+    for key in ("scheduler", "scaler"):
+        values[key] = None if values[key] is None else values[key].state_dict()
+    metric = training.metric
+    if metric is not None and not math.isfinite(metric):
+        raise CheckpointError(
+            f"training.metric is {metric}, which is neither better nor worse than another. Pass "
+            "metric=None to save this checkpoint without one."
+        )
+    return {key: json_codec.encode(value, f"training.{key}") for key, value in values.items()}
+
+
+def facts_of(training: Training, values: Mapping[str, Any]) -> dict[str, str]:
+    """What must be alike on every rank, as short texts to compare."""
+    texts = {key: json.dumps(values[key], sort_keys=True) for key in _ALIKE}
+    facts = {f"training.{key}": _short(text) for key, text in texts.items()}
+    return facts | {"training.step": str(training.step)}
+
+
+def _short(text: str) -> str:
+    if len(text) <= SHORT:
+        return text
+    return f"{text[:SHORT]}… (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
+def document(
+    step: int | None,
+    values: Mapping[str, Any],
+    optimizers: Sequence[Mapping[str, Any]],
+    local: Sequence[str],
+) -> bytes:
+    """The file.
+
+    Args:
+        values: of this rank; only ``local`` may differ by rank.
+        optimizers: see ``optimizers.contents``.
+        local: each rank's ``values["local"]`` as JSON, by rank.
+    """
+    found = {"version": VERSION, "step": step, "world": len(local), **values}
+    found |= {"optimizers": list(optimizers), "local": [json.loads(text) for text in local]}
+    return json.dumps(found, indent=1).encode() + b"\n"
+
+
+_WORDS = 624  # of a Mersenne Twister
+_TAIL = struct.Struct("<qqd")  # position, whether a second normal number waits, that number
+
+
+def capture_rng(device: torch.device) -> dict[str, Tensor]:
+    """The state of each generator of this process, ``[bytes]`` uint8 each.
+
+    numpy's global generator is left out where the user put another than the Mersenne Twister.
+    """
+    found = {"torch": torch.get_rng_state(), "python": _python()}
+    ours = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one
+    if ours["bit_generator"] == "MT19937":
+        words, position = ours["state"]["key"], int(ours["state"]["pos"])
+        found["numpy"] = _packed(words, position, bool(ours["has_gauss"]), float(ours["gauss"]))
+    if device.type != "cpu":
+        found[device.type] = torch.get_device_module(device.type).get_rng_state(device)
+    return found
+
+
+def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set this process's generators to what ``capture_rng`` found."""
+    torch.set_rng_state(states["torch"])
+    words, position, waits, number = _unpacked(states["python"])
+    random.setstate((3, (*words.tolist(), position), number if waits else None))
+    if "numpy" in states:
+        words, position, waits, number = _unpacked(states["numpy"])
+        state = ("MT19937", words, position, int(waits), number)
+        np.random.set_state(state)  # noqa: NPY002 - the global one
+    if device.type in states:
+        module = torch.get_device_module(device.type)
+        module.set_rng_state(states[device.type], device)
+
+
+def _python() -> Tensor:
+    _, words, waiting = random.getstate()
+    state = np.array(words[:_WORDS], dtype=np.uint32)
+    return _packed(state, words[_WORDS], waiting is not None, waiting or 0.0)
+
+
+def _packed(words: np.ndarray, position: int, waits: bool, number: float) -> Tensor:
+    data = words.astype("<u4").tobytes() + _TAIL.pack(position, waits, number)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _unpacked(state: Tensor) -> tuple[np.ndarray, int, bool, float]:
+    data = state.numpy().tobytes()
+    words = np.frombuffer(data, dtype="<u4", count=_WORDS).astype(np.uint32)
+    position, waits, number = _TAIL.unpack_from(data, 4 * _WORDS)
+    return words, position, bool(waits), number

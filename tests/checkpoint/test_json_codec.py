@@ -1,0 +1,132 @@
+"""Python's values go to JSON and come back as what they were."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.checkpoint.json_codec import decode, encode
+from shardwise.errors import CheckpointError
+
+
+def there_and_back(value: Any) -> Any:
+    return decode(json.loads(json.dumps(encode(value, "value"), allow_nan=False)))
+
+
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+)
+KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.text())
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(KEYS, inner)
+        | st.lists(inner).map(tuple)
+        | st.sets(st.integers())
+        | st.frozensets(st.text())
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
+    found = there_and_back(value)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Counter({30: 1, 60: 2}),
+        deque([1, 2]),
+        {"$tuple": [1]},
+        {"$": 1},
+        {"a": {"$float": "x"}},
+        float("inf"),
+        -0.0,
+        1 << 80,
+        b"\0\xff",
+    ],
+)
+def test_what_json_lacks(value: Any) -> None:
+    found = there_and_back(value)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_dictionaries_of_other_classes_become_plain() -> None:
+    assert there_and_back(OrderedDict(b=1, a=2)) == {"b": 1, "a": 2}
+    assert there_and_back(defaultdict(int, a=2)) == {"a": 2}
+
+
+def test_not_a_number_stays_one() -> None:
+    assert math.isnan(there_and_back(float("nan")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
+def test_small_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.randn(shape).to(dtype)
+    found = there_and_back({"x": value})["x"]
+    assert found.dtype == dtype
+    assert torch.equal(found, value)
+
+
+def test_arrays_and_numbers_of_numpy() -> None:
+    value = np.arange(6.0).reshape(2, 3)
+    found = there_and_back(value)
+    assert isinstance(found, np.ndarray)
+    assert found.dtype == value.dtype
+    assert np.array_equal(found, value)
+    assert there_and_back(np.float64(0.1)) == 0.1
+
+
+class Odd:
+    pass
+
+
+@pytest.mark.parametrize("value", [Odd(), Odd, print, lambda: 0, {"a": [Odd()]}, object()])
+def test_nothing_that_only_pickle_could_write(value: Any) -> None:
+    with pytest.raises(CheckpointError, match="cannot be written without pickle"):
+        encode(value, "training.position")
+
+
+def test_the_error_names_the_place() -> None:
+    with pytest.raises(CheckpointError, match=r"training.position\['rows'\]\[1\] is a "):
+        encode({"rows": [1, Odd()]}, "training.position")
+
+
+def test_a_large_tensor_does_not_belong_here() -> None:
+    with pytest.raises(CheckpointError, match="1,048,577 elements"):
+        encode(torch.zeros((1 << 20) + 1), "training.position")
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"$pickle": "x"},
+        {"$tensor": {"dtype": "F32", "shape": [3], "data": "AAAA"}},
+        {"$tensor": {"dtype": "F32", "shape": [1], "data": "!"}},
+        {"$tensor": {"dtype": "F32", "shape": [1 << 40], "data": ""}},
+        {"$tensor": {}},
+        {"$tuple": 3},
+        {"$dict": [1]},
+        {"$dict": [[[1], 2]]},
+        {"$float": "x"},
+        {"$bytes": "*"},
+    ],
+)
+def test_what_nobody_encoded_is_refused(found: Any) -> None:
+    with pytest.raises(CheckpointError):
+        decode(found)

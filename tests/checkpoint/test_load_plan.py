@@ -1,0 +1,73 @@
+"""Every name that does not fit is found, and said, at once."""
+
+from __future__ import annotations
+
+from shardwise.checkpoint.load_plan import Matched, Wanted, match
+from shardwise.checkpoint.safetensors_format import Stored
+
+
+def stored(dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> Stored:
+    return Stored(dtype, shape, 0, 0)
+
+
+def wanted(*names: str, dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> Wanted:
+    return Wanted(names, dtype, shape)
+
+
+def test_what_fits_has_no_problems() -> None:
+    found = match([wanted("a"), wanted("b")], {"b": stored(), "a": stored()}, {})
+    assert found == Matched({"a": "a", "b": "b"}, (), (), (), (), (), {})
+    assert found.problems(cast=False) == []
+
+
+def test_everything_that_does_not_fit_is_named_at_once() -> None:
+    model = [
+        wanted("blocks.0.fc.weight"),
+        wanted("wide", shape=(4, 4)),
+        wanted("ids", dtype="I64"),
+        wanted("half", dtype="BF16"),
+    ]
+    there = {
+        "layers.0.fc.weight": stored(),
+        "wide": stored(),
+        "ids": stored(),
+        "half": stored(),
+    }
+    found = match(model, there, {})
+    assert found.pairs == {"half": "half"}
+    assert found.problems(cast=False) == [
+        "blocks.0.fc.weight: not stored; nearest stored is layers.0.fc.weight",
+        "layers.0.fc.weight: stored, and the model has no such name",
+        "wide: stored as (2, 3), the model has (4, 4)",
+        "ids: stored as F32, the model has I64",
+        "half: stored as F32, the model has BF16",
+    ]
+    assert len(found.problems(cast=True)) == 4
+    assert (found.missing, found.unexpected) == (("blocks.0.fc.weight",), ("layers.0.fc.weight",))
+    assert (found.misshapen, found.foreign, found.cast) == (("wide",), ("ids",), ("half",))
+
+
+def test_a_tied_weight_may_be_stored_by_any_of_its_names() -> None:
+    tied = wanted("embed.weight", "lm_head.weight")
+    for name in ("embed.weight", "lm_head.weight"):
+        assert match([tied], {name: stored()}, {}).pairs == {"embed.weight": name}
+
+
+def test_a_tied_weight_that_is_stored_twice_is_no_surprise() -> None:
+    tied = wanted("embed.weight", "lm_head.weight")
+    found = match([tied], {"lm_head.weight": stored(), "embed.weight": stored()}, {})
+    assert found.pairs == {"embed.weight": "embed.weight"}
+    assert found.problems(cast=False) == []
+
+
+def test_weights_that_were_tied_when_saved_load_where_they_are_not() -> None:
+    model = [wanted("embed.weight"), wanted("lm_head.weight")]
+    found = match(model, {"embed.weight": stored()}, {"lm_head.weight": "embed.weight"})
+    assert found.pairs == {"embed.weight": "embed.weight", "lm_head.weight": "embed.weight"}
+    assert found.problems(cast=False) == []
+
+
+def test_thousands_of_missing_names_take_little_time() -> None:
+    model = [wanted(f"model.layers.{k}.weight") for k in range(5000)]
+    there = {f"layers.{k}.weight": stored() for k in range(5000)}
+    assert len(match(model, there, {}).problems(cast=False)) == 10_000

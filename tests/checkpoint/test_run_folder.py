@@ -1,0 +1,350 @@
+"""Which checkpoints of a run are complete, which stay, and what a crash left."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from datetime import datetime, tzinfo
+from pathlib import Path
+from typing import Self
+
+import pytest
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint import run_folder
+from shardwise.checkpoint.folder import Partial, resolve
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.run_folder import (
+    Checkpoint,
+    Retention,
+    check_complete,
+    checkpoint_of,
+    expired,
+    folder_of_run,
+    meant,
+    moment_of,
+    read_manifest,
+    saved_in,
+    survey,
+)
+from shardwise.comm.protocol import Comm
+from tests.checkpoint.runs import names, saved
+from tests.copies import on_ranks
+from tests.nets import NETS
+
+
+@pytest.fixture
+def damaged_run(tmp_path: Path) -> Path:
+    sharded = sw.shard(nn.Linear(3, 3))
+    for step, metric in ((1, 0.5), (2, None), (10, 0.25)):
+        training = sw.Training(step=step, metric=metric)
+        sharded.save(tmp_path / f"step-{step}", training=training)
+    return tmp_path
+
+
+def test_the_newest_is_the_one_that_was_saved_last(damaged_run: Path) -> None:
+    assert saved_in(damaged_run).path == damaged_run / "step-10"
+    assert saved_in(damaged_run).skipped == ()
+    sw.shard(nn.Linear(3, 3)).save(damaged_run / "step-5")  # by a run that went back
+    found = [(path.name, made.metric) for path, made in saved_in(damaged_run).complete]
+    assert found == [("step-5", None), ("step-10", 0.25), ("step-2", None), ("step-1", 0.5)]
+
+
+def test_broken_ones_are_passed_over_with_the_reason(damaged_run: Path) -> None:
+    (damaged_run / "step-10" / "model.safetensors").write_bytes(b"short")
+    (damaged_run / "step-2" / "manifest.json").unlink()
+    found = saved_in(damaged_run)
+    assert [path.name for path, _ in found.complete] == ["step-1"]
+    reasons = {path.name: reason for path, reason in found.skipped}
+    assert "model.safetensors has 5 of 4,144 bytes" in reasons["step-10"]
+    assert "step-2 has no manifest.json" in reasons["step-2"]
+
+
+def test_one_that_a_crash_between_two_renames_left_nameless_counts(damaged_run: Path) -> None:
+    lost = (damaged_run / "step-10").rename(damaged_run / "step-10.replaced-0123456789abcdef")
+    assert saved_in(damaged_run).path == damaged_run / "step-10"
+    report = sw.shard(nn.Linear(3, 3)).resume(damaged_run, training=sw.Training())
+    assert report is not None
+    assert (report.path, report.step) == (lost, 10)
+
+
+def test_every_file_that_is_wrong_is_named(damaged_run: Path) -> None:
+    for name in ("model.safetensors", "training.json"):
+        (damaged_run / "step-10" / name).unlink()
+    with pytest.raises(sw.DamagedCheckpoint) as caught:
+        check_complete(damaged_run / "step-10")
+    for name in ("model.safetensors is missing, ", "training.json is missing, "):
+        assert name in str(caught.value)
+
+
+def test_a_run_that_is_not_there_has_none(tmp_path: Path) -> None:
+    assert saved_in(tmp_path / "no").path is None
+    assert read_manifest(tmp_path) is None
+
+
+def test_a_manifest_of_absurd_size_is_not_read(
+    damaged_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardwise.checkpoint import run_folder
+
+    monkeypatch.setattr(run_folder, "CAP", 100)
+    with pytest.raises(sw.CheckpointError, match="no manifest has more than 100"):
+        check_complete(damaged_run / "step-1")
+
+
+NEW, FROM = "published", "resumed from"
+
+
+def complete(metrics: list[float | None]) -> list[Checkpoint]:
+    """The newest first, and just published; it is the last that was resumed from."""
+    tokens = [NEW, *(f"token {k}" for k in range(1, len(metrics) - 1)), FROM]
+    made = Manifest(
+        token="token of it",
+        created="2026-11-21T13:05:00.000000+00:00",
+        step=None,
+        world=1,
+        strategy="no_shard",
+        versions={},
+        aliases={},
+        files={},
+    )
+    return [
+        Checkpoint(
+            Path(f"step-{9 - k}"), made.model_copy(update={"token": token, "metric": metric})
+        )
+        for k, (token, metric) in enumerate(zip(tokens, metrics, strict=False))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "limit", "best", "gone"),
+    [
+        ([None, None, None], 2, None, [2]),
+        ([None, None, None], 1, None, [1, 2]),
+        ([None, None, None], 5, None, []),
+        ([3.0, 2.0, 1.0], 2, "lowest", [1]),
+        ([3.0, 2.0, 1.0], 2, "highest", [2]),
+        ([3.0, 2.0, 1.0], 1, "lowest", [1]),  # the newest stays, and the best
+        ([1.0, 2.0, 3.0], 1, "lowest", [1, 2]),
+        ([None, 2.0, None], 1, "lowest", [2]),
+        ([None, None], 1, "highest", [1]),
+        ([], 1, "highest", []),
+    ],
+)
+def test_the_newest_stay_and_the_best(
+    metrics: list[float | None], limit: int, best: str | None, gone: list[int]
+) -> None:
+    there = complete(metrics)
+    assert expired(there, Retention(limit, best, [NEW])) == [there[k].path for k in gone]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "limit", "best", "gone"),
+    [
+        ([None, None, None, None], 1, None, [1, 2]),
+        ([None, None, None, None], 2, None, [1, 2]),
+        ([None, None, None, None], 3, None, [2]),
+        ([None, 1.0, None, None], 1, "lowest", [2]),
+    ],
+)
+def test_what_was_resumed_from_stays_and_counts(
+    metrics: list[float | None], limit: int, best: str | None, gone: list[int]
+) -> None:
+    there = complete(metrics)
+    assert expired(there, Retention(limit, best, [NEW, FROM])) == [there[k].path for k in gone]
+
+
+# --- runs ------------------------------------------------------------------------------------
+
+
+def small() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    sharded = sw.shard(small())
+    for step in (4900, 5000):
+        sharded.save(tmp_path / f"step-{step}", save_total_limit=2)
+    assert sharded.save(tmp_path / "step-1100", save_total_limit=2).removed == ("step-4900",)
+    assert sharded.save(tmp_path / "step-1200", save_total_limit=2).removed == ("step-5000",)
+    assert names(tmp_path) == ["latest", "step-1100", "step-1200"]
+    report = sharded.resume(tmp_path)
+    assert report is not None
+    assert report.path.name == "step-1200"
+
+
+def test_a_damaged_one_does_not_take_the_place_of_a_good_one(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> list[str]:
+        sharded = sw.shard(model, comm=comm)
+        for step in (100, 200):
+            sharded.save(tmp_path / f"step-{step}")
+        if comm.rank == 0:
+            flip(tmp_path / "step-200" / "model.safetensors")
+        taken = []
+        for step in (150, 160):
+            report = sharded.resume(tmp_path)
+            assert report is not None
+            taken.append(report.path.name)
+            sharded.save(tmp_path / f"step-{step}", save_total_limit=1)
+        return taken
+
+    assert on_ranks(2, small, rank) == 2 * [["step-100", "step-150"]]
+    # step-100 stayed as long as the run went on from it
+    assert names(tmp_path) == ["broken-step-200-1", "latest", "step-150", "step-160"]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_clock_that_is_behind_does_not_make_a_new_one_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded = sw.shard(small())
+    sharded.save(tmp_path / "step-1")
+
+    class Behind(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls(1970, 1, 1, tzinfo=tz)
+
+    monkeypatch.setattr(run_folder, "datetime", Behind)
+    sharded.save(tmp_path / "step-2", save_total_limit=1)
+    assert names(tmp_path) == ["latest", "step-2"]
+    sharded.save(tmp_path / "step-3")
+    assert saved_in(tmp_path).path == tmp_path / "step-3"
+    assert moment_of(tmp_path / "model") == "1970-01-01T00:00:00.000000+00:00"
+
+
+def test_where_one_cannot_be_read_none_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sharded = sw.shard(small())
+    for step in (1, 2):
+        sharded.save(tmp_path / f"step-{step}")
+    manifest = tmp_path / "step-2" / "manifest.json"
+    later = manifest.read_text().replace('"version": 1', '"version": 2')
+    manifest.write_text(later)
+    assert sharded.save(tmp_path / "step-3", save_total_limit=1).removed == ()
+    assert "no old checkpoint of" in caplog.text
+    assert names(tmp_path) == ["latest", "step-1", "step-2", "step-3"]
+
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two whole checkpoints and a third that lost its manifest, the newest."""
+    saved(NETS[1], 2, tmp_path / "step-2")
+    saved(NETS[1], 1, tmp_path / "step-10", strategy="no_shard")
+    saved(NETS[1], 1, tmp_path / "step-11")
+    (tmp_path / "step-11" / "manifest.json").unlink()
+    return tmp_path
+
+
+def test_checkpoints_are_listed_newest_first_with_who_wrote_them(run: Path) -> None:
+    found = survey(run)
+    assert [listed.path.name for listed in found.checkpoints] == ["step-11", "step-10", "step-2"]
+    broken, ten, two = found.checkpoints
+    assert (broken.step, broken.manifest) == (11, None)
+    assert "step-11 has no manifest.json" in broken.problem
+    assert ten.manifest is not None
+    assert (ten.manifest.world, ten.manifest.strategy, ten.problem) == (1, "no_shard", "")
+    assert two.nbytes == sum(file.stat().st_size for file in (run / "step-2").iterdir())
+    assert (found.latest, found.leftovers) == ("step-11", ())
+
+
+@pytest.mark.parametrize("said", ["../elsewhere", "", "x" * 10_000, "\udcff"])
+def test_whatever_latest_says_the_run_is_listed(run: Path, said: str) -> None:
+    (run / "latest").unlink()
+    (run / "latest").write_bytes(said.encode(errors="surrogateescape"))
+    found = survey(run)
+    assert len(found.checkpoints) == 3
+    assert found.latest == said[:4096].replace("\udcff", "\ufffd")
+    with pytest.raises(sw.CheckpointError, match="latest"):
+        resolve(run / "latest")
+
+
+def test_a_file_that_is_cut_off_is_the_reason_why(run: Path) -> None:
+    os.truncate(run / "step-2" / "model.safetensors", 100)
+    problem = survey(run).checkpoints[2].problem
+    assert "model.safetensors has 100 of" in problem
+
+
+def test_what_is_being_written_is_told_from_what_a_crash_left(run: Path) -> None:
+    written = Partial.make(run / "step-20", TOKEN)
+    Partial.make(run / "step-21", TOKEN).close()  # as a process does that dies
+    (run / f"step-1.removing-{TOKEN}").mkdir()
+    found = survey(run).leftovers
+    written.close()
+    assert [(one.kind, one.name, now) for one, now in found] == [
+        ("removing", "step-1", False),
+        ("partial", "step-20", True),
+        ("partial", "step-21", False),
+    ]
+
+
+@pytest.mark.parametrize("inner", ["", "checkpoints"])
+def test_a_run_is_a_folder_with_checkpoints_in_it(tmp_path: Path, inner: str) -> None:
+    saved(NETS[1], 1, tmp_path / inner / "step-1")
+    (tmp_path / "model.safetensors").touch()  # a run leaves the trained model beside them
+    assert folder_of_run(tmp_path) == tmp_path / inner
+    assert folder_of_run(tmp_path / inner / "step-1") is None
+    assert folder_of_run(tmp_path / "nothing") is None
+    assert folder_of_run(tmp_path / "model.safetensors") is None
+
+
+def test_the_newest_whole_checkpoint_stands_for_its_run(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        assert checkpoint_of(run) == run / "step-10"
+    assert f"SKIPPED {run / 'step-11'}" in caplog.text
+    assert checkpoint_of(run / "step-2") == run / "step-2"
+
+
+def test_a_run_without_a_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    with pytest.raises(sw.CheckpointError, match=r"holds no complete checkpoint: 1 are broken"):
+        checkpoint_of(tmp_path)
+
+
+def test_a_checkpoint_that_may_not_be_looked_at_does_not_hide_the_others(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path.name == "step-10":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    _, ten, two = survey(run).checkpoints
+    assert "may not read there" in ten.problem
+    assert (ten.nbytes, two.problem) == (0, "")
+
+
+def test_a_checkpoint_that_a_crash_left_without_its_name_is_listed(tmp_path: Path) -> None:
+    saved(NETS[1], 1, tmp_path / "step-6")
+    (tmp_path / "step-6").rename(tmp_path / f"step-6.replaced-{TOKEN}")
+    (listed,) = survey(tmp_path).checkpoints
+    assert (listed.name, listed.step, listed.problem) == ("step-6", 6, "")
+    assert listed.path.name == f"step-6.replaced-{TOKEN}"
+
+
+def test_a_checkpoint_is_found_by_its_run(tmp_path: Path) -> None:
+    inner = tmp_path / "run" / "checkpoints"
+    saved(NETS[1], 1, inner / "step-1")
+    assert meant(tmp_path / "run" / "step-1") == inner / "step-1"
+    assert checkpoint_of(tmp_path / "run" / "latest") == inner / "latest"
+    assert meant(inner / "step-1") == inner / "step-1"
+    assert meant(tmp_path / "run" / "other") == tmp_path / "run" / "other"
+    (tmp_path / "run" / "step-1").mkdir()
+    assert meant(tmp_path / "run" / "step-1") == tmp_path / "run" / "step-1"

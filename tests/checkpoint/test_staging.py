@@ -1,0 +1,552 @@
+"""What is written in the background is what was there at the call, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.checkpoint import background
+from shardwise.checkpoint.plan import BLOCK
+from shardwise.checkpoint.run_folder import check_complete
+from shardwise.checkpoint.staging import MOST, Copying, Pool, Watched, budget_of
+from shardwise.checkpoint.writer import Chunk, Writer
+from shardwise.comm.protocol import Comm
+from tests.checkpoint.runs import adamw, names, same, steps, tensors
+from tests.copies import clones, on_ranks, said
+from tests.nets import NETS, Net
+from tests.steps import STRATEGIES, train
+
+
+def chunk(*pieces: list[int], start: int = 0) -> Chunk:
+    tensors = tuple(torch.tensor(piece, dtype=torch.uint8) for piece in pieces)
+    return Chunk("file", start, start + sum(map(len, tensors)), tensors)
+
+
+def large(value: int, nbytes: int = BLOCK) -> Chunk:
+    return Chunk("file", 0, nbytes, (torch.full((nbytes,), value, dtype=torch.uint8),))
+
+
+def test_a_copy_is_one_piece_and_does_not_change_with_the_original() -> None:
+    pool, original = Pool(BLOCK), chunk([1, 2], [3], start=10)
+    kept, _ = pool.keep(original)
+    original.pieces[0].fill_(9)
+    assert (kept.file, kept.start, kept.stop) == ("file", 10, 13)
+    assert [piece.tolist() for piece in kept.pieces] == [[1, 2, 3]]
+
+
+def test_small_chunks_share_a_slab() -> None:
+    pool = Pool(100 * BLOCK)
+    kept = [pool.keep(chunk([k]))[0] for k in range(100)]
+    assert pool.nbytes == 4 * BLOCK
+    assert [piece.item() for k in kept for piece in k.pieces] == list(range(100))
+
+
+def test_slabs_are_used_again() -> None:
+    pool = Pool(2 * BLOCK)
+    for value in range(10):
+        kept, slab = pool.keep(large(value))
+        assert kept.pieces[0][-1] == value
+        pool.give_back(slab)
+        pool.rewind()
+    assert pool.nbytes == BLOCK
+
+
+def test_copying_waits_for_writing() -> None:
+    pool = Pool(2 * BLOCK)
+    slabs = [pool.keep(large(value))[1] for value in (1, 2)]
+    got = threading.Event()
+
+    def third() -> None:
+        pool.keep(large(3))
+        got.set()
+
+    thread = threading.Thread(target=third)
+    thread.start()
+    assert not got.wait(0.05)
+    pool.give_back(slabs[0])
+    assert got.wait(60)
+    thread.join()
+    assert pool.nbytes == 2 * BLOCK
+
+
+def test_one_slab_is_enough() -> None:
+    """The slab that is being filled is given back by the writer before it is full."""
+    pool = Pool(BLOCK)
+    for value in range(5):
+        _, slab = pool.keep(large(value, BLOCK // 2 + 1))
+        pool.give_back(slab)
+    assert pool.nbytes == BLOCK
+
+
+def test_the_ranks_of_a_host_divide_a_quarter_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 << 18}  # 64 GiB
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    assert [budget_of(ranks) >> 30 for ranks in (1, 2, 8)] == [16, 8, 2]
+    pages["SC_PHYS_PAGES"] = 2 << 28  # 2 TiB
+    assert budget_of(8) == MOST
+    pages["SC_PHYS_PAGES"] = 1000
+    assert budget_of(8) == BLOCK
+
+
+@pytest.mark.parametrize("budget", [0, 1, BLOCK - 1])
+def test_less_than_a_block_is_refused(budget: int) -> None:
+    with pytest.raises(sw.ConfigError, match="at least 4,194,304"):
+        Pool(budget)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 17, 100])
+def test_the_budget_is_never_exceeded(blocks: int) -> None:
+    pool = Pool(blocks * BLOCK + 5)
+    assert pool._most * pool._slab <= blocks * BLOCK + 5
+    assert pool._most >= 1
+
+
+DECODER, CONVNET = NETS[0], NETS[2]
+
+
+def wide() -> nn.Module:
+    return nn.Linear(1024, 8 * 1024, bias=False)  # 32 MiB
+
+
+# --- chunks, by whoever comes first ----------------------------------------------------------
+
+
+def chunks(count: int, fails_at: int = -1) -> Iterator[Chunk]:
+    for number in range(count):
+        if number == fails_at:
+            raise MemoryError("no more")
+        value = torch.full((BLOCK // 2,), number % 256, dtype=torch.uint8)
+        yield Chunk("file", number * len(value), (number + 1) * len(value), (value,))
+
+
+def drain(copying: Copying) -> list[int]:
+    """What a writer finds, in order."""
+    return [int(chunk.pieces[0][0]) for chunk in copying.chunks()]
+
+
+def test_the_writer_alone_copies_all_of_it_through_one_slab() -> None:
+    pool = Pool(64 * BLOCK)
+    assert drain(Copying(chunks(20), pool)) == list(range(20))
+    assert pool.nbytes == 4 * BLOCK
+
+
+@pytest.mark.parametrize("budget", [BLOCK, 3 * BLOCK, 64 * BLOCK])
+def test_two_threads_copy_each_chunk_once_and_in_order(budget: int) -> None:
+    for _ in range(20):
+        pool = Pool(budget)
+        copying = Copying(chunks(40), pool)
+        main = threading.Thread(target=copying.rest)
+        main.start()
+        assert drain(copying) == list(range(40))
+        main.join(60)
+        assert not main.is_alive()
+        assert len(pool._free) * pool._slab == pool.nbytes <= budget
+
+
+def test_the_writer_never_waits_for_room() -> None:
+    """Also if the other thread fills the pool when the writer has just found nothing copied."""
+
+    class Late(SimpleQueue[Any]):
+        def empty(self) -> bool:
+            found = super().empty()
+            if found and not begun:
+                begun.append(True)
+                with copying._lock:  # as that thread would; then the pool is full
+                    copying._copy_one()
+                    copying._copy_one()
+            return found
+
+    begun: list[bool] = []
+    copying = Copying(chunks(8), Pool(BLOCK))
+    copying._copied = Late()
+    found: list[int] = []
+    writer = threading.Thread(target=lambda: found.extend(drain(copying)), daemon=True)
+    writer.start()
+    writer.join(60)
+    assert found == list(range(8))
+
+
+def test_a_chunk_that_cannot_be_copied_keeps_no_memory() -> None:
+    def broken() -> Iterator[Chunk]:
+        yield from chunks(1)
+        yield Chunk("file", 0, BLOCK, (torch.empty(BLOCK, dtype=torch.uint8, device="meta"),))
+
+    pool = Pool(64 * BLOCK)
+    with pytest.raises(NotImplementedError, match="meta"):
+        drain(Copying(broken(), pool))
+    assert len(pool._free) == pool._made == 1
+
+
+def test_where_nobody_writes_all_can_be_let_go() -> None:
+    pool = Pool(64 * BLOCK)
+    copying = Copying(chunks(20), pool)
+    copying.rest()
+    for _ in range(2):
+        copying.drain()
+    assert len(pool._free) == pool._made == 3
+
+
+def test_when_the_other_thread_cannot_copy_the_writer_learns_it_at_the_end() -> None:
+    pool = Pool(64 * BLOCK)
+    copying = Copying(chunks(5, fails_at=2), pool)
+    with pytest.raises(MemoryError):
+        copying.rest()
+    copying.rest()  # it is over
+    left = copying.chunks()
+    assert [int(next(left).pieces[0][0]), int(next(left).pieces[0][0])] == [0, 1]
+    with pytest.raises(sw.CheckpointError, match="could not all be copied"):
+        next(left)
+
+
+def test_when_the_writer_cannot_copy_it_is_over_for_both() -> None:
+    pool = Pool(64 * BLOCK)
+    copying = Copying(chunks(5, fails_at=2), pool)
+    with pytest.raises(MemoryError):
+        drain(copying)
+    copying.rest()
+    assert len(pool._free) * pool._slab == pool.nbytes
+
+
+def test_a_writer_that_stops_lets_the_rest_go() -> None:
+    pool = Pool(BLOCK)
+    copying = Copying(chunks(40), pool)
+    main = threading.Thread(target=copying.rest, daemon=True)
+    main.start()
+    left = copying.chunks()
+    next(left)
+    left.close()
+    main.join(60)
+    assert not main.is_alive()
+    assert len(pool._free) == 1
+    assert copying.over.is_set()
+
+
+def test_forward_and_backward_passes_change_nothing_that_is_watched() -> None:
+    def rank(comm: Comm, model: nn.Module) -> list[str]:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = adamw(model.parameters())
+        steps(model, optimizer, DECODER, comm.rank, range(1))
+        watched = Watched(sharded, [optimizer])
+        train(model, DECODER.batch(comm.rank, 2))
+        found = [watched.changed()]
+        optimizer.zero_grad()
+        model.eval()
+        model(*DECODER.batch(comm.rank, 2)[:-1])
+        found.append(watched.changed())
+        train(model, DECODER.batch(comm.rank, 2))
+        optimizer.step()
+        return [*found, watched.changed()]
+
+    for before, still, after in on_ranks(2, DECODER.build, rank):
+        assert (before, still) == ("", "")
+        assert " and " in after
+
+
+# --- a save, copied by the next step ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("net", [DECODER, NETS[2], NETS[6]], ids=str)
+def test_copied_by_the_next_step_it_holds_the_same(net: Net, strategy: str, tmp_path: Path) -> None:
+    """Also where the next forward passes change buffers, and backward passes run meanwhile."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, strategy, comm=comm)
+        optimizer = adamw(model.parameters())
+        steps(model, optimizer, net, comm.rank, range(2))
+        what = (optimizer, sw.Training(step=2))
+        first = sharded.save_async(tmp_path / "step-2", *what)
+        assert first is not None
+        first.wait()
+        later = sharded.save_async(tmp_path / "later", *what, copied_by="next_step")
+        assert later is not None
+        steps(model, optimizer, net, comm.rank, range(2, 4))
+        later.wait()
+
+    on_ranks(3, net.build, rank)
+    for stem in ("model", "optimizer", "ranks"):
+        found = tensors(tmp_path / "later", stem)
+        assert same(found, tensors(tmp_path / "step-2", stem))
+    check_complete(tmp_path / "later")
+
+
+def test_buffers_are_as_they_were_before_the_next_forward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = threading.Barrier(4)  # two writers wait for two ranks
+
+    class Waits(Writer):
+        def write(self, chunk: Chunk) -> None:
+            if not self.written:
+                trained.wait(60)
+            super().write(chunk)
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sharded = sw.shard(model, comm=comm)
+        before = clones(model.state_dict())
+        saving = sharded.save_async(tmp_path / "step-1", None, sw.Training(), copied_by="next_step")
+        assert saving is not None
+        train(model, CONVNET.batch(comm.rank, 4))
+        trained.wait(60)
+        saving.wait()
+        after = clones(model.state_dict())
+        assert not same(before, after)  # the buffers
+        sharded.load(tmp_path / "step-1", None, sw.Training())
+        assert same(before, model.state_dict())
+        return before
+
+    monkeypatch.setattr(background, "Writer", Waits)
+    on_ranks(2, CONVNET.build, rank)
+
+
+def test_the_next_step_copies_only_what_is_not_written_yet(
+    tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
+) -> None:
+    may_go = threading.Event()
+
+    def wait(point: str, rank: int) -> None:
+        if point == "half of the data written":
+            may_go.wait(60)
+
+    listen(wait)
+
+    def rank(comm: Comm, model: nn.Module) -> tuple[bool, Tensor]:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = clones(model.state_dict())
+        saving = sharded.save_async(tmp_path / "step-1", optimizer, copied_by="next_step")
+        assert saving is not None
+        model(torch.ones(1, 1024)).sum().backward()
+        copied_before = saving._copied.is_set()
+        optimizer.step()
+        assert saving._copied.is_set()
+        assert saving.check() is None  # the writers wait at half of it
+        comm.agree({})
+        may_go.set()
+        saving.wait()
+        assert not same(before, model.state_dict())
+        return copied_before, before["weight"]
+
+    for copied_before, weight in on_ranks(2, wide, rank):
+        assert not copied_before
+        assert torch.equal(tensors(tmp_path / "step-1", "model")["weight"], weight)
+
+
+def test_with_little_memory_the_next_step_waits_for_the_writing(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> Tensor:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = clones(model.state_dict())
+        saving = sharded.save_async(
+            tmp_path / "step-1", optimizer, copied_by="next_step", snapshot_bytes=BLOCK
+        )
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+        pool = sharded._background._pool
+        assert pool is not None
+        assert pool.nbytes == BLOCK
+        assert saving is not None
+        saving.wait()
+        return before["weight"]
+
+    truth = on_ranks(2, wide, rank)[0]
+    assert torch.equal(tensors(tmp_path / "step-1", "model")["weight"], truth)
+
+
+@pytest.mark.parametrize("what", ["a parameter", "optimizer state"])
+def test_a_change_by_hand_before_the_next_step_is_an_error_on_all_ranks(
+    what: str, tmp_path: Path
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = adamw(model.parameters())
+        steps(model, optimizer, DECODER, comm.rank, range(1))
+        saving = sharded.save_async(tmp_path / "step-1", optimizer, copied_by="next_step")
+        assert saving is not None
+        if comm.rank == 1:
+            param = next(model.parameters())
+            with torch.no_grad():
+                (
+                    param.detach() if what == "a parameter" else optimizer.state[param]["exp_avg"]
+                ).add_(1)
+        text = said(
+            sw.CheckpointError, lambda: steps(model, optimizer, DECODER, comm.rank, range(1, 2))
+        )
+        optimizer.step()
+        sharded.save(tmp_path / "step-2", optimizer)
+        return text
+
+    texts = on_ranks(2, DECODER.build, rank)
+    assert texts[0] == texts[1]
+    assert "rank 1: " in texts[0]
+    assert ("parameter 'embed.weight' changed after save_async" in texts[0]) == (
+        what == "a parameter"
+    )
+    assert "torn, and is not kept. Change it after saving.wait()" in texts[0]
+    assert names(tmp_path) == ["latest", "step-2"]
+
+
+def test_another_tensor_in_a_parameters_place_is_an_error_too(tmp_path: Path) -> None:
+    """The engine writes it into the shard."""
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sharded.save_async(tmp_path / "step-1", optimizer, copied_by="next_step")
+        for param in model.parameters():
+            param.data = torch.zeros_like(param.data)
+        model.eval()
+        model(*DECODER.batch(comm.rank, 2)[:-1])
+        return said(sw.CheckpointError, optimizer.step)
+
+    text = on_ranks(2, DECODER.build, rank)[0]
+    assert "parameter" in text
+    assert "torn, and is not kept" in text
+    assert names(tmp_path) == []
+
+
+def test_who_only_looks_now_and_then_sees_it_complete(tmp_path: Path) -> None:
+    """Without a step, and without waiting."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1", copied_by="next_step")
+        assert saving is not None
+        for _ in range(2000):
+            if saving.check() is not None:
+                break
+            time.sleep(0.01)
+        assert (tmp_path / "step-1").exists()
+
+    on_ranks(2, DECODER.build, rank)
+
+
+def test_waiting_copies_nothing_ahead_of_the_writer(tmp_path: Path) -> None:
+    sharded = sw.shard(wide())
+    saving = sharded.save_async(tmp_path / "step-1", copied_by="next_step")
+    assert saving is not None
+    saving.wait()
+    pool = sharded._background._pool
+    assert pool is not None
+    assert pool.nbytes == 4 * BLOCK  # of 8 blocks
+    assert same(tensors(tmp_path / "step-1", "model"), clones(sharded.model.state_dict()))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("what", ["writing", "closing", "copying"])
+def test_what_goes_wrong_on_a_rank_is_an_error_on_all_at_the_next_step(
+    what: str, who: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaks(Writer):
+        def write(self, chunk: Chunk) -> None:
+            if what == "writing" and self.rank == who:
+                raise OSError(5, "Input/output error")
+            super().write(chunk)
+
+        def __exit__(self, *args: object) -> None:
+            super().__exit__(*args)
+            if what == "closing" and self.rank == who:
+                raise OSError(5, "Input/output error")
+
+    def keep(self: Pool, chunk: Chunk) -> Any:
+        if what == "copying" and threading.current_thread().name.endswith(f"rank {who}"):
+            raise MemoryError("Input/output error")
+        return kept(self, chunk)
+
+    kept = Pool.keep
+    monkeypatch.setattr(background, "Writer", Breaks)
+    monkeypatch.setattr(Pool, "keep", keep)
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        saving = sharded.save_async(tmp_path / "step-1", optimizer, copied_by="next_step")
+        assert saving is not None
+        while not saving._copying.over.is_set():
+            time.sleep(0.001)
+        while saving._thread.is_alive() and comm.rank == who and not saving._error:
+            saving.finish_copy()
+            time.sleep(0.001)
+        return said(sw.CheckpointError, optimizer.step)
+
+    texts = on_ranks(2, DECODER.build, rank)
+    assert texts[0] == texts[1]
+    assert f"rank {who}: " in texts[0]
+    assert "Input/output error" in texts[0]
+    assert names(tmp_path) == []
+
+
+def test_one_save_after_the_other(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> list[dict[str, Tensor]]:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = sw.optim.AdamW(sharded, lr=1e-2)
+        states = []
+        for step in range(4):
+            steps(model, optimizer, DECODER, comm.rank, range(step, step + 1))
+            states.append(clones(model.state_dict()))
+            sharded.save_async(tmp_path / f"step-{step}", optimizer, copied_by="next_step")
+        sharded.load(tmp_path / "latest", optimizer)  # waits
+        return states
+
+    for step, state in enumerate(on_ranks(2, DECODER.build, rank)[0]):
+        stored = tensors(tmp_path / f"step-{step}", "model")
+        assert same(stored, {name: state[name] for name in stored})
+
+
+def test_memory_without_a_counter_is_no_obstacle(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        frozen = nn.Linear(4, 4).requires_grad_(False)
+    model = nn.Sequential(frozen, nn.Linear(4, 4))
+    saving = sw.shard(model).save_async(tmp_path / "step-1", copied_by="next_step")
+    assert saving is not None
+    saving.wait()
+    assert same(tensors(tmp_path / "step-1", "model"), clones(model.state_dict()))
+
+
+def test_what_the_engine_itself_changes_waits_for_the_copy(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sharded = sw.shard(model, comm=comm)
+        states = [clones(model.state_dict())]
+        doubled = {name: 2 * value for name, value in states[0].items()}
+
+        def twice() -> None:
+            with sharded.full_params(writeback=True), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(2.0)
+
+        changes: list[Callable[[], Any]] = [
+            twice,
+            lambda: model.load_state_dict(doubled),
+            lambda: sharded.load_state_dict(doubled),
+            lambda: sharded.load(tmp_path / "0"),
+            sharded.unshard,
+        ]
+        for number, change in enumerate(changes):
+            before = clones(model.state_dict())
+            saving = sharded.save_async(tmp_path / str(number), copied_by="next_step")
+            change()
+            assert saving is not None
+            saving.wait()
+            assert same(tensors(tmp_path / str(number), "model"), before)
+            if change is not changes[-1]:
+                sharded.load_state_dict(doubled)
+        return states[0]
+
+    on_ranks(2, DECODER.build, rank)
+
+
+def test_an_unknown_way_to_copy_is_an_error(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(sw.ConfigError, match="choose 'return' or 'next_step'"):
+        sw.shard(model).save_async(tmp_path / "step-1", copied_by="never")
