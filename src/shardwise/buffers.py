@@ -144,6 +144,8 @@ class Bucket:
             self.gather()
             self.ready()
             return
+        if self.stays_whole:
+            return
         if not self._shown:
             self._bind(self._full_views, GatheredParameter)
             self._handed_out, self._versions = False, list(map(get_version, self.params))
@@ -177,7 +179,8 @@ class Bucket:
             if pending is not None:  # gathered ahead and never entered: the peers still send
                 pending.wait()
         finally:
-            self.rest()
+            if not self.stays_whole:  # what was put in place of a value is adopted later
+                self.rest()
             self.gathered = False  # last: where Ctrl-C comes between, it is done again
 
     def rest(self) -> None:
@@ -257,8 +260,6 @@ class Bucket:
 
     def is_written(self) -> bool:
         """May a parameter have been written since it became whole?"""
-        if self.stays_whole:
-            return self._is_replaced()
         return self._shown and (
             self._handed_out
             or list(map(get_version, self.params)) != self._versions
@@ -272,9 +273,6 @@ class Bucket:
             ConfigError: a parameter was replaced by what its shard cannot hold.
             ShardUseError: all ranks wrote to the memory that they share.
         """
-        if self.stays_whole:
-            self.adopt()
-            return
         if self.shared and not self._handed_out:
             raise self._written_by_all()
         with torch.no_grad(), disable_torch_function():

@@ -226,8 +226,8 @@ class Copying:
 class Watched:
     """Parameters, their shards and optimizer state, that nothing but a step may change.
 
-    Writing through ``param.data`` moves no counter, and is not found; giving it another tensor is,
-    when the engine takes that over.
+    Writing through ``param.data`` moves no counter, and is not found. Giving it another tensor is
+    where that is copied into the shard; where nothing is split, the shard moves to other memory.
     """
 
     def __init__(self, sharded: ShardedModel, optimizers: Iterable[Optimizer]) -> None:
