@@ -270,11 +270,8 @@ def test_two_of_four_bits_are_compared(tmp_path: Path) -> None:
     for name, values in (("one", four_bits(0x21, 0x07)), ("other", four_bits(0x21, 0x0F))):
         (tmp_path / name).mkdir()
         save_file({"x": values}, tmp_path / name / "model.safetensors")
-    with (
-        CheckpointReader.open(tmp_path / "one") as one,
-        CheckpointReader.open(tmp_path / "other") as other,
-    ):
-        [found] = compare(one, other).tensors
+    one, other = (Catalogue.read(tmp_path / name) for name in ("one", "other"))
+    [found] = compare(one, other).tensors
     assert found.max_abs_diff == 12.0  # 6 and -6
 
 

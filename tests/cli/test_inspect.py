@@ -386,7 +386,7 @@ def test_nothing_is_not_equal_to_nothing(
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     assert inspect(tmp_path / "a", tmp_path / "b") == 2
-    assert "holds no tensors" in capsys.readouterr().err
+    assert "holds no safetensors files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("other", ["/dev/null", "pipe", "loop", "deep"])

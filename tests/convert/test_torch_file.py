@@ -10,8 +10,7 @@ import torch
 import shardwise as sw
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.convert import destination
-from shardwise.convert.export import ExportOptions
-from shardwise.convert.torch_file import export_torch_file
+from shardwise.convert.export import ExportOptions, export_torch_file
 from tests.checkpoint.recorded import record
 from tests.checkpoint.runs import same, saved
 from tests.nets import NETS

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from shardwise.checkpoint import failpoints
-from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.convert.catalogue import Catalogue
 from shardwise.convert.difference import compare
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.checkpoints import is_due
@@ -84,8 +84,8 @@ def test_two_equal_runs_have_equal_checkpoints(tmp_path: Path, watched: Watched)
         random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
         watched.run(recipe_in(tmp_path, f"run.folder={tmp_path / name}", "run.steps=3"), 1)
     places = [tmp_path / name / "checkpoints" / "step-3" for name in ("a", "b")]
-    with CheckpointReader.open(places[0]) as one, CheckpointReader.open(places[1]) as other:
-        assert compare(one, other).is_empty
+    one, other = map(Catalogue.read, places)
+    assert compare(one, other).is_empty
 
 
 def test_only_the_newest_stay(tmp_path: Path, watched: Watched) -> None:

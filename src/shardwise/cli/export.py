@@ -19,8 +19,7 @@ from shardwise.cli.folded import shown
 from shardwise.convert.catalogue import OF_TORCH
 from shardwise.convert.companions import CONFIG
 from shardwise.convert.destination import Destination, workplace
-from shardwise.convert.export import ExportOptions, export
-from shardwise.convert.torch_file import export_torch_file
+from shardwise.convert.export import ExportOptions, export, export_torch_file
 from shardwise.convert.writer import Converted
 from shardwise.errors import ConfigError
 from shardwise.listing import size

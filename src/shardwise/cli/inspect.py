@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 
-from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.run_folder import Listed, Run, checkpoint_of, folder_of_run, meant, survey
 from shardwise.cli.catalogues import damage_lines, lines_of, run_lines
 from shardwise.cli.differences import difference_lines
@@ -248,8 +247,7 @@ def _compare_bytes(paths: tuple[Path, Path], as_json: bool) -> int:
 
 def _compare(paths: tuple[Path, Path], look: Look) -> int:
     a, b = paths
-    with CheckpointReader.open(a) as one, CheckpointReader.open(b) as other:
-        found = compare(one, other, look.weights_only)
+    found = compare(Catalogue.read(a), Catalogue.read(b), look.weights_only)
     if look.as_json:
         _print_json(_difference_json(found, (str(a), str(b))))
     else:

@@ -138,8 +138,8 @@ class Catalogue:
             for name in names:
                 if stem := stem_of(name):
                     groups.setdefault(stem, {}).update(_tensors(source, name, problems))
-            has_training = TRAINING in names
-            training = _tried(problems, lambda: _training(source)) if has_training else None
+            state = _tried(problems, lambda: source.json(TRAINING)) if TRAINING in names else None
+            training = state if isinstance(state, dict) else None
             scalars = {stem: _scalars(source, some, problems) for stem, some in groups.items()}
             if manifest is None or not problems:
                 for stem in {MODEL: None, **groups}:  # the index, and what is missing
@@ -209,22 +209,13 @@ def _scalars(source: CheckpointReader, listing: Listing, problems: list[str]) ->
     for name, (file, stored) in listing.items():
         if stored.shape == () and file not in broken:
             data = np.empty(stored.stop - stored.start, np.uint8)
-            failed = len(problems)
-            _tried(problems, partial(source.read_into, file, stored.start, data))
-            if len(problems) > failed:
-                broken.add(file)
-            else:
+            try:
+                source.read_into(file, stored.start, data)
                 values[name] = torch.from_numpy(data).view(DTYPES[stored.dtype]).item()
+            except CheckpointError as error:
+                problems.append(str(error))
+                broken.add(file)
     return values
-
-
-def _training(source: CheckpointReader) -> dict[str, Any]:
-    state = source.json(TRAINING)
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            f"{source.folder / TRAINING} is no JSON object. Load another checkpoint."
-        )
-    return state
 
 
 def stem_of(name: str) -> str:

@@ -98,18 +98,14 @@ def _run_folders(source: CheckpointReader) -> list[Path]:
 
 def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     """``config.json`` that says the new dtype, since ``transformers`` loads as it says."""
-    name = str(dtype).removeprefix("torch.")
 
-    def changed(value: Any) -> Any:
-        if not isinstance(value, dict):
+    def changed(key: str, value: Any) -> Any:
+        if key in ("dtype", "torch_dtype") and isinstance(value, str):
+            return str(dtype).removeprefix("torch.")
+        is_config = key.endswith("_config") and key != "quantization_config"
+        if not is_config or not isinstance(value, dict):
             return value
-        inner = {
-            key: changed(one)
-            for key, one in value.items()
-            if key.endswith("_config") and key != "quantization_config"
-        }
-        keys = [k for k in ("dtype", "torch_dtype") if isinstance(value.get(k), str)]
-        return {**value, **inner, **dict.fromkeys(keys, name)}
+        return {inner: changed(inner, one) for inner, one in value.items()}
 
     try:
         fields = json.loads(config)
@@ -118,4 +114,4 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
             "config.json is not JSON, so it cannot be told the new dtype. Mend it, or export "
             "without --dtype."
         ) from None
-    return json.dumps(changed(fields), indent=2, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(changed("_config", fields), indent=2, ensure_ascii=False).encode() + b"\n"

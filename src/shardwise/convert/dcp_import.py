@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 from shardwise.checkpoint import training_state
@@ -77,13 +78,13 @@ def import_checkpoint(
 
 def _optimizer_tensors(normalized: NormalizedState) -> dict[str, TorchTensor]:
     """By names such as ``exp_avg/layers.0.weight``, key by key."""
-    by_param = normalized.state
-    return {
-        f"{key}/{name}": tensors[key]
-        for key in sorted({key for tensors in by_param.values() for key in tensors})
-        for name, tensors in by_param.items()
-        if key in tensors
+    tensors = {
+        (key, name): value
+        for name, values in normalized.state.items()
+        for key, value in values.items()
+        if isinstance(value, TorchTensor)
     }
+    return {f"{key}/{name}": tensors[key, name] for key, name in sorted(tensors, key=itemgetter(0))}
 
 
 def _training(normalized: NormalizedState, optimizer: str | None) -> bytes:

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf, prod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.read_requests import ReadRequest, read_into
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
-from shardwise.checkpoint.safetensors_format import dtype_of, itemsize
+from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER, RANKS
 from shardwise.checkpoint.training_state import NAME as TRAINING
-from shardwise.convert.catalogue import stem_of
+from shardwise.convert.catalogue import Catalogue, stem_of
 from shardwise.convert.writer import INDEX
 from shardwise.errors import CheckpointError
 
@@ -29,11 +28,15 @@ PIECE = 1 << 18
 """Elements that are compared at once: 6 MB with what is computed from them."""
 ABSENT = object()
 """Stands for a value that one side does not have."""
+_TRAINING = (OPTIMIZER, RANKS)
 _HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # what a float of 4 bits (E2M1) can be
 _FOUR_BITS = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.float64)
 
 TensorKey = tuple[str, str]
 """Kind (``"model"``, ``"optimizer"`` …) and name of a tensor."""
+
+
+_Stored = tuple[CheckpointReader, TensorLocation]
 
 
 class Change(NamedTuple):
@@ -91,37 +94,30 @@ class Difference:
         return not (any(self.only) or self.tensors or self.training or self.files or self.ties)
 
 
-@dataclass
 class _Side:
     """One of the two."""
 
-    source: CheckpointReader
-    weights_only: bool
-
-    @cached_property
-    def tensors(self) -> dict[TensorKey, TensorLocation]:
-        files: dict[str, list[str]] = {MODEL: []}
-        for name in self.source.listed():
-            if stem := stem_of(name):
-                files.setdefault(stem, []).append(name)
-        # By the stem's index or single file; numbered files without an index, as they are.
-        by_kind = {s: self.source.tensors(s) or self.source.tensors_in(files[s]) for s in files}
-        if self.weights_only:
-            others = [kind for kind in by_kind if kind not in (OPTIMIZER, RANKS)]
-            by_kind = {kind: by_kind[kind] for kind in ([MODEL] if by_kind[MODEL] else others)}
-        places = {(kind, name): p for kind, some in by_kind.items() for name, p in some.items()}
-        if not places:
+    def __init__(self, catalogue: Catalogue, weights_only: bool) -> None:
+        if catalogue.problems:
+            raise CheckpointError(catalogue.problems[0])
+        groups = {kind: listing for kind, listing in catalogue.groups.items() if listing}
+        if weights_only:
+            kinds = [MODEL] if MODEL in groups else [k for k in groups if k not in _TRAINING]
+            groups = {kind: groups[kind] for kind in kinds}
+        self.tensors = {(k, name): place for k in groups for name, place in groups[k].items()}
+        if not self.tensors:
             raise CheckpointError(
-                f"{self.source.folder} holds no tensors in safetensors files, so there is nothing "
-                "to compare. Name a folder or a file that holds some; `shardwise export` converts "
-                "those of torch."
+                f"{catalogue.path} holds no tensors that could be compared. Name a folder or a "
+                "file that holds some; `shardwise export` converts those of torch."
             )
-        return places
-
-    @cached_property
-    def aliases(self) -> Mapping[str, str]:
-        """Further names of tied tensors → the stored one."""
-        return {} if self.source.manifest is None else self.source.manifest.aliases
+        self.aliases = catalogue.aliases
+        is_whole = not weights_only and catalogue.manifest is not None
+        self.training = catalogue.training if is_whole and catalogue.training else ABSENT
+        self.digests = {
+            file.name: file.digest
+            for file in (catalogue.files if is_whole else ())
+            if not stem_of(file.name) and not file.name.endswith(INDEX) and file.name != TRAINING
+        }
 
     def find(self, other: _Side, key: TensorKey) -> TensorLocation | None:
         """The other side's tensor here: by its name, or by one that either side ties to it."""
@@ -132,33 +128,8 @@ class _Side:
             names += [self.aliases[alias] for alias in names if alias in self.aliases]
         return next((self.tensors[kind, n] for n in names if (kind, n) in self.tensors), None)
 
-    def values(self, place: TensorLocation, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)``, checked."""
-        item = itemsize(place.stored.dtype)
-        data = np.empty((stop - start) * item, np.uint8)
-        self.source.read_into(place.file, place.stored.start + start * item, data)
-        return torch.from_numpy(data).view(dtype_of(place.stored.dtype))
 
-    @property
-    def training(self) -> Any:
-        is_ours = not self.weights_only and self.source.manifest is not None
-        return self.source.json(TRAINING) if is_ours and self.source.has(TRAINING) else ABSENT
-
-    @property
-    def small(self) -> dict[str, str]:
-        """Digests of files that hold no tensors, where the folder says which are its own."""
-        manifest = self.source.manifest
-        records = {} if manifest is None or self.weights_only else manifest.files
-        return {
-            name: record.digest
-            for name, record in records.items()
-            if not stem_of(name) and not name.endswith(INDEX) and name != TRAINING
-        }
-
-
-def compare(
-    one: CheckpointReader, other: CheckpointReader, weights_only: bool = False
-) -> Difference:
+def compare(one: Catalogue, other: Catalogue, weights_only: bool = False) -> Difference:
     """Find all differences.
 
     Args:
@@ -168,15 +139,17 @@ def compare(
         CheckpointError: bytes are missing or damaged, or a side has no tensors.
     """
     a, b = _Side(one, weights_only), _Side(other, weights_only)
-    both = {key: place for key in a.tensors if (place := b.find(a, key)) is not None}
-    unequal = [t for key, place in both.items() if (t := _unequal(key, a, b, place)) is not None]
+    both = {key: (a.tensors[key], p) for key in a.tensors if (p := b.find(a, key)) is not None}
+    with CheckpointReader.open(one.path) as first, CheckpointReader.open(other.path) as second:
+        found = (_unequal(key, (first, x), (second, y)) for key, (x, y) in both.items())
+        unequal = tuple(tensor for tensor in found if tensor is not None)
     have_manifests = one.manifest is not None and other.manifest is not None
     return Difference(
         (_only(a, b), _only(b, a)),
-        tuple(unequal),
+        unequal,
         len(both) - len(unequal),
         tuple(changes_between(a.training, b.training)),
-        tuple(changes_between(a.small, b.small)) if have_manifests else (),
+        tuple(changes_between(a.digests, b.digests)) if have_manifests else (),
         tuple(_ties(a, b)),
         weights_only or not have_manifests,
     )
@@ -198,20 +171,25 @@ def _only(side: _Side, other: _Side) -> dict[str, list[str]]:
     return names
 
 
-def _unequal(key: TensorKey, a: _Side, b: _Side, in_b: TensorLocation) -> UnequalTensor | None:
-    in_a = a.tensors[key]
-    one, other = in_a.stored, in_b.stored
+def _unequal(key: TensorKey, a: _Stored, b: _Stored) -> UnequalTensor | None:
+    one, other = a[1].stored, b[1].stored
     are_equal, largest, numel = one.dtype == other.dtype, 0.0, prod(one.shape)
     if one.shape != other.shape:
         are_equal, largest, numel = False, inf, 0
     for start in range(0, numel, PIECE):
-        stop = min(numel, start + PIECE)
-        x, y = a.values(in_a, start, stop), b.values(in_b, start, stop)
+        count = min(PIECE, numel - start)
+        x, y = _values(*a, start, count), _values(*b, start, count)
         if x.dtype != y.dtype or not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             are_equal, largest = False, max(largest, _max_abs_diff(x, y))
     if are_equal:
         return None
     return UnequalTensor(*key, (one.dtype, other.dtype), (one.shape, other.shape), largest)
+
+
+def _values(source: CheckpointReader, place: TensorLocation, start: int, count: int) -> Tensor:
+    values = torch.empty(count, dtype=dtype_of(place.stored.dtype))
+    read_into(source, [ReadRequest(place, start, values)])
+    return values
 
 
 def _max_abs_diff(x: Tensor, y: Tensor) -> float:

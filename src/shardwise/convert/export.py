@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.disk import explained, sync_folder
 from shardwise.checkpoint.folder import is_leftover, step_of
 from shardwise.checkpoint.manifest import NAME as MANIFEST
+from shardwise.checkpoint.one_file import write_one_file
 from shardwise.checkpoint.plan import BLOCK, FilePlan, cut_at_blocks, plan_files
 from shardwise.checkpoint.read_requests import ReadRequest, read_into
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
@@ -29,11 +31,11 @@ from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.checkpoint.writer import Chunk
 from shardwise.convert.catalogue import OF_TORCH, stem_of
 from shardwise.convert.companions import CONFIG, companions, with_dtype
-from shardwise.convert.destination import Destination
+from shardwise.convert.destination import Destination, check_room, workplace
 from shardwise.convert.writer import Converted, Progress, entry_of, write_folder
 from shardwise.errors import CheckpointError
 
-__all__ = ["FLOATS", "ExportOptions", "export", "mapped", "stored_tensors"]
+__all__ = ["ExportOptions", "export", "export_torch_file", "mapped", "stored_tensors"]
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What is cast. Eight-bit floats stay: without their scales they mean nothing."""
@@ -98,6 +100,48 @@ def export(
     dtypes = {name: stored.dtype for plan in plans[MODEL] for name, stored in plan.tensors.items()}
     cast = [name for name in dtypes if dtypes[name] != places[MODEL][name].stored.dtype]
     return replace(made, cast=tuple(cast), left_out=left_out)
+
+
+def export_torch_file(
+    source: CheckpointReader,
+    destination: Path,
+    options: ExportOptions | None = None,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write parameters and buffers as a state dict that ``torch.load(weights_only=True)`` takes.
+
+    Tied weights are there under each of their names, and share memory when loaded, where a
+    manifest tells the names; a Hugging Face folder has none, and stores one of them alone. While
+    it is written, the disk holds the weights twice.
+
+    Raises:
+        CheckpointError: as ``export``; or optimizer state was asked for.
+    """
+    chosen = options or ExportOptions()
+    named = Destination(destination.absolute(), "pt", overwrite=chosen.overwrite)
+    if chosen.with_optimizer:
+        raise CheckpointError(
+            "a single file holds weights alone. Leave --with-optimizer out, or choose another "
+            "--format."
+        )
+    named.check()
+    plans = _plans(stored_tensors(source, False), chosen)
+    check_room(named.path, 2 * sum(plan.size for plan in plans[MODEL]))
+    with workplace(named.path) as folder:
+        options = replace(chosen, max_file_size=1 << 62, overwrite=False)
+        made = export(source, folder / "weights", options, progress)
+        with CheckpointReader.open(folder / "weights") as written:
+            states = {
+                name: mapped(written, place) for name, place in written.tensors(MODEL).items()
+            }
+            aliases = {} if written.manifest is None else written.manifest.aliases
+            states |= {alias: states[name] for alias, name in aliases.items() if name in states}
+            saved = write_one_file(folder / "unfinished.pt", states)
+        named.check()  # it may have come while this was written
+        with explained(f"writing {named.path}"):
+            saved.path.replace(named.path)
+            sync_folder(named.path.parent)
+    return Converted(named.path, made.tensors, saved.nbytes, (named.path.name,), made.cast)
 
 
 def stored_tensors(source: CheckpointReader, whole: bool) -> dict[str, dict[str, TensorLocation]]:

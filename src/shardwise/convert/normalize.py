@@ -45,15 +45,13 @@ class NormalizedState:
 
     Attributes:
         weights: name → tensor, in the order of the source.
-        state: parameter (name, or number) → key → tensor.
-        values: the same for state that is no tensor, as JSON.
+        state: parameter (name, or number) → key → tensor, or another value as JSON.
         step: optimizer steps taken, if it says so.
         left_out: names of what has no place in a checkpoint of ours.
     """
 
     weights: dict[str, TorchTensor] = field(default_factory=dict)
-    state: dict[Any, dict[str, TorchTensor]] = field(default_factory=dict)
-    values: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    state: dict[Any, dict[str, Any]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     step: int | None = None
     left_out: list[str] = field(default_factory=list)
@@ -136,34 +134,20 @@ def _add_optimizer(result: NormalizedState, prefix: str, flat: Tree) -> None:
             tree.setdefault(first, {}).setdefault(name, {})[key] = value
         else:
             tree[path] = value
-    states, groups = tree.get("state"), tree.pop("param_groups", {})
-    for owner, values in list(states.items()) if isinstance(states, dict) else ():
+    states, groups = tree.pop("state", {}), tree.pop("param_groups", {})
+    for owner, values in states.items() if isinstance(states, dict) else ():
         if isinstance(values, dict):
-            _add_state(result, f"{prefix}state", owner, tree["state"].pop(owner))
+            result.state[owner] = _encoded(result, f"{prefix}state.{owner}", values)
     if not isinstance(groups, dict):
         groups = dict(enumerate(groups if isinstance(groups, list) else [groups]))
-    for key, options in sorted(groups.items(), key=_number):
-        result.groups.append(_group(result, f"{prefix}param_groups", key, options))
+    for key, options in groups.items():
+        result.groups.append(_group(result, f"{prefix}param_groups.{key}", key, options))
     result.left_out += [f"{prefix}{name}" for name, _ in _leaves(tree)]
 
 
-def _number(item: tuple[Any, Any]) -> int:
-    return item[0] if type(item[0]) is int else 0
-
-
-def _add_state(result: NormalizedState, prefix: str, owner: Any, values: Tree) -> None:
-    tensors = {str(key): v for key, v in values.items() if isinstance(v, TorchTensor)}
-    others = {key: v for key, v in values.items() if str(key) not in tensors}
-    if tensors:
-        result.state[owner] = tensors
-    if encoded := _plain(result, f"{prefix}.{owner}", others):
-        result.values[owner] = encoded
-
-
-def _group(result: NormalizedState, prefix: str, key: Any, options: Any) -> Group:
+def _group(result: NormalizedState, name: str, key: Any, options: Any) -> Group:
     if not isinstance(options, dict):
         raise CheckpointError(f"a group of the optimizer is {options!r:.80}, and no dict.")
-    rest = {option: value for option, value in options.items() if option != "params"}
     # Flattened, every parameter has options of its own, so it is a group for now.
     params = [key] if isinstance(key, str) else options.get("params", [])
     if not isinstance(params, list) or not all(type(param) in (str, int) for param in params):
@@ -171,17 +155,21 @@ def _group(result: NormalizedState, prefix: str, key: Any, options: Any) -> Grou
             f"the parameters of a group of the optimizer are {params!r:.80}: no list of names or "
             "numbers. Save optimizer.state_dict(), or import the weights alone."
         )
-    return Group(list(params), _plain(result, f"{prefix}.{key}", rest))
+    rest = {option: value for option, value in options.items() if option != "params"}
+    return Group(list(params), _encoded(result, name, rest, tensors=False))
 
 
-def _plain(result: NormalizedState, prefix: str, values: Tree) -> dict[str, Any]:
-    """Values as JSON; what it has no way to write is left out."""
-    encoded = {}
+def _encoded(
+    result: NormalizedState, name: str, values: Tree, tensors: bool = True
+) -> dict[str, Any]:
+    """Tensors as they are, other values as JSON; what it cannot write is left out."""
+    encoded: dict[str, Any] = {}
     for key, value in values.items():
         try:
-            encoded[str(key)] = json_codec.encode(value, f"{prefix}.{key}")
+            keeps = tensors and isinstance(value, TorchTensor)
+            encoded[str(key)] = value if keeps else json_codec.encode(value, name)
         except CheckpointError:
-            result.left_out.append(f"{prefix}.{key}")
+            result.left_out.append(f"{name}.{key}")
     return encoded
 
 
@@ -196,7 +184,6 @@ def _remove_wrappers(result: NormalizedState) -> None:
 
     result.weights = _renamed(result.weights, bare)
     result.state = _renamed(result.state, bare)
-    result.values = _renamed(result.values, bare)
     for group in result.groups:
         group.params = [bare(name) for name in group.params]
 
@@ -229,28 +216,31 @@ def name_numbered(state: NormalizedState) -> None:
     Raises:
         CheckpointError: it is not sure, or state does not fit the weight of its name.
     """
-    numbers = [param for group in state.groups for param in group.params]
-    owners = state.state.keys() | state.values.keys()
-    if not all(isinstance(number, str) for number in numbers):
-        names = _names_in_groups(state) or _names_in_order(state, numbers)
-        name = dict(zip(numbers, names, strict=False))
-        if owners - name.keys() or not len(set(names)) == len(name) == len(numbers):
-            raise _not_sure(state, numbers, names)
-        state.state = {name[number]: value for number, value in state.state.items()}
-        state.values = {name[number]: value for number, value in state.values.items()}
+    params = [param for group in state.groups for param in group.params]
+    if not all(isinstance(param, str) for param in params):
+        names = _names_in_groups(state) or _names_in_order(state, params)
+        if state.state.keys() - set(params) or not len({*names}) == len({*params}) == len(params):
+            raise CheckpointError(
+                f"the optimizer's state numbers its {len(params)} parameters in "
+                f"{len(state.groups)} groups, and the weights are {len(state.weights)} tensors: "
+                "which is which is not sure. Save it by name (FSDP.full_optim_state_dict, "
+                "FSDP.optim_state_dict, or get_optimizer_state_dict), or import the weights alone."
+            )
+        name = dict(zip(params, names, strict=True))
+        state.state = {name[number]: values for number, values in state.state.items()}
         for group in state.groups:
             group.params = [name[number] for number in group.params]
-    elif lost := owners - set(numbers):
-        raise CheckpointError(
-            f"the optimizer has state of {len(lost)} parameters that are in none of its groups, "
-            f"the first is {min(lost, key=str)!r}. Import the weights alone."
-        )
     for owner in state.state:
         if owner not in state.weights or not _fits(owner, state, owner):
             raise CheckpointError(
                 f"the optimizer has state of {owner!r}, and there is no weight of that name and "
                 "the state's shape. It is another model's; or import the weights alone."
             )
+    if lost := state.state.keys() - {param for group in state.groups for param in group.params}:
+        raise CheckpointError(
+            f"the optimizer has state of {len(lost)} parameters that are in none of its groups, "
+            f"the first is {min(lost, key=str)!r}. Import the weights alone."
+        )
 
 
 def _names_in_groups(state: NormalizedState) -> list[str]:
@@ -267,10 +257,12 @@ def _names_in_groups(state: NormalizedState) -> list[str]:
 
 
 def _names_in_order(state: NormalizedState, numbers: Sequence[Any]) -> list[str]:
+    """The weights that are parameters, in their order; nothing if that is not sure."""
     names = [name for name, tensor in state.weights.items() if _is_parameter(name, tensor)]
-    is_sure = len(state.groups) == 1 and len(names) == len(numbers)
-    if not is_sure or not all(map(_fits, names, [state] * len(names), numbers)):
-        raise _not_sure(state, numbers, names)
+    if len(state.groups) != 1 or len(names) != len(numbers):
+        return []
+    if not all(_fits(name, state, number) for name, number in zip(names, numbers, strict=True)):
+        return []
     shapes = {state.weights[name].shape for name in names}
     if state.state and len(shapes) < len(names):
         log.warning(
@@ -284,23 +276,13 @@ def _names_in_order(state: NormalizedState, numbers: Sequence[Any]) -> list[str]
     return names
 
 
-def _not_sure(
-    state: NormalizedState, numbers: Sequence[Any], names: Sequence[str]
-) -> CheckpointError:
-    return CheckpointError(
-        f"the optimizer's state numbers its {len(numbers)} parameters in {len(state.groups)} "
-        f"groups, and the weights are {len(names)} tensors: which is which is not sure. Save "
-        "it by name (FSDP.full_optim_state_dict, FSDP.optim_state_dict, or "
-        "get_optimizer_state_dict), or import the weights alone."
-    )
-
-
 def _is_parameter(name: str, tensor: TorchTensor) -> bool:
     return DTYPES[tensor.dtype].is_floating_point and name.rpartition(".")[2] not in BUFFERS
 
 
 def _fits(name: str, state: NormalizedState, owner: Any) -> bool:
-    shapes = {tensor.shape for tensor in state.state.get(owner, {}).values()}
+    values = state.state.get(owner, {}).values()
+    shapes = {value.shape for value in values if isinstance(value, TorchTensor)}
     return shapes <= {(), state.weights[name].shape}
 
 
@@ -310,7 +292,7 @@ def class_of(state: NormalizedState) -> str:
     Raises:
         CheckpointError: several keep this.
     """
-    keys = {key for one in (*state.state.values(), *state.values.values()) for key in one}
+    keys = {key for values in state.state.values() for key in values}
     options = {key for group in state.groups for key in group.options}
     decoupled = {group.options.get("decoupled_weight_decay") for group in state.groups}
     # NAdam and RAdam keep the same as Adam
@@ -341,4 +323,8 @@ def records(state: NormalizedState, kind: str) -> list[dict[str, Any]]:
         {"params": g.params, "options": {k: v for k, v in g.options.items() if k not in AS_BUILT}}
         for g in merged
     ]
-    return [{"class": kind, "groups": groups, "values": state.values}]
+    values = {
+        owner: {key: v for key, v in values.items() if not isinstance(v, TorchTensor)}
+        for owner, values in state.state.items()
+    }
+    return [{"class": kind, "groups": groups, "values": {o: v for o, v in values.items() if v}}]
