@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.checkpoint import read_requests
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.read_requests import ReadRequest, read_into, request
+from shardwise.checkpoint.read_requests import ReadRequest, read_into, request_for
 from shardwise.checkpoint.reader import CheckpointReader
 
 pytestmark = pytest.mark.usefixtures("large_blocks")
@@ -38,7 +38,7 @@ def test_elements_are_converted_by_way_of_one_block(dtype: torch.dtype, tmp_path
     with CheckpointReader.open(tmp_path) as source:
         place = source.tensors("model")["x"]
         out = torch.zeros(len(value) - 5, dtype=dtype)
-        assert read_into(source, [request(place, 3, out[:-2])]) == 4 * (len(value) - 7)
+        assert read_into(source, [request_for(place, 3, out[:-2])]) == 4 * (len(value) - 7)
     assert torch.equal(out[:-2], value[3:-4].to(dtype))
     assert out[-2:].tolist() == [0.0, 0.0]
 
@@ -48,7 +48,10 @@ def test_nothing_wanted_reads_nothing(tmp_path: Path) -> None:
     with CheckpointReader.open(tmp_path) as source:
         places = source.tensors("model")
         out = torch.empty(0)
-        wants = [request(places["x"], 2, out), request(places["none"], 0, torch.empty(0, 4))]
+        wants = [
+            request_for(places["x"], 2, out),
+            request_for(places["none"], 0, torch.empty(0, 4)),
+        ]
         assert read_into(source, wants) == 0
 
 
@@ -60,9 +63,9 @@ def test_neighbours_share_a_read_and_holes_between_them_stay_out(tmp_path: Path)
         places = source.tensors("model")
         names = [f"t{k}" for k in (8, 0, 1, 2, 3, 5, 6)]
         outs = {name: torch.zeros(len(values[name]) - 3) for name in names}
-        wants = [request(places[name], 2, outs[name]) for name in names]
+        wants = [request_for(places[name], 2, outs[name]) for name in names]
         whole = torch.zeros_like(values["t7"])
-        assert read_into(source, [*wants, request(places["t7"], 0, whole)]) > 2 * BLOCK
+        assert read_into(source, [*wants, request_for(places["t7"], 0, whole)]) > 2 * BLOCK
     for name, out in outs.items():
         assert torch.equal(out, values[name][2:-1])
     assert torch.equal(whole, values["t7"])
@@ -85,7 +88,7 @@ def test_many_small_tensors_fit_in_few_calls(
         places = source.tensors("model")
         outs = {name: torch.empty(900) for name in values}
         monkeypatch.setattr(os, "preadv", counted)
-        read_into(source, [request(places[name], 0, out) for name, out in outs.items()])
+        read_into(source, [request_for(places[name], 0, out) for name, out in outs.items()])
     assert all(torch.equal(outs[name], value) for name, value in values.items())
     assert max(calls) <= 512
     assert len(calls) < 12
@@ -112,7 +115,7 @@ def test_threads_read_windows_of_files_and_ranks_begin_in_different_ones(
 
             monkeypatch.setattr(read_requests, "_read", read)
             found = {name: torch.zeros_like(value) for name, value in values.items()}
-            wants = [request(places[name], 0, found[name]) for name in values]
+            wants = [request_for(places[name], 0, found[name]) for name in values]
             assert read_into(source, wants, rank, 2) == 4 * 2 * BLOCK
             assert all(torch.equal(found[name], values[name]) for name in values)
             assert began[0] == f"t{2 * rank}.safetensors"
@@ -128,4 +131,4 @@ def test_what_one_thread_finds_damaged_ends_all(
         place = source.tensors("model")["x"]
         os.truncate(tmp_path / "model.safetensors", 3 * BLOCK)
         with pytest.raises(sw.DamagedCheckpoint, match="cut off"):
-            read_into(source, [request(place, 0, torch.empty_like(value))])
+            read_into(source, [request_for(place, 0, torch.empty_like(value))])

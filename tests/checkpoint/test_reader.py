@@ -18,7 +18,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import disk
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.read_requests import read_into, request
+from shardwise.checkpoint.read_requests import read_into, request_for
 from shardwise.checkpoint.reader import CheckpointReader
 from tests.copies import seeded
 
@@ -76,7 +76,7 @@ def test_neighbours_read_the_block_between_them_once(
         place = source.tensors("model")["weight"]
         out = torch.empty(3 * 1024 * 1024)
         reads.clear()
-        wants = [request(place, k, out[k : k + 300_000]) for k in range(0, len(out), 300_000)]
+        wants = [request_for(place, k, out[k : k + 300_000]) for k in range(0, len(out), 300_000)]
         read_into(source, reversed(wants))
     assert torch.equal(out.view(3072, 1024), seeded(wide).get_parameter("weight"))
     assert [at for at, _ in reads] == [BLOCK, 2 * BLOCK, 3 * BLOCK]  # and block 0 with the header
@@ -98,7 +98,7 @@ def test_whole_blocks_go_straight_to_their_place(
             return data
 
         monkeypatch.setattr(file, "some", some)
-        read_into(source, [request(place, 0, out)])
+        read_into(source, [request_for(place, 0, out)])
     assert sum(copied) < 2 * BLOCK  # the first and the last
 
 

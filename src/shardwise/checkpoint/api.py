@@ -124,7 +124,7 @@ def load(
     Raises:
         CheckpointError: on every rank alike, naming everything that does not fit.
     """
-    return reading.load(self, path, _wish(self, optimizer, training, how))
+    return reading.load(self, path, _load_options(self, optimizer, training, how))
 
 
 def resume(
@@ -145,18 +145,18 @@ def resume(
         DamagedCheckpoint: it has some, and all are damaged.
         CheckpointError: as for ``load``; also where the disk does not let the newest one be read.
     """
-    return reading.resume(self, run, _wish(self, optimizer, training, how))
+    return reading.resume(self, run, _load_options(self, optimizer, training, how))
 
 
-def _wish(
+def _load_options(
     sharded: Sharded, optimizer: Given, training: Training | None, how: dict[str, Any]
 ) -> LoadOptions:
     optimizers = sharded.admitted("a checkpoint was to be loaded", optimizer)
-    wish = raise_on_all(
+    chosen = raise_on_all(
         sharded.comm, "options of load()", lambda: LoadOptions.of(optimizers, training, how)
     )
     sharded._background.wait_pending()
-    return wish
+    return chosen
 
 
 # --- state dicts, and one file ---------------------------------------------------------------

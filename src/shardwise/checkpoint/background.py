@@ -92,10 +92,10 @@ class Saving:
         flags = torch.zeros(self._comm.size, dtype=torch.uint8, device=self._comm.device)
         flags[self._comm.rank] = mine
         self._comm.all_gather(flags, Label("agree", "saving")).wait()
-        found = set(flags.tolist())
-        if FAILED in found:
+        states = set(flags.tolist())
+        if FAILED in states:
             self._fail(wrong)
-        if found == {DONE}:
+        if states == {DONE}:
             self._close()
             text = broadcast_text(self._comm, json.dumps(self._removed), "what was removed")
             nbytes = sum(file.size for file in self._task.contents.files)
@@ -169,14 +169,14 @@ class Saving:
 
     def _fail(self, wrong: str) -> None:
         self._stop()  # on every rank, before the folder goes
-        said = all_gather_text(self._comm, wrong, "why saving failed")
+        texts = all_gather_text(self._comm, wrong, "why saving failed")
         give_up(self._task)
         self._close()
-        told = {rank: text for rank, text in enumerate(said) if text}
+        failed = {rank: text for rank, text in enumerate(texts) if text}
         # Rank 0 repeats what it heard from another; the other says it better.
-        if len(told) > 1:
-            told = {rank: text for rank, text in told.items() if rank} or told
-        text = joined_message(told, self._comm.size)
+        if len(failed) > 1:
+            failed = {rank: text for rank, text in failed.items() if rank} or failed
+        text = joined_message(failed, self._comm.size)
         self.failure = f"saving {self.path} in the background failed: {text}"
         raise CheckpointError(self.failure)
 

@@ -78,13 +78,13 @@ class CheckedFile:
 
     def read(self, start: int, stop: int) -> Bytes:
         """A copy of the bytes ``[start, stop)``, checked."""
-        found = np.empty(stop - start, np.uint8)
+        copy = np.empty(stop - start, np.uint8)
         at = start
         while at < stop:
             data = self.some(at, stop)
-            found[at - start : at - start + len(data)] = data
+            copy[at - start : at - start + len(data)] = data
             at += len(data)
-        return found
+        return copy
 
     def some(self, start: int, stop: int) -> Bytes:
         """The first bytes of ``[start, stop)``, checked; the next call overwrites them."""
@@ -126,7 +126,7 @@ class CheckedFile:
             self._check(at // self.block, *pieces)
 
     def damaged(self) -> list[int]:
-        found = []
+        numbers = []
         for number in range(len(self.sums or ())):
             first, last = number * self.block, min(self.size, (number + 1) * self.block)
             try:
@@ -134,8 +134,8 @@ class CheckedFile:
             except CheckpointError as error:
                 if is_unreadable(error):
                     raise
-                found.append(number)
-        return found
+                numbers.append(number)
+        return numbers
 
     def _fill(self, at: int, *pieces: Bytes) -> None:
         retried(f"reading {self.title}", lambda: self._read(at, deque(pieces)), self.kept.naps)
@@ -158,10 +158,10 @@ class CheckedFile:
 
     def _check(self, number: int, *pieces: Bytes) -> None:
         assert self.sums is not None
-        found = 0
+        crc = 0
         for piece in pieces:
-            found = checksum.crc32(piece, found)
-        if found != self.sums[number]:
+            crc = checksum.crc32(piece, crc)
+        if crc != self.sums[number]:
             first, length = number * self.block, sum(map(len, pieces))
             raise DamagedCheckpoint(
                 f"{self.title} is damaged: bytes {first:,} to {first + length:,} are not those "
@@ -172,13 +172,13 @@ class CheckedFile:
 
 def taken(left: deque[Bytes], count: int) -> list[Bytes]:
     """The next ``count`` bytes of what is still to be filled; they are gone from ``left``."""
-    found = []
+    pieces = []
     while count:
         piece = left.popleft()
         if len(piece) > count:
             left.appendleft(piece[count:])
-        found.append(piece[:count])
-        count -= len(found[-1])
+        pieces.append(piece[:count])
+        count -= len(pieces[-1])
     while left and not len(left[0]):
         left.popleft()
-    return found
+    return pieces

@@ -179,17 +179,17 @@ def await_parts(
     Raises:
         CheckpointError: for ``patience`` seconds no further rank left its text, or ``cancelled``.
     """
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     nap, longest = NAPS
     last = time.monotonic()
-    while len(found) < world:
-        for rank in set(range(world)) - set(found):
+    while len(texts) < world:
+        for rank in set(range(world)) - set(texts):
             with explained(f"looking for what rank {rank} left in {folder.name}"):
                 if (path := _part(folder, rank)).exists():
-                    found[rank] = path.read_text("utf-8")
+                    texts[rank] = path.read_text("utf-8")
                     path.unlink()
                     last, nap = time.monotonic(), NAPS[0]
-        absent = [rank for rank in range(world) if rank not in found]
+        absent = [rank for rank in range(world) if rank not in texts]
         if absent and time.monotonic() - last > patience:
             raise CheckpointError(
                 f"{folder}: {named(absent)} of {world} did not finish writing within "
@@ -199,4 +199,4 @@ def await_parts(
         if absent and cancelled.wait(nap):
             raise CheckpointError(f"{folder}: this save was given up; {named(absent)} was absent.")
         nap = min(longest, 1.5 * nap)
-    return [found[rank] for rank in range(world)]
+    return [texts[rank] for rank in range(world)]

@@ -133,10 +133,10 @@ def check_is_folder(path: Path) -> None:
 def size_of(path: Path) -> int | None:
     """Bytes of the file; ``None`` where there is no file of this name. May raise ``OSError``."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 @cache
@@ -149,8 +149,8 @@ def host() -> str:
 
 def free_bytes(folder: Path) -> int:
     """Bytes that this user may still write to the file system of ``folder``."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 def sync_folder(folder: Path) -> None:

@@ -67,8 +67,8 @@ _UNFINISHED = re.compile(rf"\.{LATEST}-[0-9a-f]{{16}}")
 
 def step_of(name: str) -> int | None:
     """``"step-100" → 100``; ``None`` for other names."""
-    found = _STEP.fullmatch(name)
-    return int(found[1]) if found else None
+    matched = _STEP.fullmatch(name)
+    return int(matched[1]) if matched else None
 
 
 def steps(run: Path) -> list[Path]:
@@ -78,8 +78,8 @@ def steps(run: Path) -> list[Path]:
 
 def _by_step(paths: Iterable[Path]) -> list[Path]:
     numbers = {path: step_of(path.name) for path in paths}
-    found = {path: number for path, number in numbers.items() if number is not None}
-    return sorted(found, key=lambda path: found[path], reverse=True)
+    numbered = {path: number for path, number in numbers.items() if number is not None}
+    return sorted(numbered, key=lambda path: numbered[path], reverse=True)
 
 
 def is_leftover(name: str) -> bool:
@@ -120,10 +120,10 @@ class Leftover(NamedTuple):
 
 def leftovers(run: Path) -> list[Leftover]:
     """What a crash may have left in ``run``, or what is being written there now; by name."""
-    found = ((path, _LEFTOVER.fullmatch(path.name)) for path in sorted(run.iterdir()))
+    matches = ((path, _LEFTOVER.fullmatch(path.name)) for path in sorted(run.iterdir()))
     return [
         Leftover(path, name["kind"], name["name"])
-        for path, name in found
+        for path, name in matches
         if name is not None and path.is_dir() and not path.is_symlink()
     ]
 
@@ -145,8 +145,8 @@ def resolve(path: Path) -> Path:
         if other.is_lost and other.name == target.name:
             return other.path
     beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
-    there = f"beside it are {', '.join(beside[:8])}" if beside else "its folder is empty or absent"
-    raise CheckpointError(f"{path}: there is no checkpoint here; {there}. Name one that is there.")
+    seen = f"beside it are {', '.join(beside[:8])}" if beside else "its folder is empty or absent"
+    raise CheckpointError(f"{path}: there is no checkpoint here; {seen}. Name one that is there.")
 
 
 def target_of(run: Path) -> str | None:

@@ -68,8 +68,8 @@ def _between(segments: Segments, start: int, stop: int) -> Iterator[Chunk]:
         yield Chunk(segments.plan.name, first, last, tuple(segments.between(first, last)))
 
 
-def read_from_rank_0(comm: Comm, source: CheckpointReader, wants: Iterable[ReadRequest]) -> None:
-    """Fill every rank's ``wants`` from files that rank 0 alone can read. A collective.
+def read_from_rank_0(comm: Comm, source: CheckpointReader, requests: Iterable[ReadRequest]) -> None:
+    """Fill every rank's ``requests`` from files that rank 0 alone can read. A collective.
 
     Args:
         source: the checkpoint; other ranks than 0 take only sizes from it.
@@ -78,8 +78,8 @@ def read_from_rank_0(comm: Comm, source: CheckpointReader, wants: Iterable[ReadR
         CheckpointError: on rank 0, where bytes are missing or damaged; the others return.
     """
     by_file: dict[str, list[ReadRequest]] = {}
-    for want in wants:
-        by_file.setdefault(want.place.file, []).append(want)
+    for request in requests:
+        by_file.setdefault(request.place.file, []).append(request)
     asked = all_gather_text(comm, json.dumps(list(by_file)), "files that are read")
     for name in sorted({name for names in asked for name in json.loads(names)}):
         assert source.manifest is not None  # a folder of this kind has one
@@ -96,17 +96,17 @@ def read_from_rank_0(comm: Comm, source: CheckpointReader, wants: Iterable[ReadR
                 comm.broadcast(sent, 0, Label("broadcast", name)).wait()
             if not sent[-1]:
                 return
-            for want in by_file.get(name, ()):
-                _take(want, start, sent[:-1])
+            for request in by_file.get(name, ()):
+                _take(request, start, sent[:-1])
 
 
-def _take(want: ReadRequest, start: int, block: Tensor) -> None:
+def _take(request: ReadRequest, start: int, block: Tensor) -> None:
     """Copy what is wanted of the bytes that begin at ``start`` of the file.
 
     Tensors lie at multiples of their item size, so no element is cut in two.
     """
-    first, item = want.at[1], want.dtype.itemsize
-    begin, end = max(start, first), min(start + len(block), first + want.nbytes)
+    first, item = request.at[1], request.dtype.itemsize
+    begin, end = max(start, first), min(start + len(block), first + request.nbytes)
     if begin < end:
-        part = block[begin - start : end - start].view(want.dtype)
-        want.out[(begin - first) // item : (end - first) // item].copy_(part)
+        part = block[begin - start : end - start].view(request.dtype)
+        request.out[(begin - first) // item : (end - first) // item].copy_(part)

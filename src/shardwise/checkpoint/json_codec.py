@@ -114,17 +114,17 @@ def _encode_tensor(value: Tensor, where: str) -> dict[str, Any]:
     return {"dtype": code_of(value.dtype, where), "shape": list(value.shape), "data": text}
 
 
-def _decode_tensor(found: dict[str, Any]) -> Tensor:
-    data = bytearray(base64.b64decode(found["data"], validate=True))
-    dtype, shape = DTYPES[found["dtype"]], found["shape"]
+def _decode_tensor(fields: dict[str, Any]) -> Tensor:
+    data = bytearray(base64.b64decode(fields["data"], validate=True))
+    dtype, shape = DTYPES[fields["dtype"]], fields["shape"]
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are no tensor of shape {shape}")
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
 
 
-def _pairs(found: list[list[Any]]) -> dict[Any, Any]:
-    return {decode(key): decode(item) for key, item in found}
+def _pairs(pairs: list[list[Any]]) -> dict[Any, Any]:
+    return {decode(key): decode(item) for key, item in pairs}
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {

@@ -264,8 +264,8 @@ def _understood(path: str | Path, so_far: str = "Nothing of it was used") -> Ite
         ) from error
 
 
-def _fill(comm: Comm, source: CheckpointReader, wants: list[ReadRequest]) -> None:
-    read_into(source, wants, comm.rank, comm.size)
+def _fill(comm: Comm, source: CheckpointReader, requests: list[ReadRequest]) -> None:
+    read_into(source, requests, comm.rank, comm.size)
 
 
 def _read(
@@ -274,7 +274,7 @@ def _read(
     read: Callable[[CheckpointReader, list[ReadRequest]], object],
 ) -> None:
     try:
-        read(checkpoint.source, plan.wants)
+        read(checkpoint.source, plan.requests)
     except CheckpointError as error:
         raise type(error)(
             f"{error} {REPLACED}: load another checkpoint before you use it."

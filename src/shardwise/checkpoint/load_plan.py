@@ -23,7 +23,7 @@ from shardwise.checkpoint.local_shards import ParamShard, param_shards, persiste
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizer_state import Named, Restored, restored
 from shardwise.checkpoint.options import Loaded, LoadOptions
-from shardwise.checkpoint.read_requests import ReadRequest, request
+from shardwise.checkpoint.read_requests import ReadRequest, request_for
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import DTYPES, PACKED, Stored, code_of
 from shardwise.checkpoint.save_plan import BUFFER, MODEL, OPTIMIZER, RANKS, RNG
@@ -38,6 +38,7 @@ __all__ = [
     "Wanted",
     "match",
     "open_checkpoint",
+    "wanted_by",
 ]
 
 NEAREST = 20
@@ -94,23 +95,23 @@ def match(
     known: set[str] = set()
     for names, dtype, shape in wanted:
         name = names[0]
-        found = _find(names, stored, aliases)
-        known.update(names, [] if found is None else [found])
-        if found is None:
+        stored_name = _find(names, stored, aliases)
+        known.update(names, [] if stored_name is None else [stored_name])
+        if stored_name is None:
             missing.append(name)
             continue
-        there = stored[found]
-        if there.shape != shape:
+        tensor = stored[stored_name]
+        if tensor.shape != shape:
             misshapen.append(name)
-            details[name] = f"{name}: stored as {there.shape}, the model has {shape}"
-        elif there.dtype != dtype and not _converts(there.dtype, dtype):
+            details[name] = f"{name}: stored as {tensor.shape}, the model has {shape}"
+        elif tensor.dtype != dtype and not _converts(tensor.dtype, dtype):
             foreign.append(name)
-            details[name] = f"{name}: stored as {there.dtype}, the model has {dtype}"
+            details[name] = f"{name}: stored as {tensor.dtype}, the model has {dtype}"
         else:
-            pairs[name] = found
-            if there.dtype != dtype:
+            pairs[name] = stored_name
+            if tensor.dtype != dtype:
                 cast.append(name)
-                details[name] = f"{name}: stored as {there.dtype}, the model has {dtype}"
+                details[name] = f"{name}: stored as {tensor.dtype}, the model has {dtype}"
     unexpected = [name for name in stored if name not in known]
     details |= {name: f"{name}: stored, and the model has no such name" for name in unexpected}
     details |= _missing(missing, unexpected or list(stored))
@@ -141,10 +142,10 @@ def _converts(stored: str, wanted: str) -> bool:
     return known and DTYPES[stored].is_floating_point and DTYPES[wanted].is_floating_point
 
 
-def _missing(names: Sequence[str], there: Sequence[str]) -> dict[str, str]:
+def _missing(names: Sequence[str], stored_names: Sequence[str]) -> dict[str, str]:
     details = {name: f"{name}: not stored" for name in names}
     for name in names[:NEAREST]:
-        if like := nearest(name, there, 1):
+        if like := nearest(name, stored_names, 1):
             details[name] += f"; nearest stored is {like[0]}"
     return details
 
@@ -238,26 +239,29 @@ class LoadPlan:
         CheckpointError: something does not fit; all of it, in one error.
     """
 
-    def __init__(self, sharded: ShardedModel, found: OpenCheckpoint, options: LoadOptions) -> None:
-        self._found, self._comm, self._buckets = found, sharded.comm, sharded.buckets
+    def __init__(
+        self, sharded: ShardedModel, checkpoint: OpenCheckpoint, options: LoadOptions
+    ) -> None:
+        self._checkpoint, self._comm, self._buckets = checkpoint, sharded.comm, sharded.buckets
         places = param_shards(sharded.buckets)
         buffers = persistent_buffers(sharded.model)
-        self._matched = _match(places, buffers, found)
+        stored = {name: place.stored for name, place in checkpoint.weights.items()}
+        self._matched = match(wanted_by(places, buffers), stored, checkpoint.aliases)
         self._inexact: list[str] = []
         self._optimizers: Restored | None = None
         problems = self._matched.problems(options.cast)
         if options.optimizers:
-            self._optimizers = _optimizers(found, options, Named(places))
+            self._optimizers = _optimizers(checkpoint, options, Named(places))
             problems += self._optimizers.problems
-        problems += _absent(found, options)
-        if options.training is not None and found.has_gradients:
+        problems += _absent(checkpoint, options)
+        if options.training is not None and checkpoint.has_gradients:
             self._inexact.append(IN_A_STEP)
             problems.append(IN_A_STEP)
         if options.strict and problems:
-            raise _unfit(found, problems)
-        self.wants = [*self._parameters(places), *self._buffers(buffers)]
+            raise _unfit(checkpoint, problems)
+        self.requests = [*self._parameters(places), *self._buffers(buffers)]
         if self._optimizers is not None:
-            self.wants += self._optimizers.wants()
+            self.requests += self._optimizers.requests()
         self._rng = self._generators() if options.training is not None else {}
 
     def apply(self, training: Training | None) -> None:
@@ -272,7 +276,7 @@ class LoadPlan:
             bucket.gradients.drop()
             for param in bucket.params:
                 param.grad = None
-        document = self._found.document
+        document = self._checkpoint.document
         if document is None:
             return
         for owner, values in (
@@ -285,29 +289,30 @@ class LoadPlan:
             training_state.restore_rng(self._rng, self._comm.device)
 
     def report(self) -> Loaded:
-        matched, found = self._matched, self._found
+        matched, checkpoint = self._matched, self._checkpoint
         left_out = self._optimizers.left_out if self._optimizers else ()
-        same = found.document is not None and found.document.world == self._comm.size
+        document = checkpoint.document
+        same = document is not None and document.world == self._comm.size
         return Loaded(
-            path=found.source.folder,
-            checked=found.source.manifest is not None,
+            path=checkpoint.source.folder,
+            checked=checkpoint.source.manifest is not None,
             missing=matched.missing,
             unexpected=matched.unexpected,
             misshapen=matched.misshapen + matched.foreign,
             cast=matched.cast,
             inexact=(*self._inexact, *(f"no optimizer state of {name}" for name in left_out)),
-            document=found.document,
-            local=found.document.local[self._comm.rank] if found.document and same else None,
+            document=document,
+            local=document.local[self._comm.rank] if document and same else None,
         )
 
     def _place(self, name: str) -> TensorLocation | None:
         stored = self._matched.pairs.get(name)
-        return None if stored is None else self._found.weights[stored]
+        return None if stored is None else self._checkpoint.weights[stored]
 
     def _parameters(self, places: Sequence[ParamShard]) -> Iterator[ReadRequest]:
         for shard in places:
             if place := self._place(shard.member.name):
-                yield request(place, shard.start, shard.value)
+                yield request_for(place, shard.start, shard.value)
 
     def _buffers(self, buffers: Sequence[tuple[tuple[str, ...], Tensor]]) -> Iterator[ReadRequest]:
         """Every rank reads them whole: its own, where ranks differed and are as many."""
@@ -317,7 +322,7 @@ class LoadPlan:
             place = self._place(names[0])
             if place is None:
                 continue
-            start, own = 0, self._found.own.get(BUFFER + names[0])
+            start, own = 0, self._checkpoint.own.get(BUFFER + names[0])
             if own is not None and own.stored.shape == (world, *buffer.shape):
                 place, start = own, rank * buffer.numel()
             elif own is not None:
@@ -328,10 +333,10 @@ class LoadPlan:
             memory = buffer if buffer.is_contiguous() else torch.empty_like(buffer).contiguous()
             if memory is not buffer:
                 self._late.append((buffer, memory))
-            yield request(place, start, memory)
+            yield request_for(place, start, memory)
 
     def _generators(self) -> dict[str, Tensor]:
-        document, comm = self._found.document, self._comm
+        document, comm = self._checkpoint.document, self._comm
         if document is None or document.world != comm.size:
             before = "not known" if document is None else f"{document.world} → {comm.size}"
             self._inexact.append(
@@ -339,45 +344,40 @@ class LoadPlan:
             )
             return {}
         states = {}
-        for name, place in self._found.own.items():
+        for name, place in self._checkpoint.own.items():
             if name.startswith(RNG):
                 size = place.stored.shape[1]
                 states[name.removeprefix(RNG)] = torch.empty(size, dtype=torch.uint8)
-                self.wants.append(request(place, comm.rank * size, states[name.removeprefix(RNG)]))
+                self.requests.append(
+                    request_for(place, comm.rank * size, states[name.removeprefix(RNG)])
+                )
         return states
 
 
-def _match(
-    places: Sequence[ParamShard],
-    buffers: Sequence[tuple[tuple[str, ...], Tensor]],
-    found: OpenCheckpoint,
-) -> Matched:
-    asked = [
-        Wanted(
-            shard.member.aliases,
-            code_of(shard.value.dtype, shard.member.name),
-            tuple(shard.member.shape),
-        )
-        for shard in places
+def wanted_by(
+    shards: Sequence[ParamShard], buffers: Sequence[tuple[tuple[str, ...], Tensor]]
+) -> list[Wanted]:
+    """What the model has: its parameters and persistent buffers."""
+    tensors = [(s.member.aliases, s.value.dtype, s.member.shape) for s in shards]
+    tensors += [(names, buffer.dtype, buffer.shape) for names, buffer in buffers]
+    return [
+        Wanted(names, code_of(dtype, names[0]), tuple(shape)) for names, dtype, shape in tensors
     ]
-    asked += [Wanted(n, code_of(b.dtype, n[0]), tuple(b.shape)) for n, b in buffers]
-    stored = {name: place.stored for name, place in found.weights.items()}
-    return match(asked, stored, found.aliases)
 
 
-def _optimizers(found: OpenCheckpoint, options: LoadOptions, named: Named) -> Restored:
-    if found.document is None or not found.document.optimizers:
+def _optimizers(checkpoint: OpenCheckpoint, options: LoadOptions, named: Named) -> Restored:
+    if checkpoint.document is None or not checkpoint.document.optimizers:
         raise CheckpointError(
-            f"{found.source.folder} holds no optimizer state, and an optimizer was passed to "
+            f"{checkpoint.source.folder} holds no optimizer state, and an optimizer was passed to "
             "load. Leave it out to load the weights alone, and begin with a fresh optimizer."
         )
-    records = found.document.optimizers
-    return restored(options.optimizers, named, records, found.states, found.aliases)
+    records = checkpoint.document.optimizers
+    return restored(options.optimizers, named, records, checkpoint.states, checkpoint.aliases)
 
 
-def _absent(found: OpenCheckpoint, options: LoadOptions) -> list[str]:
+def _absent(checkpoint: OpenCheckpoint, options: LoadOptions) -> list[str]:
     """What the caller wants restored and nobody saved."""
-    document, training = found.document, options.training
+    document, training = checkpoint.document, options.training
     if training is None:
         return []
     if document is None:
@@ -391,10 +391,10 @@ def _absent(found: OpenCheckpoint, options: LoadOptions) -> list[str]:
     ]
 
 
-def _unfit(found: OpenCheckpoint, problems: Sequence[str]) -> CheckpointError:
+def _unfit(checkpoint: OpenCheckpoint, problems: Sequence[str]) -> CheckpointError:
     lines = "".join(f"\n  {line}" for line in problems)
     return CheckpointError(
-        f"{found.source.folder} does not fit what is to be loaded, in {len(problems)} points; "
+        f"{checkpoint.source.folder} does not fit what is to be loaded, in {len(problems)} points; "
         f"nothing was changed:{lines}\nLoad it into the model that was saved; or pass "
         "strict=False to load what fits (the result lists the rest), cast=True to convert dtypes."
     )

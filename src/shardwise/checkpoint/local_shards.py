@@ -121,16 +121,16 @@ def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[LocalShar
 
     Buffers are whole on every rank; rank 0's are stored.
     """
-    found: list[LocalShard] = []
+    shards: list[LocalShard] = []
     aliases: dict[str, str] = {}
     for shard in param_shards(buckets):
-        found.append(shard.stored_as(shard.member.name, shard.value))
+        shards.append(shard.stored_as(shard.member.name, shard.value))
         aliases |= dict.fromkeys(shard.member.aliases[1:], shard.member.name)
     for names, buffer in persistent_buffers(model):
         aliases |= dict.fromkeys(names[1:], names[0])
-        found.append(of_rank_0(names[0], buffer))
+        shards.append(of_rank_0(names[0], buffer))
     warn_of_extra_state(model, "checkpoint")
-    return found, aliases
+    return shards, aliases
 
 
 def of_rank_0(name: str, value: Tensor) -> LocalShard:
@@ -143,13 +143,13 @@ def of_rank_0(name: str, value: Tensor) -> LocalShard:
 
 def own_rows(values: Mapping[str, Tensor], rank: int, world: int) -> list[LocalShard]:
     """Tensors that every rank has one of, alike in shape and dtype, stored as ``[world, …]``."""
-    found = []
+    shards = []
     for name, value in values.items():
         size = value.numel()
         held = tuple(Held(r * size, (r + 1) * size, (r,)) for r in range(world) if size)
         entry = Entry(name, code_of(value.dtype, name), (world, *value.shape), held)
-        found.append(LocalShard(entry, value, rank * size))
-    return found
+        shards.append(LocalShard(entry, value, rank * size))
+    return shards
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
@@ -161,7 +161,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 names.setdefault(id(buffer), []).append(f"{prefix}.{name}".lstrip("."))
                 buffers[id(buffer)] = buffer
-    return [(tuple(found), buffers[key]) for key, found in names.items()]
+    return [(tuple(aliases), buffers[key]) for key, aliases in names.items()]
 
 
 def warn_of_extra_state(model: nn.Module, what: str) -> None:

@@ -49,12 +49,12 @@ class FileRecord(_Frozen):
 
     def ranks(self, start: int, stop: int) -> list[int]:
         """Who wrote the bytes ``[start, stop)``; empty where that was not said."""
-        found, at = set(), 0
+        ranks, at = set(), 0
         for end, rank in self.writers:
             if at < stop and start < end:
-                found.add(rank)
+                ranks.add(rank)
             at = end
-        return sorted(found)
+        return sorted(ranks)
 
 
 class Manifest(_Frozen):

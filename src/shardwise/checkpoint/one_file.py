@@ -111,13 +111,13 @@ def write_one_file(path: Path, states: Mapping[str, Any]) -> SavedFile:
 
 
 def _write(unfinished: Path, path: Path, states: Mapping[str, Any]) -> int:
-    found = _once(states) if path.suffix == ".safetensors" else dict(states)
+    tensors = _once(states) if path.suffix == ".safetensors" else dict(states)
     with written_by_library(path, "save"):
         if path.suffix == ".safetensors":
-            save_safetensors(found, unfinished)
+            save_safetensors(tensors, unfinished)
         else:
-            torch.save(found, unfinished)
-    return len(found)
+            torch.save(tensors, unfinished)
+    return len(tensors)
 
 
 def save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -134,7 +134,7 @@ def save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 def _once(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tied tensors under their first name alone: safetensors has no tensor of two names."""
-    found: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for name, value in states.items():
-        found.setdefault(value.data_ptr() if value.numel() else id(value), name)
-    return {name: states[name].contiguous() for name in found.values()}
+        first_names.setdefault(value.data_ptr() if value.numel() else id(value), name)
+    return {name: states[name].contiguous() for name in first_names.values()}

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import json_codec
 from shardwise.checkpoint.local_shards import LocalShard, ParamShard, of_rank_0
-from shardwise.checkpoint.read_requests import ReadRequest, request
+from shardwise.checkpoint.read_requests import ReadRequest, request_for
 from shardwise.checkpoint.reader import TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.comm.malloc import in_huge_pages
@@ -58,14 +58,14 @@ def as_optimizers(given: Given) -> tuple[Optimizer, ...]:
     """One, several or none, as a tuple."""
     if given is None:
         return ()
-    found = (given,) if isinstance(given, Optimizer) else tuple(given)
-    for one in found:
+    optimizers = (given,) if isinstance(given, Optimizer) else tuple(given)
+    for one in optimizers:
         if not isinstance(one, Optimizer):
             raise CheckpointError(
                 f"optimizer is a {type(one).__qualname__}, and not a torch.optim.Optimizer. Pass "
                 "the optimizer, or several of them in a list."
             )
-    return found
+    return optimizers
 
 
 class Named:
@@ -108,13 +108,13 @@ def contents(optimizers: Optimizers, named: Named) -> tuple[list[LocalShard], li
                 elements.setdefault(key, {})[name] = part_of(key, value, shard)
         groups = [_group(group, optimizer, named) for group in optimizer.param_groups]
         records.append({"class": type(optimizer).__qualname__, "groups": groups, "values": values})
-    found = [
+    shards = [
         shard.stored_as(f"{key}/{shard.member.name}", parts[shard.member.name])
         for key, parts in sorted(elements.items())
         for shard in named.places
         if shard.member.name in parts
     ]
-    return found + sorted(scalars, key=lambda scalar: scalar.entry.name), records
+    return shards + sorted(scalars, key=lambda scalar: scalar.entry.name), records
 
 
 def states_of(optimizer: Optimizer, named: Named) -> Iterator[tuple[ParamShard, str, Any]]:
@@ -209,7 +209,7 @@ class Restored:
         self._targets = targets
         used = {id(target.saved) for target in targets}
         absent = [target.shard.member.name for target in targets if target.saved is None]
-        extra = [name for name, found in saved.items() if id(found) not in used]
+        extra = [name for name, state in saved.items() if id(state) not in used]
         self.problems = [f"{name}: its optimizer state is not stored" for name in absent]
         self.problems += [f"{name}: stored, and no optimizer has this parameter" for name in extra]
         self.problems += [f"{name}: it has state, and is in no stored group" for name in loose]
@@ -218,16 +218,16 @@ class Restored:
         self.left_out = (*absent, *extra, *loose)
         self._states: list[tuple[_Target, dict[str, Any]]] = []
 
-    def wants(self) -> list[ReadRequest]:
+    def requests(self) -> list[ReadRequest]:
         """What is to be read, into state that exists or is made here."""
-        found = []
+        requests = []
         for target in self._targets:
             state: dict[str, Any] = {}
             for key, place in _fitting(target):
                 state[key], start = _memory(target, key, place)
-                found.append(request(place, start, state[key]))
+                requests.append(request_for(place, start, state[key]))
             self._states.append((target, state))
-        return found
+        return requests
 
     def apply(self) -> None:
         """Give the optimizers what was read, and the options of their groups."""
@@ -267,8 +267,8 @@ def restored(
             names = [
                 n for alias in shard.member.aliases for n in (alias, aliases.get(alias, alias))
             ]
-            found = next((saved[name] for name in names if name in saved), None)
-            targets.append(_Target(optimizer, groups[id(param)], param, shard, found))
+            state = next((saved[name] for name in names if name in saved), None)
+            targets.append(_Target(optimizer, groups[id(param)], param, shard, state))
     return Restored(targets, saved, _loose(records, places, saved))
 
 
@@ -356,14 +356,14 @@ def _memory(target: _Target, key: str, place: TensorLocation) -> tuple[Tensor, i
     dtype = dtype_of(place.stored.dtype)
     one = place.stored.shape == () and not _is_element(target, key)
     shape = torch.Size([]) if one else target.shard.value.shape
-    there = target.optimizer.state.get(target.param, {}).get(key)
-    there = there.to_local() if isinstance(there, ShardTensor) else there
+    present = target.optimizer.state.get(target.param, {}).get(key)
+    present = present.to_local() if isinstance(present, ShardTensor) else present
     if (
-        isinstance(there, Tensor)
-        and (there.shape, there.dtype) == (shape, dtype)
-        and there.is_contiguous()
+        isinstance(present, Tensor)
+        and (present.shape, present.dtype) == (shape, dtype)
+        and present.is_contiguous()
     ):
-        return there, 0 if one else target.shard.start
+        return present, 0 if one else target.shard.start
     moved = bool(target.group.get("capturable") or target.group.get("fused"))
     device = target.shard.value.device if moved or not one else torch.device("cpu")
     memory = in_huge_pages(torch.empty(shape, dtype=dtype, device=device))
@@ -381,8 +381,8 @@ def _is_element(target: _Target, key: str) -> bool:
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
     if key in AS_BUILT:
         return
-    there = group.get(key)
-    if isinstance(there, Tensor):  # a learning rate that a compiled or captured step reads
-        there.fill_(float(value))
+    present = group.get(key)
+    if isinstance(present, Tensor):  # a learning rate that a compiled or captured step reads
+        present.fill_(float(value))
     else:
         group[key] = value

@@ -111,8 +111,8 @@ def _gather(sharded: ShardedModel, parts: States, into: States, how: StateDict) 
     sharded.comm.agree({"optimizer state": json.dumps(dict(sorted(facts.items())))})
     for bucket in sharded.buckets:
         names = [member.name for member in bucket.members]
-        found = {(k, v.dtype) for name in names for k, v in parts.get(name, {}).items()}
-        for key, dtype in sorted(found, key=str):
+        keys_and_dtypes = {(k, v.dtype) for name in names for k, v in parts.get(name, {}).items()}
+        for key, dtype in sorted(keys_and_dtypes, key=str):
             values = [_of_dtype(parts.get(name, {}).get(key), dtype) for name in names]
             wholes = _wholes(bucket, values, dtype)
             for name, value, whole in zip(names, values, wholes, strict=True):
@@ -187,22 +187,22 @@ def put_optimizer_state(
     stored = offered(comm, tensors)
     places = {name: TensorLocation(name, one) for name, one in stored.items()}
     named = Named(param_shards(sharded.buckets))
-    fitted = raise_on_all(
+    restoring = raise_on_all(
         comm, "comparing", lambda: restored((optimizer,), named, [record], places, {})
     )
-    if problems := [*_of_another(optimizer, record), *fitted.problems]:
+    if problems := [*_of_another(optimizer, record), *restoring.problems]:
         lines = "".join(f"\n  {line}" for line in problems)
         raise CheckpointError(
             f"rank 0's optimizer state dict does not fit, in {len(problems)} points; nothing was "
             f"changed:{lines}\nPass the state of this model's optimizer by name, of kind 'full'; "
             "nothing loads one of kind 'local'."
         )
-    wants = {want.place.file: want for want in fitted.wants()}
+    requests = {request.place.file: request for request in restoring.requests()}
     for name, one in stored.items():
         whole = send(comm, name, one, tensors.get(name))
-        if want := wants.get(name):
-            want.out.copy_(whole[want.start : want.start + want.out.numel()])
-    fitted.apply()
+        if request := requests.get(name):
+            request.out.copy_(whole[request.start : request.start + request.out.numel()])
+    restoring.apply()
 
 
 def _tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -227,8 +227,8 @@ def _of_another(optimizer: Optimizer, record: Mapping[str, Any]) -> list[str]:
 def _record(comm: Comm, optimizer: Optimizer, states: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint would say of rank 0's state beside its tensors."""
     text = run_on_rank_0(comm, "options of an optimizer", lambda: _described(states))
-    found: dict[str, Any] = json.loads(text)
-    return {"class": type(optimizer).__qualname__, **found}
+    fields: dict[str, Any] = json.loads(text)
+    return {"class": type(optimizer).__qualname__, **fields}
 
 
 def _described(states: Mapping[str, Any]) -> str:
@@ -274,8 +274,8 @@ def _check_form(states: object) -> None:
             check_key(key, name)
 
 
-def _are_names(found: object) -> bool:
-    return isinstance(found, list | tuple) and all(isinstance(name, str) for name in found)
+def _are_names(names: object) -> bool:
+    return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
 
 
 def _is_tensor(value: object) -> bool:

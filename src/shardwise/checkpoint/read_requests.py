@@ -23,7 +23,7 @@ WINDOW = 16 << 20
 """Bytes of a file that one thread reads at once: a multiple of every size that blocks have."""
 THREADS = 4
 
-__all__ = ["ReadRequest", "read_into", "request"]
+__all__ = ["ReadRequest", "read_into", "request_for"]
 
 
 class ReadRequest(NamedTuple):
@@ -68,7 +68,7 @@ class ReadRequest(NamedTuple):
             done += part.numel()
 
 
-def request(place: TensorLocation, start: int, value: Tensor) -> ReadRequest:
+def request_for(place: TensorLocation, start: int, value: Tensor) -> ReadRequest:
     """The elements from ``start`` on that fill ``value``, which is contiguous."""
     return ReadRequest(place, start, value.detach().view(-1))
 
@@ -85,8 +85,8 @@ def read_into(
         CheckpointError: bytes are missing or damaged. What was read before is already in place.
     """
     windows: dict[tuple[str, int], list[ReadRequest]] = {}
-    for request_ in requests:
-        for part in request_.cut():
+    for request in requests:
+        for part in request.cut():
             windows.setdefault((part.at[0], part.at[1] // WINDOW), []).append(part)
     files = sorted({file for file, _ in windows})
     first = files[len(files) * rank // world] if files else ""
@@ -122,36 +122,36 @@ def _fill(source: CheckpointReader, tasks: deque[list[ReadRequest]]) -> int:
 
 def _read(source: CheckpointReader, run: list[ReadRequest]) -> int:
     if run[0].is_direct:
-        views = (request_.out.view(torch.uint8).numpy() for request_ in run)
+        views = (request.out.view(torch.uint8).numpy() for request in run)
         source.read_into(*run[0].at, *views)
     else:
         _convert(source, run[0])
-    return sum(request_.nbytes for request_ in run)
+    return sum(request.nbytes for request in run)
 
 
 def _runs(requests: Iterable[ReadRequest]) -> Iterator[list[ReadRequest]]:
     """Neighbours in a file that can be read at once; the others alone."""
     run: list[ReadRequest] = []
     end: tuple[str, int] | None = None
-    for request_ in requests:
-        if not request_.nbytes:
+    for request in requests:
+        if not request.nbytes:
             continue
-        if run and not (request_.at == end and request_.is_direct and run[0].is_direct):
+        if run and not (request.at == end and request.is_direct and run[0].is_direct):
             yield run
             run = []
-        run.append(request_)
-        end = (request_.at[0], request_.at[1] + request_.nbytes)
+        run.append(request)
+        end = (request.at[0], request.at[1] + request.nbytes)
     if run:
         yield run
 
 
-def _convert(source: CheckpointReader, request_: ReadRequest) -> None:
+def _convert(source: CheckpointReader, request: ReadRequest) -> None:
     """By way of one block of host memory: to another dtype, or to a device."""
-    (file, first), item = request_.at, request_.dtype.itemsize
+    (file, first), item = request.at, request.dtype.itemsize
     step = BLOCK // item
-    buffer = np.empty(min(step, request_.out.numel()) * item, np.uint8)
-    for k in range(0, request_.out.numel(), step):
-        part = request_.out[k : k + step]
+    buffer = np.empty(min(step, request.out.numel()) * item, np.uint8)
+    for k in range(0, request.out.numel(), step):
+        part = request.out[k : k + step]
         data = buffer[: part.numel() * item]
         source.read_into(file, first + k * item, data)
-        part.copy_(torch.from_numpy(data).view(request_.dtype))
+        part.copy_(torch.from_numpy(data).view(request.dtype))

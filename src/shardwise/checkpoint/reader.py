@@ -63,12 +63,12 @@ class CheckpointReader:
             CheckpointError: there is none, or it is not complete.
         """
         given = Path(path).expanduser().absolute()
-        found = retried(f"opening {given}", lambda: resolve(given))
-        if retried(f"opening {found}", found.is_file):
-            return _Single(found.parent, None, only=found.name)
-        check_is_folder(found)
-        present = retried(f"opening {found}", lambda: os.path.lexists(found / NAME))
-        return cls(found, check_complete(found) if present else None)
+        resolved = retried(f"opening {given}", lambda: resolve(given))
+        if retried(f"opening {resolved}", resolved.is_file):
+            return _Single(resolved.parent, None, only=resolved.name)
+        check_is_folder(resolved)
+        present = retried(f"opening {resolved}", lambda: os.path.lexists(resolved / NAME))
+        return cls(resolved, check_complete(resolved) if present else None)
 
     def __enter__(self) -> Self:
         return self
@@ -110,8 +110,8 @@ class CheckpointReader:
         name = f"{stem}.safetensors.index.json"
         if not self.has(name):
             return None
-        found = self.json(name)
-        weights = found.get("weight_map") if isinstance(found, dict) else None
+        index = self.json(name)
+        weights = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(weights, dict) or not weights:
             raise DamagedCheckpoint(
                 f"{self.folder / name} has no weight_map that says which file holds what. Fetch "
@@ -130,8 +130,8 @@ class CheckpointReader:
                 index names one that is in none, or the manifest ties a name to such a one.
         """
         index = self._index(stem) or {}
-        found = self.tensors_in(self.names(stem))
-        if lost := [name for name in index if name not in found]:
+        locations = self.tensors_in(self.names(stem))
+        if lost := [name for name in index if name not in locations]:
             more = f" and {len(lost) - 1:,} more" * (len(lost) > 1)
             raise DamagedCheckpoint(
                 f"{self.folder}: the index says that {lost[0]!r:.200}{more} is in "
@@ -139,15 +139,17 @@ class CheckpointReader:
                 "model; fetch both again."
             )
         if stem == "model":
-            self._check_ties(found)
-        return found
+            self._check_ties(locations)
+        return locations
 
-    def _check_ties(self, found: Mapping[str, TensorLocation]) -> None:
+    def _check_ties(self, locations: Mapping[str, TensorLocation]) -> None:
         if self.manifest is None:
             return
         for alias, name in self.manifest.aliases.items():
-            if alias in found or name not in found:
-                fact = f"{alias!r:.200} is stored, too" if alias in found else "that is not stored"
+            if alias in locations or name not in locations:
+                fact = (
+                    f"{alias!r:.200} is stored, too" if alias in locations else "that is not stored"
+                )
                 raise DamagedCheckpoint(
                     f"{self.folder / NAME} ties {alias!r:.200} to {name!r:.200}, and {fact}. It "
                     "does not fit the files beside it; load another checkpoint."
@@ -159,7 +161,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: a file is missing or malformed, or two hold a tensor of one name.
         """
-        found: dict[str, TensorLocation] = {}
+        locations: dict[str, TensorLocation] = {}
         for name in names:
             inside(self.folder, name)
             if not self.has(name):
@@ -168,13 +170,13 @@ class CheckpointReader:
                     "Fetch it again, or load another checkpoint."
                 )
             for tensor, stored in self.header(name).tensors.items():
-                if tensor in found:
+                if tensor in locations:
                     raise DamagedCheckpoint(
-                        f"{self.folder}: {found[tensor].file} and {name} both hold {tensor!r}, so "
-                        "it is not clear which is meant. Remove what does not belong there."
+                        f"{self.folder}: {locations[tensor].file} and {name} both hold {tensor!r}, "
+                        "so it is not clear which is meant. Remove what does not belong there."
                     )
-                found[tensor] = TensorLocation(name, stored)
-        return found
+                locations[tensor] = TensorLocation(name, stored)
+        return locations
 
     def header(self, name: str) -> Header:
         """A file's header, checked against the file's size."""

@@ -106,14 +106,14 @@ def check_complete(folder: Path) -> Manifest:
         DamagedCheckpoint: naming every file that is not.
         CheckpointError: as ``read_manifest`` does.
     """
-    found = read_manifest(folder)
-    if found is None:
+    manifest = read_manifest(folder)
+    if manifest is None:
         raise DamagedCheckpoint(
             f"{folder} has no {NAME}, so it was not written to its end, or not by shardwise. Load "
             "another checkpoint."
         )
     wrong = []
-    for name, record in found.files.items():
+    for name, record in manifest.files.items():
         path = inside(folder, name)
         length = retried(f"looking at {path}", partial(size_of, path))
         if length != record.size:
@@ -124,7 +124,7 @@ def check_complete(folder: Path) -> Manifest:
             f"{folder} is not complete: {'; '.join(wrong)}. Nothing of it was used. Load another "
             "checkpoint."
         )
-    return found
+    return manifest
 
 
 def saved_in(run: Path) -> SavedCheckpoints:
@@ -265,7 +265,8 @@ def survey(folder: Path) -> Run:
     """Look at every checkpoint in ``folder``: at names and sizes, not at bytes."""
     with explained(f"looking into {folder}", reads=True):
         left = tuple(
-            (found, found.kind == "partial" and is_alive(found.path)) for found in leftovers(folder)
+            (leftover, leftover.kind == "partial" and is_alive(leftover.path))
+            for leftover in leftovers(folder)
         )
         return Run(folder, tuple(map(_listed, steps_to_resume(folder))), target_of(folder), left)
 
@@ -279,8 +280,8 @@ def meant(path: Path) -> Path:
     inner = path.parent / CHECKPOINTS
     is_one = path.name == LATEST or step_of(path.name) is not None
     with explained(f"looking for {path}", reads=True):
-        there = path.exists() or path.is_symlink() or not inner.is_dir()
-        if is_one and not there:
+        exists = path.exists() or path.is_symlink() or not inner.is_dir()
+        if is_one and not exists:
             return inner / path.name
         if runs := _runs_in(path):
             some = ", ".join(runs[:8]) + ", …" * (len(runs) > 8)
@@ -310,26 +311,26 @@ def checkpoint_of(path: Path) -> Path:
     folder = folder_of_run(path)
     if folder is None:
         return path
-    found = saved_in(folder)
-    for broken, reason in found.skipped:
+    checkpoints = saved_in(folder)
+    for broken, reason in checkpoints.skipped:
         log.warning("SKIPPED %s, which is not complete: %s", broken, reason)
-    if found.path is None:
+    if checkpoints.path is None:
         raise CheckpointError(
-            f"{folder} holds no complete checkpoint: {len(found.skipped)} are broken. `shardwise "
-            f"inspect {path}` lists them. Name another run."
+            f"{folder} holds no complete checkpoint: {len(checkpoints.skipped)} are broken. "
+            f"`shardwise inspect {path}` lists them. Name another run."
         )
-    return found.path
+    return checkpoints.path
 
 
 def _listed(path: Path) -> Listed:
     """``path`` has the name of a checkpoint; one that lost it is found under another."""
-    found, nbytes, manifest, problem = path, 0, None, ""
+    folder, nbytes, manifest, problem = path, 0, None, ""
     try:
         with explained(f"looking into {path}", reads=True):
-            found = resolve(path)
-            nbytes = sum(file.stat().st_size for file in found.iterdir() if file.is_file())
-            manifest = read_manifest(found)
-            check_complete(found)
+            folder = resolve(path)
+            nbytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+            manifest = read_manifest(folder)
+            check_complete(folder)
     except CheckpointError as error:
         problem = str(error)
-    return Listed(found, step_of(path.name) or 0, nbytes, manifest, problem)
+    return Listed(folder, step_of(path.name) or 0, nbytes, manifest, problem)

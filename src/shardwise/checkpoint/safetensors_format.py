@@ -181,18 +181,18 @@ def decode(text: bytes, size: int, file: str) -> Header:
         CheckpointError: it is malformed, or says what cannot be.
     """
     try:
-        found = json.loads(
+        entries = json.loads(
             text.decode(), object_pairs_hook=_without_repeats, parse_constant=_no_constant
         )
     except (ValueError, RecursionError) as error:
         raise _bad(file, f"its header is not JSON ({str(error)[:200]})") from None
-    if not isinstance(found, dict):
-        raise _bad(file, f"its header is a JSON {type(found).__name__}, not an object")
-    metadata = found.pop("__metadata__", {})
+    if not isinstance(entries, dict):
+        raise _bad(file, f"its header is a JSON {type(entries).__name__}, not an object")
+    metadata = entries.pop("__metadata__", {})
     if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
         raise _bad(file, "its __metadata__ is not an object of texts")
     first = _PREFIX + len(text)
-    tensors = {name: _stored(name, entry, first, file) for name, entry in found.items()}
+    tensors = {name: _stored(name, entry, first, file) for name, entry in entries.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
     _check_gapless(ordered, first, size, file)
     return Header(ordered, metadata)
@@ -241,10 +241,10 @@ def _check_gapless(tensors: Mapping[str, Stored], first: int, size: int, file: s
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return entries
 
 
 def _no_constant(word: str) -> None:

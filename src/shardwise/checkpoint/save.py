@@ -165,8 +165,8 @@ def begin(
     contents = plan_save(sharded, optimizers, training, values, options)
     check_same_on_all(comm, contents.facts())
     metric = None if training is None or training.metric is None else float(training.metric)
-    said = json.dumps([new_token(), metric])
-    token, metric = json.loads(broadcast_text(comm, said, "token of a checkpoint"))
+    proposal = json.dumps([new_token(), metric])
+    token, metric = json.loads(broadcast_text(comm, proposal, "token of a checkpoint"))
     facts = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
     facts |= {"kind": options.kind, "metric": metric}
 

@@ -145,9 +145,9 @@ def _local_state(
     training: Training | None,
     options: SaveOptions,
 ) -> _LocalState:
-    found, aliases = weights(sharded.buckets, sharded.model)
+    shards, aliases = weights(sharded.buckets, sharded.model)
     live = _is_live(options)
-    groups = {MODEL: [h.clone() if live and h.entry.everywhere else h for h in found]}
+    groups = {MODEL: [h.clone() if live and h.entry.everywhere else h for h in shards]}
     small = {**_model_config(sharded.model), **_checked(options.small())}
     if training is None:
         return _LocalState(groups, aliases, small, (), {})
@@ -190,13 +190,13 @@ def _differing_buffers(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
     if not buffers or comm.size == 1:
         return {}
     sums = {name: checksum.crc32(_bytes(buffer)) for name, buffer in buffers.items()}
-    said = [
+    sums_by_rank = [
         json.loads(text) for text in all_gather_text(comm, json.dumps(sums), "checksums of buffers")
     ]
     return {
         name: buffer
         for name, buffer in buffers.items()
-        if any(other.get(name) != said[0].get(name) for other in said)
+        if any(other.get(name) != sums_by_rank[0].get(name) for other in sums_by_rank)
     }
 
 

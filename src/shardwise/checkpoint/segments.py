@@ -49,9 +49,9 @@ class Segments:
 
     def with_moves(self, moves: Sequence[Move]) -> Self:
         """The same file, of which only these moves are asked for; what they bring stays in it."""
-        found = copy.copy(self)
-        found.plan = replace(self.plan, moves=tuple(moves))
-        return found
+        other = copy.copy(self)
+        other.plan = replace(self.plan, moves=tuple(moves))
+        return other
 
     def between(self, start: int, stop: int) -> Iterator[Tensor]:
         """The bytes ``[start, stop)`` of the file, in pieces that lie together in memory."""

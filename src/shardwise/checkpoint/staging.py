@@ -238,9 +238,9 @@ class Watched:
     def changed(self) -> str:
         """What was written to since; ``""`` if nothing was."""
         with disable_torch_function():
-            found = [name for name, value, version in self._seen if _version(value) != version]
-        more = f" and {len(found) - 1:,} more" * (len(found) > 1)
-        return f"{found[0]}{more}" if found else ""
+            names = [name for name, value, version in self._seen if _version(value) != version]
+        more = f" and {len(names) - 1:,} more" * (len(names) > 1)
+        return f"{names[0]}{more}" if names else ""
 
 
 def _named(sharded: ShardedModel, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:

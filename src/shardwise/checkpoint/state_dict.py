@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shardwise.buffers import Bucket
 from shardwise.checkpoint.collectives import all_gather_text, run_on_rank_0
-from shardwise.checkpoint.load_plan import Matched, Wanted, match
+from shardwise.checkpoint.load_plan import Matched, Wanted, match, wanted_by
 from shardwise.checkpoint.local_shards import (
     ParamShard,
     param_shards,
@@ -150,24 +150,24 @@ def model_state(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
     sharded.comm.agree({**how.facts(), "units of it": ", ".join(asked)})
     if how.names is None:
         warn_of_extra_state(sharded.model, "state dict")
-    found = _full(sharded, how) if how.kind == "full" else _parts(sharded, how)
+    states = _full(sharded, how) if how.kind == "full" else _parts(sharded, how)
     order = {name: k for k, name in enumerate(_names(sharded.model))}
-    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+    return dict(sorted(states.items(), key=lambda item: order[item[0]]))
 
 
 def _full(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
     kept = sharded.comm.rank == 0 or not how.rank0_only
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for bucket in sharded.buckets:
         if _wants(bucket, how):
-            found |= _whole(bucket, how) if kept else _nothing(bucket)
+            states |= _whole(bucket, how) if kept else _nothing(bucket)
     if kept:
         for names, buffer in persistent_buffers(sharded.model):
             if how.wants(names):
-                found |= dict.fromkeys(filter(lambda n: how.wants([n]), names), how.put(buffer))
+                states |= dict.fromkeys(filter(lambda n: how.wants([n]), names), how.put(buffer))
     if not how.rank0_only:
-        warn_of_copies(sharded.comm, found.values())
-    return found
+        warn_of_copies(sharded.comm, states.values())
+    return states
 
 
 def _wants(bucket: Bucket, how: StateDict) -> bool:
@@ -175,11 +175,11 @@ def _wants(bucket: Bucket, how: StateDict) -> bool:
 
 
 def _whole(bucket: Bucket, how: StateDict) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    wholes: dict[str, Tensor] = {}
     for member, value in zip(bucket.members, bucket.whole(), strict=True):
         if names := [name for name in member.aliases if how.wants([name])]:
-            found |= dict.fromkeys(names, how.put(value))
-    return found
+            wholes |= dict.fromkeys(names, how.put(value))
+    return wholes
 
 
 def _nothing(bucket: Bucket) -> dict[str, Tensor]:
@@ -188,14 +188,14 @@ def _nothing(bucket: Bucket) -> dict[str, Tensor]:
 
 
 def _parts(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     for shard in param_shards(sharded.buckets):
         for name in filter(lambda n: how.wants([n]), shard.member.aliases):
-            found[name] = how.part(shard.value, shard)
+            parts[name] = how.part(shard.value, shard)
     for names, buffer in persistent_buffers(sharded.model):
         for name in filter(lambda n: how.wants([n]), names):
-            found[name] = how.put(buffer)
-    return found
+            parts[name] = how.put(buffer)
+    return parts
 
 
 def _names(model: nn.Module) -> Iterator[str]:
@@ -234,11 +234,7 @@ def put_model_state(sharded: ShardedModel, states: Mapping[str, Tensor]) -> None
     states = _without_extra_state(states) if comm.rank == 0 else {}
     stored = offered(comm, states)
     places, buffers = param_shards(sharded.buckets), persistent_buffers(model)
-    asked = [
-        Wanted(h.member.aliases, code_of(h.value.dtype, h.member.name), tuple(h.member.shape))
-        for h in places
-    ]
-    asked += [Wanted(n, code_of(b.dtype, n[0]), tuple(b.shape)) for n, b in buffers]
+    asked = wanted_by(places, buffers)
     matched = match(asked, stored, {})
     if problems := matched.problems(cast=False):
         lines = "".join(f"\n  {line}" for line in problems)
@@ -281,10 +277,10 @@ def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
     Raises:
         CheckpointError: on every rank alike: it has something that is no plain tensor.
     """
-    found = json.loads(run_on_rank_0(comm, "names of a state dict", lambda: _index(tensors)))
+    index = json.loads(run_on_rank_0(comm, "names of a state dict", lambda: _index(tensors)))
     return {
         name: Stored(code, tuple(shape), 0, prod(shape) * DTYPES[code].itemsize)
-        for name, (code, shape) in found.items()
+        for name, (code, shape) in index.items()
     }
 
 

@@ -95,15 +95,15 @@ class Document:
             CheckpointError: a later version wrote it.
         """
         try:
-            found = json.loads(data)
-            if found["version"] != VERSION:
+            fields = json.loads(data)
+            if fields["version"] != VERSION:
                 raise CheckpointError(
-                    f"{where} is of version {found['version']!r:.20}, and this shardwise reads "
+                    f"{where} is of version {fields['version']!r:.20}, and this shardwise reads "
                     f"version {VERSION}. Install a later shardwise."
                 )
-            step, world = found["step"], int(found["world"])
-            parts = {key: json_codec.decode(found[key]) for key in _VALUES}
-            return cls(None if step is None else int(step), world, found["optimizers"], **parts)
+            step, world = fields["step"], int(fields["world"])
+            parts = {key: json_codec.decode(fields[key]) for key in _VALUES}
+            return cls(None if step is None else int(step), world, fields["optimizers"], **parts)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -163,9 +163,9 @@ def document(
         optimizers: see ``optimizers.contents``.
         local: each rank's ``values["local"]`` as JSON, by rank.
     """
-    found = {"version": VERSION, "step": step, "world": len(local), **values}
-    found |= {"optimizers": list(optimizers), "local": [json.loads(text) for text in local]}
-    return json.dumps(found, indent=1).encode() + b"\n"
+    fields = {"version": VERSION, "step": step, "world": len(local), **values}
+    fields |= {"optimizers": list(optimizers), "local": [json.loads(text) for text in local]}
+    return json.dumps(fields, indent=1).encode() + b"\n"
 
 
 _WORDS = 624  # of a Mersenne Twister
@@ -177,14 +177,14 @@ def capture_rng(device: torch.device) -> dict[str, Tensor]:
 
     numpy's global generator is left out where the user put another than the Mersenne Twister.
     """
-    found = {"torch": torch.get_rng_state(), "python": _python()}
+    states = {"torch": torch.get_rng_state(), "python": _python()}
     ours = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one
     if ours["bit_generator"] == "MT19937":
         words, position = ours["state"]["key"], int(ours["state"]["pos"])
-        found["numpy"] = _packed(words, position, bool(ours["has_gauss"]), float(ours["gauss"]))
+        states["numpy"] = _packed(words, position, bool(ours["has_gauss"]), float(ours["gauss"]))
     if device.type != "cpu":
-        found[device.type] = torch.get_device_module(device.type).get_rng_state(device)
-    return found
+        states[device.type] = torch.get_device_module(device.type).get_rng_state(device)
+    return states
 
 
 def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:

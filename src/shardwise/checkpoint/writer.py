@@ -71,9 +71,9 @@ class Part(NamedTuple):
 
     @classmethod
     def decode(cls, text: str) -> Part:
-        found = json.loads(text)
-        pieces = {name: [tuple(p) for p in ps] for name, ps in found["pieces"].items()}
-        return cls(pieces, found["error"], found["host"])
+        fields = json.loads(text)
+        pieces = {name: [tuple(p) for p in ps] for name, ps in fields["pieces"].items()}
+        return cls(pieces, fields["error"], fields["host"])
 
 
 def allocate(folder: Path, files: Sequence[FilePlan], more: int) -> None:
@@ -85,10 +85,10 @@ def allocate(folder: Path, files: Sequence[FilePlan], more: int) -> None:
     Raises:
         CheckpointError: the disk has no room; with the numbers.
     """
-    needed, there = sum(file.size for file in files) + more, free_bytes(folder)
-    if needed > there:
+    needed, free = sum(file.size for file in files) + more, free_bytes(folder)
+    if needed > free:
         raise CheckpointError(
-            f"this checkpoint needs {size(needed)}, and {folder.parent} has {size(there)} free, "
+            f"this checkpoint needs {size(needed)}, and {folder.parent} has {size(free)} free, "
             "so it was not begun. Free space, lower save_total_limit, or save elsewhere. Complete "
             "checkpoints that were there before are as they were."
         )
