@@ -125,7 +125,10 @@ def _title(catalogue: Catalogue) -> list[str]:
         ranks = f"{made.world:,} rank{'s' * (made.world != 1)}"
         lines = [
             f"{shown(catalogue.path)}  {state}",
-            _entry("format", f"{made.format} {made.version}, {made.checksum} of every 4 MiB"),
+            _entry(
+                "format",
+                f"{made.format} {made.version}, {made.checksum} of every {size(made.block)}",
+            ),
             _entry("written", f"{step}{shown(made.created)}, by {ranks}, {shown(made.strategy)}"),
             _entry("versions", shown(versions)),
         ]
@@ -227,14 +230,14 @@ def _span(values: Sequence[Any]) -> str:
 # --- the training state ----------------------------------------------------------------------
 
 
-def _training(found: Mapping[str, Any]) -> list[str]:
+def _training(state: Mapping[str, Any]) -> list[str]:
     lines = ["training state"]
     lines += [
-        "  " + _entry(key, short(_decoded(found[key]), WIDTH - COLUMN - 2))
+        "  " + _entry(key, short(_decoded(state[key]), WIDTH - COLUMN - 2))
         for key in ("step", "world", "position", "scheduler", "scaler", "config", "local")
-        if found.get(key) not in (None, [None] * len(_list(found.get("local"))))
+        if state.get(key) not in (None, [None] * len(_list(state.get("local"))))
     ]
-    for record in _dicts(found.get("optimizers")):
+    for record in _dicts(state.get("optimizers")):
         lines.append("  " + _entry("optimizer", shown(record.get("class"))))
         for number, group in enumerate(_dicts(record.get("groups"))):
             count, options = len(_list(group.get("params"))), group.get("options")
@@ -253,12 +256,12 @@ def _decoded(value: Any) -> str:
         return json.dumps(value)
 
 
-def _list(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else []
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
-def _dicts(found: Any) -> Iterator[Mapping[str, Any]]:
-    yield from (one for one in _list(found) if isinstance(one, dict))
+def _dicts(value: Any) -> Iterator[Mapping[str, Any]]:
+    yield from (one for one in _list(value) if isinstance(one, dict))
 
 
 # --- damage ----------------------------------------------------------------------------------

@@ -17,21 +17,25 @@ MOST = 20  # lines of one kind
 WORST = 5  # tensors whose difference is shown
 
 
-def difference_lines(found: Difference, names: tuple[str, str], every: bool = False) -> list[str]:
+def difference_lines(
+    difference: Difference, names: tuple[str, str], every: bool = False
+) -> list[str]:
     """What differs between A and B; one line if nothing does."""
     lines = [f"A  {shown(names[0])}", f"B  {shown(names[1])}", ""]
-    compared = f"{counted(found.equal + len(found.tensors), 'tensor')} compared"
-    if found.is_empty:
-        alone = "; configuration, tokenizer and training were not compared" * found.only_tensors
+    compared = f"{counted(difference.equal + len(difference.tensors), 'tensor')} compared"
+    if difference.is_empty:
+        alone = (
+            "; configuration, tokenizer and training were not compared" * difference.only_tensors
+        )
         return [*lines, f"{compared}: equal{alone}"]
-    lines.append(f"{compared}: {found.equal:,} equal, {len(found.tensors):,} not")
-    for side, only in zip("AB", found.only, strict=True):
+    lines.append(f"{compared}: {difference.equal:,} equal, {len(difference.tensors):,} not")
+    for side, only in zip("AB", difference.only, strict=True):
         lines += _only(side, only, every)
-    for kind in dict.fromkeys(one.kind for one in found.tensors):
-        lines += _unequal(kind, [one for one in found.tensors if one.kind == kind], every)
-    lines += _changes("tied names", found.ties, every)
-    lines += _changes("training state", found.training, every)
-    lines += _changes("files", found.files, every)
+    for kind in dict.fromkeys(one.kind for one in difference.tensors):
+        lines += _unequal(kind, [one for one in difference.tensors if one.kind == kind], every)
+    lines += _changes("tied names", difference.ties, every)
+    lines += _changes("training state", difference.training, every)
+    lines += _changes("files", difference.files, every)
     return lines
 
 

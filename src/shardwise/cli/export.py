@@ -38,10 +38,10 @@ def nbytes_of(text: str) -> int:
     Raises:
         ConfigError: it is no size, less than one byte, or more than any file has.
     """
-    found = _SIZE.fullmatch(text.strip())
-    unit = (found[2] or "").upper() if found else ""
-    factor = 1024 ** " KMGT".index(unit) if found and found[3] else UNITS[unit]
-    number = int(float(found[1]) * factor) if found else 0
+    match = _SIZE.fullmatch(text.strip())
+    unit = (match[2] or "").upper() if match else ""
+    factor = 1024 ** " KMGT".index(unit) if match and match[3] else UNITS[unit]
+    number = int(float(match[1]) * factor) if match else 0
     if not 1 <= number < LARGEST:
         raise ConfigError(f"--max-file-size is {text!r}; say a size such as 5GB or 512MiB.")
     return number

@@ -75,17 +75,17 @@ def fold(names: Iterable[tuple[str, Hashable]]) -> list[Fold]:
         families.setdefault((tuple(parts[::2]), kind), []).append(numbers)
     return [
         Fold(_name(texts, box), _count(box), kind)
-        for (texts, kind), found in families.items()
-        for box in _boxes(found)
+        for (texts, kind), numbers in families.items()
+        for box in _boxes(numbers)
     ]
 
 
-def _boxes(found: Sequence[Numbers]) -> list[Box]:
+def _boxes(numbers: Sequence[Numbers]) -> list[Box]:
     """As few boxes as it takes to hold these and no others, cut by the first number first."""
-    if not found[0]:
+    if not numbers[0]:
         return [()]
     rests: dict[int, list[Numbers]] = {}
-    for first, *rest in found:
+    for first, *rest in numbers:
         rests.setdefault(first, []).append(tuple(rest))
     firsts: dict[tuple[Box, ...], list[int]] = {}
     for first, some in rests.items():

@@ -97,10 +97,10 @@ def _show_run(run: Run, verify: bool, as_json: bool) -> int:
     else:
         for line in run_lines(run):
             click.echo(line)
-        for name, found in damage.items():
+        for name, damaged in damage.items():
             if name not in broken:
-                click.echo(_verdict(found, f"bytes of {shown(name)}"))
-            for line in damage_lines(found):
+                click.echo(_verdict(damaged, f"bytes of {shown(name)}"))
+            for line in damage_lines(damaged):
                 click.echo(line)
     return WRONG if broken or any(damage.values()) or not run.checkpoints else FINE
 
@@ -116,7 +116,7 @@ def _damage_of(listed: Listed) -> list[Damage]:
 
 
 def _run_json(run: Run, damage: dict[str, list[Damage]] | None) -> dict[str, Any]:
-    found = []
+    checkpoints = []
     for listed in run.checkpoints:
         made, name = listed.manifest, listed.name
         entry: dict[str, Any] = {
@@ -130,12 +130,17 @@ def _run_json(run: Run, damage: dict[str, list[Damage]] | None) -> dict[str, Any
         }
         if damage is not None:
             entry["damage"] = [dataclasses.asdict(one) for one in damage[name]]
-        found.append(entry)
+        checkpoints.append(entry)
     left = [
         {"name": one.path.name, "kind": one.kind, "being_written": written}
         for one, written in run.leftovers
     ]
-    return {"folder": str(run.folder), "latest": run.latest, "checkpoints": found, "left": left}
+    return {
+        "folder": str(run.folder),
+        "latest": run.latest,
+        "checkpoints": checkpoints,
+        "left": left,
+    }
 
 
 # --- a checkpoint ----------------------------------------------------------------------------
@@ -182,13 +187,13 @@ def _verified(catalogue: Catalogue) -> list[Damage]:
     label = f"verifying {shown(catalogue.path.name)}"
     with click.progressbar(length=total, label=label, file=sys.stderr, hidden=_no_bar()) as bar:
 
-        def found() -> Iterator[Damage]:
+        def damaged() -> Iterator[Damage]:
             for nbytes, damage in damage_of(catalogue):
                 bar.update(nbytes)
                 if damage is not None:
                     yield damage
 
-        return list(found())
+        return list(damaged())
 
 
 def _no_bar() -> bool:
@@ -197,7 +202,7 @@ def _no_bar() -> bool:
 
 def _catalogue_json(catalogue: Catalogue, damage: list[Damage] | None) -> dict[str, Any]:
     made = catalogue.manifest
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "path": str(catalogue.path),
         "complete": not catalogue.problems,
         "problems": catalogue.problems,
@@ -218,8 +223,8 @@ def _catalogue_json(catalogue: Catalogue, damage: list[Damage] | None) -> dict[s
         },
     }
     if damage is not None:
-        found["damage"] = [dataclasses.asdict(one) for one in damage]
-    return found
+        fields["damage"] = [dataclasses.asdict(one) for one in damage]
+    return fields
 
 
 # --- two -------------------------------------------------------------------------------------
@@ -230,8 +235,8 @@ def _compare_bytes(paths: tuple[Path, Path], as_json: bool) -> int:
     catalogues = [Catalogue.read(path) for path in paths]
     damage = [_verified(catalogue) for catalogue in catalogues]
     if any(damage) and as_json:
-        found = [[dataclasses.asdict(one) for one in some] for some in damage]
-        _print_json({"paths": list(map(str, paths)), "equal": None, "damage": found})
+        fields = [[dataclasses.asdict(one) for one in some] for some in damage]
+        _print_json({"paths": list(map(str, paths)), "equal": None, "damage": fields})
     if as_json:
         return WRONG if any(damage) else FINE
     for catalogue, some in zip(catalogues, damage, strict=True):
@@ -247,16 +252,16 @@ def _compare_bytes(paths: tuple[Path, Path], as_json: bool) -> int:
 
 def _compare(paths: tuple[Path, Path], look: Look) -> int:
     a, b = paths
-    found = compare(Catalogue.read(a), Catalogue.read(b), look.weights_only)
+    difference = compare(Catalogue.read(a), Catalogue.read(b), look.weights_only)
     if look.as_json:
-        _print_json(_difference_json(found, (str(a), str(b))))
+        _print_json(_difference_json(difference, (str(a), str(b))))
     else:
-        for line in difference_lines(found, (str(a), str(b)), look.every):
+        for line in difference_lines(difference, (str(a), str(b)), look.every):
             click.echo(line)
-    return FINE if found.is_empty else WRONG
+    return FINE if difference.is_empty else WRONG
 
 
-def _difference_json(found: Difference, names: tuple[str, str]) -> dict[str, Any]:
+def _difference_json(difference: Difference, names: tuple[str, str]) -> dict[str, Any]:
     def changes(some: Iterable[Change]) -> list[dict[str, Any]]:
         return [
             {key: value for key, value in change._asdict().items() if value is not ABSENT}
@@ -265,12 +270,12 @@ def _difference_json(found: Difference, names: tuple[str, str]) -> dict[str, Any
 
     return {
         "paths": names,
-        "equal": found.is_empty,
-        "only": found.only,
-        "tensors": [one._asdict() for one in found.tensors],
-        "equal_tensors": found.equal,
-        "training": changes(found.training),
-        "files": changes(found.files),
-        "ties": changes(found.ties),
-        "only_tensors": found.only_tensors,
+        "equal": difference.is_empty,
+        "only": difference.only,
+        "tensors": [one._asdict() for one in difference.tensors],
+        "equal_tensors": difference.equal,
+        "training": changes(difference.training),
+        "files": changes(difference.files),
+        "ties": changes(difference.ties),
+        "only_tensors": difference.only_tensors,
     }

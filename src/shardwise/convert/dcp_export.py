@@ -156,10 +156,12 @@ def _optimizer(document: Document, tensors: Mapping[str, TensorLocation]) -> dic
 
 def default_options(kind: str) -> dict[str, Any]:
     """The options of a torch optimizer's groups, with the values it has if nothing is said."""
-    found = getattr(torch.optim, kind, None)
-    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+    optimizer_class = getattr(torch.optim, kind, None)
+    if not isinstance(optimizer_class, type) or not issubclass(
+        optimizer_class, torch.optim.Optimizer
+    ):
         return {}
-    make: Any = found
+    make: Any = optimizer_class
     try:
         return dict(make([torch.zeros(1, requires_grad=True)]).defaults)
     except TypeError:  # it wants more than parameters

@@ -141,8 +141,8 @@ def compare(one: Catalogue, other: Catalogue, weights_only: bool = False) -> Dif
     a, b = _Side(one, weights_only), _Side(other, weights_only)
     both = {key: (a.tensors[key], p) for key in a.tensors if (p := b.find(a, key)) is not None}
     with CheckpointReader.open(one.path) as first, CheckpointReader.open(other.path) as second:
-        found = (_unequal(key, (first, x), (second, y)) for key, (x, y) in both.items())
-        unequal = tuple(tensor for tensor in found if tensor is not None)
+        compared = (_unequal(key, (first, x), (second, y)) for key, (x, y) in both.items())
+        unequal = tuple(tensor for tensor in compared if tensor is not None)
     have_manifests = one.manifest is not None and other.manifest is not None
     return Difference(
         (_only(a, b), _only(b, a)),
