@@ -98,10 +98,10 @@ def starts(common: CommonHeap, *pages: int) -> list[int]:
 def test_a_common_block_is_given_out_again_only_once_all_ranks_have_let_it_go() -> None:
     common = CommonHeap(Arena.made(), PAGE)
     assert starts(common, 1, 2) == [1, 2]
-    assert common.let_go == {PAGE, 2 * PAGE}  # on this rank
+    assert common.unused == {PAGE, 2 * PAGE}  # on this rank
     assert starts(common, 1) == [4]
     common.reuse([2 * PAGE])
-    assert common.let_go == {PAGE, 4 * PAGE}
+    assert common.unused == {PAGE, 4 * PAGE}
     assert starts(common, 1, 1) == [2, 3]
 
 
@@ -109,7 +109,7 @@ def test_common_blocks_are_merged_so_another_layout_fits_in_the_place_of_the_one
     common = CommonHeap(Arena.made(), 0)
     for layout in ([3, 1, 2], [2, 2, 2], [1, 5], [6]):
         assert starts(common, *layout)[0] == 0
-        common.reuse(set(common.let_go))
+        common.reuse(set(common.unused))
         assert common._free[0][0] == 0
     assert len(common._free) == 1
 
@@ -117,7 +117,7 @@ def test_common_blocks_are_merged_so_another_layout_fits_in_the_place_of_the_one
 def test_a_common_block_lives_as_long_as_a_view_of_it() -> None:
     common = CommonHeap(Arena.made(), 0)
     view = common.allocate(10, torch.float32)[3:]
-    assert common.let_go == set()
+    assert common.unused == set()
     assert view.untyped_storage().nbytes() == 40  # or saving it would save the whole file
     del view
-    assert common.let_go == {0}
+    assert common.unused == {0}

@@ -111,9 +111,9 @@ class Heap:
 class CommonHeap:
     """Gives out blocks of the common arena: the same to every rank, if all ask in the same order.
 
-    A tensor dies at another moment on every rank. So a block is given out again only after the
-    ranks have told each other that it is in ``let_go`` of all of them. Blocks are merged: another
-    layout of the same model fits in the place of the one before.
+    A tensor dies at another moment on every rank. So a block is given out again only after
+    every rank has listed it in ``unused``. Blocks are merged: another layout of the same model
+    fits in the place of the one before.
 
     Args:
         arena: the common one.
@@ -124,7 +124,7 @@ class CommonHeap:
         self._arena = arena
         self._free = [(start, SIZE)]  # start and stop of each range, ascending, none beside another
         self._sizes: dict[int, int] = {}  # start → bytes of each block that is given out
-        self.let_go: set[int] = set()  # the starts of blocks whose tensors are gone on this rank
+        self.unused: set[int] = set()  # the starts of blocks whose tensors are gone on this rank
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]``, uninitialised, with a storage of its own."""
@@ -133,13 +133,13 @@ class CommonHeap:
         nbytes = numel * dtype.itemsize
         start = self._take(-(-nbytes // PAGE) * PAGE)
         block = self._arena.bytes(start, nbytes)
-        weakref.finalize(block, self.let_go.add, start).atexit = False
+        weakref.finalize(block, self.unused.add, start).atexit = False
         return torch.from_numpy(block).view(dtype)
 
     def reuse(self, starts: Iterable[int]) -> None:
         """Take back the blocks that every rank has let go; the same ones on every rank."""
         for start in sorted(starts):
-            self.let_go.remove(start)
+            self.unused.remove(start)
             self._free.append((start, start + self._sizes.pop(start)))
         ascending, self._free = sorted(self._free), []
         for start, stop in ascending:

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from shardwise.comm.desync import Collective
 from shardwise.comm.gloo import close_connections
 from shardwise.comm.group import Ending, Group, Transfer, nothing
-from shardwise.comm.protocol import Label, Pending, Use, rows_of
+from shardwise.comm.protocol import Label, Pending, Use, rows_of, splits
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
@@ -83,18 +83,17 @@ class BackendComm(Group):
             raise
         atexit.register(self._end_with_process)
 
-    def _all_gather(self, collective: Collective, rows: Tensor) -> Transfer:
-        rows = rows.view(torch.uint8)  # as bytes: not every backend knows every dtype
-        full, mine, group = rows.view(-1), rows[self.rank], self._groups.gather
-        call = partial(self._calls.gather, full, mine, group=group, async_op=True)
+    def _all_gather(self, collective: Collective, full: Tensor) -> Transfer:
+        data = full.view(torch.uint8)  # as bytes: not every backend knows every dtype
+        size = data.numel() // self.size
+        mine, group = data[self.rank * size : (self.rank + 1) * size], self._groups.gather
+        call = partial(self._calls.gather, data, mine, group=group, async_op=True)
         return self._start(collective, call)
 
-    def _exchange(self, collective: Collective, rows: Tensor, use: Use) -> Transfer:
-        received, group = torch.empty_like(rows), self._groups.reduce
-        call = partial(
-            dist.all_to_all_single, received.view(-1), rows.view(-1), group=group, async_op=True
-        )
-        return self._start(collective, call)._replace(finish=lambda: use(received))
+    def _exchange(self, collective: Collective, full: Tensor, use: Use) -> Transfer:
+        received, group = torch.empty_like(full), self._groups.reduce
+        call = partial(dist.all_to_all_single, received, full, group=group, async_op=True)
+        return self._start(collective, call, lambda: use(rows_of(received, self.size)))
 
     def _broadcast(self, collective: Collective, data: Tensor, root: int) -> Transfer:
         data, group = data.view(torch.uint8), self._groups.gather
@@ -102,7 +101,7 @@ class BackendComm(Group):
         return self._start(collective, call)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, average: bool, label: Label) -> Pending:
-        rows_of(full, self.size, label)
+        full = splits(full, self.size, label)
         op, group = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, self._groups.reduce
         collective = self._next("reduce_scatter", label, full.nbytes)
         call = partial(self._calls.scatter, out, full, op=op, group=group, async_op=True)
@@ -120,16 +119,21 @@ class BackendComm(Group):
         if self._groups.reduce is not self._groups.gather:
             dist.destroy_process_group(self._groups.reduce)
 
-    def _start(self, collective: Collective, call: Callable[[], Work | None]) -> Transfer:
+    def _start(
+        self,
+        collective: Collective,
+        call: Callable[[], Work | None],
+        finish: Callable[[], None] = nothing,
+    ) -> Transfer:
         self._watchdog.issue(collective)
         if collective.nbytes == 0:
-            return Transfer(nothing)
+            return Transfer(nothing, finish)
         try:
             work = call()
         except RuntimeError as error:
             raise self._watchdog.explain(-1, error) from error
         assert work is not None  # torch gives None only to ranks outside the group
-        return Transfer(partial(self._complete, collective, work))
+        return Transfer(partial(self._complete, collective, work), finish)
 
     def _complete(self, collective: Collective, work: Work) -> None:
         # On a GPU `wait` only orders streams: the watchdog goes on asking whether the work is over.

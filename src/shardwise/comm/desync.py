@@ -69,7 +69,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where one rank is, as it told the others.
+    """Where one rank is, as it wrote it for the others.
 
     Attributes:
         issued: collectives issued so far.
@@ -108,7 +108,7 @@ def decide(cursors: Mapping[int, Cursor]) -> str:
 
 
 def absent(cursors: Mapping[int, Cursor], size: int, collective: Collective) -> list[int]:
-    """The ranks that have not said that they issued ``collective``."""
+    """The ranks whose cursors do not show that they issued ``collective``."""
     return [r for r in range(size) if r not in cursors or cursors[r].issued <= collective.seq]
 
 
@@ -141,7 +141,7 @@ def left(rank: int, how: str, count: int, waiting: Mapping[int, Collective]) -> 
 
 
 def gone(rank: int, waiting: Mapping[int, Collective]) -> str:
-    """``rank``'s connection closed and it said nothing: it did not end in an orderly way."""
+    """``rank``'s connection closed and it wrote no reason: it did not end in an orderly way."""
     return (
         f"rank {rank} is gone without a word (killed, crashed, or cut off) while "
         f"{_waiting(waiting)}. Its part will never come. {DEAD} Read rank {rank}'s own output, "

@@ -26,7 +26,7 @@ NO_STEP = 0xFFFF_FFF0  # from here on SLURM numbers what srun did not start, suc
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process.
+    """A launcher's variables.
 
     Attributes:
         rank, size: this rank, and how many there are.

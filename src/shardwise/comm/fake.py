@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import Comm, Done, Label, Pending, Use, rows_of
+from shardwise.comm.protocol import Comm, Done, Label, Pending, Use, rows_of, splits
 from shardwise.errors import ConfigError
 
 __all__ = ["FakeComm"]
@@ -42,6 +42,6 @@ class FakeComm(Comm):
         return Done()
 
     def _counted(self, full: Tensor, label: Label) -> Tensor:
-        rows = rows_of(full, self.size, label)
+        rows = rows_of(splits(full, self.size, label), self.size)
         self.counters.sent(label.op, full.nbytes - full.nbytes // self.size)
         return rows

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.desync import Collective, facts_differ
-from shardwise.comm.protocol import Comm, Counters, Label, Pending, Use, rows_of
+from shardwise.comm.protocol import Comm, Counters, Label, Pending, Use, splits
 from shardwise.comm.watchdog import how_this_process_ends
 from shardwise.errors import RanksDisagree
 
@@ -76,12 +76,12 @@ class Group(Comm):
     # ---- what a transport does ---------------------------------------------------------------
 
     @abstractmethod
-    def _all_gather(self, collective: Collective, rows: Tensor) -> Transfer:
-        """Fill ``rows``, ``[size, n]``, of which this rank's is there."""
+    def _all_gather(self, collective: Collective, full: Tensor) -> Transfer:
+        """Fill ``full``, ``[size * n]``, of which this rank's piece is there."""
 
     @abstractmethod
-    def _exchange(self, collective: Collective, rows: Tensor, use: Use) -> Transfer:
-        """Send row r to rank r; ``finish`` calls ``use`` with what every rank sent here."""
+    def _exchange(self, collective: Collective, full: Tensor, use: Use) -> Transfer:
+        """Send piece r to rank r; ``finish`` calls ``use`` with what every rank sent here."""
 
     @abstractmethod
     def _broadcast(self, collective: Collective, data: Tensor, root: int) -> Transfer:
@@ -102,15 +102,15 @@ class Group(Comm):
     # ---- collectives -------------------------------------------------------------------------
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
-        rows = rows_of(full, self.size, label)
+        full = splits(full, self.size, label)
         collective = self._next("all_gather", label, full.nbytes)
-        transfer = self._all_gather(collective, rows)
+        transfer = self._all_gather(collective, full)
         return self._in_flight(collective, transfer, full.nbytes - full.nbytes // self.size)
 
     def exchange(self, full: Tensor, use: Use, label: Label) -> Pending:
-        rows = rows_of(full, self.size, label)
+        full = splits(full, self.size, label)
         collective = self._next("reduce_scatter", label, full.nbytes)
-        transfer = self._exchange(collective, rows, use)
+        transfer = self._exchange(collective, full, use)
         return self._in_flight(collective, transfer, full.nbytes - full.nbytes // self.size)
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:

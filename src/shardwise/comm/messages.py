@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.comm.desync import Collective
 from shardwise.comm.group import Ending, Group, Transfer
 from shardwise.comm.memory import Memory
-from shardwise.comm.protocol import Use
+from shardwise.comm.protocol import Use, rows_of
 
 __all__ = ["MessagesComm"]
 
@@ -41,17 +41,17 @@ class MessagesComm(Group):
             RanksDisagree: a peer is at another collective, or is gone.
         """
 
-    def _all_gather(self, collective: Collective, rows: Tensor) -> Transfer:
-        pieces = rows.unbind()
+    def _all_gather(self, collective: Collective, full: Tensor) -> Transfer:
+        pieces = rows_of(full, self.size).unbind()
         sends = dict.fromkeys(self.peers, pieces[self.rank])
         receives = {peer: pieces[peer] for peer in self.peers}
         return Transfer(self._post(collective, sends, receives))
 
-    def _exchange(self, collective: Collective, rows: Tensor, use: Use) -> Transfer:
-        pieces = list(rows.unbind())
-        others = rows.nbytes - pieces[0].nbytes
+    def _exchange(self, collective: Collective, full: Tensor, use: Use) -> Transfer:
+        pieces = list(rows_of(full, self.size).unbind())
+        others = full.nbytes - pieces[0].nbytes
         memory = self._scratch.take(others)
-        places = memory[:others].view(rows.dtype).view(self.size - 1, rows.shape[1]).unbind()
+        places = rows_of(memory[:others].view(full.dtype), self.size - 1).unbind()
         sends = {peer: pieces[peer] for peer in self.peers}
         receives = dict(zip(self.peers, places, strict=True))
         for peer, place in receives.items():

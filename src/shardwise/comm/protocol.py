@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwise.comm.memory import Memory
 from shardwise.errors import ConfigError
 
-__all__ = ["Comm", "Counters", "Done", "Label", "Pending", "Use", "rows_of"]
+__all__ = ["Comm", "Counters", "Done", "Label", "Pending", "Use", "rows_of", "splits"]
 
 Use = Callable[[Sequence[Tensor] | Tensor], None]
 """What is done with the pieces that the ranks sent, in rank order."""
@@ -171,8 +171,8 @@ class Comm(ABC):
         self.close()
 
 
-def rows_of(full: Tensor, size: int, label: Label) -> Tensor:
-    """``full``, ``[size * n]``, as ``[size, n]``: one row for each rank.
+def splits(full: Tensor, size: int, label: Label) -> Tensor:
+    """``full``, detached, once it is known to be ``[size * n]``.
 
     Raises:
         ConfigError: it does not split, or is not contiguous.
@@ -183,4 +183,9 @@ def rows_of(full: Tensor, size: int, label: Label) -> Tensor:
             f"split into {size} equal, contiguous pieces. Make it flat, and pad it to a multiple "
             f"of {size}."
         )
-    return full.detach().view(size, full.numel() // size)
+    return full.detach() if full.requires_grad else full
+
+
+def rows_of(full: Tensor, size: int) -> Tensor:
+    """``[size * n]`` as ``[size, n]``: one row for each rank."""
+    return full.view(size, full.numel() // size)

@@ -68,7 +68,7 @@ class Reduction:
             sent.div_(self.before)
         if comm.size == 1:
             out = sent.to(self.sum)  # the same memory where it can be
-            divide(out, self.after)
+            _divide(out, self.after)
             return Reducing(sent, out, Done())
         out = comm.memory.gradient(sent.numel() // comm.size, self.sum)
         return Reducing(sent, out, self._issue(out, sent, comm, label))
@@ -92,7 +92,7 @@ class _Divided:
 
     def wait(self) -> None:
         self._pending.wait()
-        divide(self._out, self._divisor)
+        _divide(self._out, self._divisor)
         self._divisor = 1.0  # waiting again is free
 
 
@@ -107,15 +107,15 @@ def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: f
     size = PART if out.device.type == "cpu" else max(1, out.numel())
     with torch.no_grad():
         if isinstance(pieces, Tensor):
-            size = max(1, size // len(pieces))  # the sum makes a wide copy of what it adds
+            size = max(1, size // pieces.shape[0])  # the sum makes a wide copy of what it adds
             for part, rows in zip(out.split(size), pieces.split(size, dim=1), strict=True):
                 torch.sum(rows, dim=0, dtype=out.dtype, out=part)
-                divide(part, divisor)
+            _divide(out, divisor)
             return
         parts = zip(out.split(size), *(piece.split(size) for piece in pieces), strict=True)
         for part, *addends in parts:
             _sum(part, addends)
-            divide(part, divisor)
+            _divide(part, divisor)
 
 
 def _sum(out: Tensor, addends: Sequence[Tensor]) -> None:
@@ -129,9 +129,7 @@ def _sum(out: Tensor, addends: Sequence[Tensor]) -> None:
         out.add_(addend)
 
 
-def divide(out: Tensor, divisor: float) -> None:
+def _divide(out: Tensor, divisor: float) -> None:
     """Divide in place; a power of two is multiplied by, which gives the same bits sooner."""
-    if divisor == 1:
-        return
-    with torch.no_grad():
+    if divisor != 1:
         out.mul_(1 / divisor) if math.frexp(divisor)[0] == 0.5 else out.div_(divisor)

@@ -37,7 +37,7 @@ from shardwise.comm.arena import Arena, CommonHeap, Heap
 from shardwise.comm.desync import Collective
 from shardwise.comm.group import Ending, Group, InFlight, Transfer, nothing
 from shardwise.comm.memory import SharedMemory
-from shardwise.comm.protocol import Label, Pending, Use, rows_of
+from shardwise.comm.protocol import Label, Pending, Use, rows_of, splits
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
@@ -63,7 +63,7 @@ def shared_memory(
 
     watchdog = Watchdog(PrefixStore("memory/", store), rank, size, interrupt, timeout)
     try:
-        opened, pids = _meet(watchdog, rank)
+        opened, pids = _open_everywhere(watchdog, rank)
     except BaseException as error:
         watchdog.leave(f"it raised {error!r}")
         raise
@@ -75,14 +75,15 @@ def shared_memory(
     return comm
 
 
-def _meet(watchdog: Watchdog, rank: int) -> tuple[list[Arena] | None, list[int]]:
+def _open_everywhere(watchdog: Watchdog, rank: int) -> tuple[list[Arena] | None, list[int]]:
     """The arenas of all ranks, if every rank could open them all; and the ranks' processes."""
     arenas = [Arena.made() for _ in range(1 + (rank == 0))] if _possible() else []
     mine = json.dumps([_host(), os.getpid(), [arena.fd for arena in arenas]])
-    said = [json.loads(text) for text in watchdog.gather_texts(_first(0), mine)]
-    opened = _open(said, rank, arenas) if len({host for host, _, _ in said}) == 1 else None
+    greetings = [json.loads(text) for text in watchdog.gather_texts(_first(0), mine)]
+    hosts = {host for host, _, _ in greetings}
+    opened = _open(greetings, rank, arenas) if len(hosts) == 1 else None
     everywhere = set(watchdog.gather_texts(_first(1), str(opened is not None))) == {"True"}
-    return opened if everywhere else None, [pid for _, pid, _ in said]
+    return opened if everywhere else None, [pid for _, pid, _ in greetings]
 
 
 def _first(number: int) -> Collective:
@@ -105,14 +106,14 @@ def _host() -> str:
 
 
 def _open(
-    said: list[tuple[str, int, list[int]]], rank: int, mine: list[Arena]
+    greetings: list[tuple[str, int, list[int]]], rank: int, mine: list[Arena]
 ) -> list[Arena] | None:
     """The common arena, then every rank's own; ``None`` if one cannot be opened."""
     try:
-        common = mine[1] if rank == 0 else Arena.of(said[0][1], said[0][2][1])
+        common = mine[1] if rank == 0 else Arena.of(greetings[0][1], greetings[0][2][1])
         own = [
             mine[0] if peer == rank else Arena.of(pid, fds[0])
-            for peer, (_, pid, fds) in enumerate(said)
+            for peer, (_, pid, fds) in enumerate(greetings)
         ]
     except (OSError, IndexError, ValueError):
         return None
@@ -143,9 +144,9 @@ class SharedMemoryComm(Group):
         rows = self._common.bytes(0, size * ROWS * 4 * 8).view(np.int64)
         self._rows = rows.reshape(size, ROWS, 4)
         self.dead: Numbers = self._common.bytes(CONTROL - 8, 8).view(np.int64)  # [1]
-        self._heap = Heap(self._own[rank], self._is_being_read)
-        self._buckets = CommonHeap(self._common, CONTROL)
-        self.memory = SharedMemory(self._heap, self._buckets)
+        self._own_heap = Heap(self._own[rank], self._is_being_read)
+        self._common_heap = CommonHeap(self._common, CONTROL)
+        self.memory = SharedMemory(self._own_heap, self._common_heap)
         self._room = ROWS  # the first collective whose row may still be in use
         self._flying: list[weakref.ref[InFlight] | None] = [None] * ROWS  # by row
         atexit.register(self._end_with_process)
@@ -156,20 +157,21 @@ class SharedMemoryComm(Group):
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         if self._common.offset_of(full) is None:
             return super().all_gather(full, label)
-        rows_of(full, self.size, label)
-        return self._meet("all_gather", label, full.nbytes)  # every rank has it already
+        splits(full, self.size, label)
+        return self._barrier("all_gather", label, full.nbytes)  # every rank has it already
 
     def fence(self, label: Label) -> None:
         """Return when every rank has come here: none reads what another will write next."""
-        self._meet("fence", label, 0).wait()
+        self._barrier("fence", label, 0).wait()
 
-    def _meet(self, kind: str, label: Label, nbytes: int) -> Pending:
+    def _barrier(self, kind: str, label: Label, nbytes: int) -> Pending:
         """A collective that moves nothing."""
         collective = self._next(kind, label, nbytes)
         self._post(collective, 0)
         return self._in_flight(collective, self._transfer(collective, nothing), 0)
 
-    def _all_gather(self, collective: Collective, rows: Tensor) -> Transfer:
+    def _all_gather(self, collective: Collective, full: Tensor) -> Transfer:
+        rows = rows_of(full, self.size)
         self._shown(rows[self.rank], collective)
 
         def finish() -> None:
@@ -179,11 +181,11 @@ class SharedMemoryComm(Group):
 
         return self._transfer(collective, finish)
 
-    def _exchange(self, collective: Collective, rows: Tensor, use: Use) -> Transfer:
-        mine = self._shown(rows, collective)
+    def _exchange(self, collective: Collective, full: Tensor, use: Use) -> Transfer:
+        mine = self._shown(full, collective)
 
         def finish() -> None:
-            pieces = list(mine.unbind())
+            pieces = list(rows_of(mine, self.size).unbind())
             for peer in self.peers:
                 pieces[peer] = self._piece(peer, collective, pieces[peer], self.rank)
             use(pieces)
@@ -204,13 +206,13 @@ class SharedMemoryComm(Group):
         return self._transfer(collective, finish)
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
-        """Every rank's ``text``; common memory that every rank has let go may be reused."""
+        """Every rank's ``text``; common memory that no rank uses any more may be reused."""
         self._post(collective, 0)
-        mine = json.dumps([text, sorted(self._buckets.let_go)])
+        mine = json.dumps([text, sorted(self._common_heap.unused)])
         texts = self._watchdog.gather_texts(collective, mine, is_gone=self._is_gone)
         self._read(collective)
         pairs = [json.loads(pair) for pair in texts]
-        self._buckets.reuse(set.intersection(*(set(let_go) for _, let_go in pairs)))
+        self._common_heap.reuse(set.intersection(*(set(unused) for _, unused in pairs)))
         return [text for text, _ in pairs]
 
     def _fail(self, reason: str) -> RanksDisagree:
@@ -233,7 +235,7 @@ class SharedMemoryComm(Group):
         """Return when nobody needs the row of ``collective`` any more for the one before in it.
 
         A rank that has too many collectives in flight settles its own oldest, and waits for the
-        ranks that have not: until then they read there where their pieces are.
+        ranks that have not: until then they read in it where their pieces are.
         """
         number, row = collective.seq - ROWS, collective.seq % ROWS
         if self._rows[self.rank, row, 3] <= number:
@@ -254,9 +256,9 @@ class SharedMemoryComm(Group):
         arena = self._own[self.rank]
         offset = arena.offset_of(data)
         if offset is None:
-            copied = self._heap.allocate(data.numel(), data.dtype).view(data.shape).copy_(data)
+            copied = self._own_heap.allocate(data.numel(), data.dtype).copy_(data)
             data, offset = copied, arena.offset_of(copied) or 0
-        self._heap.show(offset, collective.seq)
+        self._own_heap.show(offset, collective.seq)
         self._post(collective, offset)
         return data
 
@@ -281,8 +283,8 @@ class SharedMemoryComm(Group):
         """A peer that has not issued ``collective``, if there is one."""
         number, tag, row = collective.seq + 1, collective.tag, collective.seq % ROWS
         for peer in self.peers:
-            there = self._rows[peer, row]
-            if there[0] < number or there[1] != tag:
+            issued = self._rows[peer, row]
+            if issued[0] < number or issued[1] != tag:
                 return peer
         return None
 
@@ -322,5 +324,5 @@ class SharedMemoryComm(Group):
         self._watchdog.waits = None
 
     def _is_gone(self, peer: int) -> bool:
-        """Has the process ended? If it said goodbye, ``explain`` will find that."""
+        """Has the process ended? If it left in order, ``explain`` will find that."""
         return peer != self.rank and bool(select.select([self._alive[peer]], [], [], 0)[0])

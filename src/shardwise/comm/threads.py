@@ -43,14 +43,14 @@ def run(world: int, fn: Callable[[Comm], T], timeout: float = 60.0) -> list[T]:
         Exception: the first error of a rank's own, rather than one that another rank caused.
         RanksDisagree: ranks did not do the same thing, or did not end in time.
     """
-    meeting = _Meeting(world, timeout)
-    ranks = [_Rank(rank, fn, meeting) for rank in range(world)]
+    rendezvous = _Rendezvous(world, timeout)
+    ranks = [_Rank(rank, fn, rendezvous) for rank in range(world)]
     for rank in ranks:
         rank.start()
     deadline = monotonic() + timeout + 1.0  # a rank that waits for another says so itself, first
     for rank in ranks:
         rank.join(max(0.0, deadline - monotonic()))
-    if error := meeting.first_error():
+    if error := rendezvous.first_error():
         raise error
     if running := [rank.number for rank in ranks if rank.is_alive()]:
         raise RanksDisagree(
@@ -61,24 +61,24 @@ def run(world: int, fn: Callable[[Comm], T], timeout: float = 60.0) -> list[T]:
 
 
 class _Rank(Thread, Generic[T]):
-    """One rank's thread. It tells the meeting how it ended, whatever happens."""
+    """One rank's thread. It tells the rendezvous how it ended, whatever happens."""
 
-    def __init__(self, number: int, fn: Callable[[Comm], T], meeting: _Meeting) -> None:
+    def __init__(self, number: int, fn: Callable[[Comm], T], rendezvous: _Rendezvous) -> None:
         super().__init__(name=f"rank-{number}", daemon=True)
         self.number = number
         self.results: list[T] = []
         self._fn = fn
-        self._meeting = meeting
+        self._rendezvous = rendezvous
 
     def run(self) -> None:
-        alone = self._meeting.size == 1
-        comm: Comm = LocalComm() if alone else _ThreadsComm(self.number, self._meeting)
+        alone = self._rendezvous.size == 1
+        comm: Comm = LocalComm() if alone else _ThreadsComm(self.number, self._rendezvous)
         try:
             self.results.append(self._fn(comm))
         except BaseException as error:  # noqa: BLE001 - `run` raises it in the caller's thread
-            self._meeting.leave(self.number, f"it raised {error!r}", error)
+            self._rendezvous.leave(self.number, f"it raised {error!r}", error)
         else:
-            self._meeting.leave(self.number, "its thread ended normally", None)
+            self._rendezvous.leave(self.number, "its thread ended normally", None)
 
 
 @dataclass
@@ -99,7 +99,7 @@ class _Round:
     done: bool = False
 
 
-class _Meeting:
+class _Rendezvous:
     """Where the threads meet. Everything here happens under one lock."""
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -170,28 +170,28 @@ class _Meeting:
 
 
 class _ThreadsComm(MessagesComm):
-    """One thread's end of the meeting. Final; see ``Comm``."""
+    """One thread's end of the rendezvous. Final; see ``Comm``."""
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
-        super().__init__(rank, meeting.size, torch.device("cpu"))
-        self._meeting = meeting
+    def __init__(self, rank: int, rendezvous: _Rendezvous) -> None:
+        super().__init__(rank, rendezvous.size, torch.device("cpu"))
+        self._rendezvous = rendezvous
 
     def _post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        round_ = self._meeting.post(self.rank, _Post(collective, sends, receives, ""))
-        return lambda: self._meeting.wait(self.rank, round_)
+        round_ = self._rendezvous.post(self.rank, _Post(collective, sends, receives, ""))
+        return lambda: self._rendezvous.wait(self.rank, round_)
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
-        round_ = self._meeting.post(self.rank, _Post(collective, {}, {}, text))
-        self._meeting.wait(self.rank, round_)
+        round_ = self._rendezvous.post(self.rank, _Post(collective, {}, {}, text))
+        self._rendezvous.wait(self.rank, round_)
         return [post.text for _, post in sorted(round_.posts.items())]
 
     def _fail(self, reason: str) -> RanksDisagree:
-        return self._meeting.fail(reason)
+        return self._rendezvous.fail(reason)
 
     def _leave(self, how: str) -> None:
-        self._meeting.leave(self.rank, how, None)
+        self._rendezvous.leave(self.rank, how, None)
 
 
 def _deliver(posts: Mapping[int, _Post]) -> None:

@@ -167,7 +167,7 @@ class Watchdog:
         self._thread.join()
         self._dead = self._dead or f"rank {self._rank}'s end of this group is closed ({how})."
         try:
-            self._tell(ended=how)
+            self._publish(ended=how)
             until = monotonic() + linger
             while monotonic() < until and not self._all_ended():
                 sleep(0.02)
@@ -202,7 +202,7 @@ class Watchdog:
         """Why the wait can never end (or ``""``), and what ``slow`` says of it."""
         collective = waits.collective
         try:
-            self._tell(waits=collective.seq)
+            self._publish(waits=collective.seq)
             cursors = self._cursors()
             reason = self._read("verdict") or decide(cursors)
         except RuntimeError as error:
@@ -214,7 +214,7 @@ class Watchdog:
 
     # --- the store -------------------------------------------------------------------------
 
-    def _tell(self, waits: int = -1, ended: str = "") -> None:
+    def _publish(self, waits: int = -1, ended: str = "") -> None:
         cursor = {
             "issued": self._issued,
             "recent": self._recent.copy(),
@@ -226,9 +226,9 @@ class Watchdog:
     def _cursors(self) -> dict[int, Cursor]:
         """The cursors of the ranks that have ever waited long, or left."""
         keys = {rank: f"cursor/{rank}" for rank in range(self._size)}
-        there = [rank for rank, key in keys.items() if self._store.check([key])]
-        values = self._store.multi_get([keys[rank] for rank in there])
-        return {rank: _cursor(value) for rank, value in zip(there, values, strict=True)}
+        written = [rank for rank, key in keys.items() if self._store.check([key])]
+        values = self._store.multi_get([keys[rank] for rank in written])
+        return {rank: _cursor(value) for rank, value in zip(written, values, strict=True)}
 
     def _all_ended(self) -> bool:
         cursors = self._cursors()
@@ -245,9 +245,9 @@ def how_this_process_ends() -> str:
 
 
 def _cursor(value: bytes) -> Cursor:
-    said = json.loads(value)
-    recent = tuple(Collective(*fields) for fields in said["recent"])
-    return Cursor(said["issued"], recent, said["waits"], said["ended"])
+    cursor = json.loads(value)
+    recent = tuple(Collective(*fields) for fields in cursor["recent"])
+    return Cursor(cursor["issued"], recent, cursor["waits"], cursor["ended"])
 
 
 def _without_store(error: BaseException, collective: Collective, peer: int) -> str:
