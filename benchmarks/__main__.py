@@ -11,6 +11,7 @@ import click
 import benchmarks.checkpoint.run as checkpoint_run
 import benchmarks.faults.run as faults_run
 import benchmarks.gpu.run as gpu_run
+import benchmarks.mutants as mutation
 import benchmarks.programs.run as programs_run
 import benchmarks.step.run as step_run
 from benchmarks.checkpoint import table as checkpoint_table
@@ -19,7 +20,7 @@ from benchmarks.gpu import engines as gpu_engines
 from benchmarks.gpu import table as gpu_table
 from benchmarks.gpu.models import SHAPES
 from benchmarks.harness import plots, reports
-from benchmarks.programs import table as programs_table
+from benchmarks.programs import report as programs_report
 from benchmarks.programs.engines import ENGINES as PROGRAM_ENGINES
 from benchmarks.programs.program import PROGRAMS
 from benchmarks.recorded import table_of, with_tables
@@ -169,7 +170,22 @@ def programs(
     """Run programs as users write them, and compare with plain PyTorch."""
     report = programs_run.run(world, only or [*PROGRAMS], engines or [*PROGRAM_ENGINES], log)
     saver(json_file)(report)
-    click.echo("\n".join(programs_table.lines(report)))
+    click.echo("\n".join(programs_report.lines(report)))
+
+
+@main.command()
+@click.option("--sample", default=200, type=click.IntRange(1), show_default=True, help="mutants")
+@click.option("--seed", default=0, show_default=True, help="of the random sample")
+@click.option("--jobs", default=1, type=click.IntRange(1), show_default=True, help="at a time")
+@json_option
+@click.argument("folders", nargs=-1)
+def mutants(
+    folders: tuple[str, ...], sample: int, seed: int, jobs: int, json_file: Path | None
+) -> None:
+    """Change the engine's code (FOLDERS of the package) at random; do its tests notice?"""
+    report = mutation.run(folders or mutation.FOLDERS, sample, seed, jobs, log)
+    saver(json_file)(report)
+    click.echo("\n".join(mutation.lines(report)))
 
 
 @main.command()

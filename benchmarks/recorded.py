@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import mutants
 from benchmarks.checkpoint import results as checkpoint_results
 from benchmarks.checkpoint import table as checkpoint_table
 from benchmarks.faults import results as faults_results
@@ -18,8 +19,7 @@ from benchmarks.faults import table as faults_table
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import table as gpu_table
 from benchmarks.harness import reports
-from benchmarks.programs import results as programs_results
-from benchmarks.programs import table as programs_table
+from benchmarks.programs import report as programs_report
 from benchmarks.step import report as step_report
 from benchmarks.step import table as step_table
 
@@ -30,7 +30,8 @@ KINDS: dict[str, tuple[type[Any], Callable[[Any], list[str]]]] = {
     "gpu": (gpu_report.Report, gpu_table.lines),
     "faults": (faults_results.Report, faults_table.lines),
     "checkpoint": (checkpoint_results.Report, checkpoint_table.lines),
-    "programs": (programs_results.Report, programs_table.lines),
+    "mutants": (mutants.Report, mutants.lines),
+    "programs": (programs_report.Report, programs_report.lines),
 }
 
 

@@ -2,5 +2,5 @@
 
 In reading order: ``engines`` (the three ways to run a program), ``nets`` (small models and
 batches), ``loops``, ``values``, ``changes`` and ``models`` (the programs), ``run`` (every program
-under every engine, in processes that are replaced when one ends badly), ``results`` and ``table``.
+under every engine, in processes that are replaced when one ends badly), ``report`` and ``table``.
 """

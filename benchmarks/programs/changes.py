@@ -6,19 +6,18 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.optim import SGD, AdamW
 
 from benchmarks.programs.engines import Engine
-from benchmarks.programs.nets import Net, batches, mse
+from benchmarks.programs.nets import Net, batches
 from benchmarks.programs.program import Values, of_rank, program, train
+from benchmarks.training import trained
 
 
 def adversaries(engine: Engine, toggles: bool) -> Values:
     """A generator and a judge; ``toggles``: the latter is frozen while the former learns."""
-    generator, judge = Net(4, 7), Net(7, 1)
-    engine.shard(generator)
-    engine.shard(judge)
+    generator, judge = engine.shard(Net(4, 7)), engine.shard(Net(7, 1))
     optimizers = [SGD(net.parameters(), lr=0.1) for net in (generator, judge)]
     losses = []
     for x, _ in of_rank(engine, batches()):
@@ -70,8 +69,7 @@ def unfreezing(engine: Engine) -> Values:
 @program()
 def frozen_for_a_reference(engine: Engine) -> Values:
     """requires_grad off for a forward pass under no_grad, and on again."""
-    model, references = Net(), list[float]()
-    engine.shard(model)
+    model, references = engine.shard(Net()), list[float]()
 
     def refer() -> None:
         model.out.requires_grad_(False)
@@ -79,25 +77,17 @@ def frozen_for_a_reference(engine: Engine) -> Values:
             references.append(engine.mean(model(engine.part(batches()[0][0])).mean()))
         model.out.requires_grad_(True)
 
-    values = train(engine, model, SGD(model.parameters(), lr=0.1), after_step=refer)
-    return {**values, "references": references}
+    return {**train(engine, model, after_step=refer), "references": references}
 
 
 @program()
 def frozen_below(engine: Engine) -> Values:
     """Gradients through a frozen model to one that trains before it."""
-    model, judge, losses = Net(7, 7), Net(7, 3), []
+    model, judge = Net(7, 7), Net(7, 3)
     judge.requires_grad_(False)
     engine.shard(model)
     engine.shard(judge)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for x, y in batches():
-        loss = mse(judge(model(engine.part(x))), engine.part(y))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+    return train(engine, model, loss=lambda x, y: mse_loss(judge(model(x)), y))
 
 
 class Clamped(Net):
@@ -119,9 +109,8 @@ class Clamped(Net):
 @program()
 def written_in_forward(engine: Engine) -> Values:
     """Parameters written in forward: a clamped scale, a momentum target (MoCo)."""
-    model = Clamped()
-    engine.shard(model)
-    return train(engine, model, SGD([p for p in model.parameters() if p.requires_grad], lr=0.5))
+    model = engine.shard(Clamped())
+    return train(engine, model, SGD(trained(model), lr=0.5))
 
 
 class Autoencoder(nn.Module):
@@ -132,7 +121,7 @@ class Autoencoder(nn.Module):
         self.encoder, self.mean, self.decoder = Net(7, 8), nn.Linear(8, 4), Net(4, 7)
 
     def loss(self, x: Tensor) -> Tensor:
-        return mse(self.decoder(self.mean(torch.tanh(self.encoder(x)))), x)
+        return mse_loss(self.decoder(self.mean(torch.tanh(self.encoder(x)))), x)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.loss(x)
@@ -141,17 +130,9 @@ class Autoencoder(nn.Module):
 @program()
 def other_method(engine: Engine) -> Values:
     """A model that is trained by model.loss(x), registered as a forward method."""
-    model, losses = Autoencoder(), []
-    engine.shard(model)
+    model = engine.shard(Autoencoder())
     engine.forward_method(model, "loss")
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for x, _ in batches():
-        loss = model.loss(engine.part(x))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+    return train(engine, model, loss=lambda x, _: model.loss(x))
 
 
 def compiled(engine: Engine, backend: str, before: bool) -> Values:
@@ -164,15 +145,7 @@ def compiled(engine: Engine, backend: str, before: bool) -> Values:
     else:
         engine.shard(model)
         compiled_model = torch.compile(model, backend=backend)
-    losses = []
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for x, y in batches():
-        loss = mse(compiled_model(engine.part(x)), engine.part(y))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+    return train(engine, model, loss=lambda x, y: mse_loss(compiled_model(x), y))
 
 
 @program()
@@ -200,30 +173,25 @@ def compile_blocks(engine: Engine) -> Values:
     model = Net(depth=2)
     for block in model.blocks:
         block.compile(backend="aot_eager")
-    engine.shard(model)
-    return train(engine, model, SGD(model.parameters(), lr=0.1))
+    return train(engine, engine.shard(model))
 
 
 @program()
 def deep_copy(engine: Engine) -> Values:
     """copy.deepcopy(model) while it is sharded: a plain copy."""
-    model = Net()
-    engine.shard(model)
-    values = train(engine, model, SGD(model.parameters(), lr=0.1))
-    copied = copy.deepcopy(model)
+    model = engine.shard(Net())
+    values = train(engine, model)
     with torch.no_grad():
-        out = copied(batches()[0][0])
-    return {**values, "copy": out}
+        return {**values, "copy": copy.deepcopy(model)(batches()[0][0])}
 
 
 @program()
 def initialised_after(engine: Engine) -> Values:
     """Weights initialised anew after sharding, where parameters are whole."""
-    model = Net()
-    engine.shard(model)
+    model = engine.shard(Net())
     with engine.full_params(model), torch.no_grad():
         torch.manual_seed(3)
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-    return train(engine, model, SGD(model.parameters(), lr=0.1))
+    return train(engine, model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ import shardwise as sw
 from benchmarks.programs.nets import Block
 from shardwise.comm.connect import over
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 class Engine(Protocol):
     """What a program may ask for."""
@@ -29,8 +31,8 @@ class Engine(Protocol):
     rank: int
     world: int
 
-    def shard(self, model: nn.Module) -> None:
-        """Shard ``model`` in place over the ranks."""
+    def shard(self, model: Model) -> Model:
+        """Shard ``model`` in place over the ranks, and return it."""
 
     def part(self, batch: Tensor) -> Tensor:
         """``[B, …] → [B / world, …]``: this rank's rows of a global batch."""
@@ -59,8 +61,8 @@ class Plain:
 
     rank, world = 0, 1
 
-    def shard(self, model: nn.Module) -> None:
-        """Leave ``model`` as it is."""
+    def shard(self, model: Model) -> Model:
+        return model
 
     def part(self, batch: Tensor) -> Tensor:
         return batch
@@ -84,7 +86,7 @@ class Plain:
         """A plain model's methods are like each other."""
 
 
-class _OfSeveral:
+class _Ranks:
     """What both sharded engines share: the ranks of the default process group."""
 
     def __init__(self) -> None:
@@ -99,7 +101,7 @@ class _OfSeveral:
         return total.item() / self.world
 
 
-class Shardwise(_OfSeveral):
+class Shardwise(_Ranks):
     """``sw.shard(model)``, full_shard, with its own default units."""
 
     def __init__(self) -> None:
@@ -108,9 +110,10 @@ class Shardwise(_OfSeveral):
         self._comm = over(dist.group.WORLD)
         self._handles: dict[nn.Module, sw.Sharded] = {}
 
-    def shard(self, model: nn.Module) -> None:
+    def shard(self, model: Model) -> Model:
         handle = sw.shard(model, comm=self._comm)
         self._handles[handle.model] = handle
+        return model
 
     def whole(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in model.state_dict().items()}
@@ -128,18 +131,19 @@ class Shardwise(_OfSeveral):
         self._handles[model].register_forward_method(model, name)
 
 
-class Fsdp2(_OfSeveral):
+class Fsdp2(_Ranks):
     """``fully_shard`` on each block and on the model, as its documentation shows."""
 
     def __init__(self) -> None:
         super().__init__()
         self._mesh = DeviceMesh("cpu", list(range(self.world)))
 
-    def shard(self, model: nn.Module) -> None:
+    def shard(self, model: Model) -> Model:
         for module in model.modules():
             if isinstance(module, Block) and module is not model:
                 fully_shard(module, mesh=self._mesh)
         fully_shard(model, mesh=self._mesh)
+        return model
 
     def whole(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: _whole(value).detach() for name, value in model.state_dict().items()}

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.programs.engines import Engine
-from benchmarks.programs.nets import Net, batches, mse
-from benchmarks.programs.program import Values, of_rank, program, train
+from benchmarks.programs.nets import Net, batches
+from benchmarks.programs.program import Values, program, train
 
 ADAM: Any = {"lr": 1e-2, "eps": 1e-3}  # that eps keeps rounding from being amplified
 
@@ -20,16 +21,14 @@ ADAM: Any = {"lr": 1e-2, "eps": 1e-3}  # that eps keeps rounding from being ampl
 @program()
 def sgd(engine: Engine) -> Values:
     """SGD with momentum."""
-    model = Net()
-    engine.shard(model)
+    model = engine.shard(Net())
     return train(engine, model, SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
 @program()
 def adamw(engine: Engine) -> Values:
-    """AdamW, made before the model is sharded by its parameters' names."""
-    model = Net()
-    engine.shard(model)
+    """AdamW with parameter groups by the parameters' names."""
+    model = engine.shard(Net())
     named = list(model.named_parameters())
     groups = [
         {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0},
@@ -41,8 +40,7 @@ def adamw(engine: Engine) -> Values:
 @program()
 def weight_decay_by_ndim(engine: Engine) -> Values:
     """No weight decay for parameters of fewer than two dimensions."""
-    model = Net()
-    engine.shard(model)
+    model = engine.shard(Net())
     groups = [
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.5},
@@ -53,76 +51,72 @@ def weight_decay_by_ndim(engine: Engine) -> Values:
 @program()
 def accumulate(engine: Engine) -> Values:
     """Two micro-batches, the first without communication."""
-    model = Net()
-    engine.shard(model)
-    optimizer, losses = SGD(model.parameters(), lr=0.1), []
-    for x, y in of_rank(engine, batches()):
+    model = engine.shard(Net())
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
         with engine.no_sync(model):
-            (mse(model(x), y) / 2).backward()
-        loss = mse(model(2 * x), y) / 2
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+            (mse_loss(model(x), y) / 2).backward()
+        return mse_loss(model(2 * x), y) / 2
+
+    return train(engine, model, loss=loss)
 
 
 @program()
 def zero_grad_while_accumulating(engine: Engine) -> Values:
     """A micro-batch under no_sync is thrown away by zero_grad()."""
-    model = Net()
-    engine.shard(model)
-    optimizer, losses = SGD(model.parameters(), lr=0.1), []
-    for x, y in of_rank(engine, batches()):
+    model = engine.shard(Net())
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
         with engine.no_sync(model):
-            (100 * mse(model(x), y)).backward()
+            (100 * mse_loss(model(x), y)).backward()
         optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+        return mse_loss(model(x), y)
+
+    return train(engine, model, optimizer, loss)
 
 
 @program()
 def clip(engine: Engine) -> Values:
     """Gradients clipped by their global norm, as the engine offers it."""
-    model, norms = Net(), list[float]()
-    engine.shard(model)
+    model, norms = engine.shard(Net()), list[float]()
     optimizer = SGD(model.parameters(), lr=0.5)
-    values = train(engine, model, optimizer, lambda _: norms.append(engine.clip(model, 0.5)))
-    return {**values, "norms": norms}
+
+    def before_step() -> None:
+        norms.append(engine.clip(model, 0.5))
+
+    return {**train(engine, model, optimizer, before_step=before_step), "norms": norms}
 
 
 @program()
 def clip_value(engine: Engine) -> Values:
     """torch.nn.utils.clip_grad_value_."""
-    model = Net()
-    engine.shard(model)
+    model = engine.shard(Net())
     optimizer = SGD(model.parameters(), lr=0.5)
-    return train(
-        engine,
-        model,
-        optimizer,
-        lambda _: nn.utils.clip_grad_value_(model.parameters(), 0.05),
-    )
+
+    def before_step() -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+
+    return train(engine, model, optimizer, before_step=before_step)
 
 
 @program()
 def total_norm(engine: Engine) -> Values:
     """torch.nn.utils.get_total_norm and clip_grads_with_norm_."""
-    model, norms = Net(), list[float]()
-    engine.shard(model)
+    model, norms = engine.shard(Net()), list[float]()
+    optimizer = SGD(model.parameters(), lr=0.5)
 
-    def clip_with_norm(_: object) -> None:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+    def before_step() -> None:
+        norm = nn.utils.get_total_norm(gradients(model))
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
         norms.append(float(norm))
 
-    values = train(engine, model, SGD(model.parameters(), lr=0.5), clip_with_norm)
-    return {**values, "norms": norms}
+    return {**train(engine, model, optimizer, before_step=before_step), "norms": norms}
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Of the parameters that have one."""
+    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def overflowing() -> list[tuple[Tensor, Tensor]]:
@@ -135,58 +129,50 @@ def overflowing() -> list[tuple[Tensor, Tensor]]:
 @program()
 def skip_not_finite(engine: Engine) -> Values:
     """A step is skipped where a gradient is not finite, which one rank's rows cause."""
-    model = Net()
-    engine.shard(model)
-    optimizer, losses = SGD(model.parameters(), lr=0.1), []
-    for x, y in of_rank(engine, overflowing()):
-        loss = mse(model(x), y)
-        loss.backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+    model = engine.shard(Net())
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        if all(bool(torch.isfinite(gradient).all()) for gradient in gradients(model)):
             optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+
+    return train(engine, model, optimizer, data=overflowing(), step=step)
 
 
 @program(tolerance=2e-2)
 def autocast(engine: Engine) -> Values:
     """torch.autocast in bfloat16."""
-    model = Net(depth=2)
-    engine.shard(model)
-    optimizer, losses = SGD(model.parameters(), lr=0.05), []
-    for x, y in batches():
+    model = engine.shard(Net(depth=2))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = mse(model(engine.part(x)).float(), engine.part(y))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+            return mse_loss(model(x).float(), y)
+
+    return train(engine, model, SGD(model.parameters(), lr=0.05), loss)
 
 
 @program()
 def grad_scaler(engine: Engine) -> Values:
     """torch.amp.GradScaler, where one rank's rows overflow in one step."""
-    model = Net(depth=2)
-    engine.shard(model)
-    optimizer, losses = SGD(model.parameters(), lr=0.05), []
+    model, scales = engine.shard(Net(depth=2)), list[float]()
+    optimizer = SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-    for x, y in of_rank(engine, overflowing()):
-        loss = mse(model(x), y)
-        scaler.scale(loss).backward()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return scaler.scale(mse_loss(model(x), y))
+
+    def step() -> None:
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
-        losses.append(scaler.get_scale())
-    return {"scales": losses, "parameters": engine.whole(model)}
+        scales.append(scaler.get_scale())
+
+    return {**train(engine, model, optimizer, loss, overflowing(), step=step), "scales": scales}
 
 
 @program()
 def schedule(engine: Engine) -> Values:
-    """OneCycleLR and a parameter group that is added in the middle."""
-    model = Net()
-    engine.shard(model)
+    """StepLR, and a parameter group that is added in the middle."""
+    model = engine.shard(Net())
     optimizer = SGD(model.blocks.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     first = train(engine, model, optimizer, after_step=scheduler.step)
@@ -197,37 +183,35 @@ def schedule(engine: Engine) -> Values:
 @program()
 def evaluate_between(engine: Engine) -> Values:
     """An evaluation under no_grad between forward and backward, and one between steps."""
-    model = Net()
-    engine.shard(model)
-    optimizer, losses = SGD(model.parameters(), lr=0.1), []
-    for x, y in of_rank(engine, batches()):
-        loss = mse(model(x), y)
+    model, evaluations = engine.shard(Net()), list[float]()
+    x, y = (engine.part(rows) for rows in batches()[0])
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        value = mse_loss(model(x), y)
         with torch.no_grad():
-            losses.append(engine.mean(mse(model(-x), y)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            evaluations.append(engine.mean(mse_loss(model(-x), y)))
+        return value
+
+    def after_step() -> None:
         with torch.inference_mode():
-            losses.append(engine.mean(mse(model(x), y)))
-    return {"losses": losses, "parameters": engine.whole(model)}
+            evaluations.append(engine.mean(mse_loss(model(x), y)))
+
+    values = train(engine, model, loss=loss, after_step=after_step)
+    return {**values, "evaluations": evaluations}
 
 
 @program()
 def two_losses(engine: Engine) -> Values:
-    """Two forward passes, one backward; then two backward passes through one graph."""
-    model = Net()
-    engine.shard(model)
-    optimizer, losses = SGD(model.parameters(), lr=0.1), []
-    for x, y in of_rank(engine, batches()):
-        loss = mse(model(x), y) + mse(model(-x), y)
-        loss.backward()
+    """Two backward passes through one graph; then two forward passes, one backward."""
+    model = engine.shard(Net())
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
         out = model(x)
-        mse(out, y).backward(retain_graph=True)
+        mse_loss(out, y).backward(retain_graph=True)
         out.abs().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+        return mse_loss(model(x), y) + mse_loss(model(-x), y)
+
+    return train(engine, model, loss=loss)
 
 
 @program()
@@ -237,8 +221,7 @@ def activation_checkpointing(engine: Engine) -> Values:
     for block in model.blocks:
         inner = block.forward
         block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
-    engine.shard(model)
-    return train(engine, model, SGD(model.parameters(), lr=0.1))
+    return train(engine, engine.shard(model))
 
 
 @program()
@@ -271,7 +254,7 @@ def optimizer_state_from_unsharded(engine: Engine) -> Values:
     model = Net()
     optimizer = Adam(model.parameters(), **ADAM)
     for x, y in batches(2):
-        mse(model(x), y).backward()
+        mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
     state = optimizer.state_dict()

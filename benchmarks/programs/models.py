@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
-from torch.optim import SGD, Adam
+from torch.nn.functional import cross_entropy, linear, mse_loss
+from torch.optim import Adam
 
 from benchmarks.programs.engines import Engine
 from benchmarks.programs.nets import (
@@ -16,24 +16,23 @@ from benchmarks.programs.nets import (
     Net,
     batches,
     language_loss,
-    mse,
     token_batches,
 )
 from benchmarks.programs.program import Values, of_rank, program, train
 
 
+def adam(model: nn.Module) -> Adam:
+    return Adam(model.parameters(), lr=1e-2, eps=1e-3)
+
+
 def language(engine: Engine, head: str) -> Values:
     """Train a language model with this kind of head."""
-    model, losses = LanguageModel(head), []
-    engine.shard(model)
-    optimizer = Adam(model.parameters(), lr=1e-2, eps=1e-3)
-    for (tokens,) in of_rank(engine, token_batches()):
-        loss = language_loss(model(tokens), tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+    model = engine.shard(LanguageModel(head))
+
+    def loss(tokens: Tensor) -> Tensor:
+        return language_loss(model(tokens), tokens)
+
+    return train(engine, model, adam(model), loss, token_batches())
 
 
 @program()
@@ -69,17 +68,13 @@ def transformers_model(engine: Engine) -> Values:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    model: Any = GPT2LMHeadModel(config)
-    losses = []
-    engine.shard(model)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for (tokens,) in of_rank(engine, token_batches()):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+    model: Any = engine.shard(GPT2LMHeadModel(config))
+
+    def loss(tokens: Tensor) -> Tensor:
+        value: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return value
+
+    return train(engine, model, loss=loss, data=token_batches())
 
 
 class Skipping(Net):
@@ -99,17 +94,14 @@ class Skipping(Net):
 @program()
 def skipped_blocks(engine: Engine) -> Values:
     """Another block is left out in each step; outputs in a dict of lists."""
-    model, losses = Skipping(), []
-    engine.shard(model)
-    optimizer = Adam(model.parameters(), lr=1e-2, eps=1e-3)
-    for x, y in batches(6):
-        out = model(engine.part(x))
-        loss = mse(out["out"], engine.part(y)) + out["hidden"][0].pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+    model = engine.shard(Skipping())
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        hidden: Tensor = out["hidden"][0]
+        return mse_loss(out["out"], y) + hidden.pow(2).mean()
+
+    return train(engine, model, adam(model), loss, batches(6))
 
 
 class Repeating(Net):
@@ -126,27 +118,21 @@ class Repeating(Net):
 @program()
 def repeated_block(engine: Engine) -> Values:
     """One block is used three times in a forward pass."""
-    model = Repeating()
-    engine.shard(model)
-    return train(engine, model, SGD(model.parameters(), lr=0.1))
+    return train(engine, engine.shard(Repeating()))
 
 
 @program()
 def without_some_gradients(engine: Engine) -> Values:
     """A loss on a feature alone in every second step: what lies behind it has no gradient."""
-    model, features, losses = Net(), list[Tensor](), []
+    model, features = Net(), list[Tensor]()
     model.blocks[0].register_forward_hook(lambda *call: features.append(call[2]))
     engine.shard(model)
-    optimizer = Adam(model.parameters(), lr=1e-2, eps=1e-3)
-    for step, (x, y) in enumerate(batches(6)):
-        features.clear()
-        out = model(engine.part(x))
-        loss = features[0].pow(2).mean() if step % 2 else mse(out, engine.part(y))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        return mse_loss(out, y) if len(features) % 2 else features[-1].pow(2).mean()
+
+    return train(engine, model, adam(model), loss, batches(6))
 
 
 class Lin(torch.autograd.Function):
@@ -178,8 +164,7 @@ def own_function(engine: Engine) -> Values:
     model = Net()
     for block in model.blocks:
         block.up = OwnLinear(12, 24)
-    engine.shard(model)
-    return train(engine, model, SGD(model.parameters(), lr=0.1))
+    return train(engine, engine.shard(model))
 
 
 @program()
@@ -189,8 +174,7 @@ def odd_shapes(engine: Engine) -> Values:
     for block in model.blocks:
         block.register_parameter("temperature", nn.Parameter(torch.tensor(1.5)))
         block.register_forward_hook(lambda *call: call[2] * call[0].temperature)
-    engine.shard(model)
-    return train(engine, model, SGD(model.parameters(), lr=0.1))
+    return train(engine, engine.shard(model))
 
 
 @program()
@@ -200,8 +184,7 @@ def mixed_dtypes(engine: Engine) -> Values:
     model.blocks.double()
     model.inp.register_forward_hook(lambda *call: call[2].double())
     model.blocks[-1].register_forward_hook(lambda *call: call[2].float())
-    engine.shard(model)
-    return train(engine, model, SGD(model.parameters(), lr=0.1))
+    return train(engine, engine.shard(model))
 
 
 @program()
@@ -210,8 +193,7 @@ def partly_frozen(engine: Engine) -> Values:
     model = Net()
     model.inp.requires_grad_(False)
     model.blocks.requires_grad_(False)
-    engine.shard(model)
-    return train(engine, model, SGD(model.out.parameters(), lr=0.1))
+    return train(engine, engine.shard(model))
 
 
 @program()
@@ -220,8 +202,7 @@ def frozen_within_a_unit(engine: Engine) -> Values:
     model = Net()
     for block in model.blocks:
         block.up.requires_grad_(False)
-    engine.shard(model)
-    return train(engine, model, SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    return train(engine, engine.shard(model))
 
 
 @program()
@@ -229,17 +210,12 @@ def sparse_gradients(engine: Engine) -> Values:
     """nn.Embedding(sparse=True) with SGD."""
     model = LanguageModel()
     model.embed.sparse = True
-    losses = []
     engine.shard(model)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for (tokens,) in of_rank(engine, token_batches()):
-        logits = model(tokens)
-        loss = cross_entropy(logits.flatten(0, 1), tokens.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+
+    def loss(tokens: Tensor) -> Tensor:
+        return cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    return train(engine, model, loss=loss, data=token_batches())
 
 
 @program()
@@ -256,9 +232,8 @@ def policy_and_value(engine: Engine) -> Values:
             x = self.block(torch.tanh(self.body(x)))
             return self.policy(x), self.value(x).squeeze(-1)
 
-    model, losses = ActorCritic(), []
-    engine.shard(model)
-    optimizer = Adam(model.parameters(), lr=1e-2, eps=1e-3)
+    model, losses = engine.shard(ActorCritic()), []
+    optimizer = adam(model)
     for x, y in of_rank(engine, batches()):
         with torch.no_grad():
             old, value = model(x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 
 ROWS = 12  # of a global batch: 1, 2, 3 and 4 ranks get equal parts
 
@@ -78,6 +78,3 @@ def token_batches(steps: int = 4) -> list[tuple[Tensor]]:
 def language_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     """The mean cross-entropy of the token that follows each."""
     return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-mse = mse_loss

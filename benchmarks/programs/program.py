@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Optimizer
 
 from benchmarks.programs.engines import Engine
-from benchmarks.programs.nets import batches, mse
+from benchmarks.programs.nets import batches
+from benchmarks.training import trained
 
 Values = dict[str, Any]
 """What must be equal: losses, norms, whole parameters."""
@@ -55,18 +57,34 @@ def of_rank(
 def train(
     engine: Engine,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    before_step: Callable[[Tensor], object] = lambda _: None,
+    optimizer: Optimizer | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    data: Iterable[tuple[Tensor, ...]] | None = None,
+    before_step: Callable[[], object] = lambda: None,
     after_step: Callable[[], object] = lambda: None,
+    step: Callable[[], object] | None = None,
 ) -> Values:
-    """The loop of every tutorial, on ``[12, 7] → [12, 3]``; the losses and the whole parameters."""
+    """The loop of every tutorial; the losses, averaged over ranks, and the whole parameters.
+
+    Args:
+        engine: how it is run.
+        model: sharded by it.
+        optimizer: SGD with a rate of 0.1 if not given.
+        loss: of this rank's rows of a batch; the mean square error of ``model`` if not given.
+        data: global batches; ``batches()`` if not given.
+        before_step: called after each backward pass.
+        after_step: called after each step.
+        step: instead of the optimizer's.
+    """
+    optimizer = optimizer or SGD(trained(model), lr=0.1)
+    loss = loss or (lambda x, y: mse_loss(model(x), y))
     losses = []
-    for x, y in of_rank(engine, batches()):
-        loss = mse(model(x), y)
-        loss.backward()
-        before_step(loss)
-        optimizer.step()
+    for batch in of_rank(engine, batches() if data is None else data):
+        value = loss(*batch)
+        value.backward()
+        before_step()
+        (step or optimizer.step)()
         optimizer.zero_grad()
         after_step()
-        losses.append(engine.mean(loss))
+        losses.append(engine.mean(value))
     return {"losses": losses, "parameters": engine.whole(model)}

@@ -6,31 +6,35 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 
 from benchmarks.programs.engines import Engine
-from benchmarks.programs.nets import Net, batches, mse
-from benchmarks.programs.program import Values, of_rank, program, train
+from benchmarks.programs.loops import gradients
+from benchmarks.programs.nets import Net, batches
+from benchmarks.programs.program import Values, program, train
 
 
-def average(target: nn.Module, source: nn.Module) -> None:
-    """``target`` moves a fifth of the way to ``source``."""
-    with torch.no_grad():
-        for old, new in zip(target.parameters(), source.parameters(), strict=True):
-            old.lerp_(new, 0.2)
+def with_average(engine: Engine, model: nn.Module) -> Values:
+    """Train, with an exponential average in a second sharded model."""
+    averaged = copy.deepcopy(model).requires_grad_(False)
+    engine.shard(model)
+    engine.shard(averaged)
+
+    def after_step() -> None:
+        with torch.no_grad():
+            for old, new in zip(averaged.parameters(), model.parameters(), strict=True):
+                old.lerp_(new, 0.2)
+
+    values = train(engine, model, after_step=after_step)
+    return {**values, "averaged": engine.whole(averaged)}
 
 
 @program()
 def ema(engine: Engine) -> Values:
     """An exponential average in a second sharded model."""
-    model = Net()
-    averaged = copy.deepcopy(model).requires_grad_(False)
-    engine.shard(model)
-    engine.shard(averaged)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    values = train(engine, model, optimizer, after_step=lambda: average(averaged, model))
-    return {**values, "averaged": engine.whole(averaged)}
+    return with_average(engine, Net())
 
 
 @program()
@@ -40,19 +44,13 @@ def ema_partly_frozen(engine: Engine) -> Values:
     model.inp.requires_grad_(False)
     for name, param in model.blocks.named_parameters():
         param.requires_grad_("up.weight" not in name)
-    averaged = copy.deepcopy(model).requires_grad_(False)
-    engine.shard(model)
-    engine.shard(averaged)
-    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    values = train(engine, model, optimizer, after_step=lambda: average(averaged, model))
-    return {**values, "averaged": engine.whole(averaged)}
+    return with_average(engine, model)
 
 
 @program()
 def ema_shadow(engine: Engine) -> Values:
     """Averages of p.data in a dict, put in place for an evaluation, and the old ones put back."""
-    model, losses = Net(), list[float]()
-    engine.shard(model)
+    model, losses = engine.shard(Net()), list[float]()
     shadow = {name: p.data.clone() for name, p in model.named_parameters()}
 
     def evaluate() -> None:
@@ -63,12 +61,11 @@ def ema_shadow(engine: Engine) -> Values:
             p.data = shadow[name]
         with torch.no_grad():
             x, y = batches()[0]
-            losses.append(engine.mean(mse(model(engine.part(x)), engine.part(y))))
+            losses.append(engine.mean(mse_loss(model(engine.part(x)), engine.part(y))))
         for name, p in model.named_parameters():
             p.data = backup[name]
 
-    values = train(engine, model, SGD(model.parameters(), lr=0.1), after_step=evaluate)
-    return {**values, "averaged": losses}
+    return {**train(engine, model, after_step=evaluate), "averaged": losses}
 
 
 @program()
@@ -82,7 +79,7 @@ def ema_whole(engine: Engine) -> Values:
         with engine.full_params(model):
             averaged.update_parameters(model)
 
-    values = train(engine, model, SGD(model.parameters(), lr=0.1), after_step=update)
+    values = train(engine, model, after_step=update)
     return {**values, "averaged": dict(averaged.module.state_dict())}
 
 
@@ -113,26 +110,23 @@ class Sam(torch.optim.Optimizer):
 @program()
 def sam(engine: Engine) -> Values:
     """Sharpness-aware minimisation: two passes, a step by the norm of all gradients."""
-    model, losses = Net(depth=2), []
-    engine.shard(model)
+    model = engine.shard(Net(depth=2))
     optimizer = Sam(list(model.parameters()))
-    for x, y in of_rank(engine, batches()):
-        loss = mse(model(x), y)
-        loss.backward()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        mse_loss(model(x), y).backward()
         optimizer.first_step()
-        mse(model(x), y).backward()
-        optimizer.second_step()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+        return mse_loss(model(x), y)
+
+    return train(engine, model, optimizer, loss, step=optimizer.second_step)
 
 
 @program()
 def gradient_noise(engine: Engine) -> Values:
     """Gradients changed by hand before the step, and parameters updated without an optimizer."""
-    model = Net()
-    engine.shard(model)
+    model = engine.shard(Net())
 
-    def change(_: Tensor) -> None:
+    def change() -> None:
         for p in model.parameters():
             assert p.grad is not None
             p.grad.mul_(0.5).add_(p.detach(), alpha=2e-2)
@@ -141,85 +135,73 @@ def gradient_noise(engine: Engine) -> Values:
             for p in model.parameters():
                 p.add_(p.grad.sign(), alpha=-1e-3)  # type: ignore[union-attr]
 
-    return train(engine, model, SGD(model.parameters(), lr=0.1), change)
+    return train(engine, model, before_step=change)
 
 
 @program()
 def log_gradients(engine: Engine) -> Values:
     """The norm, mean and largest magnitude of each gradient, for a log."""
-    model, logs = Net(), list[list[float]]()
-    engine.shard(model)
+    model, logs = engine.shard(Net()), list[list[float]]()
 
-    def log(_: Tensor) -> None:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        logs.append([float(g.norm()) for g in gradients])
-        logs.append([float(g.mean()) for g in gradients])
-        logs.append([float(g.abs().max()) for g in gradients])
+    def log() -> None:
+        logs.append([float(g.norm()) for g in gradients(model)])
+        logs.append([float(g.mean()) for g in gradients(model)])
+        logs.append([float(g.abs().max()) for g in gradients(model)])
 
-    values = train(engine, model, SGD(model.parameters(), lr=0.1), log)
-    return {**values, "logs": logs}
+    return {**train(engine, model, before_step=log), "logs": logs}
 
 
 @program()
 def clip_weights(engine: Engine) -> Values:
     """Parameters clamped after each step (WGAN)."""
-    model = Net()
-    engine.shard(model)
+    model = engine.shard(Net())
 
     def clamp() -> None:
         with torch.no_grad():
             for p in model.parameters():
                 p.clamp_(-0.1, 0.1)
 
-    return train(engine, model, SGD(model.parameters(), lr=0.1), after_step=clamp)
+    return train(engine, model, after_step=clamp)
 
 
 @program()
 def weight_penalty(engine: Engine) -> Values:
     """Loss + c * sum(p.pow(2).sum() for p in model.parameters())."""
-    model, losses = Net(), []
-    engine.shard(model)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for x, y in batches():
-        loss = mse(model(engine.part(x)), engine.part(y))
+    model = engine.shard(Net())
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        out = mse_loss(model(x), y)
         penalty = torch.stack([p.pow(2).sum() for p in model.parameters()]).sum()
-        (loss + 1e-2 * penalty).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+        return out + 1e-2 * penalty
+
+    return train(engine, model, loss=loss)
 
 
 @program()
 def gradient_hooks(engine: Engine) -> Values:
     """A hook on each parameter halves its gradient; one after accumulation sees it."""
-    model, seen = Net(), set[str]()
-    engine.shard(model)
+    model, names = engine.shard(Net()), set[str]()
     for name, p in model.named_parameters():
         p.register_hook(lambda gradient: gradient * 0.5)
 
         def look(param: Tensor, name: str = name) -> None:
             if param.grad is not None:
-                seen.add(name)
+                names.add(name)
 
         p.register_post_accumulate_grad_hook(look)
-    values = train(engine, model, SGD(model.parameters(), lr=0.1))
-    return {**values, "seen": sorted(seen)}
+    return {**train(engine, model), "parameters with gradients": len(names)}
 
 
 @program()
 def gradient_penalty(engine: Engine) -> Values:
     """The gradient of the output by the input, in the loss (create_graph=True)."""
-    model, losses = Net(outputs=1), []
-    engine.shard(model)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for rows, _ in of_rank(engine, batches()):
+    model = engine.shard(Net(outputs=1))
+
+    def loss(rows: Tensor, _: Tensor) -> Tensor:
         x = rows.clone().requires_grad_()
         out = model(x)
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        loss = out.mean() + ((slope.norm(dim=1) - 1) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}
+        value: Tensor = out.mean() + ((slope.norm(dim=1) - 1) ** 2).mean()
+        return value
+
+    return train(engine, model, loss=loss)

@@ -17,7 +17,7 @@ from benchmarks.harness.machine import this_machine
 from benchmarks.harness.plots import Bar, draw
 from benchmarks.harness.reports import read, write
 from benchmarks.harness.rounds import quartiles, rotated
-from benchmarks.programs.results import Report as ProgramsReport
+from benchmarks.programs.report import Report as ProgramsReport
 from benchmarks.recorded import table_of, with_tables
 from benchmarks.step.host import Host
 from benchmarks.step.report import Report as StepReport
