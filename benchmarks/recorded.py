@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import mutants
-from benchmarks.checkpoint import results as checkpoint_results
+from benchmarks.checkpoint import report as checkpoint_report
 from benchmarks.checkpoint import table as checkpoint_table
 from benchmarks.faults import results as faults_results
 from benchmarks.faults import table as faults_table
@@ -29,7 +29,7 @@ STEP = (step_report.Report, step_table.lines)
 KINDS: dict[str, tuple[type[Any], Callable[[Any], list[str]]]] = {
     "gpu": (gpu_report.Report, gpu_table.lines),
     "faults": (faults_results.Report, faults_table.lines),
-    "checkpoint": (checkpoint_results.Report, checkpoint_table.lines),
+    "checkpoint": (checkpoint_report.Report, checkpoint_table.lines),
     "mutants": (mutants.Report, mutants.lines),
     "programs": (programs_report.Report, programs_report.lines),
 }

@@ -1,30 +1,25 @@
-"""Peak memory of one way beyond the state itself: seen from outside, in processes of its own.
+"""Peak memory of one method beyond the state itself: seen from outside, in processes of its own.
 
-The parent reads, every 2 ms, what each rank has of anonymous and shared memory: pages that two
-processes share count half in each (proportional set size), and those of files not at all, since
-the kernel may drop them. The base is what a rank has right before, with freed memory given back
+Anonymous and shared memory count, and pages of files do not, since the kernel may drop them. The
+base is what a rank has right before, with freed memory given back
 after one save and load to warm up; for a load, which makes the optimizer's moments, the base has
-their bytes, too. Each way has its own processes: what one leaves in a heap
-would hide another's peak.
+their bytes, too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
+from benchmarks.checkpoint.methods import Method, method_of, synchronous, trained_model
 from benchmarks.checkpoint.state import Size
-from benchmarks.checkpoint.traffic import remove
-from benchmarks.checkpoint.ways import Way, synchronous, trainee_of, way
+from benchmarks.checkpoint.traffic import remove_together
+from benchmarks.harness.memory import held_by, samples, trim
 from benchmarks.harness.workers import Worker, Workers
 
-PAUSE = 0.002  # seconds between two samples
 COUNTED = ("Pss_Anon:", "Pss_Shmem:")
 
 
@@ -38,67 +33,53 @@ class Extra:
 
 
 def extra_memory(name: str, size: Size, world: int, folder: Path) -> dict[str, Extra]:
-    """``{"save": …, "load": …}`` of one way, in new processes; only ``save`` if it is later."""
+    """``{"save": …, "load": …}`` of one method, in new processes; an async one only saves."""
     with Workers(world, _hold, name, size, str(folder)) as workers:
         phases = ("save",) if name.endswith("_async") else ("save", "load")
         return {phase: _watched(workers) for phase in phases}
 
 
 def _watched(workers: Workers) -> Extra:
-    bases: Sequence[int] = workers.receive()
-    most, total, samples = [0] * len(bases), 0, 0
-    with suppress(ProcessLookupError, FileNotFoundError):  # they may end while we look
-        while not workers.has_sent(PAUSE):
-            found = [held(pid) - base for pid, base in zip(workers.pids, bases, strict=True)]
-            most = [max(pair) for pair in zip(most, found, strict=True)]
-            total, samples = max(total, sum(found)), samples + 1
+    bases = workers.receive()
+    beyond = [
+        [held - base for held, base in zip(each, bases, strict=True)]
+        for each in samples(workers, *COUNTED)
+    ]
     workers.receive()  # it is over
-    return Extra(max(most), total, samples)
-
-
-def held(pid: int | str) -> int:
-    """Bytes of anonymous and shared memory of a process, shared pages in parts."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text("utf-8").splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(COUNTED))
+    most, total = max(map(max, beyond), default=0), max(map(sum, beyond), default=0)
+    return Extra(max(0, most), max(0, total), len(beyond))
 
 
 def _hold(worker: Worker, name: str, size: Size, place: str) -> None:
     with worker.group():
-        folder, trainee = Path(place) / "step-1", trainee_of(name, size)
-        first = way(synchronous(name), trainee)  # its memory for later saves is measured
-        chosen = way(name, trainee)
+        folder, trained = Path(place) / "step-1", trained_model(name, size)
+        first = method_of(synchronous(name), trained)  # its memory for later saves is measured
+        chosen = method_of(name, trained)
         _save(first, folder)
-        trainee.renew()
+        trained.renew()
         first.load(folder)
-        _remove(folder)
+        remove_together(folder)
         _begin(worker)
         _save(chosen, folder)
         worker.send("saved")
-        if not chosen.later:
-            moments = sum(p.value.nbytes for p in trainee.parts() if p.kind != "param")
-            trainee.renew()
+        if not chosen.is_async:
+            moments = sum(p.value.nbytes for p in trained.parts() if p.kind != "param")
+            trained.renew()
             _begin(worker, moments)
             chosen.load(folder)
             worker.send("loaded")
-        _remove(folder)
+        remove_together(folder)
 
 
 def _begin(worker: Worker, moments: int = 0) -> None:
     """Give back what is free, say what is left with the ``moments`` to come; start together."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    trim()
     dist.barrier()
-    worker.send(held("self") + moments)
-    dist.barrier()
-
-
-def _save(way: Way, folder: Path) -> None:
-    way.save(folder)()
+    worker.send(held_by("self", *COUNTED) + moments)
     dist.barrier()
 
 
-def _remove(folder: Path) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        remove(folder)
+def _save(method: Method, folder: Path) -> None:
+    method.save(folder)()
     dist.barrier()

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.checkpoint.measure import Task, measure
 from benchmarks.checkpoint.memory import extra_memory
-from benchmarks.checkpoint.results import Report, Row, rows_of
-from benchmarks.checkpoint.rounds import Task, observe
+from benchmarks.checkpoint.report import Report, Row, rows_of
 from benchmarks.checkpoint.state import BYTES, Size
 from benchmarks.checkpoint.traffic import kind_of
-from benchmarks.checkpoint.ways import WAYS
 from benchmarks.harness.machine import this_machine
 from benchmarks.harness.workers import Workers
 
@@ -42,54 +41,47 @@ def default_folders(gigabytes: float) -> tuple[Path, ...]:
     return (disk, MEMORY) if has_room else (disk,)
 
 
-Say = Callable[[str], None]
-Keep = Callable[[Report], None]
+Log = Callable[[str], None]
+Save = Callable[[Report], None]
 
 
-def run(config: Config, say: Say, keep: Keep) -> Report:
+def run(config: Config, log: Log, save: Save) -> Report:
     """Measure.
 
     Args:
-        config: what.
-        say: hears what is done now.
-        keep: is handed the report whenever there is more of it.
+        config: what to measure.
+        log: is called with what is done now.
+        save: is called with the report whenever there is more of it.
     """
     size = Size(config.gigabytes)
     params = sum(param.numel() for param in size.new_model().parameters())
     report = Report(this_machine(), BYTES * params / 1e9, config.rounds)
     for world in config.worlds:
         with _places(config) as places:
-            before = report
             kinds = ", ".join(places)
-            say(f"{world} ranks, {report.gigabytes:.2f} GB, {config.rounds} rounds on {kinds}")
-            task = Task(size, tuple(WAYS), tuple(places.items()), config.rounds)
-            with Workers(world, observe, task) as workers:
-                seen = workers.receive()
-            rows = rows_of(seen)
-            report = replace(report, digest=seen[0].digest, bucket=seen[0].bucket)
-            report = replace(report, rows=(*before.rows, *rows))
-            keep(report)
+            log(f"{world} ranks, {report.gigabytes:.2f} GB, {config.rounds} rounds on {kinds}")
+            task = Task(size, tuple(places.items()), config.rounds)
+            with Workers(world, measure, task) as workers:
+                measured = workers.receive()
+            before, rows = report.rows, rows_of(measured)
+            report = replace(report, digest=measured[0].digest, bucket=measured[0].bucket)
+            report = replace(report, rows=(*before, *rows))
+            save(report)
             if config.memory:
-                rows = _with_memory(rows, size, next(iter(places.items())), say)
-                report = replace(report, rows=(*before.rows, *rows))
-                keep(report)
+                log(f"{world} ranks: memory")
+                first = next(iter(places.items()))
+                rows = tuple(_with_memory(row, size, *first) for row in rows)
+                report = replace(report, rows=(*before, *rows))
+                save(report)
     return report
 
 
-def _with_memory(
-    rows: tuple[Row, ...], size: Size, place: tuple[str, str], say: Say
-) -> tuple[Row, ...]:
+def _with_memory(row: Row, size: Size, target: str, place: str) -> Row:
     """On the first file system alone: what a rank holds does not depend on it."""
-    found = []
-    for row in rows:
-        if row.target == place[0]:
-            say(f"{row.world} ranks, memory: {row.way}")
-            extra = extra_memory(row.way, size, row.world, Path(place[1]))
-            changed = replace(row, save_memory=extra["save"], load_memory=extra.get("load"))
-            found.append(changed)
-        else:
-            found.append(row)
-    return tuple(found)
+    if row.target != target:
+        return row
+    extra = extra_memory(row.method, size, row.world, Path(place))
+    return replace(row, save_memory=extra["save"], load_memory=extra.get("load"))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is saved: the same bits for every way, whoever holds which part of them.
+"""What is saved: the same bits for every method, whoever holds which part of them.
 
 Every number follows from the name of its tensor and its place in it, so a rank makes just what it
 holds, and two engines that cut a tensor differently still hold the same one. Whether they do is
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
+from benchmarks.training import Batch, decoder_config, token_batch
 from shardwise.train.config import ModelConfig
 from shardwise.train.decoder import Decoder
 
@@ -51,30 +51,18 @@ class Size:
     @property
     def config(self) -> ModelConfig:
         """As many blocks as fit; their number is what varies."""
-        width, hidden = self.width, self.width * 43 // 16
-        block = 4 * width**2 + 3 * width * hidden
-        rest = self.gigabytes * 1e9 / BYTES - 2 * self.vocabulary * width
-        heads = max(1, width // 64)
-        layers = max(1, round(rest / block))
-        return ModelConfig(
-            width=width, layers=layers, heads=heads, kv_heads=heads, hidden=hidden, tied=False
-        )
+        block = 4 * self.width**2 + 3 * self.width * (self.width * 43 // 16)
+        rest = self.gigabytes * 1e9 / BYTES - 2 * self.vocabulary * self.width
+        return decoder_config(self.width, max(1, round(rest / block)))
 
     def new_model(self) -> Decoder:
         """The same on every rank."""
         torch.manual_seed(0)
         return Decoder(self.config, self.vocabulary, TOKENS)
 
-    def batch(self, rank: int) -> tuple[Tensor, Tensor]:
+    def batch(self, rank: int) -> Batch:
         """Inputs and targets, ``[1, TOKENS]`` int64."""
-        generator = torch.Generator().manual_seed(rank)
-        row = torch.randint(self.vocabulary, (1, TOKENS + 1), generator=generator)
-        return row[:, :-1].contiguous(), row[:, 1:].contiguous()
-
-
-def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    logits: Tensor = model(batch[0])
-    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        return token_batch(torch.Generator().manual_seed(rank), self.vocabulary, 1, TOKENS)
 
 
 def drawn(kind: str, name: str, start: int, stop: int) -> Tensor:
@@ -97,17 +85,17 @@ def digest(parts: list[Part]) -> str:
         place.add_(zlib.crc32(part.name.encode()) << 16).mul_(2).add_(1)
         sums[part.kind] += int(bits.mul_(place).sum())
     wrapped = [(value + 2**63) % 2**64 - 2**63 for value in sums.values()]
-    found = torch.tensor(wrapped, dtype=torch.int64)
-    dist.all_reduce(found)
-    return "".join(f"{value % 2**64:016x}" for value in found.tolist())
+    total = torch.tensor(wrapped, dtype=torch.int64)
+    dist.all_reduce(total)
+    return "".join(f"{value % 2**64:016x}" for value in total.tolist())
 
 
 def unlike(parts: list[Part], expected: Mapping[tuple[str, str], Tensor]) -> list[str]:
     """The parts that are not, bit for bit, what is expected; and what is not there at all."""
-    found = {(part.kind, part.name): part.value.reshape(-1) for part in parts}
+    values = {(part.kind, part.name): part.value.reshape(-1) for part in parts}
     return [
         f"{kind} of {name}"
         for (kind, name), value in expected.items()
-        if (kind, name) not in found
-        or not torch.equal(found[kind, name].view(torch.int32), value.view(torch.int32))
+        if (kind, name) not in values
+        or not torch.equal(values[kind, name].view(torch.int32), value.view(torch.int32))
     ]

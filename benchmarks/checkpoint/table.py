@@ -7,17 +7,16 @@ from itertools import groupby
 from statistics import median
 
 from benchmarks.checkpoint.memory import Extra
-from benchmarks.checkpoint.results import Report, Row
-from benchmarks.checkpoint.ways import synchronous
-from benchmarks.harness.tables import aligned
+from benchmarks.checkpoint.methods import synchronous
+from benchmarks.checkpoint.report import Report, Row
+from benchmarks.harness.tables import MIB, aligned, cell
 
-MIB = 2**20
 TIMES = (
-    "way", "save s", "÷ dcp", "load s", "÷ dcp", "cold s", "÷ dcp", "GB fetched", "GB on disk",
+    "method", "save s", "÷ dcp", "load s", "÷ dcp", "cold s", "÷ dcp", "GB fetched", "GB on disk",
 )  # fmt: skip
-LATER = ("way", "stall ms", "÷ its sync", "durable s", "steps ×", "lost ms", "of sync")
-SENT = ("way", "collectives: save", "load", "MB sent: save", "load")
-HELD = ("way", "MiB a rank: save", "load", "MiB all ranks: save", "load")
+ASYNC = ("method", "stall ms", "÷ its sync", "durable s", "steps ×", "lost ms", "of sync")
+SENT = ("method", "collectives: save", "load", "MB sent: save", "load")
+HELD = ("method", "MiB a rank: save", "load", "MiB all ranks: save", "load")
 NOTES = """
 Medians over rounds; the clock of a round stops with its slowest rank. Every load was checked: each
 rank compared every bit of parameters and moments with what was there when saving began.
@@ -43,33 +42,30 @@ checks      ours: CRC-32 of every byte, computed by save, compared by load. dcp:
 
 def lines(report: Report) -> list[str]:
     """The whole report."""
-    said = [str(report.machine)]
     state = f"{report.gigabytes:.2f} GB of parameters and two moments, float32"
     unit = f"largest unit {report.bucket / MIB:.1f} MiB"
-    said.append(f"{state}; {unit}; {report.rounds} rounds; digest {report.digest[:12]}")
+    head = f"{state}; {unit}; {report.rounds} rounds; digest {report.digest[:12]}"
+    text = [str(report.machine), head]
     for (world, target), group in groupby(report.rows, key=lambda row: (row.world, row.target)):
         rows = list(group)
-        said += ["", f"{world} ranks, {target}"]
-        said += aligned([TIMES, *_times([row for row in rows if not row.times.alone])])
+        text += ["", f"{world} ranks, {target}"]
+        text += aligned([TIMES, *_times([row for row in rows if not row.times.alone])])
         if any(row.times.alone for row in rows):
-            said += ["", *aligned([LATER, *_later(rows)])]
+            text += ["", *aligned([ASYNC, *_async(rows)])]
     for world, group in groupby(report.rows, key=lambda row: row.world):
-        rows = _of_first_target(list(group))
-        said += ["", f"{world} ranks"]
-        said += aligned([SENT, *(_sent(row) for row in rows if not row.times.alone)])
+        every = list(group)
+        rows = [row for row in every if row.target == every[0].target]
+        text += ["", f"{world} ranks"]
+        text += aligned([SENT, *(_sent(row) for row in rows if not row.times.alone)])
         if any(row.save_memory for row in rows):
-            said += ["", *aligned([HELD, *(_held(row) for row in rows)])]
-    return [*said, "", *NOTES, "", *verdicts(report)]
-
-
-def _of_first_target(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.target == rows[0].target]
+            text += ["", *aligned([HELD, *(_held(row) for row in rows)])]
+    return [*text, "", *NOTES, "", *verdicts(report)]
 
 
 def _times(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     rival = _named(rows, "dcp")
     for row in rows:
-        cells = [row.way]
+        cells = [row.method]
         for name in ("save", "load", "cold"):
             mine, other = getattr(row.times, name), getattr(rival.times, name)
             cells += [f"{median(mine):.3f}", f"{_faster(mine, other):.2f}"] if mine else ["–", "–"]
@@ -81,17 +77,17 @@ def _faster(mine: Sequence[float], other: Sequence[float]) -> float:
     return median(other) / median(mine)
 
 
-def _named(rows: Sequence[Row], way: str) -> Row:
-    return next(row for row in rows if row.way == way)
+def _named(rows: Sequence[Row], method: str) -> Row:
+    return next(row for row in rows if row.method == method)
 
 
-def _later(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+def _async(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for row in rows:
         if row.times.alone:
-            sync = median(_named(rows, synchronous(row.way)).times.save)
+            sync = median(_named(rows, synchronous(row.method)).times.save)
             stall, lost = median(row.times.stall), _lost(row)
             yield (
-                row.way,
+                row.method,
                 f"{1e3 * stall:.0f}",
                 f"{stall / sync:.1%}",
                 f"{median(row.times.save):.3f}",
@@ -108,26 +104,15 @@ def _lost(row: Row) -> float:
 
 
 def _sent(row: Row) -> tuple[str, ...]:
-    return (
-        row.way,
-        str(row.save_collectives),
-        str(row.load_collectives),
-        f"{row.save_sent / 1e6:.2f}",
-        f"{row.load_sent / 1e6:.2f}",
-    )
+    collectives = str(row.save_collectives), str(row.load_collectives)
+    return (row.method, *collectives, f"{row.save_sent / 1e6:.2f}", f"{row.load_sent / 1e6:.2f}")
 
 
 def _held(row: Row) -> tuple[str, ...]:
     both = (row.save_memory, row.load_memory)
-    return (
-        row.way,
-        *(_mib(extra.rank if extra else None) for extra in both),
-        *(_mib(extra.total if extra else None) for extra in both),
-    )
-
-
-def _mib(nbytes: int | None) -> str:
-    return "–" if nbytes is None else f"{nbytes / MIB:.0f}"
+    ranks = (cell(extra.rank / MIB if extra else None, ".0f") for extra in both)
+    totals = (cell(extra.total / MIB if extra else None, ".0f") for extra in both)
+    return (row.method, *ranks, *totals)
 
 
 # ---- targets -------------------------------------------------------------------------------
@@ -138,22 +123,22 @@ def verdicts(report: Report) -> list[str]:
     cells = [("target", "ranks", "on", "wanted", "found", "")]
     for _, group in groupby(report.rows, key=lambda row: (row.world, row.target)):
         rows = list(group)
-        for name, wanted, found, fine in _judged(rows, report.bucket):
-            verdict = "reached" if fine else "MISSED"
-            cells.append((name, str(rows[0].world), rows[0].target, wanted, found, verdict))
+        for name, wanted, value, reached in _judged(rows, report.bucket):
+            verdict = "reached" if reached else "MISSED"
+            cells.append((name, str(rows[0].world), rows[0].target, wanted, value, verdict))
     return aligned(cells)
 
 
 def _judged(rows: Sequence[Row], bucket: int) -> Iterator[tuple[str, str, str, bool]]:
-    mine, rival = (_named(rows, way) for way in ("ours", "dcp"))
+    mine, rival = (_named(rows, method) for method in ("ours", "dcp"))
     for name in ("save", "load", "cold"):
         seconds = getattr(mine.times, name)
         if seconds:
             times = _faster(seconds, getattr(rival.times, name))
             yield f"{name}: times faster than DCP", "≥ 3", f"{times:.2f}", times >= 3
-    for later in [row for row in rows if row.way.startswith("ours_")]:
-        share = median(later.times.stall) / median(mine.times.save)
-        yield f"stall of {later.way} ÷ save", "≤ 5%", f"{share:.1%}", share <= 0.05
+    for each in [row for row in rows if row.method.startswith("ours_")]:
+        share = median(each.times.stall) / median(mine.times.save)
+        yield f"stall of {each.method} ÷ save", "≤ 5%", f"{share:.1%}", share <= 0.05
     extras: dict[str, Extra | None] = {"save": mine.save_memory, "load": mine.load_memory}
     for name, extra in extras.items():
         if extra is not None:

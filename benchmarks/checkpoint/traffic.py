@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from benchmarks.harness.memory import proc_number
 
 IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -57,9 +58,9 @@ def _by_sockets() -> int:
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it is closed by now, or no TCP connection
             if str(path.readlink()).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(path.name))) as line:
-                    said = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += struct.unpack_from("Q", said, LINUX_TCP_BYTES_SENT)[0]
+                with socket.socket(fileno=os.dup(int(path.name))) as connection:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += struct.unpack_from("Q", info, LINUX_TCP_BYTES_SENT)[0]
     return total
 
 
@@ -67,7 +68,7 @@ def kind_of(folder: Path) -> str:
     """Its file system, as the kernel calls it."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
     over = [(at, kind) for at, kind in mounts if folder.resolve().is_relative_to(at)]
-    return max(over, key=lambda found: len(found[0]))[1]
+    return max(over, key=lambda mount: len(mount[0]))[1]
 
 
 def nbytes_of(folder: Path) -> int:
@@ -75,11 +76,13 @@ def nbytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def remove(folder: Path) -> None:
-    """A checkpoint goes, and what points at it."""
-    shutil.rmtree(folder)
-    with suppress(FileNotFoundError):
-        (folder.parent / "latest").unlink()
+def remove_together(folder: Path) -> None:
+    """Every rank is done with a checkpoint: it goes, and what points at it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+        (folder.parent / "latest").unlink(missing_ok=True)
+    dist.barrier()
 
 
 def forget(folder: Path) -> None:
@@ -96,5 +99,4 @@ def forget(folder: Path) -> None:
 
 def from_disk() -> int:
     """Bytes that this process made the kernel fetch from a disk so far."""
-    lines = Path("/proc/self/io").read_text("utf-8").splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes:")))
+    return proc_number("/proc/self/io", "read_bytes:")

@@ -16,15 +16,15 @@ from benchmarks.harness.workers import Workers
 PAUSE = 0.002  # seconds between two samples
 
 
-def proc_bytes(path: str, *keys: str) -> int:
-    """The sum of the fields of a file in ``/proc`` that begin with ``keys``, kB, as bytes."""
+def proc_number(path: str, *keys: str) -> int:
+    """The sum of the fields of a file in ``/proc`` that begin with ``keys``."""
     lines = Path(path).read_text("utf-8").splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(keys))
+    return sum(int(line.split()[1]) for line in lines if line.startswith(keys))
 
 
 def held_by(pid: int | str, *keys: str) -> int:
     """Bytes that a process holds, by these fields of ``smaps_rollup``, such as ``"Pss:"``."""
-    return proc_bytes(f"/proc/{pid}/smaps_rollup", *keys)
+    return 1024 * proc_number(f"/proc/{pid}/smaps_rollup", *keys)
 
 
 def samples(workers: Workers, *keys: str) -> Iterator[list[int]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.harness.memory import held_by, proc_bytes, samples, trim
+from benchmarks.harness.memory import held_by, proc_number, samples, trim
 from benchmarks.harness.workers import Worker, Workers
 from benchmarks.step.engines import Setup, build
 from benchmarks.step.measure import batch_of, prepare
@@ -53,5 +53,5 @@ def _train(worker: Worker, name: str, setup: Setup, steps: int) -> None:
                 worker.send("trains")
             engine.compute(batch)
             engine.update()
-        worker.send(proc_bytes("/proc/self/status", "VmHWM:"))
+        worker.send(1024 * proc_number("/proc/self/status", "VmHWM:"))
         dist.barrier()

@@ -9,19 +9,18 @@ threads (gloo's all-gather makes one more, its reduce-scatter two).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness.copies import copied_bytes, operation
+from benchmarks.harness.memory import proc_number
 
 
 def written_bytes() -> int:
     """Bytes that this process has written so far: to sockets, and hardly anywhere else."""
-    lines = Path("/proc/self/io").read_text("utf-8").splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("wchar:")))
+    return proc_number("/proc/self/io", "wchar:")
 
 
 class CopiedBytes(TorchDispatchMode):

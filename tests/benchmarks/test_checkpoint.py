@@ -1,4 +1,4 @@
-"""The harness itself, on a few megabytes: every way, the right bits, the report and its files."""
+"""The benchmark itself, on a few megabytes: every method, the right bits, the report."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from benchmarks.checkpoint import table
+from benchmarks.checkpoint.measure import Lap, Measured
 from benchmarks.checkpoint.memory import Extra, extra_memory
-from benchmarks.checkpoint.results import Report, rows_of
-from benchmarks.checkpoint.rounds import Lap, Seen
+from benchmarks.checkpoint.methods import METHODS
+from benchmarks.checkpoint.report import Report, rows_of
 from benchmarks.checkpoint.run import Config, default_folders, run
 from benchmarks.checkpoint.state import BYTES, KINDS, Part, Size, drawn, unlike
 from benchmarks.checkpoint.traffic import Sent, forget, kind_of, nbytes_of
-from benchmarks.checkpoint.ways import WAYS
 
 TINY = 0.004
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Every way, two rounds, two ranks; every load is compared bit by bit on the way."""
+    """Every method, two rounds, two ranks; every load is compared bit by bit on the method."""
     said, kept = list[str](), list[Report]()
     folder = tmp_path_factory.mktemp("saved")
     config = Config(gigabytes=TINY, rounds=2, folders=(folder,), memory=False)
@@ -36,10 +36,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 @pytest.mark.spawn
-def test_every_way_has_all_its_times(report: Report) -> None:
-    assert [row.way for row in report.rows] == list(WAYS)
+def test_every_method_has_all_its_times(report: Report) -> None:
+    assert [row.method for row in report.rows] == list(METHODS)
     for row in report.rows:
-        later = row.way.endswith("_async")
+        later = row.method.endswith("_async")
         assert len(row.times.stall) == len(row.times.save) == len(row.times.load) == 2
         assert len(row.times.alone) == len(row.times.meanwhile) == 2 * later
         assert min(*row.times.stall, *row.times.save, *row.times.load) > 0
@@ -54,8 +54,8 @@ def test_all_of_the_state_is_in_the_files(report: Report) -> None:
 
 
 @pytest.mark.spawn
-def test_what_is_sent_is_counted_by_each_in_its_way(report: Report) -> None:
-    rows = {row.way: row for row in report.rows}
+def test_what_is_sent_is_counted_by_each_by_its_own_means(report: Report) -> None:
+    rows = {row.method: row for row in report.rows}
     for row in rows.values():
         assert row.save_collectives > 0
         assert row.load_collectives > 0
@@ -66,9 +66,9 @@ def test_what_is_sent_is_counted_by_each_in_its_way(report: Report) -> None:
 
 
 @pytest.mark.spawn
-def test_the_table_tells_every_way_and_every_target(report: Report) -> None:
+def test_the_table_tells_every_method_and_every_target(report: Report) -> None:
     text = "\n".join(table.lines(report))
-    for name in WAYS:
+    for name in METHODS:
         assert f"\n{name} " in text
     for target in (
         "save: times faster",
@@ -123,8 +123,8 @@ def test_a_round_is_as_slow_as_its_slowest_rank() -> None:
         return Lap(seconds, seconds, 0.0, 0.0, seconds, None, 3, sent, sent, nbytes=7)
 
     ranks = [
-        Seen("d", 1, {("tmpfs", "dcp"): [lap(1.0, 1), lap(4.0, 1)]}),
-        Seen("d", 1, {("tmpfs", "dcp"): [lap(2.0, 5), lap(3.0, 5)]}),
+        Measured("d", 1, {("tmpfs", "dcp"): [lap(1.0, 1), lap(4.0, 1)]}),
+        Measured("d", 1, {("tmpfs", "dcp"): [lap(2.0, 5), lap(3.0, 5)]}),
     ]
     (row,) = rows_of(ranks)
     assert row.times.save == row.times.load == (2.0, 4.0)

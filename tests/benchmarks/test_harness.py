@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import benchmarks
-from benchmarks.checkpoint.results import Report as CheckpointReport
+from benchmarks.checkpoint.report import Report as CheckpointReport
 from benchmarks.faults.results import Report as FaultsReport
 from benchmarks.gpu.report import Report as GpuReport
 from benchmarks.harness.machine import this_machine

@@ -1,4 +1,4 @@
-"""Every way to save and to load as the same three calls, on the same state.
+"""Every method to save and to load as the same three calls, on the same state.
 
     ours, ours_async    Sharded.save, save_async and load, with sw.optim.AdamW
     ours_step_async     save_async(copied_by="next_step")
@@ -26,36 +26,36 @@ import torch.distributed as dist
 
 import shardwise as sw
 from benchmarks.checkpoint.state import Size
-from benchmarks.checkpoint.trainees import Trainee, fsdp2, ours
+from benchmarks.checkpoint.trained import TrainedModel, fsdp2, ours
 
 Wait = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     """How one state is saved and loaded; all three are collectives."""
 
-    name: str  # of ``WAYS``
-    trainee: Trainee  # whose state
+    name: str  # of ``METHODS``
+    trained: TrainedModel  # whose state
     # begin to save into a folder that is not there yet; what waits until it is durable
     save: Callable[[Path], Wait]
-    load: Callable[[Path], object]  # from there into a fresh trainee
-    later: bool  # does ``save`` return before it is durable?
+    load: Callable[[Path], object]  # from there into a fresh trained
+    is_async: bool  # does ``save`` return before it is durable?
 
 
-def way(name: str, trainee: Trainee) -> Way:
-    """The way of this name. A collective."""
-    made = WAYS[name]
-    return Way(name, trainee, *made(trainee), later=name.endswith("_async"))
+def method_of(name: str, trained: TrainedModel) -> Method:
+    """The method of this name. A collective."""
+    made = METHODS[name]
+    return Method(name, trained, *made(trained), is_async=name.endswith("_async"))
 
 
-def trainee_of(name: str, size: Size) -> Trainee:
-    """A trainee that this way can save. A collective."""
+def trained_model(name: str, size: Size) -> TrainedModel:
+    """A trained that this method can save. A collective."""
     return ours(size) if name.startswith("ours") else fsdp2(size)
 
 
 def synchronous(name: str) -> str:
-    """The way of the same engine that returns when all is durable."""
+    """The method of the same engine that returns when all is durable."""
     return name.partition("_")[0]
 
 
@@ -64,35 +64,35 @@ def synchronous(name: str) -> str:
 Calls = tuple[Callable[[Path], Wait], Callable[[Path], object]]
 
 
-def _ours(trainee: Trainee) -> Calls:
-    sharded = _sharded(trainee)
+def _ours(trained: TrainedModel) -> Calls:
+    sharded = _sharded(trained)
 
     def save(folder: Path) -> Wait:
-        sharded.save(folder, trainee.optimizer, sw.Training(step=1))
+        sharded.save(folder, trained.optimizer, sw.Training(step=1))
         return _nothing
 
-    return save, _loads(trainee)
+    return save, _loads(trained)
 
 
-def _ours_async(trainee: Trainee, copied_by: str = "return") -> Calls:
-    sharded = _sharded(trainee)
+def _ours_async(trained: TrainedModel, copied_by: str = "return") -> Calls:
+    sharded = _sharded(trained)
 
     def save(folder: Path) -> Wait:
-        what = (trainee.optimizer, sw.Training(step=1))
+        what = (trained.optimizer, sw.Training(step=1))
         saving = sharded.save_async(folder, *what, copied_by=copied_by)
         assert saving is not None  # when_busy is "wait"
         return saving.wait
 
-    return save, _loads(trainee)
+    return save, _loads(trained)
 
 
-def _loads(trainee: Trainee) -> Callable[[Path], object]:
-    return lambda folder: _sharded(trainee).load(folder, trainee.optimizer, sw.Training())
+def _loads(trained: TrainedModel) -> Callable[[Path], object]:
+    return lambda folder: _sharded(trained).load(folder, trained.optimizer, sw.Training())
 
 
-def _sharded(trainee: Trainee) -> sw.Sharded:
-    assert trainee.sharded is not None
-    return trainee.sharded
+def _sharded(trained: TrainedModel) -> sw.Sharded:
+    assert trained.sharded is not None
+    return trained.sharded
 
 
 def _nothing() -> None:
@@ -102,57 +102,57 @@ def _nothing() -> None:
 # ---- torch ---------------------------------------------------------------------------------
 
 
-def _state(trainee: Trainee) -> dict[str, Any]:
+def _state(trained: TrainedModel) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model, optimizer = get_state_dict(trainee.model, trainee.optimizer)
+    model, optimizer = get_state_dict(trained.model, trained.optimizer)
     return {"model": model, "optimizer": optimizer}
 
 
-def _dcp(trainee: Trainee) -> Calls:
+def _dcp(trained: TrainedModel) -> Calls:
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     def save(folder: Path) -> Wait:
-        dcp_save(_state(trainee), checkpoint_id=folder)
+        dcp_save(_state(trained), checkpoint_id=folder)
         return _nothing
 
-    return save, lambda folder: _dcp_load(trainee, folder)
+    return save, lambda folder: _dcp_load(trained, folder)
 
 
-def _dcp_async(trainee: Trainee) -> Calls:
+def _dcp_async(trained: TrainedModel) -> Calls:
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
     # Its thread uses collectives while the steps do: over one group they would wait for ever.
     own = dist.new_group(backend="gloo")
 
     def save(folder: Path) -> Wait:
-        future: Any = async_save(_state(trainee), checkpoint_id=folder, process_group=own)
+        future: Any = async_save(_state(trained), checkpoint_id=folder, process_group=own)
         wait: Wait = future.result
         return wait
 
-    return save, lambda folder: _dcp_load(trainee, folder)
+    return save, lambda folder: _dcp_load(trained, folder)
 
 
-def _dcp_load(trainee: Trainee, folder: Path) -> None:
+def _dcp_load(trained: TrainedModel, folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict import set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    state = _state(trainee)  # a fresh optimizer takes an empty step, so that there are moments
+    state = _state(trained)  # a fresh optimizer takes an empty step, so that there are moments
     load(state, checkpoint_id=folder)
     set_state_dict(
-        trainee.model,
-        trainee.optimizer,
+        trained.model,
+        trained.optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
 
 
-def _full(trainee: Trainee) -> Calls:
+def _full(trained: TrainedModel) -> Calls:
     def save(folder: Path) -> Wait:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model, optimizer = get_state_dict(trainee.model, trainee.optimizer, options=options)
+        model, optimizer = get_state_dict(trained.model, trained.optimizer, options=options)
         if dist.get_rank() == 0:
             folder.mkdir()
             with (folder / "full.pt").open("wb") as file:
@@ -162,10 +162,10 @@ def _full(trainee: Trainee) -> Calls:
         dist.barrier()
         return _nothing
 
-    return save, lambda folder: _full_load(trainee, folder)
+    return save, lambda folder: _full_load(trained, folder)
 
 
-def _full_load(trainee: Trainee, folder: Path) -> None:
+def _full_load(trained: TrainedModel, folder: Path) -> None:
     from torch.distributed.checkpoint import state_dict as states
 
     state: dict[str, Any] = {"model": {}, "optimizer": {}}
@@ -173,13 +173,13 @@ def _full_load(trainee: Trainee, folder: Path) -> None:
         state = torch.load(folder / "full.pt", mmap=True, weights_only=True)
     options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     # Not set_state_dict: on ranks without a state it leaves the model out, and all wait for ever.
-    states.set_model_state_dict(trainee.model, state["model"], options=options)
+    states.set_model_state_dict(trained.model, state["model"], options=options)
     states.set_optimizer_state_dict(
-        trainee.model, trainee.optimizer, state["optimizer"], options=options
+        trained.model, trained.optimizer, state["optimizer"], options=options
     )
 
 
-WAYS: dict[str, Callable[[Trainee], Calls]] = {
+METHODS: dict[str, Callable[[TrainedModel], Calls]] = {
     "ours": _ours,
     "dcp": _dcp,
     "full": _full,

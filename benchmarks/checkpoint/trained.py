@@ -1,4 +1,4 @@
-"""Two models with their optimizers, ours and FSDP2's: the same state, cut by each in its own way.
+"""Two models with their optimizers, ours and FSDP2's: the same state, cut differently.
 
 Units are the same for both: each block, and the rest with the root. Each is set up as its
 documentation says; the fused AdamW is the fastest that each has.
@@ -16,33 +16,39 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from benchmarks.checkpoint.state import KINDS, Part, Size, drawn, next_token_loss, unlike
+from benchmarks.checkpoint.state import KINDS, Part, Size, drawn, unlike
+from benchmarks.training import Batch, next_token_loss
 from shardwise.checkpoint.local_shards import param_shards
 
 RATE = 1e-4
 
+Bits = dict[tuple[str, str], Tensor]
+"""(kind, name of the parameter) → this rank's part, flat."""
+
+Places = Iterator[tuple[nn.Parameter, str, Tensor, int]]
+"""Parameters with their names, this rank's part, and the first element of that."""
+
 
 @dataclass
-class Trainee:
+class TrainedModel:
     """A model that is trained, and the state that a checkpoint of it must bring back."""
 
     model: nn.Module  # as it is called
     optimizer: Optimizer  # its AdamW
     sharded: sw.Sharded | None  # ours, ``None`` for FSDP2
-    # parameter → its name, this rank's part of it, and the first element of that
-    places: Callable[[], Iterator[tuple[nn.Parameter, str, Tensor, int]]]
+    places: Callable[[], Places]
     new_optimizer: Callable[[], Optimizer]  # another one, that has taken no step
     bucket: int  # bytes of the largest unit, whole
 
     def parts(self) -> list[Part]:
         """Everything that this rank holds; of a fresh optimizer nothing."""
-        found = []
+        parts = []
         for param, name, value, start in self.places():
-            found.append(Part("param", name, start, value))
+            parts.append(Part("param", name, start, value))
             state = self.optimizer.state.get(param, {})
             moments = ((kind, state[kind]) for kind in KINDS if kind in state)
-            found += [Part(kind, name, start, _local(moment)) for kind, moment in moments]
-        return found
+            parts += [Part(kind, name, start, _local(moment)) for kind, moment in moments]
+        return parts
 
     def fill(self) -> None:
         """Give it the state that everybody has. It must have taken a step."""
@@ -50,11 +56,11 @@ class Trainee:
             values = drawn(part.kind, part.name, part.start, part.start + part.value.numel())
             part.value.copy_(values.view(part.value.shape))
 
-    def copy(self) -> dict[tuple[str, str], Tensor]:
+    def copy(self) -> Bits:
         """The bits that it has now."""
         return {(part.kind, part.name): part.value.reshape(-1).clone() for part in self.parts()}
 
-    def put(self, bits: dict[tuple[str, str], Tensor]) -> None:
+    def put(self, bits: Bits) -> None:
         """Give it bits that it had once."""
         for part in self.parts():
             part.value.view(-1).copy_(bits[part.kind, part.name])
@@ -70,18 +76,18 @@ class Trainee:
         """What the optimizer has counted, of all parameters: one number, or something is wrong."""
         return {float(state["step"]) for state in self.optimizer.state.values()}
 
-    def check(self, bits: dict[tuple[str, str], Tensor], steps: set[float], way: str) -> None:
+    def check(self, bits: Bits, steps: set[float], method: str) -> None:
         """Raises ``RuntimeError`` where its state is not these bits after so many steps."""
         wrong = unlike(self.parts(), bits)
         if self.steps != steps or len(steps) != 1:
             wrong.append(f"steps, {self.steps} instead of {steps}")
         if wrong:
             raise RuntimeError(
-                f"{way} did not bring back what was saved: {len(wrong)} of {len(bits)} parts "
+                f"{method} did not bring back what was saved: {len(wrong)} of {len(bits)} parts "
                 f"differ, the first is {wrong[0]}, so there is nothing to compare."
             )
 
-    def step(self, batch: tuple[Tensor, Tensor]) -> None:
+    def step(self, batch: Batch) -> None:
         """One step of training."""
         next_token_loss(self.model, batch).backward()
         self.optimizer.step()
@@ -91,28 +97,28 @@ class Trainee:
 def _local(value: Any) -> Tensor:
     from torch.distributed.tensor import DTensor
 
-    found: Tensor = value.to_local() if isinstance(value, DTensor) else value
-    return found.detach()
+    local: Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return local.detach()
 
 
-def ours(size: Size) -> Trainee:
+def ours(size: Size) -> TrainedModel:
     """``sw.shard`` and ``sw.optim.AdamW``, on this rank. A collective."""
     model = size.new_model()
     sharded = sw.shard(model)
 
-    def places() -> Iterator[tuple[nn.Parameter, str, Tensor, int]]:
-        for home in param_shards(sharded.buckets):
-            yield home.member.param, home.member.name, home.value.detach(), home.start
+    def places() -> Places:
+        for shard in param_shards(sharded.buckets):
+            yield shard.member.param, shard.member.name, shard.value.detach(), shard.start
 
     def new_optimizer() -> Optimizer:
         return sw.optim.AdamW(sharded, lr=RATE)
 
     largest = max(bucket.shard.nbytes for bucket in sharded.buckets) * dist.get_world_size()
-    made = Trainee(model, new_optimizer(), sharded, places, new_optimizer, largest)
-    return _ready(made, size)
+    trained = TrainedModel(model, new_optimizer(), sharded, places, new_optimizer, largest)
+    return _ready(trained, size)
 
 
-def fsdp2(size: Size) -> Trainee:
+def fsdp2(size: Size) -> TrainedModel:
     """``fully_shard`` of each block and the root, on this rank. A collective."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -124,7 +130,7 @@ def fsdp2(size: Size) -> Trainee:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    def places() -> Iterator[tuple[nn.Parameter, str, Tensor, int]]:
+    def places() -> Places:
         for name, param in model.named_parameters():
             rows, rest = param.shape[0], param.shape[1:].numel()
             start = min(rows, rank * -(-rows // world)) * rest  # as torch.chunk cuts rows
@@ -133,11 +139,11 @@ def fsdp2(size: Size) -> Trainee:
     def new_optimizer() -> Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
 
-    return _ready(Trainee(model, new_optimizer(), None, places, new_optimizer, 0), size)
+    return _ready(TrainedModel(model, new_optimizer(), None, places, new_optimizer, 0), size)
 
 
-def _ready(trainee: Trainee, size: Size) -> Trainee:
+def _ready(trained: TrainedModel, size: Size) -> TrainedModel:
     """With one step taken, so that there are moments, and with everybody's state."""
-    trainee.step(size.batch(dist.get_rank()))
-    trainee.fill()
-    return trainee
+    trained.step(size.batch(dist.get_rank()))
+    trained.fill()
+    return trained

@@ -1,12 +1,13 @@
-"""What a run of the benchmark says, as one frozen value that goes to JSON and back."""
+"""What a run measures, as one frozen value: tables and JSON files are made from it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_high
 
+from benchmarks.checkpoint.measure import Lap, Measured
 from benchmarks.checkpoint.memory import Extra
-from benchmarks.checkpoint.rounds import Lap, Seen
 from benchmarks.harness.machine import Machine
 
 
@@ -16,7 +17,7 @@ class Times:
 
     stall: tuple[float, ...]  # until training may go on
     save: tuple[float, ...]  # until all is durable
-    alone: tuple[float, ...]  # steps with nothing under way; empty where a way does not save later
+    alone: tuple[float, ...]  # steps with nothing under way; empty if the method is not async
     meanwhile: tuple[float, ...]  # as many steps after the stall
     load: tuple[float, ...]  # the files' bytes are in memory
     cold: tuple[float, ...]  # they are on the disk only; empty where they cannot be
@@ -24,11 +25,11 @@ class Times:
 
 @dataclass(frozen=True)
 class Row:
-    """One way on one file system."""
+    """One method on one file system."""
 
     world: int  # ranks
     target: str  # the kind of file system
-    way: str  # a name in ``WAYS``
+    method: str  # a name in ``METHODS``
     times: Times  # of the measured rounds
     nbytes: int  # of all files
     from_disk: int  # bytes that one cold load fetched, all ranks together, the median
@@ -49,38 +50,36 @@ class Report:
     rounds: int  # that were measured
     bucket: int = 0  # bytes of our largest unit, whole
     digest: str = ""  # of the state; every load brought back its bits, or there were no report
-    rows: tuple[Row, ...] = ()  # way by way
+    rows: tuple[Row, ...] = ()  # method by method
     schema: int = 1  # the version of this format
 
 
-# ---- from what ranks saw -------------------------------------------------------------------
-
-
-def rows_of(seen: Sequence[Seen]) -> tuple[Row, ...]:
+def rows_of(measured: Sequence[Measured]) -> tuple[Row, ...]:
     """From every rank's laps."""
-    return tuple(_row(len(seen), *key, [rank.laps[key] for rank in seen]) for key in seen[0].laps)
+    ranks = [rank.laps for rank in measured]
+    return tuple(_row(*key, [laps[key] for laps in ranks]) for key in ranks[0])
 
 
-def _row(world: int, target: str, way: str, laps: list[list[Lap]]) -> Row:
+def _row(target: str, method: str, laps: list[list[Lap]]) -> Row:
     every = [lap for rank in laps for lap in rank]
-    later = way.endswith("_async")
-    cold = every[0].cold is not None
+    is_async = method.endswith("_async")
     times = Times(
         stall=_slowest(laps, "stall"),
         save=_slowest(laps, "save"),
-        alone=_slowest(laps, "alone") if later else (),
-        meanwhile=_slowest(laps, "meanwhile") if later else (),
+        alone=_slowest(laps, "alone") if is_async else (),
+        meanwhile=_slowest(laps, "meanwhile") if is_async else (),
         load=_slowest(laps, "load"),
-        cold=_slowest(laps, "cold") if cold else (),
+        cold=() if every[0].cold is None else _slowest(laps, "cold"),
     )
-    fetched = sorted(sum(rank[k].from_disk for rank in laps) for k in range(len(laps[0])))
     return Row(
-        world=world,
+        world=len(laps),
         target=target,
-        way=way,
+        method=method,
         times=times,
         nbytes=max(lap.nbytes for lap in every),
-        from_disk=fetched[len(fetched) // 2],
+        from_disk=median_high(
+            sum(lap.from_disk for lap in each) for each in zip(*laps, strict=True)
+        ),
         save_collectives=max(lap.saving.collectives for lap in every),
         load_collectives=max(lap.loading.collectives for lap in every),
         save_sent=max(lap.saving.nbytes for lap in every),
