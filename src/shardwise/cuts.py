@@ -40,12 +40,17 @@ class Cuts:
         self._like = [torch.empty(shape, device="meta") for _, _, shape, _ in pieces]
         positions = {index: at for at, (_, _, _, index) in enumerate(pieces)}
         self._positions = [positions[index] for index in range(len(places))]
-        self._empty = [(index, place) for index, place in enumerate(places) if not all(place.shape)]
+        self._empty: dict[tuple[int, ...], list[int]] = {}  # by shape
+        for index, place in enumerate(places):
+            if not all(place.shape):
+                self._empty.setdefault(tuple(place.shape), []).append(index)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """``[numel] →`` one view for each place, in the order of the places."""
         pieces = split_flat(flat, self._like)
         views = [pieces[at] for at in self._positions]
-        for index, (start, stop, shape) in self._empty:  # else they would have memory of their own
-            views[index] = flat[start:stop].view(shape)
+        for shape, indices in self._empty.items():  # else they would have memory of their own
+            alike = flat[:0].view(len(indices), *shape).unbind()
+            for index, view in zip(indices, alike, strict=True):
+                views[index] = view
         return views
