@@ -20,11 +20,10 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from shardwise.guard import put_grad
 from shardwise.torch_internals import (
     disable_torch_function,
-    get_data,
     get_grad,
-    set_data,
     set_grad,
     skip_in_dynamo,
     watch_compiler,
@@ -72,11 +71,7 @@ def _set_aside(_: Any) -> None:
 def _put_back(_: Any) -> None:
     with disable_torch_function():
         while _thread.aside:
-            param, grad = _thread.aside.pop()
-            whole = get_data(param)
-            set_data(param, grad)  # torch compares their shapes
-            set_grad(param, grad)
-            set_data(param, whole)
+            put_grad(*_thread.aside.pop())
 
 
 skip_in_dynamo(_set_aside, _put_back)
