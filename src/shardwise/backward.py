@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from shardwise.buffers import Bucket
 from shardwise.errors import ScheduleError, ShardUseError
@@ -26,7 +26,6 @@ from shardwise.refusals import handed_out
 from shardwise.runtime import Runtime
 from shardwise.torch_internals import (
     disable_torch_function,
-    engine_executes,
     get_grad,
     is_accumulate_grad,
     keeps_graph,
@@ -59,8 +58,6 @@ class Backward:
         self._handles: list[Any] = []
         self._early: list[Any] = []
         self._places: list[tuple[UnitState, Bucket, int]] = []
-        with torch.inference_mode(False):  # shard() may be called in it
-            self._anywhere = get_gradient_edge(torch.zeros(0, requires_grad=True)).node
 
     def install(self) -> None:
         """Put the parameters' hooks in place."""
@@ -130,7 +127,8 @@ class Backward:
         """A pass through a recorded graph comes to parameters first, before it adds to them."""
         for handle in self._early:
             handle.remove()
-        params = [bucket.params[index] for _, bucket, index in self._places if recorded]
+        places = self._places if recorded else ()
+        params = [bucket.params[index] for _, bucket, index in places]
         with disable_torch_function():
             self._early = [
                 param.register_hook(partial(_met, weakref.ref(self)))
@@ -145,15 +143,13 @@ class Backward:
 
     def _handed_out(self) -> ShardUseError | None:
         """torch.autograd.grad hands a parameter's gradient out instead of accumulating it."""
-        if self.runtime.comm.size == 1 or engine_executes(self._anywhere):
-            return None  # backward() without inputs= executes every node, also those of others
-        names = (
-            bucket.members[index].name
-            for _, bucket, index in self._places
-            if bucket.params[index].requires_grad and is_handed_out(bucket.params[index])
-        )
-        name = next(names, None)
-        return None if name is None else handed_out(name)
+        # Those at rest answer for themselves, before it begins.
+        whole = (bucket for bucket in self.runtime.trained.buckets if bucket.is_whole)
+        members = (member for b in whole for member in b.members if member.param.requires_grad)
+        for member in members if self.runtime.comm.size > 1 else ():
+            if (answer := is_handed_out(member.param)) is not None:
+                return handed_out(member.name) if answer else None
+        return None
 
     # ---- calls -----------------------------------------------------------------------------
 

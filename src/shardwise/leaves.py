@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.guard import ShardedParameter
 from shardwise.torch_internals import (
     after_accumulation,
     disable_torch_function,
@@ -59,15 +58,13 @@ def _call(hooks: Mapping[int, Callable[[Tensor], None]], param: Tensor) -> None:
         hook(param)
 
 
-def is_handed_out(param: nn.Parameter) -> bool:
-    """Is the running backward pass an autograd.grad that was asked for this parameter?
+def is_handed_out(param: nn.Parameter) -> bool | None:
+    """Does the running backward pass hand this parameter's gradient out, or accumulate it?
 
-    torch answers by an error, since the leaf is neither executed nor left out.
+    ``None``: neither. torch.autograd.grad, which hands out, accumulates for no parameter.
     """
-    if isinstance(param, ShardedParameter):  # which answers for itself, before it begins
-        return False
     try:
-        engine_executes(get_gradient_edge(param).node)
-    except RuntimeError:
+        executes = engine_executes(get_gradient_edge(param).node)
+    except RuntimeError:  # torch's answer, since the leaf is neither executed nor left out
         return True
-    return False
+    return False if executes else None
