@@ -48,3 +48,48 @@ def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwise.checkpoint import plan
 
     monkeypatch.setattr(plan, "LEAST", plan.BLOCK)
+
+
+# ---- make test and make prove ----------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--prove", action="store_true", help="every combination of parameters, not each value once"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test with several axes, keep as many combinations as show each value of each axis.
+
+    What one axis does is then seen in every run of the suite; what only two together do, in
+    ``make prove``. A test that is named on the command line with its parameters is kept.
+    """
+    if config.getoption("prove"):
+        return
+    named = {argument for argument in config.args if "[" in argument}
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for group in tests.values() for item in covering(group)}
+    kept |= {item for item in items if item.nodeid in named}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def covering(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Some of one test's items, in which each value of each of its axes occurs."""
+    values = {item: _values(item) for item in items}
+    missing = set().union(*values.values())
+    chosen: list[pytest.Item] = []
+    while missing:
+        best = max(items, key=lambda item: len(values[item] & missing))
+        chosen.append(best)
+        missing -= values[best]
+    return chosen or items
+
+
+def _values(item: pytest.Item) -> set[tuple[int, str]]:
+    """Its place on each axis: the name that each ``parametrize`` gives to its row."""
+    spec = getattr(item, "callspec", None)
+    return set() if spec is None else set(enumerate(spec._idlist))
