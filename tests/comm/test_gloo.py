@@ -15,7 +15,9 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import shardwise as sw
 from shardwise.comm.connect import over
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
@@ -176,6 +178,28 @@ def test_ranks_that_differ_soon_raise_the_same_error(
 
 
 # --- ranks that are slow, and ranks that are gone --------------------------------------------
+
+
+def train_longer(rank: int, world: int, folder: str, transport: str) -> tuple[float, str]:
+    with gloo_group(rank, world, folder), over(dist.group.WORLD, transport=transport) as comm:
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+        sw.shard(model, comm=comm)
+
+        def act() -> None:
+            for _ in range(4 if rank else 2):
+                model(torch.randn(4, 8)).sum().backward()
+            model.state_dict()
+
+        return error_of(act)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_was_gathered_ahead_does_not_keep_a_rank_from_raising(transport: str) -> None:
+    """Connections that closed fail one wait; the next one went on to gloo's own time limit."""
+    outcomes = outcomes_of(3, train_longer, transport)
+    assert [outcome.error for outcome in outcomes] == [""] * 3
+    assert all(outcome.value[0] < SOON for outcome in outcomes)
+    assert len({outcome.value[1] for outcome in outcomes}) == 1
 
 
 def be_slow(rank: int, world: int, folder: str, transport: str) -> list[str]:

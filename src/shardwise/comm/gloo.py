@@ -30,6 +30,7 @@ from shardwise.errors import RanksDisagree
 __all__ = ["GlooComm", "close_connections"]
 
 GREETING = Collective(-2, "greeting", "start", "", 0)
+AT_ONCE = timedelta(milliseconds=1)
 CONNECTED = Collective(-1, "greeting", "connection", "", 0)
 
 
@@ -116,7 +117,9 @@ class GlooComm(MessagesComm):
         for peer, work in self._flying[collective.seq]:
             self._watchdog.waits = Wait(collective, since, peer)
             try:
-                work.wait()
+                # Connections that closed fail the operation that is waited for; one that is waited
+                # for afterwards would only end at gloo's own time limit.
+                work.wait(AT_ONCE) if self._watchdog.is_dead else work.wait()
             except RuntimeError as error:
                 raise self._watchdog.explain(peer, error) from error
         self._watchdog.waits = None
@@ -135,4 +138,4 @@ def close_connections(group: ProcessGroup | _Messages, peer: int) -> None:
     """
     with suppress(RuntimeError):
         nothing = torch.empty(1)
-        group.recv([nothing], peer, NO_TAG).wait(timedelta(milliseconds=1))
+        group.recv([nothing], peer, NO_TAG).wait(AT_ONCE)

@@ -87,6 +87,11 @@ class Watchdog:
 
     # --- what the comm calls ---------------------------------------------------------------
 
+    @property
+    def is_dead(self) -> bool:
+        """Did anything end the group?"""
+        return bool(self._dead)
+
     def raise_if_dead(self) -> None:
         """Raise what ended the group, if anything did."""
         if self._dead:
