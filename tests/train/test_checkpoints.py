@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from shardwise.checkpoint import failpoints
+from shardwise.checkpoint import disk, failpoints
 from shardwise.convert.catalogue import Catalogue
 from shardwise.convert.difference import compare
 from shardwise.errors import CheckpointError, ConfigError
@@ -425,6 +425,24 @@ def test_what_is_no_checkpoint_of_the_trainer_is_refused(tmp_path: Path, watched
         f"checkpoint.resume={Path(first.run.folder) / 'model.safetensors'}",
     )
     with pytest.raises((ConfigError, CheckpointError), match="does not say where a run was"):
+        watched.run(new, 1)
+
+
+def test_what_cannot_be_read_is_not_taken_for_a_checkpoint_of_no_run(
+    tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "NAPS", ())
+    first = recipe_in(tmp_path)
+    watched.run(first, 1)
+    place = checkpoint(first, 6)
+    document = place / "training.json"
+    new = recipe_in(tmp_path, f"run.folder={tmp_path / 'new'}", f"checkpoint.resume={place}")
+    document.write_text("{")
+    with pytest.raises(CheckpointError, match=r"training\.json is damaged"):
+        watched.run(new, 1)
+    document.unlink()
+    document.mkdir()
+    with pytest.raises(CheckpointError, match=r"training\.json failed: Is a directory"):
         watched.run(new, 1)
 
 

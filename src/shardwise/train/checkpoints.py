@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import Loaded, Saving, Training
 from shardwise.checkpoint import Saved as Written
+from shardwise.checkpoint.disk import retried
 from shardwise.checkpoint.folder import steps
 from shardwise.checkpoint.training_state import NAME as DOCUMENT
 from shardwise.checkpoint.training_state import Document
@@ -139,12 +141,12 @@ class Checkpoints:
         return self._job.sharded.load(path, self._job.optimizer, Training())
 
     def _check_newest(self, folder: Path) -> None:
-        """Of a run, the newest checkpoint that can be read. Loading finds the same, or says why."""
-        paths = steps(folder) if folder.is_dir() else []
-        documents = ((path, _document(path)) for path in paths)
-        found = next(((path, document) for path, document in documents if document), None)
-        if found is not None:
-            self._check(*found)
+        """Of a run, the newest checkpoint that is not damaged. Loading finds the same."""
+        for path in steps(folder) if folder.is_dir() else []:
+            with suppress(DamagedCheckpoint):
+                if (document := _document(path)) is not None:
+                    self._check(path, document)
+                    return
 
     def _check(self, path: Path, document: Document) -> None:
         """Raises ``ConfigError`` if this run cannot go on from there."""
@@ -286,10 +288,21 @@ def _has_steps(folder: Path) -> bool:
 
 
 def _document(path: Path) -> Document | None:
-    """What a checkpoint says of the run; ``None`` where that cannot be read."""
+    """What a checkpoint says of the run; ``None`` where it says nothing.
+
+    Raises:
+        DamagedCheckpoint: what it says is damaged.
+        CheckpointError: a later version wrote it, or the disk does not let it be read.
+    """
+    file = path / DOCUMENT
+    data = retried(f"reading {file}", lambda: _bytes_of(file))
+    return None if data is None else Document.decode(data, str(file))
+
+
+def _bytes_of(file: Path) -> bytes | None:
     try:
-        return Document.decode((path / DOCUMENT).read_bytes(), str(path / DOCUMENT))
-    except (OSError, CheckpointError):
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
