@@ -39,8 +39,8 @@ __all__ = [
     "Restored",
     "as_optimizers",
     "check_key",
-    "contents",
     "is_scalar",
+    "optimizer_shards",
     "params_of",
     "part_of",
     "restored",
@@ -90,7 +90,7 @@ class Named:
         return self._by_id[id(param)]
 
 
-def contents(optimizers: Optimizers, named: Named) -> tuple[list[LocalShard], list[Any]]:
+def optimizer_shards(optimizers: Optimizers, named: Named) -> tuple[list[LocalShard], list[Any]]:
     """The tensors to store, and the rest as JSON, one record for each optimizer."""
     elements: dict[str, dict[str, Tensor]] = {}  # state name → parameter → this rank's part
     scalars: list[LocalShard] = []
@@ -372,10 +372,7 @@ def _memory(target: _Target, key: str, place: TensorLocation) -> tuple[Tensor, i
 
 def _is_element(target: _Target, key: str) -> bool:
     """Of a 0-dim parameter: is this its one element's state, and not the parameter's?"""
-    from shardwise.checkpoint.optimizer_state import is_scalar
-
-    shape = target.shard.member.shape
-    return not is_scalar(key, torch.empty(()), shape)
+    return not is_scalar(key, torch.empty(()), target.shard.member.shape)
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:

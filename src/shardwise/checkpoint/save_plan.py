@@ -28,7 +28,7 @@ from shardwise.checkpoint.local_shards import (
     persistent_buffers,
     weights,
 )
-from shardwise.checkpoint.optimizer_state import Named, contents
+from shardwise.checkpoint.optimizer_state import Named, optimizer_shards
 from shardwise.checkpoint.options import SaveOptions
 from shardwise.checkpoint.plan import FilePlan, block_size, index_of, plan_files
 from shardwise.checkpoint.safetensors_format import is_plain
@@ -152,7 +152,7 @@ def _local_state(
     if training is None:
         return _LocalState(groups, aliases, small, (), {})
     _check_reduced(sharded.buckets)
-    groups[OPTIMIZER], records = contents(optimizers, Named(param_shards(sharded.buckets)))
+    groups[OPTIMIZER], records = optimizer_shards(optimizers, Named(param_shards(sharded.buckets)))
     own = {
         RNG + name: value for name, value in training_state.capture_rng(sharded.comm.device).items()
     }

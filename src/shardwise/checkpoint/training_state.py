@@ -71,7 +71,7 @@ class Document:
     Attributes:
         step: optimizer steps taken, where that was said.
         world: ranks that saved it.
-        optimizers: one record for each; see ``optimizers.contents``.
+        optimizers: one record for each; see ``optimizer_shards``.
         scheduler, scaler: their states, or ``None``.
         position, config: as they were given.
         local: each rank's own values, by rank.
@@ -160,7 +160,7 @@ def document(
 
     Args:
         values: of this rank; only ``local`` may differ by rank.
-        optimizers: see ``optimizers.contents``.
+        optimizers: see ``optimizer_shards``.
         local: each rank's ``values["local"]`` as JSON, by rank.
     """
     fields = {"version": VERSION, "step": step, "world": len(local), **values}

@@ -309,7 +309,7 @@ def class_of(state: NormalizedState) -> str:
 
 
 def records(state: NormalizedState, kind: str) -> list[dict[str, Any]]:
-    """What the training state says of it; see ``optimizers.contents``.
+    """What the training state says of it; see ``optimizer_shards``.
 
     Neighbours with the same options, as flattening makes them, are one group.
     """
