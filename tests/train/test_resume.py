@@ -218,7 +218,7 @@ def test_killed_after_the_last_save_it_has_only_to_finish(tmp_path: Path, watche
         raise KeyError
 
     with watched.monkeypatch.context() as patch:
-        patch.setattr("shardwise.train.loop.export", dies)
+        patch.setattr("shardwise.sharded.Sharded.save_file", dies)
         with pytest.raises(KeyError):
             watched.run(recipe, 2)
     watched.told.clear()
