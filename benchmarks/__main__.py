@@ -15,7 +15,7 @@ import benchmarks.mutants as mutation
 import benchmarks.programs.run as programs_run
 import benchmarks.step.run as step_run
 from benchmarks.checkpoint import table as checkpoint_table
-from benchmarks.faults import table as faults_table
+from benchmarks.faults import report as faults_report
 from benchmarks.gpu import engines as gpu_engines
 from benchmarks.gpu import table as gpu_table
 from benchmarks.gpu.models import SHAPES
@@ -154,7 +154,7 @@ def faults(parts: tuple[str, ...], count: int, json_file: Path | None) -> None:
     """Kill ranks and launchers at every moment of a save, and start them again."""
     report = faults_run.run(parts or faults_run.PARTS, count, log)
     saver(json_file)(report)
-    click.echo("\n".join(faults_table.lines(report)))
+    click.echo("\n".join(faults_report.lines(report)))
     if report.wrong:
         raise SystemExit(1)
 

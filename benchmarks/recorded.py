@@ -14,8 +14,7 @@ from typing import Any
 from benchmarks import mutants
 from benchmarks.checkpoint import report as checkpoint_report
 from benchmarks.checkpoint import table as checkpoint_table
-from benchmarks.faults import results as faults_results
-from benchmarks.faults import table as faults_table
+from benchmarks.faults import report as faults_report
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import table as gpu_table
 from benchmarks.harness import reports
@@ -28,7 +27,7 @@ STEP = (step_report.Report, step_table.lines)
 # the first word of a file's name → its report and its table; every other file is one of ``step``
 KINDS: dict[str, tuple[type[Any], Callable[[Any], list[str]]]] = {
     "gpu": (gpu_report.Report, gpu_table.lines),
-    "faults": (faults_results.Report, faults_table.lines),
+    "faults": (faults_report.Report, faults_report.lines),
     "checkpoint": (checkpoint_report.Report, checkpoint_table.lines),
     "mutants": (mutants.Report, mutants.lines),
     "programs": (programs_report.Report, programs_report.lines),

@@ -1,9 +1,9 @@
 """Training that is killed at every moment of a save, and started again, exactly.
 
 case       where it is killed: at a named point, before a file-system call, at a random time
-trainee    what is trained, and what it says at its end
+training   what is trained, and what each rank has at its end
 calls      the file-system calls of a save, to count, to fail, or to die at
-nursery    ranks within a fifth of a second, by forking a process that has imported torch
-launched   the same trainee under the project's own launcher, to kill that
+server     ranks within a fifth of a second, by forking a process that has imported torch
+launched   the same training under the project's own launcher, to kill that
 trial      one case: kill, look at the folder, start again, compare
 """

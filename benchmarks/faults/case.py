@@ -24,7 +24,7 @@ PUBLISHED = POINTS.index("published")
 
 
 @dataclass(frozen=True)
-class How:
+class SaveMode:
     """A way to save."""
 
     name: str  # in tables
@@ -47,15 +47,15 @@ class How:
         return self.again or self.limit is not None
 
 
-NEW = How("new name")
-AGAIN = How("same name again", again=True)
-TWICE = How("same name, two renames", again=True, exchanges=False)
-BACKGROUND = How("background", background=True)
-LIMIT = How("old ones go", limit=1)
-BOTH = How("background, old ones go", background=True, limit=1)
-NEXT = How("copied by the next step", background=True, limit=1, copied_by="next_step")
-FULL = How("kind full", limit=1, kind="full")
-HOWS = (NEW, AGAIN, TWICE, BACKGROUND, LIMIT, BOTH, NEXT, FULL)
+NEW = SaveMode("new name")
+AGAIN = SaveMode("same name again", again=True)
+TWICE = SaveMode("same name, two renames", again=True, exchanges=False)
+BACKGROUND = SaveMode("background", background=True)
+LIMIT = SaveMode("old ones go", limit=1)
+BOTH = SaveMode("background, old ones go", background=True, limit=1)
+NEXT = SaveMode("copied by the next step", background=True, limit=1, copied_by="next_step")
+FULL = SaveMode("kind full", limit=1, kind="full")
+SAVE_MODES = (NEW, AGAIN, TWICE, BACKGROUND, LIMIT, BOTH, NEXT, FULL)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Kill:
 class Case:
     """A way to save and a kill."""
 
-    how: How
+    how: SaveMode
     kill: Kill
 
 
@@ -88,7 +88,7 @@ def matrix() -> list[Case]:
     """Every point, every rank that comes there and all at once, and every way to save."""
     found = [
         Case(how, Kill(who, point, nth_of(how, point)))
-        for how in HOWS
+        for how in SAVE_MODES
         for point in reached_by(how)
         for who in (*how.ranks(point), EVERYBODY)
     ]
@@ -98,7 +98,7 @@ def matrix() -> list[Case]:
     return found + first
 
 
-def reached_by(how: How) -> list[str]:
+def reached_by(how: SaveMode) -> list[str]:
     """The points that a save of this kind comes to."""
     return [
         point
@@ -107,7 +107,7 @@ def reached_by(how: How) -> list[str]:
     ]
 
 
-def nth_of(how: How, point: str = "") -> int:
+def nth_of(how: SaveMode, point: str = "") -> int:
     """How often the point has been reached when step 2 is saved, for the last time."""
     if point in REMOVING:
         return 1 if how.limit is not None else 2
@@ -131,7 +131,7 @@ def is_public(point: str) -> bool:
     return POINTS.index(point) >= PUBLISHED
 
 
-def sweeps(calls: Mapping[How, Sequence[int]]) -> list[Case]:
+def sweeps(calls: Mapping[SaveMode, Sequence[int]]) -> list[Case]:
     """All die before each file-system call of rank 0's last save of step 2.
 
     Args:
@@ -148,7 +148,9 @@ def moments(count: int, seed: int = 0) -> list[Case]:
     """Kills at random times, of random ranks, with random ways to save."""
     chance = random.Random(seed)  # noqa: S311 - repeatable, not secret
     return [
-        Case(chance.choice(HOWS), Kill(chance.choice((0, 1, EVERYBODY)), share=chance.random()))
+        Case(
+            chance.choice(SAVE_MODES), Kill(chance.choice((0, 1, EVERYBODY)), share=chance.random())
+        )
         for _ in range(count)
     ]
 

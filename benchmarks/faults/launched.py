@@ -1,4 +1,4 @@
-"""The trainee under the project's own launcher, which is then killed.
+"""The training run under the project's own launcher, which is then killed.
 
 Nothing of it is forked from here: the launcher is a process as a user starts it, and so are its
 ranks. A rank kills the launcher and then stays where it is for a minute, unless somebody ends it.
@@ -14,9 +14,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from benchmarks.faults.case import Case
-from benchmarks.faults.nursery import RANKS, Attempt
-from benchmarks.faults.trainee import Ended, case_to
+from benchmarks.faults.server import RANKS, Attempt
+from benchmarks.faults.training import Final
 
 LAUNCH = (
     "import sys; from shardwise.launch.local import start; start(sys.argv[2:], int(sys.argv[1]))"
@@ -26,11 +28,11 @@ LOOK = 0.01
 
 
 def launched(run: Path, case: Case) -> Attempt:
-    """Launch the trainee, wait until the launcher has ended, and then until its ranks have."""
+    """Launch the run, wait until the launcher has ended, and then until its ranks have."""
     with tempfile.TemporaryDirectory() as folder:
         out, begin = Path(folder), time.monotonic()
-        trainee = [sys.executable, "-m", "benchmarks.faults.trainee"]
-        command = [*trainee, str(run), case_to(case), str(out)]
+        training = [sys.executable, "-m", "benchmarks.faults.training"]
+        command = [*training, str(run), TypeAdapter(Case).dump_json(case).decode(), str(out)]
         launcher = subprocess.run(  # noqa: S603 - ourselves
             [sys.executable, "-c", LAUNCH, str(RANKS), *command],
             capture_output=True,
@@ -41,7 +43,7 @@ def launched(run: Path, case: Case) -> Attempt:
         lived = [rank for rank in range(RANKS) if _lives(out / f"{rank}.pid", over + DEADLINE)]
         return Attempt(
             (launcher.returncode,) * RANKS,
-            tuple(_told(out / f"{rank}.json") for rank in range(RANKS)),
+            tuple(Final.read(out / f"{rank}.json") for rank in range(RANKS)),
             (launcher.stderr[-2000:],) * RANKS,
             over - begin,
             time.monotonic() - over,
@@ -66,7 +68,3 @@ def _has_ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-def _told(path: Path) -> Ended | None:
-    return Ended.decode(path.read_text()) if path.exists() else None

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults.case import EVERYBODY, STEPS, Case, How, expected
-from benchmarks.faults.nursery import Attempt
-from benchmarks.faults.trainee import Ended
+from benchmarks.faults.case import EVERYBODY, STEPS, Case, SaveMode, expected
+from benchmarks.faults.server import Attempt
+from benchmarks.faults.training import Final
 from shardwise.checkpoint.folder import LATEST, step_of, steps_to_resume, target_of
 from shardwise.checkpoint.manifest import NAME
 from shardwise.checkpoint.reader import CheckpointReader
@@ -39,11 +39,11 @@ class Trial:
     wrong: tuple[str, ...]  # what is not as it should be; empty if all is
 
 
-def attempted(case: Case, golden: Sequence[Ended], kill: Start, again: Start) -> Trial:
+def try_case(case: Case, undisturbed: Sequence[Final], kill: Start, again: Start) -> Trial:
     """Run the case in a folder of its own.
 
     Args:
-        golden: what each rank said at the end of the undisturbed run.
+        undisturbed: what each rank had at the end of the undisturbed run.
         kill: starts the run that is killed.
         again: starts it once more, as it is.
     """
@@ -53,17 +53,18 @@ def attempted(case: Case, golden: Sequence[Ended], kill: Start, again: Start) ->
         wrong = [*_of_the_dead(first, case), *damage(run)]
         newest = _newest(run)
         second = again(run, case)
-        wrong += _of_the_living(second, case, golden, newest)
+        wrong += _of_the_living(second, case, undisturbed, newest)
         wrong += damage(run)
-        ended = second.ended[0]
+        final = second.finals[0]
+        resumed = final.resumed if final else None
         if newest != STEPS:  # else there was no save after the crash, which would have swept
-            wrong += leftovers(run, case.how, ended.resumed if ended else None)
+            wrong += leftovers(run, case.how, resumed)
         return Trial(
             case.how.name,
             str(case.kill),
             case.kill.who,
             any(first.statuses),
-            ended.resumed if ended else None,
+            resumed,
             first.lag,
             bool(first.hung),
             tuple(wrong),
@@ -89,16 +90,16 @@ def _newest(run: Path) -> int | None:
 
 
 def _of_the_living(
-    second: Attempt, case: Case, golden: Sequence[Ended], newest: int | None
+    second: Attempt, case: Case, undisturbed: Sequence[Final], newest: int | None
 ) -> Iterator[str]:
-    for rank, (ended, error) in enumerate(zip(second.ended, second.errors, strict=True)):
-        if ended is None:
+    for rank, (final, error) in enumerate(zip(second.finals, second.errors, strict=True)):
+        if final is None:
             yield f"the next start failed: rank {rank}: {error[:300]}"
-        elif not ended.equals(golden[rank]):
+        elif not final.equals(undisturbed[rank]):
             yield f"rank {rank} ended elsewhere than the undisturbed run"
-        elif ended.resumed != newest or newest not in expected(case):
+        elif final.resumed != newest or newest not in expected(case):
             yield (
-                f"rank {rank} took up step {ended.resumed}; the newest was {newest}, and expected "
+                f"rank {rank} took up step {final.resumed}; the newest was {newest}, and expected "
                 f"was one of {expected(case)}"
             )
 
@@ -132,7 +133,7 @@ def _flaws(checkpoint: Path) -> Iterator[str]:
         yield f"{checkpoint.name}: {error}"
 
 
-def leftovers(run: Path, how: How, resumed: int | None) -> Iterator[str]:
+def leftovers(run: Path, how: SaveMode, resumed: int | None) -> Iterator[str]:
     """What is wrong with a run's folder at its end; what it ``resumed`` from stays."""
     first = STEPS - how.limit if how.limit else 0
     kept = {*range(first + 1, STEPS + 1), *([resumed] if resumed else [])}

@@ -8,9 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import main
-from benchmarks.faults import table
 from benchmarks.faults.case import EVERYBODY
-from benchmarks.faults.results import Report
+from benchmarks.faults.report import Report, lines
 from benchmarks.faults.trial import Trial
 from benchmarks.harness.machine import this_machine
 from benchmarks.harness.reports import read
@@ -21,14 +20,14 @@ BAD = Trial("new name", "at 3% of the time", EVERYBODY, True, None, 2.5, True, (
 
 
 def test_a_report_says_what_was_exact_and_what_was_not() -> None:
-    lines = table.lines(Report(this_machine(), points=(FINE, FINE), moments=(BAD,), missed=4))
-    text = "\n".join(lines)
+    text_lines = lines(Report(this_machine(), points=(FINE, FINE), moments=(BAD,), missed=4))
+    text = "\n".join(text_lines)
     assert "2 of 3 starts after a kill were exact" in text
     assert "4 further random times came when all was over" in text
-    assert lines[-1] == "WRONG: at 3% of the time, all, new name: it is gone"
-    point = next(line for line in lines if line.startswith("at a named point"))
+    assert text_lines[-1] == "WRONG: at 3% of the time, all, new name: it is gone"
+    point = next(line for line in text_lines if line.startswith("at a named point"))
     assert point.split()[-7:] == ["2", "0", "0", "2/2", "0", "0", "0.01"]
-    moment = next(line for line in lines if line.startswith("at a random time"))
+    moment = next(line for line in text_lines if line.startswith("at a random time"))
     assert moment.split()[-7:] == ["0", "0", "1", "0/1", "1", "1", "2.50"]
 
 

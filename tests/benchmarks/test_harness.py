@@ -11,7 +11,7 @@ import pytest
 
 import benchmarks
 from benchmarks.checkpoint.report import Report as CheckpointReport
-from benchmarks.faults.results import Report as FaultsReport
+from benchmarks.faults.report import Report as FaultsReport
 from benchmarks.gpu.report import Report as GpuReport
 from benchmarks.harness.machine import this_machine
 from benchmarks.harness.plots import Bar, draw

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.case import BACKGROUND, NEW, STEPS, Case, How
-from benchmarks.faults.nursery import Nursery
+from benchmarks.faults.case import BACKGROUND, NEW, STEPS, Case, SaveMode
 from benchmarks.faults.run import NOBODY
+from benchmarks.faults.server import RankServer
 
 CALLS = "fsync,fdatasync,rename,renameat,renameat2,symlink,symlinkat"
 RUNS = (NEW, BACKGROUND)
@@ -37,7 +37,7 @@ class Call:
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[How, list[Call]]:
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[SaveMode, list[Call]]:
     """All such calls of undisturbed runs of two ranks, in the order in which they returned."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
@@ -101,7 +101,7 @@ def save_of(step: int, calls: Sequence[Call]) -> list[Call]:
 
 @pytest.mark.parametrize("how", RUNS, ids=lambda how: how.name)
 def test_everything_is_on_the_disk_before_anything_leads_to_it(
-    how: How, traced: dict[How, list[Call]]
+    how: SaveMode, traced: dict[SaveMode, list[Call]]
 ) -> None:
     calls = traced[how]
     for step in range(1, STEPS + 1):
@@ -157,9 +157,9 @@ def test_what_strace_writes_is_understood() -> None:
 
 def main(folder: str) -> None:
     """What is traced."""
-    with Nursery() as nursery:
+    with RankServer() as server:
         for how in RUNS:
-            attempt = nursery.start(Path(folder) / how.name, Case(how, NOBODY))
+            attempt = server.start(Path(folder) / how.name, Case(how, NOBODY))
             assert attempt.statuses == (0, 0), attempt.errors
 
 

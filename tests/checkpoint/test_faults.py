@@ -17,15 +17,15 @@ from benchmarks.faults.case import (
     AGAIN,
     BOTH,
     EVERYBODY,
-    HOWS,
     LIMIT,
     NEW,
     NEXT,
     ON_EVERY_RANK,
+    SAVE_MODES,
     TWICE,
     Case,
-    How,
     Kill,
+    SaveMode,
     expected,
     launcher_cases,
     matrix,
@@ -34,22 +34,22 @@ from benchmarks.faults.case import (
     reached_by,
     sweeps,
 )
-from benchmarks.faults.nursery import Attempt, Nursery
-from benchmarks.faults.run import NOBODY, Bench
-from benchmarks.faults.trainee import Ended
-from benchmarks.faults.trial import attempted, damage
+from benchmarks.faults.run import NOBODY, Trials
+from benchmarks.faults.server import Attempt, RankServer
+from benchmarks.faults.training import Final
+from benchmarks.faults.trial import damage, try_case
 from shardwise.checkpoint.failpoints import POINTS
 
 pytestmark = pytest.mark.spawn
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    with Nursery() as nursery:
-        yield Bench(nursery)
+def trials() -> Iterator[Trials]:
+    with RankServer() as server:
+        yield Trials(server)
 
 
-def aimed(how: How, who: int, point: str) -> Case:
+def aimed(how: SaveMode, who: int, point: str) -> Case:
     return Case(how, Kill(who, point, nth_of(how, point)))
 
 
@@ -74,41 +74,41 @@ def named(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", short(), ids=named)
-def test_a_death_at_a_named_point(case: Case, bench: Bench) -> None:
-    trial = bench.trial(case)
+def test_a_death_at_a_named_point(case: Case, trials: Trials) -> None:
+    trial = trials.trial(case)
     assert trial.wrong == ()
     assert trial.killed
     assert not trial.hung
 
 
-def test_a_death_before_any_call_that_publishes(bench: Bench) -> None:
+def test_a_death_before_any_call_that_publishes(trials: Trials) -> None:
     """Where names cannot be exchanged: the old one has another name for a moment."""
-    cases = sweeps({TWICE: bench.golden(TWICE)[0].calls})
+    cases = sweeps({TWICE: trials.undisturbed(TWICE)[0].calls})
     assert len(cases) > 50
     for case in cases[-22:]:
-        assert bench.trial(case).wrong == (), case
+        assert trials.trial(case).wrong == (), case
 
 
-def test_three_deaths_at_random_times(bench: Bench) -> None:
-    trials = list(bench.killed(moments(30, seed=1), 3))
-    assert [trial for trial in trials if trial.wrong] == []
-    assert sum(trial.killed for trial in trials) == 3
+def test_three_deaths_at_random_times(trials: Trials) -> None:
+    every = list(trials.killed(moments(30, seed=1), 3))
+    assert [trial for trial in every if trial.wrong] == []
+    assert sum(trial.killed for trial in every) == 3
 
 
-def test_ranks_do_not_outlive_their_launcher(bench: Bench) -> None:
+def test_ranks_do_not_outlive_their_launcher(trials: Trials) -> None:
     case = next(c for c in launcher_cases() if c.kill.who == 1)
-    trial = bench.trial(case)
+    trial = trials.trial(case)
     assert trial.wrong == ()
     assert trial.killed
     assert not trial.hung
 
 
-def test_an_undisturbed_run_is_the_same_however_it_saves(bench: Bench) -> None:
-    first = bench.golden(NEW)
+def test_an_undisturbed_run_is_the_same_however_it_saves(trials: Trials) -> None:
+    first = trials.undisturbed(NEW)
     assert all(len(ended.losses) == 4 and ended.resumed is None for ended in first)
     assert first[0].losses != first[1].losses
-    for how in HOWS:
-        for one, other in zip(bench.golden(how), first, strict=True):
+    for how in SAVE_MODES:
+        for one, other in zip(trials.undisturbed(how), first, strict=True):
             assert one.equals(other), how
 
 
@@ -120,7 +120,7 @@ def test_every_point_is_aimed_at_on_every_rank() -> None:
     assert {point for point, _ in struck} == set(POINTS)
     assert {point for point, who in struck if who == 1} == ON_EVERY_RANK
     assert {point for point, who in struck if who == EVERYBODY} == set(POINTS)
-    assert {case.how for case in matrix()} == set(HOWS)
+    assert {case.how for case in matrix()} == set(SAVE_MODES)
     assert {case.kill.point for case in short()} == set(POINTS)
     assert {case.kill.point for case in launcher_cases()} == set(POINTS)
 
@@ -134,7 +134,7 @@ def test_what_the_next_start_takes_up_is_known_before() -> None:
 
 # --- a judge who sees nothing proves nothing -------------------------------------------------
 
-WELL = Ended((1.0,), "a", "b", 1)
+WELL = Final((1.0,), "a", "b", 1)
 
 
 def judged(first: Attempt, second: Attempt, case: Case) -> str:
@@ -142,7 +142,7 @@ def judged(first: Attempt, second: Attempt, case: Case) -> str:
         run.mkdir()
         return second
 
-    return "; ".join(attempted(case, (WELL, WELL), lambda run, case: first, again).wrong)
+    return "; ".join(try_case(case, (WELL, WELL), lambda run, case: first, again).wrong)
 
 
 def test_the_judge_sees_what_is_wrong() -> None:
@@ -155,15 +155,15 @@ def test_the_judge_sees_what_is_wrong() -> None:
         replace(dead, errors=("", "KeyError")), fine, case
     )
     other = replace(WELL, state="c")
-    assert "rank 1 ended elsewhere" in judged(dead, replace(fine, ended=(WELL, other)), case)
-    assert "the next start failed: rank 0" in judged(dead, replace(fine, ended=(None, WELL)), case)
+    assert "rank 1 ended elsewhere" in judged(dead, replace(fine, finals=(WELL, other)), case)
+    assert "the next start failed: rank 0" in judged(dead, replace(fine, finals=(None, WELL)), case)
     assert "took up step 1; the newest was None" in judged(dead, fine, case)
     assert "the folder holds []" in judged(dead, fine, case)
 
 
-def test_the_judge_sees_damage(bench: Bench, tmp_path: Path) -> None:
+def test_the_judge_sees_damage(trials: Trials, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    bench.nursery.start(run, Case(NEW, NOBODY))
+    trials.server.start(run, Case(NEW, NOBODY))
     assert list(damage(run)) == []
     path = run / "step-2" / "optimizer.safetensors"
     data = bytearray(path.read_bytes())

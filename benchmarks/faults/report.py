@@ -1,25 +1,39 @@
-"""A report of fault injection as text: one line for each kind of death and way to save."""
+"""What a run of the fault injection found, and its table: a line for each kind of death."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from benchmarks.faults.case import EVERYBODY
-from benchmarks.faults.results import Report
 from benchmarks.faults.trial import Trial
+from benchmarks.harness.machine import Machine
 from benchmarks.harness.tables import aligned
 
+
+@dataclass(frozen=True)
+class Report:
+    """One run."""
+
+    machine: Machine  # where
+    points: tuple[Trial, ...] = ()  # deaths at named points
+    calls: tuple[Trial, ...] = ()  # deaths before each file-system call of a save
+    moments: tuple[Trial, ...] = ()  # deaths at random times
+    launchers: tuple[Trial, ...] = ()  # deaths of the launcher at named points
+    missed: int = 0  # random times at which all was over already; not among ``moments``
+    schema: int = 1  # the version of this format
+
+    @property
+    def wrong(self) -> list[Trial]:
+        """What was not as it should be."""
+        every = (*self.points, *self.calls, *self.moments, *self.launchers)
+        return [trial for trial in every if trial.wrong]
+
+
 HEAD = (
-    "killed",
-    "way to save",
-    "rank 0",
-    "rank 1",
-    "all",
-    "exact",
-    "from nothing",
-    "ended by the launcher",
-    "slowest end, s",
-)
+    "killed", "way to save", "rank 0", "rank 1", "all", "exact", "from nothing",
+    "ended by the launcher", "slowest end, s",
+)  # fmt: skip
 
 
 def lines(report: Report) -> list[str]:
@@ -33,11 +47,11 @@ def lines(report: Report) -> list[str]:
     rows = [row for kind, trials in kinds.items() for row in _rows(kind, trials)]
     every = [trial for trials in kinds.values() for trial in trials]
     exact = len(every) - len(report.wrong)
-    said = [str(report.machine), "", *aligned([HEAD, *rows]), ""]
-    said.append(f"{exact} of {len(every)} starts after a kill were exact, none with a manual step")
+    text = [str(report.machine), "", *aligned([HEAD, *rows]), ""]
+    text.append(f"{exact} of {len(every)} starts after a kill were exact, none with a manual step")
     if report.missed:
-        said.append(f"{report.missed} further random times came when all was over")
-    return said + [
+        text.append(f"{report.missed} further random times came when all was over")
+    return text + [
         f"WRONG: {trial.where}, {_who(trial.who)}, {trial.how}: {'; '.join(trial.wrong)}"
         for trial in report.wrong
     ]

@@ -1,6 +1,6 @@
 """What is trained: a small model with Adam and dropout, saved after every step, always resumed.
 
-The same command whether it starts, starts again, or is the run that nobody disturbs. What it says
+The same command whether it starts, starts again, or is the run that nobody disturbs. What it has
 at its end are its losses from the first step on (those before a crash come from the checkpoint)
 and SHA-256 of this rank's parameters and optimizer state.
 """
@@ -8,7 +8,6 @@ and SHA-256 of this rank's parameters and optimizer state.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import sys
@@ -16,16 +15,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest import mock
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 import shardwise as sw
 from benchmarks.faults.calls import watched
-from benchmarks.faults.case import EVERYBODY, STEPS, Case, How, Kill
+from benchmarks.faults.case import EVERYBODY, STEPS, Case, Kill, SaveMode
+from benchmarks.harness import reports
 from shardwise.checkpoint import failpoints, folder
 from shardwise.comm.protocol import Comm
 
@@ -34,8 +35,8 @@ LINGER = 60.0
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What a rank says when it has come to its end."""
+class Final:
+    """What a rank has when it comes to its end."""
 
     losses: tuple[float, ...]  # of every step, its own
     parameters: str  # SHA-256 of its shards
@@ -46,26 +47,25 @@ class Ended:
     calls: tuple[int, ...] = ()
     seconds: float = 0.0  # from the first save's start to the last one's end
 
-    def equals(self, other: Ended) -> bool:
+    def equals(self, other: Final) -> bool:
         """The same losses, parameters and state, to the last bit."""
-        return (self.losses, self.parameters, self.state) == (
-            other.losses,
-            other.parameters,
-            other.state,
+        return replace(self, resumed=None, calls=(), seconds=0.0) == replace(
+            other, resumed=None, calls=(), seconds=0.0
         )
 
-    def encode(self) -> str:
-        """As JSON."""
-        return json.dumps(asdict(self))
+    def write(self, path: Path) -> None:
+        """As JSON; the file is there when it is whole."""
+        unfinished = path.with_suffix(".unfinished")
+        reports.write(self, unfinished)
+        unfinished.rename(path)
 
     @classmethod
-    def decode(cls, text: str) -> Ended:
-        """From ``encode``."""
-        found = json.loads(text)
-        return cls(**{**found, "losses": tuple(found["losses"]), "calls": tuple(found["calls"])})
+    def read(cls, path: Path) -> Final | None:
+        """From ``write``; ``None`` if there is no such file."""
+        return reports.read(cls, path) if path.exists() else None
 
 
-def train(comm: Comm, run: Path, case: Case, begun: Callable[[], object] = lambda: None) -> Ended:
+def train(comm: Comm, run: Path, case: Case, begun: Callable[[], object] = lambda: None) -> Final:
     """One rank's whole run. With a ``case.kill`` it may not come to its end. A collective.
 
     Args:
@@ -88,7 +88,7 @@ def train(comm: Comm, run: Path, case: Case, begun: Callable[[], object] = lambd
             losses.append(loss.item())
             saver.save(step, optimizer, losses)
         saver.end()
-    return Ended(
+    return Final(
         tuple(losses),
         _sha256(sharded.local_state_dict()),
         _sha256(_state(model, optimizer)),
@@ -131,7 +131,7 @@ def _batch(step: int, rank: int) -> Tensor:
 
 
 @contextmanager
-def _file_system(how: How) -> Iterator[None]:
+def _file_system(how: SaveMode) -> Iterator[None]:
     """One that cannot exchange two names, where that is asked for."""
     refused = mock.patch.object(folder, "_exchange", return_value=False)
     with nullcontext() if how.exchanges else refused:
@@ -179,15 +179,15 @@ def _strike(kill: Kill) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# --- what it says ----------------------------------------------------------------------------
+# --- its end ---------------------------------------------------------------------------------
 
 
 def _sha256(tensors: dict[str, Tensor]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -198,26 +198,15 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
     }
 
 
-def case_to(case: Case) -> str:
-    """As an argument of a command line."""
-    return json.dumps(asdict(case))
-
-
-def case_from(text: str) -> Case:
-    """From ``case_to``."""
-    found = json.loads(text)
-    return Case(How(**found["how"]), Kill(**found["kill"]))
-
-
 def main(run: str, case: str, out: str) -> None:
-    """A rank under a launcher: ``python -m benchmarks.faults.trainee RUN CASE OUT``."""
+    """A rank under a launcher: ``python -m benchmarks.faults.training RUN CASE OUT``."""
     from shardwise.launch.local import end_with_launcher
 
     end_with_launcher(os.environ)
     with sw.connect() as comm:
         (Path(out) / f"{comm.rank}.pid").write_text(str(os.getpid()))
-        ended = train(comm, Path(run), case_from(case))
-        (Path(out) / f"{comm.rank}.json").write_text(ended.encode())
+        final = train(comm, Path(run), TypeAdapter(Case).validate_json(case))
+        final.write(Path(out) / f"{comm.rank}.json")
 
 
 if __name__ == "__main__":
