@@ -1,8 +1,9 @@
-# Five verbs. Each builds .venv by itself, once, from pyproject.toml and constraints.txt.
+# Six verbs. Each builds .venv by itself, once, from pyproject.toml and constraints.txt.
 #
 #   make demo    train a small language model, sharded over two CPU processes
 #   make test    the whole test suite in two processes; `make test ARGS="-k layout"` runs a part of it,
 #                `make test JOBS=8` runs it in more, and JOBS=0 in one, as a debugger wants it
+#   make prove   the same tests with every combination of their parameters, where make test shows each value once
 #   make check   format, lint, types, import arrows and line budgets, documentation: `make -k check` goes on
 #                after a failure, and each part is a target (format, lint, types, shape, docs)
 #   make bench   the side-by-side measurements in benchmarks/, a short version in under three minutes;
@@ -25,13 +26,16 @@ STAMP := .venv/.installed
 # One thread per process: ranks are the parallelism, and sums keep one order.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check format lint types shape docs bench clean
+.PHONY: demo test prove check format lint types shape docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/shardwise train recipes/demo.yaml --nproc 2 --restarts 1 --kill-rank 1@66
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+
+prove: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --prove $(ARGS)
 
 check: format lint types shape docs
 
