@@ -24,7 +24,9 @@ import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
 from shardwise.guard import ShardedParameter
+from shardwise.optim import fused
 from shardwise.optim.flat_gradient import FlatGradient, flat_gradient
+from shardwise.torch_internals import fused_adamw_
 from tests import nets
 from tests.copies import clones, equal, local, on_ranks, said
 from tests.nets import NETS, Net
@@ -291,13 +293,13 @@ def test_a_step_on_many_parameters_is_one_call_of_few_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = list[int]()
-    kernel = torch._fused_adamw_
+    kernel = fused_adamw_
 
     def spy(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
         calls.append(len(params))
         kernel(params, *args, **kwargs)
 
-    monkeypatch.setattr(torch, "_fused_adamw_", spy)
+    monkeypatch.setattr(fused, "fused_adamw_", spy)
     blocks = [nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(20))) for _ in range(4)]
     model = nn.Sequential(*blocks)
     wrap = sw.wrap.by_class(nn.Sequential)
