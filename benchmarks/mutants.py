@@ -196,8 +196,11 @@ def run(
 
     Raises:
         RuntimeError: the tests of a file fail before anything is changed.
+        ValueError: there is no such folder.
     """
     every = [mutant for file in files_of(folders) for mutant in mutants_of(file)]
+    if not every:
+        raise ValueError(f"{PACKAGE} has no code in {', '.join(folders)}")
     chosen = random.Random(seed).sample(every, min(sample, len(every)))  # noqa: S311
     copies: Queue[Path] = Queue()
 

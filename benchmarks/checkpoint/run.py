@@ -46,13 +46,7 @@ Save = Callable[[Report], None]
 
 
 def run(config: Config, log: Log, save: Save) -> Report:
-    """Measure.
-
-    Args:
-        config: what to measure.
-        log: is called with what is done now.
-        save: is called with the report whenever there is more of it.
-    """
+    """Measure; ``save`` is called with the report whenever there is more of it."""
     size = Size(config.gigabytes)
     params = sum(param.numel() for param in size.new_model().parameters())
     report = Report(this_machine(), BYTES * params / 1e9, config.rounds)

@@ -64,13 +64,7 @@ def unavailable(device: str) -> str:
 
 
 def run(config: Config, log: Log, save: Save) -> Report:
-    """Measure.
-
-    Args:
-        config: what to measure.
-        log: is called with what is done now.
-        save: is called with the report whenever there is more of it.
-    """
+    """Measure; ``save`` is called with the report whenever there is more of it."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says that it begins
     name, _ = _device(config.device)
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

@@ -50,13 +50,7 @@ Save = Callable[[Report], None]
 
 
 def run(config: Config, log: Log, save: Save) -> Report:
-    """Measure.
-
-    Args:
-        config: what to measure.
-        log: is called with what is done now.
-        save: is called with the report whenever there is more of it.
-    """
+    """Measure; ``save`` is called with the report whenever there is more of it."""
     report = Report(this_machine(), config.optimizer)
     whole_steps = {"time", "memory"} & set(config.parts)
     for world, model in product(config.worlds, config.models) if whole_steps else ():

@@ -16,7 +16,7 @@ from benchmarks.step.host import host_time, update_time
 from benchmarks.step.measure import CHECKED, Lap, Measured, check_losses
 from benchmarks.step.memory import peak_memory
 from benchmarks.step.models import TASKS
-from benchmarks.step.profile import profile, profile_host
+from benchmarks.step.profile import profile_host
 from benchmarks.step.report import Report, Row, Times, times_of, traffic_of
 from benchmarks.step.run import Config, run
 from benchmarks.step.traffic import PARTS, CopiedBytes, least_bytes
@@ -56,16 +56,15 @@ def test_every_engine_trains_the_same(report: Report) -> None:
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("optimizer", ["adamw_fused", "sgd_fused"])
-def test_with_fused_optimizers_every_engine_trains_the_same_too(optimizer: str) -> None:
-    """Their kernels round otherwise; the run would stop if losses differed by more than that."""
+def test_with_a_fused_optimizer_every_engine_trains_the_same_too() -> None:
+    """Its kernel rounds otherwise; the run would stop if losses differed by more than that."""
     names = ("full_shard", "no_shard", "ddp", "fsdp1", "fsdp2")
-    config = Config(models=("tiny",), rounds=2, engines=names, parts=("time",), optimizer=optimizer)
+    config = Config(
+        models=("tiny",), rounds=2, engines=names, parts=("time",), optimizer="sgd_fused"
+    )
     report = run(config, lambda _: None, lambda _: None)
     assert {row.engine for row in report.rows if row.losses} == {PLAIN, *names}
-    assert f"optimizer: {optimizer.removesuffix('_fused')}, torch's fused kernel" in "\n".join(
-        table.lines(report)
-    )
+    assert "optimizer: sgd, torch's fused kernel" in "\n".join(table.lines(report))
 
 
 @pytest.mark.spawn
@@ -98,25 +97,22 @@ def test_memory_is_watched_while_ranks_train() -> None:
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("engine", ["full_shard", "fsdp2"])
-def test_host_time_is_measured_for_each_number_of_parameters(engine: str) -> None:
-    hosts = host_time(engine, (1, 3), steps=2)
-    assert [(host.engine, host.params) for host in hosts] == [(engine, 1), (engine, 3)]
+def test_host_time_is_measured_for_each_number_of_parameters() -> None:
+    hosts = host_time("fsdp2", (1, 3), steps=2)
+    assert [(host.engine, host.params) for host in hosts] == [("fsdp2", 1), ("fsdp2", 3)]
     assert all(host.least > 0 and host.plain > 0 for host in hosts)
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize(("engine", "more"), [("plain", []), ("full_shard", ["flat"])])
-def test_the_optimizer_is_timed_in_its_variants(engine: str, more: list[str]) -> None:
-    updates = update_time(engine, steps=2)
-    assert [update.variant for update in updates] == ["default", "foreach", "fused", *more]
+def test_the_optimizer_is_timed_in_its_variants() -> None:
+    updates = update_time("full_shard", steps=2)
+    assert [update.variant for update in updates] == ["default", "foreach", "fused", "flat"]
     assert all(0 < update.least <= update.median for update in updates)
 
 
 @pytest.mark.spawn
 def test_a_profile_names_what_the_engine_calls() -> None:
-    text = profile("full_shard", "tiny", 1, 1) + profile_host("full_shard", 2, 1)
-    assert text.count("shardwise/hooks.py") > 1
+    assert "shardwise/" in profile_host("full_shard", 2, 1)
 
 
 # ---- the pieces ----------------------------------------------------------------------------

@@ -12,29 +12,20 @@ pytestmark = pytest.mark.spawn
 def send_twice(worker: Worker, word: str) -> None:
     worker.send((worker.rank, worker.world))
     worker.send(word * (worker.rank + 1))
-
-
-def fail_on_the_second(worker: Worker) -> None:
     if worker.rank == 1:
         raise ValueError("the second rank cannot")
-    worker.send("fine")
+    worker.send("done")
 
 
 def die(worker: Worker) -> None:
     os._exit(3)
 
 
-def test_what_ranks_send_is_received_in_rank_order_message_by_message() -> None:
-    with Workers(2, send_twice, "ab") as workers:
+def test_what_ranks_send_is_received_in_rank_order_and_an_error_with_its_rank() -> None:
+    raised = r"rank 1 raised:\n(.*\n)*ValueError: the second rank"
+    with pytest.raises(RuntimeError, match=raised), Workers(2, send_twice, "ab") as workers:
         assert workers.receive() == [(0, 2), (1, 2)]
         assert workers.receive() == ["ab", "abab"]
-
-
-def test_a_rank_that_raises_is_named_with_its_error() -> None:
-    with (
-        pytest.raises(RuntimeError, match=r"rank 1 raised:\n(.*\n)*ValueError: the second rank"),
-        Workers(2, fail_on_the_second) as workers,
-    ):
         workers.receive()
 
 
