@@ -596,7 +596,7 @@ class Interrupt:
     """Ctrl-C at the ``number``-th time that a function of the engine begins or ends."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.seen = number, 0
+        self.number, self.seen = number, list[str]()
 
     def __enter__(self) -> Self:
         sys.setprofile(self._count)
@@ -608,8 +608,8 @@ class Interrupt:
     def _count(self, frame: FrameType, event: str, _: object) -> None:
         if event not in ("call", "return") or "shardwise" not in frame.f_code.co_filename:
             return
-        self.seen += 1
-        if self.seen == self.number:
+        self.seen.append(frame.f_code.co_name)
+        if len(self.seen) == self.number:
             raise KeyboardInterrupt
 
 
@@ -624,7 +624,9 @@ def test_ctrl_c_anywhere_in_a_step_leaves_the_model_between_steps(strategy: str)
     model.zero_grad()
     with Interrupt(0) as whole:
         train(model, batch)
-    for number in range(1, whole.seen, whole.seen // 16):
+    seen = whole.seen
+    ends = [at for at, name in enumerate(seen, 1) if name == "_end"]  # which a traceback holds
+    for number in [*range(1, len(seen), len(seen) // 16), *ends]:
         model.zero_grad()
         with pytest.raises(KeyboardInterrupt) as kept, Interrupt(number):
             train(model, batch)
@@ -637,6 +639,22 @@ def test_ctrl_c_anywhere_in_a_step_leaves_the_model_between_steps(strategy: str)
             assert grad is not None
             assert torch.equal(param.grad, grad)
         del kept
+
+
+def test_after_ctrl_c_in_a_forward_pass_a_shard_is_read_as_a_shard() -> None:
+    """In the pass it would be gathered, by all ranks alike."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
+    model, last = chain(sharded.model), sharded.model.get_parameter("head.weight")
+    model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, BATCHES[0])
+    with pytest.raises(sw.ShardUseError, match=r"'head\.weight' is at rest"), torch.no_grad():
+        last.cumsum(0)
+    assert_at_rest(sharded)
 
 
 @pytest.mark.parametrize("where", STOPS)

@@ -27,6 +27,7 @@ from shardwise.runtime import Runtime
 from shardwise.torch_internals import (
     disable_torch_function,
     get_grad,
+    graph_task,
     is_accumulate_grad,
     keeps_graph,
     queue_callback,
@@ -89,7 +90,7 @@ class Backward:
 
     def abandon_stopped(self) -> None:
         """Forget a backward pass that an exception has ended."""
-        if self._open and not self.running:
+        if self._open and not (self.running and graph_task() >= 0):  # a traceback may hold it
             self._open, self._token = False, None
             self.runtime.drop_gradients("a backward pass stopped before its end")
 

@@ -121,7 +121,8 @@ class Hooks:
 
     @property
     def computing(self) -> bool:
-        """Is a forward or backward pass under way?"""
+        """Is a forward or backward pass under way? One that has stopped is not."""
+        self._abandon_stopped()
         return bool(self._frames) or self.backward.running
 
     def make_whole(self, unit: str) -> None:
@@ -136,7 +137,6 @@ class Hooks:
 
     def check_idle(self, asked: str) -> None:
         """Raises ``ScheduleError`` while a forward or backward pass is under way."""
-        self._abandon_stopped()
         if self.computing:
             raise ScheduleError(
                 f"{asked} in the middle of a step, while units are gathered and gradients are on "
