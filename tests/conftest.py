@@ -63,13 +63,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of a test with several axes, keep as many combinations as show each value of each axis.
 
     What one axis does is then seen in every run of the suite; what only two together do, in
-    ``make prove``. A test that is named on the command line with its parameters is kept.
+    ``make prove``, which has the rows that are marked so, too. A test that is named on the command
+    line with its parameters is kept.
     """
     if config.getoption("prove"):
         return
     named = {argument for argument in config.args if "[" in argument}
     tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
+    for item in (item for item in items if item.get_closest_marker("prove") is None):
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept = {item for group in tests.values() for item in covering(group)}
     kept |= {item for item in items if item.nodeid in named}
