@@ -33,7 +33,7 @@ from shardwise.gradients import Gradients
 from shardwise.guard import ShardedParameter
 from shardwise.refusals import replaced
 from shardwise.sharding import sharding_of
-from shardwise.torch_internals import disable_torch_function, get_version, set_data
+from shardwise.torch_internals import disable_torch_function, get_version, set_data, storage_key
 
 __all__ = ["Bucket"]
 
@@ -61,7 +61,10 @@ class Bucket:
         #: Whose class changes. Classes that users gave their parameters are left alone.
         self._ours = [] if self.stays_whole else ours
         self._class_at_rest = nn.Parameter if self._whole_at_rest else ShardedParameter
-        self._shown = False  # do the parameters show the full bucket?
+        #: Are all parameters guarded at rest?
+        self._guards = len(ours) == len(self.params) and not self._whole_at_rest
+        #: Do the parameters show the full bucket?
+        self.is_whole = self.stays_whole
         self._handed_out = False  # may a parameter have been written since then?
         self._versions: list[int] = []
         for param in self._ours:
@@ -89,6 +92,7 @@ class Bucket:
             self._own = spec.own(self._writer) if spec.placement.splits else self._writer
         self._storage = self.full.untyped_storage()
         self._nbytes = self._storage.nbytes()
+        self.home = storage_key(self.full)  # says of a tensor whether it is a view of a parameter
         self._allocate_shard()
         self._release()
 
@@ -101,12 +105,7 @@ class Bucket:
             )
             self.shard.zero_()  # padding stays zero for life
             self._rest_views = spec.rest_views(self.shard)
-        self._places = [(view.data_ptr(), view.shape) for view in self._rest_views]
-
-    @property
-    def is_whole(self) -> bool:
-        """Is the full bucket there, and nothing of it still on its way?"""
-        return self.stays_whole or (self.gathered and self._pending is None)
+        self._addresses = _addresses(self._rest_views)
 
     def take(self, index: int, whole: Tensor) -> None:
         """Copy this rank's part of a whole parameter into the shard."""
@@ -146,9 +145,10 @@ class Bucket:
             return
         if self.stays_whole:
             return
-        if not self._shown:
-            self._bind(self._full_views, GatheredParameter)
-            self._handed_out, self._versions = False, list(map(get_version, self.params))
+        if not self.is_whole:
+            with disable_torch_function():
+                self._bind(self._full_views, GatheredParameter)
+                self._handed_out, self._versions = False, list(map(get_version, self.params))
         elif self.dtypes.stored is not self.dtypes.compute:
             # A change of dtype makes autograd forget the node that adds up a parameter's gradients.
             # So a unit that was kept since its last use must change, too: else the uses of a tied
@@ -156,8 +156,9 @@ class Bucket:
             written = self.is_written()
             values = list(map(_DETACH, self.params)) if written else self._full_views
             self.rest()
-            self._bind(values, GatheredParameter)
-        self._shown = True
+            with disable_torch_function():
+                self._bind(values, GatheredParameter)
+        self.is_whole = True
 
     def free(self) -> None:
         """Let the parameters be shards again, and the full bucket's memory go."""
@@ -185,8 +186,9 @@ class Bucket:
 
     def rest(self) -> None:
         """Let the parameters be what this rank holds at rest."""
-        self._shown = False
-        self._bind(self._rest_views, self._class_at_rest)
+        self.is_whole = self.stays_whole
+        with disable_torch_function():
+            self._bind(self._rest_views, self._class_at_rest)
 
     def rest_one(self, index: int) -> None:
         """The same for one parameter; memory that it had of its own may go."""
@@ -211,7 +213,8 @@ class Bucket:
         were there, as of any parameter: where nothing is split, the bucket moves to other memory.
         """
         with disable_torch_function():
-            if [(param.data_ptr(), param.shape) for param in self.params] == self._places:
+            same = _addresses(self.params) == self._addresses
+            if same and (self._guards or _shapes(self.params) == _shapes(self._rest_views)):
                 return
             for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):
                 if param.shape != view.shape or param.dtype != view.dtype:
@@ -246,21 +249,23 @@ class Bucket:
 
     def bind_whole(self, wholes: list[Tensor]) -> None:
         """Let the parameters be ``wholes``, and plain, until ``rest``."""
-        self._bind(wholes, nn.Parameter)
+        with disable_torch_function():
+            self._bind(wholes, nn.Parameter)
 
     def _bind(self, values: list[Tensor], kind: type[nn.Parameter]) -> None:
         """Let the parameters be ``values``, and ours of class ``kind``."""
         for param in self._ours:
             param.__class__ = kind
-        with disable_torch_function():
-            for param, value in zip(self.params, values, strict=True):
-                set_data(param, value)
+        for param, value in zip(self.params, values, strict=True):
+            set_data(param, value)
 
     # ---- written while whole -----------------------------------------------------------------
 
     def is_written(self) -> bool:
         """May a parameter have been written since it became whole?"""
-        return self._shown and (
+        if self.stays_whole or not self.is_whole:
+            return False
+        return (
             self._handed_out
             or list(map(get_version, self.params)) != self._versions
             or (len(self._ours) < len(self.params) and self._is_replaced())
@@ -295,7 +300,7 @@ class Bucket:
     def _before_write(self) -> None:
         """A parameter may be written next: this rank must write to memory of its own."""
         if not self._handed_out and self.shared:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), disable_torch_function():
                 self._bind(self.spec.full_views(self.full.clone()), GatheredParameter)
         self._handed_out = True
 
@@ -337,3 +342,7 @@ class Bucket:
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
+
+
+def _shapes(tensors: Iterable[Tensor]) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors]

@@ -7,7 +7,7 @@ order is made.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ class Cursor:
         self.mode, self._script, self._at = mode, script, 0
         self.improvised, self.ended = not script, not script
         self._seen: list[Cue] = []
-        self._counts: Counter[tuple[Op, str, Phase]] = Counter()
+        self._counts: dict[tuple[Op, str, Phase], int] = defaultdict(int)
 
     @property
     def _next(self) -> Cue | None:

@@ -54,7 +54,8 @@ class Gradients:
         self.carries = False  # has a pass that did not reduce written here since the last reduce?
         self._shown: dict[int, Tensor] = {}  # what ``.grad`` is between two passes
         self._versions: dict[int, int] = {}  # of what is shown instead of what is aside
-        self._small = [slot.numel < SMALL for slot in spec.slots]
+        self._numels = [slot.numel for slot in spec.slots]
+        self._small = [numel < SMALL for numel in self._numels]
         self._waiting: dict[int, Tensor] = {}
         self._views: list[Tensor] = []
         self._out: Tensor | None = None
@@ -216,7 +217,7 @@ class Gradients:
             return
         views = [self._views[index] for index in self._waiting]
         foreach_copy_(views, list(self._waiting.values()))
-        self.copied += sum([view.nbytes for view in views])
+        self.copied += sum([self._numels[index] for index in self._waiting]) * views[0].itemsize
         self._waiting.clear()
 
     def _open(self, dtype: torch.dtype) -> Tensor:

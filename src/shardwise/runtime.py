@@ -56,10 +56,9 @@ class Runtime:
         participates: bool = False,
     ) -> None:
         self.units, self.comm, self.policy = units, comm, policy
-        self.participates = participates
+        self._gathers, self._skip = policy.gathers, self._skipped if participates else None
         self.reduces = True  # accumulate() sets it
-        self.schedules = Schedules(units, policy, order)
-        self._cursor = Cursor("train", ())
+        self.schedules, self._cursor = Schedules(units, policy, order), Cursor("train", ())
         self._settling: list[str] = []
         self.trained = Trained(units.values(), comm, precision.stored)
         self._acts = {
@@ -72,8 +71,7 @@ class Runtime:
         self.recorded = False  # does a graph of a backward pass wait for another one?
         self._endless: list[Visit] = []  # of the backward pass that is under way
         self._pinned: list[str] = []  # before the forward pass without gradients
-        self.steps_done = 0
-        self._warned: set[Mode] = set()
+        self.steps_done, self._warned = 0, set[Mode]()
         self.listeners: list[Callable[[Event], None]] = []
 
     def _mode(self) -> Mode:
@@ -129,17 +127,16 @@ class Runtime:
 
     def cue(self, op: Op, unit: str, phase: Phase) -> None:
         """What the user's code did. Carries out what the schedule says, or improvises."""
-        step = self._reached(Cue(op, unit, phase))
-        self._carry_out(step.before)
+        cue = Cue(op, unit, phase)
+        step = self._cursor.match(cue, self._skip) or self._improvised(cue)
+        if step.before:
+            self._carry_out(step.before)
         if op is Op.ENTER:
             self.serve(unit, phase, "on demand")
         if self.listeners:
             self._tell(Event(op, unit, phase))
-        self._carry_out(step.after)
-
-    def _reached(self, cue: Cue) -> Step:
-        step = self._cursor.match(cue, self._skipped if self.participates else None)
-        return self._improvised(cue) if step is None else step
+        if step.after:
+            self._carry_out(step.after)
 
     def serve(self, unit: str, phase: Phase, reason: str) -> None:
         """Let a unit be whole now, whatever the schedule says."""
@@ -180,13 +177,13 @@ class Runtime:
         if state.gathered:
             return False
         state.gather()
-        return self.policy.gathers
+        return self._gathers
 
     def _free(self, state: UnitState) -> bool:
         if not state.gathered or state.in_use or self.recorded:
             return False
         state.free()
-        return self.policy.gathers
+        return self._gathers
 
     def _reduce(self, state: UnitState) -> bool:
         for bucket in state.trainable:
@@ -228,7 +225,8 @@ class Runtime:
         if self.reduces:
             left = [n for n, state in self.units.items() if state.collected and not state.reducing]
             self._carry_out(Event(Op.REDUCE, name, Phase.BACKWARD, "left over") for name in left)
-        end = self._reached(Cue(Op.END, "", Phase.BACKWARD))
+        cue = Cue(Op.END, "", Phase.BACKWARD)
+        end = self._cursor.match(cue, self._skip) or self._improvised(cue)
         used = self._ask_used()
         self._carry_out(end.before)
         self._tell(Event(*end.cue))
@@ -275,6 +273,8 @@ class Runtime:
         An embedding has no inputs that would tell. Where its weight is tied, the gradient of that
         comes with the last use only, and would keep the unit whole until then.
         """
+        if not self._endless:
+            return
         ended = [visit for visit in self._endless if visit.start > node]
         self._endless = [visit for visit in self._endless if visit.start <= node]
         for visit in reversed(ended):
@@ -350,7 +350,7 @@ class Runtime:
         cursor, mode = self._cursor, self._cursor.mode
         cursor.ended = True
         self.steps_done += mode != "forward"
-        if cursor.improvised and not self.participates:
+        if cursor.improvised and self._skip is None:
             order = cursor.recorded()  # without a forward pass: a second one through one graph
             if order.forward and order != self.schedules.orders[mode]:
                 self._re_record(mode, order)

@@ -30,14 +30,14 @@ def tensors(tree: Any) -> list[Tensor]:
 def _find(tree: Any, found: list[Tensor]) -> None:
     """Plain containers are looked through here, because torch takes ten times as long."""
     kind = type(tree)
-    if isinstance(tree, Tensor):
-        found.append(tree)
-    elif kind is tuple or kind is list:
+    if kind is tuple or kind is list:
         for item in tree:
             _find(item, found)
     elif kind is dict:
         for item in tree.values():
             _find(item, found)
+    elif isinstance(tree, Tensor):
+        found.append(tree)
     elif kind not in _LEAVES:
         _find_in_node(tree, found)
 
@@ -73,8 +73,8 @@ def makers(tree: Any, with_bases: bool = False) -> list[Node]:
     for tensor in tensors(tree):
         if tensor.requires_grad:
             found[tensor.grad_fn or get_gradient_edge(tensor).node] = None
-            base = base_of(tensor)
-            if with_bases and base is not None and base.grad_fn is not None:
+            base = base_of(tensor) if with_bases else None
+            if base is not None and base.grad_fn is not None:
                 found[base.grad_fn] = None
     return list(found)
 

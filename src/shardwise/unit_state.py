@@ -9,7 +9,6 @@ from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Label
 from shardwise.errors import RanksDisagree
 from shardwise.schedule import Weight
-from shardwise.torch_internals import storage_key
 from shardwise.visits import Visits
 
 __all__ = ["UnitState"]
@@ -44,7 +43,7 @@ class UnitState:
     @property
     def homes(self) -> frozenset[int]:
         """The identities of the storages that hold its parameters while they are whole."""
-        return frozenset(storage_key(bucket.full) for bucket in self.buckets)
+        return frozenset([bucket.home for bucket in self.buckets])
 
     @property
     def in_use(self) -> bool:
@@ -54,8 +53,10 @@ class UnitState:
     @property
     def collected(self) -> bool:
         """Has a pass written gradients here since the last reduce, thrown away by now or not?"""
-        buckets = [bucket.gradients for bucket in self.trainable]
-        return any(gradients.carries or gradients.full is not None for gradients in buckets)
+        for bucket in self.trainable:
+            if bucket.gradients.carries or bucket.gradients.full is not None:
+                return True
+        return False
 
     @property
     def complete(self) -> bool:
@@ -74,6 +75,8 @@ class UnitState:
         still compute with it, and after it, since they read each other's parts next.
         """
         written = [bucket for bucket in self.buckets if bucket.is_written()]
+        if not written:
+            return
         fences = [bucket.spec.comm for bucket in written if bucket.shared][:1]
         for comm in fences:
             comm.fence(Label("fence", "written parameters"))

@@ -9,7 +9,6 @@ is thrown away takes its visits along, and nothing waits for a backward pass tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 
 __all__ = ["Visit", "Visits"]
 
@@ -65,19 +64,15 @@ class Visits:
 
     def clear(self) -> None:
         """Forget them. One whose graph is used after all begins again, whole."""
-        for visit in self._alive():
-            visit.done = True
+        for ref in self._known:
+            if (visit := ref()) is not None:
+                visit.done = True
         self._known.clear()
-
-    def _alive(self) -> Iterator[Visit]:
-        return (visit for ref in self._known if (visit := ref()) is not None and not visit.done)
 
     def live(self) -> bool:
         """Is a backward pass still to come, or under way?"""
-        return next(self._alive(), None) is not None
+        return any(not v.done for ref in self._known if (v := ref()) is not None)
 
     def open(self) -> list[Visit]:
         """Visits whose backward pass is under way."""
-        if not self._known:
-            return []
-        return [visit for visit in self._alive() if visit.entered]
+        return [v for ref in self._known if (v := ref()) is not None and v.entered and not v.done]
