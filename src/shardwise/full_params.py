@@ -13,7 +13,7 @@ from shardwise.comm.protocol import Label
 from shardwise.errors import ShardUseError
 from shardwise.guard import LocalGradient, put_grad
 from shardwise.refusals import replaced
-from shardwise.torch_internals import disable_torch_function, get_grad, get_version, set_grad
+from shardwise.torch_internals import disable_torch_function, get_grad, get_version
 
 __all__ = ["full_params"]
 
@@ -70,8 +70,7 @@ class _Entry:
 
     def put(self, gradient: Tensor | None) -> None:
         with disable_torch_function():
-            put = set_grad if gradient is None else put_grad
-            put(self.param, gradient)  # type: ignore[arg-type]
+            put_grad(self.param, gradient)
 
     def begin(self) -> None:
         self.put(self.gradient)

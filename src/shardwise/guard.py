@@ -20,8 +20,11 @@ from shardwise.torch_internals import NO_TORCH_FUNCTION, get_data, get_grad, set
 __all__ = ["LocalGradient", "ShardedParameter", "is_of_shard", "put_grad"]
 
 
-def put_grad(param: Tensor, grad: Tensor) -> None:
+def put_grad(param: Tensor, grad: Tensor | None) -> None:
     """``param.grad = grad``, whatever their shapes and dtypes: torch compares them only then."""
+    if grad is None:
+        set_grad(param, None)
+        return
     value = get_data(param)
     set_data(param, grad)
     set_grad(param, grad)

@@ -69,7 +69,7 @@ def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str 
     if launch.size == 1:  # programs call torch.distributed at any number of ranks
         name = _load(accelerator).name
         dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
-        return LocalComm(here, dist.destroy_process_group)
+        return LocalComm(here, Ending(then=dist.destroy_process_group))
     _initialise(_load(accelerator), here, timeout, launch)
     serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     ending = Ending(LINGER if serves else 0.0, dist.destroy_process_group)

@@ -6,11 +6,10 @@ for neither; the ordinary way still moves every parameter through a gather to it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from shardwise.comm.group import Ending
 from shardwise.comm.protocol import Comm, Done, Label, Pending, Use
 
 __all__ = ["LocalComm"]
@@ -19,12 +18,9 @@ __all__ = ["LocalComm"]
 class LocalComm(Comm):
     """Rank 0 of 1. Final; see ``Comm``."""
 
-    def __init__(
-        self, device: torch.device | str = "cpu", then: Callable[[], None] | None = None
-    ) -> None:
-        """``then`` is called when it is closed."""
+    def __init__(self, device: torch.device | str = "cpu", ending: Ending | None = None) -> None:
         super().__init__(0, 1, device)
-        self._then = then
+        self._ending = ending or Ending()
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         return Done()
@@ -37,6 +33,5 @@ class LocalComm(Comm):
         return Done()
 
     def close(self) -> None:
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        ending, self._ending = self._ending, Ending()
+        ending.then()
