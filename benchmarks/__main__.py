@@ -11,7 +11,7 @@ import click
 import benchmarks.checkpoint.run as checkpoint_run
 import benchmarks.faults.run as faults_run
 import benchmarks.gpu.run as gpu_run
-import benchmarks.mutants as mutation
+import benchmarks.mutants.run as mutants_run
 import benchmarks.programs.run as programs_run
 import benchmarks.step.run as step_run
 from benchmarks.checkpoint import table as checkpoint_table
@@ -20,6 +20,7 @@ from benchmarks.gpu import engines as gpu_engines
 from benchmarks.gpu import table as gpu_table
 from benchmarks.gpu.models import SHAPES
 from benchmarks.harness import plots, reports
+from benchmarks.harness.report import write
 from benchmarks.programs import report as programs_report
 from benchmarks.programs.engines import ENGINES as PROGRAM_ENGINES
 from benchmarks.programs.program import PROGRAMS
@@ -176,16 +177,18 @@ def programs(
 @main.command()
 @click.option("--sample", default=200, type=click.IntRange(1), show_default=True, help="mutants")
 @click.option("--seed", default=0, show_default=True, help="of the random sample")
-@click.option("--jobs", default=1, type=click.IntRange(1), show_default=True, help="at a time")
+@click.option("--jobs", default=2, type=click.IntRange(1), show_default=True, help="at a time")
 @json_option
 @click.argument("folders", nargs=-1)
 def mutants(
     folders: tuple[str, ...], sample: int, seed: int, jobs: int, json_file: Path | None
 ) -> None:
     """Change the engine's code (FOLDERS of the package) at random; do its tests notice?"""
-    report = mutation.run(folders or mutation.FOLDERS, sample, seed, jobs, log)
-    saver(json_file)(report)
-    click.echo("\n".join(mutation.lines(report)))
+    chosen = folders or mutants_run.FOLDERS
+    report = mutants_run.run(mutants_run.Config(chosen, sample, seed, jobs), log)
+    if json_file is not None:
+        write(report, json_file)
+    click.echo("\n".join(report.lines()))
 
 
 @main.command()

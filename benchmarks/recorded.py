@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import mutants
 from benchmarks.checkpoint import report as checkpoint_report
 from benchmarks.checkpoint import table as checkpoint_table
 from benchmarks.faults import report as faults_report
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import table as gpu_table
 from benchmarks.harness import reports
+from benchmarks.harness.report import read
 from benchmarks.programs import report as programs_report
 from benchmarks.step import report as step_report
 from benchmarks.step import table as step_table
@@ -29,7 +29,6 @@ KINDS: dict[str, tuple[type[Any], Callable[[Any], list[str]]]] = {
     "gpu": (gpu_report.Report, gpu_table.lines),
     "faults": (faults_report.Report, faults_report.lines),
     "checkpoint": (checkpoint_report.Report, checkpoint_table.lines),
-    "mutants": (mutants.Report, mutants.lines),
     "programs": (programs_report.Report, programs_report.lines),
 }
 
@@ -40,6 +39,8 @@ def table_of(path: Path) -> str:
     Raises:
         ValueError: it is no report, or one of another schema.
     """
+    if path.name.startswith("mutants"):
+        return "\n".join(read(path).lines())
     kind, lines = KINDS.get(re.split(r"\W", path.name)[0], STEP)
     return "\n".join(lines(reports.read(kind, path)))
 

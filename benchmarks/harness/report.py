@@ -1,0 +1,100 @@
+"""What a benchmark measured: tables, and the machine. One form for every benchmark.
+
+The same value is printed, drawn, kept as a JSON file and copied into RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from benchmarks.harness.machine import Machine
+
+MIB = 2**20
+Cell = str | int | float | None
+"""``None`` where something was not measured."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one column of a table shows."""
+
+    name: str
+    spec: str = ""  # the format of its numbers, such as ``".2f"``
+
+    def text(self, cell: Cell) -> str:
+        """A cell as it is printed; a dash where nothing was measured."""
+        if cell is None:
+            return "–"
+        return cell if isinstance(cell, str) else format(cell, self.spec)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under one title."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]  # each as long as ``columns``
+    remarks: tuple[str, ...] = ()  # lines below the rows
+
+    def lines(self) -> list[str]:
+        """As plain text: the first column to the left, the others to the right."""
+        texts = [
+            [column.text(cell) for column, cell in zip(self.columns, row, strict=True)]
+            for row in self.rows
+        ]
+        table = aligned([[column.name for column in self.columns], *texts]) if self.rows else []
+        return [*([self.title] if self.title else []), *table, *self.remarks]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run."""
+
+    machine: Machine  # where
+    settings: tuple[str, ...] = ()  # what was run, in lines
+    tables: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = ()  # what the columns mean, and what follows from the numbers
+
+    def lines(self) -> list[str]:
+        """As plain text."""
+        text = [str(self.machine), *self.settings]
+        for table in self.tables:
+            text += ["", *table.lines()]
+        return [*text, "", *self.notes] if self.notes else text
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell: the first to the left, the others to the right."""
+    table = [tuple(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
+
+
+def write(report: Report, path: Path) -> None:
+    """Write a report as JSON."""
+    path.write_bytes(TypeAdapter(Report).dump_json(report, indent=1) + b"\n")
+
+
+def read(path: Path) -> Report:
+    """Read a report.
+
+    Raises:
+        ValueError: a field is missing, unknown, or of another type.
+    """
+    text, adapter = path.read_bytes(), TypeAdapter(Report)
+    report = adapter.validate_json(text, strict=True)
+    if adapter.dump_python(report, mode="json") != json.loads(text):
+        raise ValueError(f"{path} has fields that a report has not")
+    return report
