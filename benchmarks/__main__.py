@@ -21,6 +21,7 @@ from benchmarks.gpu import table as gpu_table
 from benchmarks.gpu.models import SHAPES
 from benchmarks.harness import plots, reports
 from benchmarks.harness.report import write
+from benchmarks.mutants.tests import FOLDERS
 from benchmarks.programs import report as programs_report
 from benchmarks.programs.engines import ENGINES as PROGRAM_ENGINES
 from benchmarks.programs.program import PROGRAMS
@@ -184,7 +185,7 @@ def mutants(
     folders: tuple[str, ...], sample: int, seed: int, jobs: int, json_file: Path | None
 ) -> None:
     """Change the engine's code (FOLDERS of the package) at random; do its tests notice?"""
-    chosen = folders or mutants_run.FOLDERS
+    chosen = folders or FOLDERS
     report = mutants_run.run(mutants_run.Config(chosen, sample, seed, jobs), log)
     if json_file is not None:
         write(report, json_file)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass
@@ -113,8 +113,8 @@ def run(config: Config, log: Log) -> Report:
             testers.put(stack.enter_context(Tester()))
         folders = sorted({folder for folder, _ in chosen})
         limits = dict(pool.map(lambda folder: (folder, _limit(testers, folder, log)), folders))
-        outcomes = pool.map(lambda pair: _outcome(testers, *pair, limits[pair[0]], log), chosen)
-        return report_of(list(outcomes), config)
+        tried = pool.map(lambda each: _outcome(testers, each[0], each[1], limits, log), chosen)
+        return report_of(list(tried), config)
 
 
 def _limit(testers: Queue[Tester], folder: str, log: Log) -> float:
@@ -129,11 +129,11 @@ def _limit(testers: Queue[Tester], folder: str, log: Log) -> float:
 
 
 def _outcome(
-    testers: Queue[Tester], folder: str, mutant: Mutant, limit: float, log: Log
+    testers: Queue[Tester], folder: str, mutant: Mutant, limits: Mapping[str, float], log: Log
 ) -> Outcome:
     code = mutated(mutant, (ROOT / mutant.file).read_text("utf-8"))
     start = monotonic()
-    failed = _failed(testers, folder, mutant.file, code, limit)
+    failed = _failed(testers, folder, mutant.file, code, limits[folder])
     seconds = monotonic() - start
     verdict = "killed" if failed else "SURVIVED"
     log(f"{verdict} in {seconds:.0f} s: {mutant.file}:{mutant.line}: {mutant.change}")
