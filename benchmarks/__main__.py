@@ -19,32 +19,25 @@ from benchmarks.faults import report as faults_report
 from benchmarks.gpu import engines as gpu_engines
 from benchmarks.gpu import table as gpu_table
 from benchmarks.gpu.models import SHAPES
-from benchmarks.harness import plots, reports
+from benchmarks.harness import reports
+from benchmarks.harness.command import command, follow, log
 from benchmarks.harness.report import write
 from benchmarks.mutants.tests import FOLDERS
 from benchmarks.programs import report as programs_report
 from benchmarks.programs.engines import ENGINES as PROGRAM_ENGINES
 from benchmarks.programs.program import PROGRAMS
 from benchmarks.recorded import table_of, with_tables
-from benchmarks.step import table as step_table
-from benchmarks.step.engines import ENGINES, OPTIMIZERS
-from benchmarks.step.models import TASKS
-from benchmarks.step.profile import profile, profile_host
+from benchmarks.step import profile
 from benchmarks.training import unknown
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
 
 path_option = click.Path(path_type=Path)
 json_option = click.option("--json", "json_file", type=path_option, help="write the report")
-plot_option = click.option("--plot", "picture", type=path_option, help="draw it (PNG)")
 
 
 def names(known: Sequence[str]) -> click.Choice[str]:
     return click.Choice(list(known))
-
-
-def log(text: str) -> None:
-    click.echo(f"… {text}", err=True)
 
 
 def saver(path: Path | None) -> Callable[[Any], None]:
@@ -70,31 +63,11 @@ def refuse(wrong: str) -> None:
 def main(context: click.Context) -> None:
     """Side by side against what exists."""
     if context.invoked_subcommand is None:
-        context.invoke(step, short=True)
+        follow(step_run.run(step_run.SHORT, log))
 
 
-@main.command()
-@click.option("--world", "worlds", type=click.IntRange(2), multiple=True, help="ranks [2]")
-@click.option("--model", "models", type=names([*TASKS]), multiple=True, help="what is trained")
-@click.option("--engines", help="comma-separated; all if not given: " + ", ".join(ENGINES))
-@click.option("--rounds", type=click.IntRange(2), help="interleaved rounds [20]")
-@click.option("--optimizer", type=names(OPTIMIZERS), help="of every engine [adamw]")
-@click.option("--part", "parts", type=names(step_run.PARTS), multiple=True, help="what is measured")
-@json_option
-@plot_option
-@click.option("--short", is_flag=True, help="one model, few rounds: under three minutes")
-def step(
-    short: bool = False, json_file: Path | None = None, picture: Path | None = None, **asked: Any
-) -> None:
-    """Time, memory, bytes and host time of one training step, every engine in turn."""
-    start = step_run.SHORT if short else step_run.Config()
-    config = step_run.Config(**{**vars(start), **given(asked)})
-    refuse(unknown(config.engines, ENGINES))
-    report = step_run.run(config, log, saver(json_file))
-    click.echo("\n".join(step_table.lines(report)))
-    if picture is not None:
-        title = f"Time of a step ÷ the same step without communication ({report.optimizer})"
-        plots.draw(title, step_table.bars(report), picture)
+main.add_command(command("step", step_run.Config, step_run.run))
+main.add_command(command("profile", profile.Config, profile.run))
 
 
 @main.command()
@@ -110,8 +83,7 @@ def step(
 @click.option("--device", type=names(["cuda", "cpu"]), help="cpu tries the benchmark [cuda]")
 @click.option("--part", "parts", type=names(gpu_run.PARTS), multiple=True, help="what is measured")
 @json_option
-@plot_option
-def gpu(json_file: Path | None, picture: Path | None, **asked: Any) -> None:
+def gpu(json_file: Path | None, **asked: Any) -> None:
     """One rank of many on one CUDA device, with simulated peers, beside FSDP2."""
     options = given(asked)
     if "bandwidth" in options:
@@ -122,9 +94,6 @@ def gpu(json_file: Path | None, picture: Path | None, **asked: Any) -> None:
         raise click.ClickException(why)
     report = gpu_run.run(config, log, saver(json_file))
     click.echo("\n".join(gpu_table.lines(report)))
-    if picture is not None:
-        title = "Step time and peak memory ÷ FSDP2's, simulated peers"
-        plots.draw(title, gpu_table.bars(report), picture)
 
 
 @main.command()
@@ -203,18 +172,6 @@ def show(files: tuple[Path, ...]) -> None:
 def record() -> None:
     """Make the tables in RESULTS.md anew from benchmarks/results/."""
     RESULTS.write_text(with_tables(RESULTS.read_text(), RESULTS.parent))
-
-
-@main.command("profile")
-@click.option("--engine", default="full_shard", type=names([*ENGINES]), show_default=True)
-@click.option("--model", default="decoder32", type=names([*TASKS]), show_default=True)
-@click.option("--world", default=2, type=click.IntRange(1), show_default=True)
-@click.option("--steps", default=10, type=click.IntRange(1), show_default=True)
-@click.option("--host", type=click.IntRange(1), help="instead: N parameters a unit, fake world 8")
-def profile_command(engine: str, model: str, world: int, steps: int, host: int | None) -> None:
-    """Where the time of one engine's step goes, on rank 0."""
-    whole = profile(engine, model, world, steps) if not host else profile_host(engine, host, steps)
-    click.echo(whole)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,9 @@ from benchmarks.gpu import table as gpu_table
 from benchmarks.harness import reports
 from benchmarks.harness.report import read
 from benchmarks.programs import report as programs_report
-from benchmarks.step import report as step_report
-from benchmarks.step import table as step_table
 
 BLOCK = re.compile(r"^<!-- (\S+\.json) -->\n```text\n.*?^```$", re.MULTILINE | re.DOTALL)
-STEP = (step_report.Report, step_table.lines)
-# the first word of a file's name → its report and its table; every other file is one of ``step``
+# a file's name → its report and its table
 KINDS: dict[str, tuple[type[Any], Callable[[Any], list[str]]]] = {
     "gpu": (gpu_report.Report, gpu_table.lines),
     "faults": (faults_report.Report, faults_report.lines),
@@ -39,9 +36,9 @@ def table_of(path: Path) -> str:
     Raises:
         ValueError: it is no report, or one of another schema.
     """
-    if path.name.startswith("mutants"):
+    if path.name.split(".")[0] not in KINDS:
         return "\n".join(read(path).lines())
-    kind, lines = KINDS.get(re.split(r"\W", path.name)[0], STEP)
+    kind, lines = KINDS[re.split(r"\W", path.name)[0]]
     return "\n".join(lines(reports.read(kind, path)))
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing as mp
-import os
 import pickle
-import signal
 import tempfile
 import threading
 import time
@@ -19,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from benchmarks.harness.workers import end_with_parent, join_group
 from shardwise.comm import connect, threads
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
@@ -83,7 +81,7 @@ def outcomes_of(
 
     ``folder`` is an empty one, for their store. Every process is gone when this returns.
     """
-    context = _server()
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         processes = [
@@ -123,9 +121,7 @@ def in_group(rank: int, world: int, folder: str, fn: Callable[..., T], *args: An
 @contextmanager
 def gloo_group(rank: int, world: int, folder: str) -> Iterator[None]:
     """A default process group on the loopback interface, met in a file: no port, no listener."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = FileStore(str(Path(folder) / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    join_group(rank, world, folder)
     try:
         yield
     finally:
@@ -148,15 +144,16 @@ def _results(pipes: list[Connection], deadline: float) -> list[tuple[Any, str]]:
     return [said.get(pipe, (None, HUNG)) for pipe in pipes]
 
 
-def _server() -> ForkServerContext:
-    """Forks processes that have imported torch already, which takes a second and more."""
+def fork_server() -> ForkServerContext:
+    """Forks processes that have imported torch already, and what its optimizers and FSDP import."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["shardwise.sharded", "shardwise.comm.connect", "numpy.testing"])
+    ours = ["shardwise.sharded", "shardwise.comm.connect"]
+    context.set_forkserver_preload([*ours, "numpy.testing", "torch._dynamo"])
     return context
 
 
 def _child(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:
         said = pickle.dumps((fn(*args), ""))
@@ -165,10 +162,3 @@ def _child(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> N
     pipe.send_bytes(said)
     atexit._run_exitfuncs()  # which Python leaves out in a process that was forked
     raise SystemExit(bool(pickle.loads(said)[1]))
-
-
-def _end_with_parent() -> None:
-    parent = mp.parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ from benchmarks.gpu.measure import Alone, Lap
 from benchmarks.gpu.models import Shape
 from benchmarks.gpu.simulated import Link
 from benchmarks.harness.machine import Machine
-from benchmarks.harness.rounds import quartiles
+from benchmarks.harness.rounds import paired
 
 MOST_TIME = 0.9  # of FSDP2's step
 MOST_MEMORY = 0.8  # of FSDP2's peak
@@ -76,8 +76,7 @@ def times_of(mine: Sequence[Lap], rival: Sequence[Lap] | None, apart: bool) -> T
     """From laps in the order of rounds. ``rival``: of as many rounds, or ``None``."""
     low = middle = high = None
     if rival is not None:
-        quotients = [lap.whole / other.whole for lap, other in zip(mine, rival, strict=True)]
-        low, middle, high = quartiles(quotients)
+        low, middle, high = paired([lap.whole for lap in mine], [lap.whole for lap in rival])
     clocked = [lap.device for lap in mine if lap.device is not None]
     return Times(
         ratio=middle,

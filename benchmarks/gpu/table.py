@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from benchmarks.gpu.engines import OPTIMIZERS
 from benchmarks.gpu.measure import Memory
 from benchmarks.gpu.models import summary
-from benchmarks.gpu.report import MOST_MEMORY, MOST_TIME, Case, Report, Row, Times, verdicts
-from benchmarks.harness.plots import Bar
+from benchmarks.gpu.report import Case, Report, Row, Times, verdicts
 from benchmarks.harness.tables import MIB, aligned, cell
 
 STEP = (
@@ -39,21 +38,6 @@ def lines(report: Report) -> list[str]:
     for case in report.cases:
         text += ["", *_case(case)]
     return text + NOTES if report.cases else text
-
-
-def bars(report: Report) -> dict[str, list[Bar]]:
-    """Step time and peak memory as multiples of the rival's, with their targets."""
-    panels: dict[str, list[Bar]] = {}
-    for case in report.cases:
-        for verdict in verdicts(case):
-            numbers = [("step", verdict.time, "#4477aa", MOST_TIME)]
-            numbers += [("peak", verdict.memory, "#88bbdd", MOST_MEMORY)]
-            panels.setdefault(f"{case.model}, rank 0 of {case.world}", []).extend(
-                Bar(f"{verdict.engine}\n{name} ÷ {verdict.rival}", number, colour, target=target)
-                for name, number, colour, target in numbers
-                if number is not None
-            )
-    return {name: panel for name, panel in panels.items() if panel}
 
 
 def _rules(report: Report) -> str:

@@ -6,7 +6,8 @@ The same value is printed, drawn, kept as a JSON file and copied into RESULTS.md
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ class Column:
 
     name: str
     spec: str = ""  # the format of its numbers, such as ``".2f"``
+    drawn: bool = False  # in a picture of the report
+    target: float | None = None  # the most that it should be
 
     def text(self, cell: Cell) -> str:
         """A cell as it is printed; a dash where nothing was measured."""
@@ -41,6 +44,20 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]  # each as long as ``columns``
     remarks: tuple[str, ...] = ()  # lines below the rows
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        columns: Sequence[Column],
+        rows: Mapping[str, Mapping[str, Cell]],
+        remarks: Iterable[str] = (),
+    ) -> Table:
+        """A row for each name, which is its first cell; without columns that nobody measured."""
+        first, *others = columns
+        present = [c for c in others if any(row.get(c.name) is not None for row in rows.values())]
+        cells = tuple((name, *(row.get(c.name) for c in present)) for name, row in rows.items())
+        return cls(title, (first, *present), cells, tuple(remarks))
 
     def lines(self) -> list[str]:
         """As plain text: the first column to the left, the others to the right."""
@@ -60,6 +77,7 @@ class Report:
     settings: tuple[str, ...] = ()  # what was run, in lines
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()  # what the columns mean, and what follows from the numbers
+    failures: int = 0  # what was not as it must be, whatever the numbers
 
     def lines(self) -> list[str]:
         """As plain text."""
@@ -83,8 +101,10 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def write(report: Report, path: Path) -> None:
-    """Write a report as JSON."""
-    path.write_bytes(TypeAdapter(Report).dump_json(report, indent=1) + b"\n")
+    """Write a report as JSON, each row of a table in a line of its own."""
+    text = TypeAdapter(Report).dump_json(report, indent=1).decode()
+    text = re.sub(r"\[\s+[^][{}]*\]", lambda row: re.sub(r"\s*\n\s*", " ", row[0]), text)
+    path.write_text(text + "\n", "utf-8")
 
 
 def read(path: Path) -> Report:

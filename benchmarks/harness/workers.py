@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any, Self
 
 LINUX_PR_SET_PDEATHSIG = 1
+START = "spawn"
+"""How processes are started. Tests fork them from a server that has imported torch."""
 
 
 class Worker:
@@ -74,13 +77,11 @@ class Workers:
         self._stack = ExitStack()
         self._timeout = timeout
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
-        context = mp.get_context("spawn")
+        context: Any = mp.get_context(START)
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         self._pipes = [reader for reader, _ in pipes]
         self._processes = [
-            context.Process(
-                target=_work, args=(rank, world, folder, writer, os.getpid(), fn, args), daemon=True
-            )
+            context.Process(target=_work, args=(rank, world, folder, writer, fn, args), daemon=True)
             for rank, (_, writer) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -147,16 +148,29 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def end_with_parent() -> None:
+    """Wait for the process that started this one, and end when it ends."""
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_ranks(world: int, fn: Callable[..., None], *args: Any) -> list[Any]:
+    """The one value that each of ``world`` processes sends from ``fn(worker, *args)``."""
+    with Workers(world, fn, *args) as workers:
+        return workers.receive()
+
+
 def _work(
     rank: int,
     world: int,
     folder: str,
     pipe: Connection,
-    parent: int,
     fn: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
-    die_with(parent)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     import torch
 
     torch.set_num_threads(1)

@@ -193,8 +193,3 @@ def absent(name: str) -> str:
     if package != "deepspeed" or find_spec(package) is not None:
         return ""
     return f"{package} is not installed: pip install -c constraints.txt -e '.[bench]'"
-
-
-def build(name: str, setup: Setup) -> Engine:
-    """The engine of this name, on this rank. A collective."""
-    return ENGINES[name](setup)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from time import thread_time
 from typing import Any
@@ -20,7 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from benchmarks.harness.workers import Worker, Workers
+from benchmarks.harness.command import Log
+from benchmarks.harness.report import Column, Table
+from benchmarks.harness.workers import Worker, on_ranks
 from benchmarks.step.engines import flat_optimizer_for, optimizer_for
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Done, Label, Pending, Use
@@ -29,42 +30,41 @@ WORLD = 8
 UNITS = 8
 SIDE = 16  # every parameter is SIDE × SIDE
 HOSTED = ("full_shard", "shard_grad_op", "fsdp2", "fsdp2_keep")
-SMALL = 40  # parameters in a unit where the optimizer is timed: 320 altogether
+PARAMS = (1, 10, 40)  # in a unit
+SMALL = 40  # parameters in a unit where the optimizer is timed
+HOST = (
+    Column("engine"), Column("params a unit"), Column("median", ".0f"), Column("min", ".0f"),
+    Column("plain", ".0f"),
+)  # fmt: skip
+UPDATE = (Column("engine"), Column("variant"), Column("median", ".3f"), Column("min", ".3f"))
 
 
-@dataclass(frozen=True)
-class Host:
-    """Microseconds per unit and step, beyond a plain model."""
+def host_table(engines: Sequence[str], steps: int, log: Log) -> Table:
+    """Microseconds per unit and step, beyond a plain model.
 
-    engine: str  # which
-    params: int  # parameters in a unit
-    median: float  # of the differences between a step and the plain step before it
-    least: float  # between the fastest step and the fastest plain step
-    plain: float  # the plain step itself, per unit
-
-
-@dataclass(frozen=True)
-class Update:
-    """Milliseconds of ``optimizer.step()`` of AdamW on 320 parameters, at fake world 8."""
-
-    engine: str  # whose parameters
-    # torch's ``"default"`` (the loop on CPU), ``"foreach"`` or ``"fused"``; ``"flat"`` is
-    # ``sw.optim.AdamW``, for our engines.
-    variant: str
-    median: float  # of the steps
-    least: float  # the fastest
+    The median of the differences between a step and the plain step before it, the difference of
+    the fastest ones, and the plain step itself.
+    """
+    rows = []
+    for engine in engines:
+        log(f"host time: {engine}")
+        rows += [(engine, *row) for row in on_ranks(1, _host, engine, PARAMS, steps)[0]]
+    title = f"Host time: µs per unit and step beyond a plain model, fake world {WORLD}"
+    return Table(title, HOST, tuple(rows))
 
 
-def host_time(engine: str, params: Sequence[int], steps: int) -> list[Host]:
-    """One ``Host`` for each number of parameters in a unit."""
-    with Workers(1, _host, engine, list(params), steps) as workers:
-        return list(workers.receive()[0])
+def update_table(engines: Sequence[str], steps: int, log: Log) -> Table:
+    """Milliseconds of ``optimizer.step()`` in its variants.
 
-
-def update_time(engine: str, steps: int) -> list[Update]:
-    """One ``Update`` for each variant of AdamW."""
-    with Workers(1, _update, engine, steps) as workers:
-        return list(workers.receive()[0])
+    Torch's ``"default"`` (the loop on CPU), ``"foreach"`` and ``"fused"``; ``"flat"`` is
+    ``sw.optim.AdamW``, for our engines.
+    """
+    rows = []
+    for engine in engines:
+        log(f"optimizers: {engine}")
+        rows += [(engine, *row) for row in on_ranks(1, _update, engine, steps)[0]]
+    title = f"AdamW on {UNITS * SMALL} parameters of 16 × 16, fake world {WORLD}: ms per step()"
+    return Table(title, UPDATE, tuple(rows))
 
 
 class SilentComm(FakeComm):
@@ -162,14 +162,14 @@ def stepper(model: nn.Module) -> Callable[[], None]:
 
 def _host(worker: Worker, engine: str, params: Sequence[int], steps: int) -> None:
     gc.disable()
-    hosts = []
+    rows = []
     for count in params:
         model = sharded(engine, Chains(count))
         plain, whole = _seconds(stepper(Chains(count)), stepper(model), steps)
         extra = median(a - b for a, b in zip(whole, plain, strict=True))
         seconds = extra, min(whole) - min(plain), median(plain)
-        hosts.append(Host(engine, count, *(1e6 / UNITS * each for each in seconds)))
-    worker.send(hosts)
+        rows.append((count, *(1e6 / UNITS * each for each in seconds)))
+    worker.send(rows)
 
 
 def _seconds(
@@ -212,8 +212,7 @@ def _update(worker: Worker, engine: str, steps: int) -> None:
         _collect_garbage(number)
         for name, (_, optimizer) in updates.items():
             times[name].append(_timed(optimizer.step))
-    best = {name: (median(each) * 1e3, min(each) * 1e3) for name, each in times.items()}
-    worker.send([Update(engine, name, *pair) for name, pair in best.items()])
+    worker.send([(name, median(each) * 1e3, min(each) * 1e3) for name, each in times.items()])
 
 
 def _updater(engine: str, options: dict[str, Any]) -> tuple[Chains, Optimizer]:

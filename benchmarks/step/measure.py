@@ -1,4 +1,4 @@
-"""Interleaved rounds: every engine takes one step in each, so that all meet the same machine.
+"""What each rank does: steps that must agree, steps that are counted, and interleaved rounds.
 
 Before any clock runs, three steps decide whether there is anything to compare: the losses of
 every engine must be those of a plain step whose gradients are averaged by an all-reduce, and
@@ -8,7 +8,6 @@ only its first loss can agree.
 
 from __future__ import annotations
 
-import gc
 import logging
 import warnings
 from collections.abc import Sequence
@@ -19,14 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.harness.rounds import rotated
-from benchmarks.harness.workers import Worker
-from benchmarks.step.engines import PLAIN, Setup, build, optimizer_for
+from benchmarks.harness.memory import held_by, samples, trim
+from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.workers import Worker, Workers
+from benchmarks.step.engines import ENGINES, PLAIN, Setup, optimizer_for
 from benchmarks.step.traffic import CopiedBytes, written_bytes
 from benchmarks.training import Batch, Engine, trained
 
 CHECKED = 3  # steps whose losses are compared
 TOLERANCE = 1e-5  # of a loss, relative where it is above 1
+WATCHED = 4  # steps during which memory is watched
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,15 @@ def measure(worker: Worker, setup: Setup, names: Sequence[str], rounds: int) -> 
         engines: dict[str, Engine] = {}
         measured: dict[str, Measured] = {}
         for name in names:
-            engines[name] = build(name, setup)
+            engines[name] = ENGINES[name](setup)
             measured[name] = _first_steps(engines[name], batches[:CHECKED])
             check_losses(name, measured[name].losses, expected, setup.model)
-        laps = _rounds(engines, batches[CHECKED:])
+
+        def lap(name: str, number: int) -> Lap:
+            dist.barrier()  # ranks start together, and the last step's messages are gone
+            return _lap(engines[name], batches[CHECKED + number])
+
+        laps = interleaved(names, rounds, lap)
         worker.send({name: replace(each, laps=laps[name]) for name, each in measured.items()})
 
 
@@ -117,12 +123,12 @@ def check_losses(name: str, losses: list[float], expected: list[float], model: s
 
 def _first_steps(engine: Engine, batches: Sequence[Batch]) -> Measured:
     """Everything but laps. The first step may also set things up."""
-    losses = [_step(engine, batches[0]).item()]
+    losses = [step(engine, batches[0]).item()]
     written, before = written_bytes(), _counted(engine)
-    losses.append(_step(engine, batches[1]).item())
+    losses.append(step(engine, batches[1]).item())
     sent, after = written_bytes() - written, _counted(engine)
     with CopiedBytes() as copies:
-        losses += [_step(engine, batch).item() for batch in batches[2:]]
+        losses += [step(engine, batch).item() for batch in batches[2:]]
     counted = None if before is None or after is None else after - before
     return Measured(losses, [], sent, counted, copies.nbytes)
 
@@ -131,23 +137,11 @@ def _counted(engine: Engine) -> int | None:
     return None if engine.counters is None else sum(engine.counters.bytes_sent.values())
 
 
-def _step(engine: Engine, batch: Batch) -> Tensor:
+def step(engine: Engine, batch: Batch) -> Tensor:
+    """One step of training; its loss, 0-dim."""
     loss = engine.compute(batch)
     engine.update()
     return loss
-
-
-def _rounds(engines: dict[str, Engine], batches: Sequence[Batch]) -> dict[str, list[Lap]]:
-    """One lap of each engine in each round."""
-    laps: dict[str, list[Lap]] = {name: [] for name in engines}
-    gc.disable()  # and collected between rounds: a pause belongs to nobody
-    for number, batch in enumerate(batches):
-        gc.collect()
-        for name in rotated(list(engines), number):
-            dist.barrier()  # ranks start together, and the last step's messages are gone
-            laps[name].append(_lap(engines[name], batch))
-    gc.enable()
-    return laps
 
 
 def _lap(engine: Engine, batch: Batch) -> Lap:
@@ -156,3 +150,37 @@ def _lap(engine: Engine, batch: Batch) -> Lap:
     middle = perf_counter()
     engine.update()
     return Lap(middle - start, perf_counter() - middle)
+
+
+# ---- memory --------------------------------------------------------------------------------
+
+
+def peak_memory(name: str, setup: Setup, world: int) -> tuple[int, int]:
+    """Bytes that the ranks of one engine hold, in processes of their own, seen from outside.
+
+    Returns:
+        Proportional set sizes summed over ranks: the most while they train, and before the model
+        is built.
+    """
+    with Workers(world, _train, name, setup) as workers:
+        workers.receive()  # the group exists, the model does not
+        start = sum(held_by(pid, "Pss:") for pid in workers.pids)
+        workers.receive()  # two steps are done: nothing is set up any more
+        return max((sum(each) for each in samples(workers, "Pss:")), default=0), start
+
+
+def _train(worker: Worker, name: str, setup: Setup) -> None:
+    with worker.group():
+        prepare([name])
+        batches = [batch_of(setup, worker.rank, number) for number in range(2 + WATCHED)]
+        worker.send("started")
+        dist.barrier()
+        engine = ENGINES[name](setup)
+        for number, batch in enumerate(batches):
+            if number == 2:
+                trim()
+                dist.barrier()
+                worker.send("trains")
+            step(engine, batch)
+        worker.send("trained")
+        dist.barrier()

@@ -1,115 +1,153 @@
-"""From what is asked to a report: which processes run, one after the other."""
+"""Which processes run, one after the other, and the table that comes of what they measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from statistics import median
 
+from benchmarks.harness.command import Log, setting
 from benchmarks.harness.machine import this_machine
-from benchmarks.harness.workers import Workers
-from benchmarks.step.engines import ENGINES, PLAIN, Setup, absent
-from benchmarks.step.host import HOSTED, host_time, update_time
-from benchmarks.step.measure import measure
-from benchmarks.step.memory import peak_memory
-from benchmarks.step.report import Report, Row, times_of, traffic_of
+from benchmarks.harness.report import MIB, Cell, Column, Report, Table
+from benchmarks.harness.rounds import paired
+from benchmarks.harness.workers import on_ranks
+from benchmarks.step.engines import ENGINES, OPTIMIZERS, PLAIN, Setup, absent
+from benchmarks.step.host import HOSTED, host_table, update_table
+from benchmarks.step.measure import Lap, Measured, measure, peak_memory
+from benchmarks.step.models import TASKS
 from benchmarks.step.traffic import least_bytes
 
 PARTS = ("time", "memory", "host", "update")
+COLUMNS = (
+    Column("engine"),
+    Column("× plain", ".3f", drawn=True), Column("q1", ".2f"), Column("q3", ".2f"),
+    Column("min ×", ".3f"), Column("ms", ".1f"), Column("min ms", ".1f"),
+    Column("compute", ".1f"), Column("update", ".1f"),
+    Column("MB sent", ".2f"), Column("least", ".2f"), Column("sent ÷", ".3f"),
+    Column("MB copied", ".2f"), Column("MiB peak", ".0f"), Column("− start", ".0f"),
+)  # fmt: skip
+NOTES = """
+× plain    median over rounds of the step ÷ the plain step (no communication) of that round, with
+           its quartiles q1 and q3; a step lasts until its slowest rank is done
+ms         medians; compute = forward and backward, update = optimizer.step() and zero_grad()
+MB sent    10⁶ bytes per rank and step, as the kernel counts them; least: what must be sent
+sent ÷     below 1 where a unit that stays gathered between its two uses is not sent twice
+MB copied  beyond the plain step's own copies, without those inside the backend's threads
+MiB peak   proportional set size summed over ranks, each engine in processes of its own;
+           − start: without Python, torch and the group
+*          in processes of its own, beside a plain step of its own
+""".strip().splitlines()
+Rows = dict[str, dict[str, Cell]]
+"""Engine → column → number."""
 
 
 @dataclass(frozen=True)
 class Config:
     """What to measure."""
 
-    models: tuple[str, ...] = ("decoder128", "decoder32")  # names in ``TASKS``
-    worlds: tuple[int, ...] = (2,)  # numbers of ranks
-    # names in ``ENGINES``; the plain step is always there
-    engines: tuple[str, ...] = tuple(ENGINES)
-    rounds: int = 20  # interleaved rounds of steps
-    optimizer: str = "adamw"  # a name in ``OPTIMIZERS``
-    parts: tuple[str, ...] = PARTS  # of ``PARTS``
-    memory_steps: int = 4  # steps during which memory is watched
-    watched: tuple[str, ...] = ()  # engines whose memory is watched; all of ``engines`` if empty
-    host_steps: int = 30  # steps of the host and optimizer measurements
-    host_params: tuple[int, ...] = (1, 10, 40)  # parameters in a unit
+    world: tuple[int, ...] = setting((2,), "numbers of ranks")
+    model: tuple[str, ...] = setting(("decoder128", "decoder32"), "what is trained", TASKS)
+    engines: tuple[str, ...] = setting(tuple(ENGINES), "beside the plain step", ENGINES)
+    rounds: int = setting(20, "interleaved rounds of steps", least=2)
+    optimizer: str = setting("adamw", "of every engine", OPTIMIZERS)
+    part: tuple[str, ...] = setting(PARTS, "what is measured", PARTS)
+    steps: int = setting(30, "of the host and optimizer measurements", least=2)
 
 
 #: What ``make bench`` runs, in less than three minutes.
-SHORT = Config(
-    models=("decoder32",),
-    rounds=6,
-    memory_steps=2,
-    watched=(PLAIN, "full_shard", "ddp", "fsdp2"),
-    host_steps=10,
-)
+SHORT = Config(model=("decoder32",), rounds=6, part=("time", "host", "update"), steps=10)
 
 
-Log = Callable[[str], None]
-Save = Callable[[Report], None]
+def run(config: Config, log: Log) -> Iterator[Report]:
+    """Time, memory, bytes and host time of one training step, every engine in turn."""
+    report = Report(this_machine(), (f"optimizer: {_optimizer(config.optimizer)}",))
+    whole_steps = {"time", "memory"} & set(config.part)
+    for world, model in product(config.world, config.model) if whole_steps else ():
+        tables = report.tables
+        for table in _tables(Setup(model, config.optimizer), world, config, log):
+            report = replace(report, tables=(*tables, table), notes=tuple(NOTES))
+            yield report
+    if "host" in config.part:
+        names = [name for name in HOSTED if name in config.engines]
+        report = replace(report, tables=(*report.tables, host_table(names, config.steps, log)))
+        yield report
+    if "update" in config.part:
+        names = [PLAIN, *(name for name in ("full_shard", "fsdp2") if name in config.engines)]
+        report = replace(report, tables=(*report.tables, update_table(names, config.steps, log)))
+        yield report
 
 
-def run(config: Config, log: Log, save: Save) -> Report:
-    """Measure; ``save`` is called with the report whenever there is more of it."""
-    report = Report(this_machine(), config.optimizer)
-    whole_steps = {"time", "memory"} & set(config.parts)
-    for world, model in product(config.worlds, config.models) if whole_steps else ():
-        before = report.rows
-        for rows in _rows(Setup(model, config.optimizer), world, config, log):
-            report = replace(report, rows=(*before, *rows))
-            save(report)
-    if "host" in config.parts:
-        for name in [name for name in HOSTED if name in config.engines]:
-            log(f"host time: {name}")
-            hosts = host_time(name, config.host_params, config.host_steps)
-            report = replace(report, hosts=(*report.hosts, *hosts))
-            save(report)
-    if "update" in config.parts:
-        for name in [name for name in (PLAIN, "full_shard", "fsdp2") if name in config.engines]:
-            log(f"optimizers: {name}")
-            updates = update_time(name, config.host_steps)
-            report = replace(report, updates=(*report.updates, *updates))
-            save(report)
-    return report
+def _optimizer(name: str) -> str:
+    kind, _, fused = name.partition("_")
+    if fused:
+        but = "; foreach for FSDP2, which has no fused one" if kind == "sgd" else ""
+        return f"{kind}, torch's fused kernel, for every engine; by sw.optim for ours{but}"
+    return f"torch.optim {kind}, its loop on CPU, for every engine"
 
 
-def _rows(setup: Setup, world: int, config: Config, log: Log) -> Iterator[list[Row]]:
+def _tables(setup: Setup, world: int, config: Config, log: Log) -> Iterator[Table]:
     """Every engine on one model, in the order of ``ENGINES``; with more numbers each time."""
-    reasons = {name: absent(name) for name in ENGINES if name in {*config.engines, PLAIN}}
-    rows = {name: Row(setup.model, world, name, absent=reason) for name, reason in reasons.items()}
-    present = [name for name, reason in reasons.items() if not reason]
-    if "time" in config.parts:
-        apart = [name for name in present if name.startswith("deepspeed")]
-        together = [name for name in present if name not in apart]
-        for names in [together] + [[PLAIN, *apart]] * bool(apart):
-            log(f"{setup.model}, {world} ranks, {config.rounds} rounds: {', '.join(names)}")
-            rows |= _timed(setup, world, names, config.rounds, rows)
-            yield list(rows.values())
-    if "memory" in config.parts:
-        for name in [name for name in present if not config.watched or name in config.watched]:
-            log(f"{setup.model}, {world} ranks, memory: {name}")
-            memory = peak_memory(name, setup, world, config.memory_steps)
-            rows[name] = replace(rows[name], memory=memory)
-            yield list(rows.values())
+    names = [name for name in ENGINES if name in {*config.engines, PLAIN}]
+    remarks = [f"{name}: absent, {absent(name)}" for name in names if absent(name)]
+    rows: Rows = {name: {} for name in names if not absent(name)}
+    title = f"{setup.model}, {world} ranks: {setup.task.summary}"
+    apart = [name for name in rows if name.startswith("deepspeed")]
+    together = [name for name in rows if name not in apart]
+
+    def table() -> Table:
+        shown = {name + "*" * (name in apart): row for name, row in rows.items()}
+        return Table.of(title, COLUMNS, shown, remarks)
+
+    for some in [together, [PLAIN, *apart]] if "time" in config.part else ():
+        if len(some) > 1:
+            log(f"{setup.model}, {world} ranks, {config.rounds} rounds: {', '.join(some)}")
+            timed = timed_rows(on_ranks(world, measure, setup, some, config.rounds), setup)
+            rows |= {name: timed[name] for name in some if name not in together or some == together}
+            yield table()
+    for name in rows if "memory" in config.part else ():
+        log(f"{setup.model}, {world} ranks, memory: {name}")
+        peak, start = peak_memory(name, setup, world)
+        rows[name] |= {"MiB peak": peak / MIB, "− start": (peak - start) / MIB}
+        yield table()
 
 
-def _timed(
-    setup: Setup, world: int, names: Sequence[str], rounds: int, rows: dict[str, Row]
-) -> dict[str, Row]:
-    """The rows of one set of processes, with times and bytes."""
-    with Workers(world, measure, setup, names, rounds) as workers:
-        measured = workers.receive()
+def timed_rows(ranks: Sequence[Mapping[str, Measured]], setup: Setup) -> Rows:
+    """Times and bytes of each engine that the ranks of one group measured."""
     model = setup.new_model()
-    params = sum(param.nbytes for param in model.parameters())
-    apart = any(name.startswith("deepspeed") for name in names)
+    least = {name: least_bytes(name, model, len(ranks)) for name in ranks[0]}
+    return {name: {**times(name, ranks), **traffic(name, ranks, least[name])} for name in least}
+
+
+def times(engine: str, ranks: Sequence[Mapping[str, Measured]]) -> dict[str, Cell]:
+    """From every rank's laps; a step lasts until its slowest rank is done."""
+    laps, plain_laps = _slowest(ranks, engine), _slowest(ranks, PLAIN)
+    whole, plain = [lap.whole for lap in laps], [lap.whole for lap in plain_laps]
+    low, middle, high = paired(whole, plain)
     return {
-        name: replace(
-            rows[name],
-            apart=apart,
-            losses=tuple(measured[0][name].losses),
-            times=times_of(name, measured),
-            traffic=traffic_of(name, measured, least_bytes(name, model, world), params),
-        )
-        for name in names
-        if not (apart and name == PLAIN)
+        "× plain": middle,
+        "q1": low,
+        "q3": high,
+        "min ×": min(whole) / min(plain),
+        "ms": 1e3 * median(whole),
+        "min ms": 1e3 * min(whole),
+        "compute": 1e3 * median(lap.compute for lap in laps),
+        "update": 1e3 * median(lap.update for lap in laps),
+    }
+
+
+def _slowest(ranks: Sequence[Mapping[str, Measured]], engine: str) -> list[Lap]:
+    rounds = zip(*(rank[engine].laps for rank in ranks), strict=True)
+    return [max(laps, key=lambda lap: lap.whole) for laps in rounds]
+
+
+def traffic(engine: str, ranks: Sequence[Mapping[str, Measured]], least: int) -> dict[str, Cell]:
+    """From every rank's counts: the largest."""
+    sent = max(rank[engine].sent for rank in ranks)
+    copied = max(rank[engine].copied - rank[PLAIN].copied for rank in ranks)
+    return {
+        "MB sent": sent / 1e6,
+        "least": least / 1e6,
+        "sent ÷": sent / least if least else None,
+        "MB copied": copied / 1e6,
     }

@@ -458,18 +458,6 @@ def test_the_table_names_every_engine_and_what_was_missed() -> None:
     assert "no time" in "\n".join(table.lines(Report(this_machine(), "", "", "", "", (free,))))
 
 
-def test_the_picture_has_the_numbers_that_were_held_against_a_rival() -> None:
-    report = Report(this_machine(), "H200, 140 GiB", "", "own", "torch", (CASE,))
-    (bars,) = table.bars(report).values()
-    assert [(bar.value, bar.target) for bar in bars] == [
-        (0.9, 0.9),
-        (0.8, 0.8),
-        (0.901, 0.9),
-        (0.81, 0.8),
-    ]
-    assert table.bars(replace(report, cases=(replace(CASE, rows=()),))) == {}
-
-
 # ---- which processes run -------------------------------------------------------------------
 
 
@@ -510,10 +498,9 @@ def whole_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     result = asked(
         *("--device", request.param, "--model", "tinyblocks", "--world", "4", "--rounds", "2"),
         *("--engines", "full_shard,fsdp2"),
-        *("--json", str(folder / "report.json"), "--plot", str(folder / "report.png")),
+        *("--json", str(folder / "report.json")),
     )
     assert result.exit_code == 0, result.output
-    assert (folder / "report.png").exists()
     assert "tinyblocks, rank 0 of 4" in result.output
     return read(Report, folder / "report.json")
 

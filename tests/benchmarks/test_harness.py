@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import benchmarks
 from benchmarks.checkpoint.report import Report as CheckpointReport
 from benchmarks.faults.report import Report as FaultsReport
 from benchmarks.gpu.report import Report as GpuReport
+from benchmarks.harness import report as reports
+from benchmarks.harness.command import command, setting
 from benchmarks.harness.machine import this_machine
-from benchmarks.harness.plots import Bar, draw
+from benchmarks.harness.plots import draw
+from benchmarks.harness.report import Cell, Column, Report, Table
 from benchmarks.harness.reports import read, write
-from benchmarks.harness.rounds import quartiles, rotated
+from benchmarks.harness.rounds import interleaved, paired, rotated
 from benchmarks.programs.report import Report as ProgramsReport
 from benchmarks.recorded import table_of, with_tables
-from benchmarks.step.host import Host
-from benchmarks.step.report import Report as StepReport
 
 FOLDER = Path(benchmarks.__file__ or "").parent
 RESULTS = (FOLDER / "RESULTS.md").read_text()
 MACHINE = this_machine()
-STEP = StepReport(MACHINE, "sgd", hosts=(Host("full_shard", 10, 123.0, 1.0, 2.0),))
+COLUMNS = (
+    Column("engine"),
+    Column("×", ".2f", drawn=True, target=0.9),
+    Column("ms", ".1f"),
+    Column("unmeasured"),
+)
+ROWS: dict[str, dict[str, Cell]] = {
+    "ours": {"×": 1.5, "ms": 123.0},
+    "theirs": {"×": None, "ms": 4.0},
+}
+REPORT = Report(
+    MACHINE, ("AdamW",), (Table.of("a title", COLUMNS, ROWS, ["absent: x"]),), ("× of y",)
+)
 REPORTS = {
-    "step.json": STEP,
     "gpu.json": GpuReport(MACHINE, "H200", "", "own", "torch"),
     "checkpoint.json": CheckpointReport(MACHINE, 1.0, 3),
     "faults.json": FaultsReport(MACHINE, missed=3),
@@ -38,7 +53,72 @@ REPORTS = {
 def test_everybody_is_first_once_and_then_the_order_turns_round() -> None:
     orders = ["".join(rotated(list("abc"), number)) for number in range(6)]
     assert orders == ["abc", "bca", "cab", "cba", "acb", "bac"]
-    assert quartiles([2.0, 1.5, 2.0]) == (1.75, 2.0, 2.0)
+    assert paired([2.0, 6.0, 4.0], [1.0, 4.0, 2.0]) == (1.75, 2.0, 2.0)
+
+
+def test_each_name_has_a_lap_in_each_round() -> None:
+    order = list[str]()
+
+    def lap(name: str, number: int) -> int:
+        order.append(name)
+        return number
+
+    assert interleaved("ab", 2, lap) == {"a": [0, 1], "b": [0, 1]}
+    assert order == ["a", "b", "b", "a"]
+
+
+def test_a_table_shows_what_was_measured() -> None:
+    text = "\n".join(REPORT.lines()[1:])
+    assert text == (
+        "AdamW\n\na title\n"
+        "engine     ×     ms\nours    1.50  123.0\ntheirs     –    4.0\nabsent: x\n\n× of y"
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the command below takes."""
+
+    world: tuple[int, ...] = setting((2,), "ranks")
+    engines: tuple[str, ...] = setting(("a", "b"), "which", ("a", "b"))
+    rounds: int = setting(20, "rounds", least=2)
+    quick: bool = setting(default=False, text="quick")
+    kind: str = setting("x", "kind", ("x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], Config()),
+        (
+            ["--world", "2,4", "--engines", "b", "--rounds", "3", "--quick", "--kind", "y"],
+            Config((2, 4), ("b",), 3, quick=True, kind="y"),
+        ),
+        (["--engines", "a,c"], "['c'] is none of a, b"),
+        (["--world", "two"], "'two' is no list of numbers"),
+        (["--rounds", "1"], "1 is not in the range x>=2"),
+    ],
+)
+def test_a_command_takes_the_settings_of_its_benchmark(
+    arguments: list[str], expected: Config | str, tmp_path: Path
+) -> None:
+    configs, path, picture = list[Config](), tmp_path / "a.json", tmp_path / "a.png"
+
+    def run(config: Config, _: Any) -> Iterator[Report]:
+        configs.append(config)
+        yield REPORT
+        assert reports.read(path) == REPORT  # kept whenever there is more
+        yield replace(REPORT, failures=1)
+
+    kept = ["--json", str(path), "--plot", str(picture)]
+    result = CliRunner().invoke(command("one", Config, run), [*arguments, *kept])
+    if isinstance(expected, str):
+        assert expected in result.output
+        return
+    assert configs == [expected]
+    assert "\n".join(REPORT.lines()) in result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert result.exit_code == 1
 
 
 # ---- files ---------------------------------------------------------------------------------
@@ -60,11 +140,20 @@ def test_a_report_survives_its_file_and_a_foreign_field_is_refused(
             table_of(path)
 
 
-def test_a_picture_is_drawn_of_panels_that_exist(tmp_path: Path) -> None:
-    bars = [Bar("a", 1.5, "#4477aa", low=1.2, high=1.7), Bar("b", 0.8, "#bbbbbb", target=0.9)]
-    draw("title", {"one": bars, "other": bars[:1]}, tmp_path / "report.png")
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    draw("title", {}, tmp_path / "empty.png")
+def test_a_report_survives_its_file_and_a_foreign_field_is_refused_there(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    reports.write(REPORT, path)
+    assert reports.read(path) == REPORT
+    good = json.loads(path.read_text("utf-8"))
+    without = {key: value for key, value in good.items() if key != "machine"}
+    for bad in (good | {"colour": "red"}, good | {"failures": "one"}, without):
+        path.write_text(json.dumps(bad), "utf-8")
+        with pytest.raises(ValueError, match=r"fields that|validation error"):
+            reports.read(path)
+
+
+def test_without_a_column_to_draw_there_is_no_picture(tmp_path: Path) -> None:
+    draw(replace(REPORT, tables=()), tmp_path / "empty.png")
     assert not (tmp_path / "empty.png").exists()
 
 
@@ -82,7 +171,7 @@ def test_every_recorded_report_has_its_table() -> None:
 
 
 def test_a_table_is_renewed_and_what_is_around_it_stays(tmp_path: Path) -> None:
-    write(STEP, tmp_path / "a.json")
+    reports.write(REPORT, tmp_path / "a.json")
     text = "before\n<!-- a.json -->\n```text\nold\n```\nafter\n```text\nmine\n```\n"
     renewed = with_tables(text, tmp_path)
     assert renewed.startswith("before\n<!-- a.json -->\n```text\n")

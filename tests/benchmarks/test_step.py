@@ -1,4 +1,4 @@
-"""The harness itself, on a tiny model: every engine, every part, the report and its files."""
+"""The step benchmark on a tiny model: every engine, every part, and the tables."""
 
 from __future__ import annotations
 
@@ -9,46 +9,32 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from benchmarks.harness.machine import this_machine
-from benchmarks.step import engines, table
+from benchmarks.harness.report import Cell, Report
+from benchmarks.harness.workers import on_ranks
+from benchmarks.step import engines, host, profile
 from benchmarks.step.engines import ENGINES, PLAIN, Setup, absent
-from benchmarks.step.host import host_time, update_time
-from benchmarks.step.measure import CHECKED, Lap, Measured, check_losses
-from benchmarks.step.memory import peak_memory
+from benchmarks.step.measure import CHECKED, Lap, Measured, check_losses, measure, peak_memory
 from benchmarks.step.models import TASKS
-from benchmarks.step.profile import profile_host
-from benchmarks.step.report import Report, Row, Times, times_of, traffic_of
-from benchmarks.step.run import Config, run
+from benchmarks.step.run import Config, run, times, traffic
 from benchmarks.step.traffic import PARTS, CopiedBytes, least_bytes
 
-SENDS_THE_LEAST = {"no_shard", "zero1", "shard_grad_op", "full_shard", "ddp"}
+HERE = [name for name in ENGINES if not absent(name)]
+Ranks = list[dict[str, Measured]]
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def ranks() -> Ranks:
     """Every engine, two rounds, two ranks; the losses are compared on the way."""
-    logged, saved = list[str](), list[Report]()
-    config = Config(models=("tiny",), rounds=2, parts=("time",))
-    report = run(config, logged.append, saved.append)
-    assert saved[-1] == report
-    assert logged[0].startswith("tiny, 2 ranks, 2 rounds: plain, no_shard")
-    return report
+    return on_ranks(2, measure, Setup("tiny"), HERE, 2)
 
 
 # ---- one run -------------------------------------------------------------------------------
 
 
 @pytest.mark.spawn
-def test_every_engine_has_a_row_with_numbers_or_a_reason(report: Report) -> None:
-    assert [row.engine for row in report.rows] == list(ENGINES)
-    for row in report.rows:
-        assert bool(row.absent) == (row.times is None) == (row.traffic is None)
-        assert bool(row.absent) == bool(absent(row.engine))
-
-
-@pytest.mark.spawn
-def test_every_engine_trains_the_same(report: Report) -> None:
-    losses = {row.engine: row.losses for row in report.rows if not row.absent}
+def test_every_engine_trains_the_same(ranks: Ranks) -> None:
+    losses = {name: each.losses for name, each in ranks[0].items()}
+    assert list(losses) == HERE
     assert all(len(each) == CHECKED for each in losses.values())
     assert [each[0] for each in losses.values()] == pytest.approx([losses["ddp"][0]] * len(losses))
     assert losses["full_shard"] == pytest.approx(losses["fsdp2"], abs=1e-5)
@@ -56,63 +42,69 @@ def test_every_engine_trains_the_same(report: Report) -> None:
 
 
 @pytest.mark.spawn
-def test_with_a_fused_optimizer_every_engine_trains_the_same_too() -> None:
-    """Its kernel rounds otherwise; the run would stop if losses differed by more than that."""
-    names = ("full_shard", "no_shard", "ddp", "fsdp1", "fsdp2")
-    config = Config(
-        models=("tiny",), rounds=2, engines=names, parts=("time",), optimizer="sgd_fused"
-    )
-    report = run(config, lambda _: None, lambda _: None)
-    assert {row.engine for row in report.rows if row.losses} == {PLAIN, *names}
-    assert "optimizer: sgd, torch's fused kernel" in "\n".join(table.lines(report))
-
-
-@pytest.mark.spawn
-def test_the_kernel_and_our_counters_agree_on_what_was_sent(report: Report) -> None:
-    for row in report.rows:
-        if row.traffic is None or row.traffic.counted is None:
+def test_the_kernel_and_our_counters_agree_on_what_was_sent(ranks: Ranks) -> None:
+    model = TASKS["tiny"].build()
+    for name, each in ranks[0].items():
+        if each.counted is None:
             continue
         heads = 4_096  # of messages
-        carried = 0 if row.engine.endswith("_memory") else row.traffic.counted
-        assert carried <= row.traffic.sent <= carried + heads
-        assert row.traffic.counted <= 1.01 * row.traffic.least
+        carried = 0 if name.endswith("_memory") else each.counted
+        assert carried <= each.sent <= carried + heads
+        assert each.counted <= 1.01 * least_bytes(name, model, world=2)
 
 
 @pytest.mark.spawn
-def test_the_table_and_the_picture_have_each_engine(report: Report) -> None:
-    text = "\n".join(table.lines(report))
-    for row in report.rows:
-        assert f"\n{row.engine}" in text
+def test_the_table_has_a_row_for_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fused optimizer: its kernel rounds otherwise, and would stop a run that differs."""
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    logged = list[str]()
+    config = Config(
+        model=("tiny",),
+        engines=("full_shard", "fsdp2", "deepspeed_zero3"),
+        rounds=2,
+        optimizer="sgd_fused",
+        part=("time",),
+    )
+    (report,) = run(config, logged.append)
+    assert logged == ["tiny, 2 ranks, 2 rounds: plain, full_shard, fsdp2"]
+    assert column(report, "engine") == [PLAIN, "full_shard", "fsdp2"]
+    assert column(report, "× plain")[0] == 1.0
+    text = "\n".join(report.lines())
+    assert "optimizer: sgd, torch's fused kernel" in text
     assert "tiny, 2 ranks: decoder, 2 layers" in text
-    (bars,) = table.bars(report).values()
-    assert {bar.label for bar in bars} == {row.engine for row in report.rows if row.times}
-    assert [bar.value for bar in bars] == sorted(bar.value for bar in bars)
+    assert "deepspeed_zero3: absent, deepspeed is not installed" in text
+    assert "MiB peak" not in [each.name for each in report.tables[0].columns]
+
+
+def column(report: Report, name: str) -> list[Cell]:
+    (table,) = report.tables
+    index = [each.name for each in table.columns].index(name)
+    return [row[index] for row in table.rows]
 
 
 @pytest.mark.spawn
 def test_memory_is_watched_while_ranks_train() -> None:
-    memory = peak_memory("full_shard", Setup("tiny"), world=2, steps=3)
-    assert memory.samples > 0
-    assert memory.peak > memory.start > 10 * 2**20
+    peak, start = peak_memory("full_shard", Setup("tiny"), world=2)
+    assert peak > start > 10 * 2**20
 
 
 @pytest.mark.spawn
-def test_host_time_is_measured_for_each_number_of_parameters() -> None:
-    hosts = host_time("fsdp2", (1, 3), steps=2)
-    assert [(host.engine, host.params) for host in hosts] == [("fsdp2", 1), ("fsdp2", 3)]
-    assert all(host.least > 0 and host.plain > 0 for host in hosts)
-
-
-@pytest.mark.spawn
-def test_the_optimizer_is_timed_in_its_variants() -> None:
-    updates = update_time("full_shard", steps=2)
-    assert [update.variant for update in updates] == ["default", "foreach", "fused", "flat"]
-    assert all(0 < update.least <= update.median for update in updates)
+def test_host_time_and_the_optimizer_are_measured_in_their_variants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "PARAMS", (1, 3))
+    hosts = host.host_table(["fsdp2"], 2, lambda _: None).rows
+    assert [row[:2] for row in hosts] == [("fsdp2", 1), ("fsdp2", 3)]
+    updates = host.update_table(["full_shard"], 2, lambda _: None).rows
+    assert [row[1] for row in updates] == ["default", "foreach", "fused", "flat"]
+    for row in (*hosts, *updates):
+        assert all(isinstance(number, float | int) and number > 0 for number in row[2:])
 
 
 @pytest.mark.spawn
 def test_a_profile_names_what_the_engine_calls() -> None:
-    assert "shardwise/" in profile_host("full_shard", 2, 1)
+    (report,) = profile.run(profile.Config(model="tiny", steps=1), lambda _: None)
+    assert any("shardwise/" in line for line in report.lines())
 
 
 # ---- the pieces ----------------------------------------------------------------------------
@@ -136,9 +128,6 @@ def test_a_rival_that_is_not_installed_is_reported_as_absent(
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     assert absent("deepspeed_zero2").startswith("deepspeed is not installed")
     assert absent("fsdp2") == absent("full_shard") == ""
-    row = Row("tiny", 2, "deepspeed_zero2", absent=absent("deepspeed_zero2"))
-    report = Report(this_machine(), "adamw", (Row("tiny", 2, PLAIN), row))
-    assert f"deepspeed_zero2: absent, {row.absent}" in table.lines(report)
 
 
 def test_losses_that_differ_stop_the_run() -> None:
@@ -162,17 +151,16 @@ def test_a_step_is_as_slow_as_its_slowest_rank_and_compared_within_its_round() -
         {PLAIN: measured((1, 0), (1, 1), (1, 1)), "ddp": measured((2, 2), (1, 1), (1, 1))},
     ]
     # plain 2, 4, 2 and ddp 4, 6, 4, so quotients are 2, 1.5, 2
-    assert times_of("ddp", ranks) == Times(
-        ratio=2.0,
-        low=1.75,
-        high=2.0,
-        least_ratio=2.0,
-        median=4000.0,
-        least=4000.0,
-        compute=3000.0,
-        update=1000.0,
-        rounds=3,
-    )
+    assert times("ddp", ranks) == {
+        "× plain": 2.0,
+        "q1": 1.75,
+        "q3": 2.0,
+        "min ×": 2.0,
+        "ms": 4000.0,
+        "min ms": 4000.0,
+        "compute": 3000.0,
+        "update": 1000.0,
+    }
 
 
 def test_copies_are_those_beyond_the_plain_step() -> None:
@@ -181,8 +169,12 @@ def test_copies_are_those_beyond_the_plain_step() -> None:
         {PLAIN: plain, "full_shard": replace(plain, sent=7, counted=6, copied=50)},
         {PLAIN: plain, "full_shard": replace(plain, sent=9, counted=6, copied=40)},
     ]
-    traffic = traffic_of("full_shard", ranks, least=8, params=100)
-    assert (traffic.sent, traffic.counted, traffic.copied) == (9, 6, 20)
+    assert traffic("full_shard", ranks, least=8) == {
+        "MB sent": 9e-6,
+        "least": 8e-6,
+        "sent ÷": 9 / 8,
+        "MB copied": 20e-6,
+    }
 
 
 @pytest.mark.parametrize(
