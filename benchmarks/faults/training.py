@@ -200,9 +200,9 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
 
 def main(run: str, case: str, out: str) -> None:
     """A rank under a launcher: ``python -m benchmarks.faults.training RUN CASE OUT``."""
-    from shardwise.launch.local import end_with_launcher
+    from shardwise.launch.local import exit_with_launcher
 
-    end_with_launcher(os.environ)
+    exit_with_launcher(os.environ)
     with sw.connect() as comm:
         (Path(out) / f"{comm.rank}.pid").write_text(str(os.getpid()))
         final = train(comm, Path(run), TypeAdapter(Case).validate_json(case))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from shardwise.cli.differences import difference_lines
+from shardwise.cli.differences import format_difference
 from shardwise.convert.difference import ABSENT, Change, Difference, UnequalTensor
 
 
@@ -12,11 +12,11 @@ def unequal(name: str, largest: float = 0.5) -> UnequalTensor:
     return UnequalTensor("model", name, ("F32", "F32"), ((2, 2), (2, 2)), largest)
 
 
-def lines(every: bool = False, **parts: object) -> list[str]:
+def lines(list_all: bool = False, **parts: object) -> list[str]:
     difference = Difference(**({"only": ({}, {})} | parts))  # type: ignore[arg-type]
-    shown = difference_lines(difference, ("a", "b"), every)
-    assert shown[:3] == ["A  a", "B  b", ""]
-    return shown[3:]
+    escape = format_difference(difference, ("a", "b"), list_all)
+    assert escape[:3] == ["A  a", "B  b", ""]
+    return escape[3:]
 
 
 def test_equal_is_one_line() -> None:

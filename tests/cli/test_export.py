@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.cli import main
-from shardwise.cli.export import nbytes_of
+from shardwise.cli.export import parse_size
 from shardwise.errors import ConfigError
 from tests.checkpoint.runs import same, saved, tensors
 from tests.nets import NETS
@@ -40,7 +40,7 @@ def test_a_run_s_newest_whole_checkpoint_is_merged(
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith(f"wrote    {tmp_path / 'out'}: 42 tensors, ")
     assert out[0].endswith("in 1 file")
-    assert out[1] == f"from     {run / 'step-2'}, what was read compared with its checksums"
+    assert out[1] == f"from     {run / 'step-2'}, all bytes read match their checksums"
     assert out[2].startswith("missing  config.json")
     assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors(run / "step-2", "model"))
 
@@ -87,13 +87,13 @@ def test_options_that_do_not_go_together_are_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(run, tmp_path / "dcp", "--format", "dcp", "--dtype", "float16") == 1
-    assert "it knows no --dtype" in capsys.readouterr().err
+    assert "does not support --dtype" in capsys.readouterr().err
     for option in (["--optimizer-file", "o.pt"], ["--optimizer-class", "SGD"], ["--trust-source"]):
         assert export(run, tmp_path / "out", *option) == 1
         assert f"{option[0]} is for PyTorch files" in capsys.readouterr().err
     for form in ("pt", "dcp"):
         assert export(run, tmp_path / "out", "--format", form, "--max-file-size", "5GB") == 1
-        assert "knows no --max-file-size" in capsys.readouterr().err
+        assert "does not support --max-file-size" in capsys.readouterr().err
     assert export(run, tmp_path / "model.pt") == 1
     assert "Pass --format pt" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -122,13 +122,12 @@ def test_where_it_came_from_is_said_by_the_name_that_was_given(
 ) -> None:
     torch.save({"x": torch.ones(3)}, tmp_path / "plain.pt")
     assert export(tmp_path / "plain.pt", tmp_path / "out") == 0
-    said = (
-        f"from     {tmp_path / 'plain.pt'}, of torch, which has no checksums: nothing was checked"
-    )
+    source = tmp_path / "plain.pt"
+    said = f"from     {source}, a PyTorch source without checksums: nothing was verified"
     assert said in capsys.readouterr().out.splitlines()
     one = tmp_path / "out" / "model.safetensors"
     assert export(one, tmp_path / "again") == 0
-    said = f"from     {one}, which has no manifest, so nothing was checked"
+    said = f"from     {one}, which has no manifest, so nothing was verified"
     assert said in capsys.readouterr().out.splitlines()
 
 
@@ -138,7 +137,7 @@ def test_that_tied_weights_have_one_name_is_said(
     save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
     assert export(tmp_path, tmp_path / "model.pt", "--format", "pt") == 0
-    assert "tied     config.json says tie_word_embeddings" in capsys.readouterr().out
+    assert "tied     config.json has tie_word_embeddings" in capsys.readouterr().out
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
     assert export(tmp_path, tmp_path / "other.pt", "--format", "pt") == 0
     assert "tied  " not in capsys.readouterr().out
@@ -153,7 +152,7 @@ def test_the_destination_is_looked_at_before_a_source_of_torch_is_read(
     assert export(tmp_path / "bad.pt", tmp_path / "out", "--overwrite") == 1
     assert "no checkpoint of shardwise, so it is left alone" in capsys.readouterr().err
     assert export(tmp_path / "bad.pt", tmp_path / "o.pt", "--format", "pt", "--with-optimizer") == 1
-    assert "weights alone" in capsys.readouterr().err
+    assert "weights only" in capsys.readouterr().err
 
 
 def test_what_is_there_is_refused(
@@ -193,12 +192,12 @@ def test_names_in_errors_cannot_drive_the_terminal(
     ],
 )
 def test_sizes_are_written_as_people_write_them(text: str, nbytes: int) -> None:
-    assert nbytes_of(text) == nbytes
+    assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize(
     "text", ["", "many", "-5GB", "0", "5PB", "1e9", "5iB", "9" * 400, "5000000TB"]
 )
 def test_other_sizes_are_errors(text: str) -> None:
-    with pytest.raises(ConfigError, match="say a size such as 5GB"):
-        nbytes_of(text)
+    with pytest.raises(ConfigError, match="pass a size such as 5GB"):
+        parse_size(text)

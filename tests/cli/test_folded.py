@@ -8,23 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli.folded import Fold, counted, fold, named, shown, shown_lines
+from shardwise.cli.folded import NameGroup, escape, escape_lines, escape_name, group_names, plural
 
 
 def folded(*names: str) -> list[str]:
-    return [found.name for found in fold((name, ()) for name in names)]
+    return [found.name for found in group_names((name, ()) for name in names)]
 
 
 def test_layers_are_one_line() -> None:
     names = [f"model.layers.{n}.mlp.up.weight" for n in range(32)]
-    assert fold((name, "bf16") for name in names) == [
-        Fold("model.layers.{0…31}.mlp.up.weight", 32, "bf16")
+    assert group_names((name, "bf16") for name in names) == [
+        NameGroup("model.layers.{0…31}.mlp.up.weight", 32, "bf16")
     ]
 
 
 def test_only_like_tensors_are_folded() -> None:
     kinds = [("h.0.w", 1), ("h.1.w", 2), ("h.2.w", 1), ("norm", 1)]
-    assert fold(kinds) == [Fold("h.{0,2}.w", 2, 1), Fold("h.1.w", 1, 2), Fold("norm", 1, 1)]
+    assert group_names(kinds) == [
+        NameGroup("h.{0,2}.w", 2, 1),
+        NameGroup("h.1.w", 1, 2),
+        NameGroup("norm", 1, 1),
+    ]
 
 
 def test_experts_are_folded_in_both_numbers() -> None:
@@ -48,15 +52,15 @@ def test_many_gaps_are_counted() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), unique=True))
 def test_no_name_is_lost_or_made_up(numbers: list[tuple[int, int]]) -> None:
-    found = fold((f"a.{n}.b.{k}", ()) for n, k in numbers)
-    counted: Counter[str] = Counter()
+    found = group_names((f"a.{n}.b.{k}", ()) for n, k in numbers)
+    plural: Counter[str] = Counter()
     for name, count, _ in found:
         texts = [""]
         for part in name.split("."):
             texts = [f"{text}.{one}" for text in texts for one in unfolded(part)]
         assert len(texts) == count
-        counted.update(text[1:] for text in texts)
-    assert counted == Counter(f"a.{n}.b.{k}" for n, k in numbers)
+        plural.update(text[1:] for text in texts)
+    assert plural == Counter(f"a.{n}.b.{k}" for n, k in numbers)
 
 
 def unfolded(part: str) -> list[str]:
@@ -78,13 +82,13 @@ def unfolded(part: str) -> list[str]:
     ],
 )
 def test_nothing_that_a_terminal_obeys_or_hides_is_shown(text: str, safe: str) -> None:
-    assert shown(text) == safe
+    assert escape(text) == safe
 
 
 @given(st.text())
 def test_what_is_shown_is_printable(text: str) -> None:
-    assert shown(text).isprintable()
-    assert shown_lines(text).count("\n") == text.count("\n")
+    assert escape(text).isprintable()
+    assert escape_lines(text).count("\n") == text.count("\n")
 
 
 def test_a_name_of_very_many_numbers_is_shown_as_it_is() -> None:
@@ -93,5 +97,5 @@ def test_a_name_of_very_many_numbers_is_shown_as_it_is() -> None:
 
 
 def test_words_count_and_an_empty_name_is_seen() -> None:
-    assert (counted(1, "tensor"), counted(1_000, "tensor")) == ("1 tensor", "1,000 tensors")
-    assert (named(""), named("a\x1b")) == ('""', "a\\x1b")
+    assert (plural(1, "tensor"), plural(1_000, "tensor")) == ("1 tensor", "1,000 tensors")
+    assert (escape_name(""), escape_name("a\x1b")) == ('""', "a\\x1b")

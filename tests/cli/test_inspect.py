@@ -61,7 +61,7 @@ def test_a_file_of_another_kind_is_no_checkpoint(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(
-        f"error: {tmp_path / 'q.yaml'} is no checkpoint. Name a run, a checkpoint,"
+        f"error: {tmp_path / 'q.yaml'} is not a checkpoint. Pass a run, a checkpoint,"
     )
 
 
@@ -109,7 +109,7 @@ def test_a_broken_checkpoint_of_a_run_is_explained(
     assert "NOT COMPLETE" in said
     assert "step-2: " in said
     assert "optimizer.safetensors is missing" in said
-    assert "step-3.partial-0123456789abcdef: left by a save that did not end" in said
+    assert "step-3.partial-0123456789abcdef: left by an interrupted save" in said
 
 
 def test_a_run_can_be_verified(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_a_checkpoint_shows_files_tensors_and_training(
     assert lines[0] == f"{made / 'step-2'}  complete"
     assert "by 2 ranks, full_shard" in said
     assert "kind        sharded safetensors, written by 2 ranks" in said
-    assert "were cut over 2 ranks" in said
+    assert "sharded over 2 ranks" in said
     assert "weights: 43 tensors" in said
     (row,) = [line for line in lines if "mlp.up.weight" in line]
     assert row.split() == ["blocks.{0…2}.mlp.up.weight", "3", "×", "[35,", "16]", "float32"]
@@ -156,7 +156,7 @@ def test_a_checkpoint_shows_files_tensors_and_training(
     assert "step: one number, float32, 2\n" in said
     assert "rng/torch" in said
     assert "group 0: 43 parameters, lr 0.01, betas (0.9, 0.999)" in said
-    assert "--verify reads all of them" in lines[-1]
+    assert "--verify compares all of them" in lines[-1]
     assert max(map(len, lines[1:])) <= 100
 
 
@@ -407,7 +407,7 @@ def test_options_that_mean_nothing_are_refused(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert inspect(made / "step-2", "--weights-only") == 2
-    assert "--weights-only is for two paths" in capsys.readouterr().err
+    assert "--weights-only compares two paths" in capsys.readouterr().err
     assert inspect(made, "--all") == 2
     assert "this is a run" in capsys.readouterr().err
 

@@ -52,7 +52,7 @@ def test_after_a_crash_what_was_said_before_is_not_said_again(
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "xterm")
     known = Built(31_392, "full_shard", 3, 12, 2, 2, 32, 30, 0.5)
-    with reporter(1, again=True) as report:
+    with reporter(1, restarted=True) as report:
         report(known)
         report(Resumed(2, 24, "run/checkpoints/step-2", 3))
     assert capsys.readouterr().out.splitlines()[0].startswith("resumed at step 2, sample 24")

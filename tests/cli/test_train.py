@@ -63,7 +63,7 @@ def test_help_shows_how_to_start_and_every_key(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     assert "shardwise train recipes/demo.yaml --nproc 2" in said
     assert "torchrun --nproc-per-node 2 -m shardwise.cli train" in said
-    assert "Ctrl-C, kill PID, or touch RUN/stop           save, and end with status 75" in said
+    assert "Ctrl-C, kill PID, or touch RUN/stop           save and exit with status 75" in said
     assert [key.name for key in keys() if f"{key.name}: " not in said] == []
 
 
@@ -122,7 +122,7 @@ def test_a_crash_is_rehearsed_at_a_rank_and_a_step(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert failed(str(recipe_file(tmp_path)), "--kill-rank", text) == 2
-    assert f"{text!r} is not RANK@STEP" in capsys.readouterr().err
+    assert f"{text!r} does not have the form RANK@STEP" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["1@2", "0@9", "0@0"])
@@ -167,9 +167,7 @@ def test_asking_for_processes_inside_a_launcher_is_refused(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert failed(str(recipe_file(tmp_path)), "--nproc", "2") == 1
-    assert (
-        "--nproc is 2, but a launcher has started the processes already" in capsys.readouterr().err
-    )
+    assert "--nproc is 2, but a launcher has already started " in capsys.readouterr().err
 
 
 # --- whole runs ------------------------------------------------------------------------------
@@ -249,7 +247,7 @@ def test_a_run_whose_output_ends_saves_and_stops(
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     with monkeypatch.context() as patch:
-        at_step(2, lambda: patch.setattr("shardwise.cli.progress.lines", broken), patch)
+        at_step(2, lambda: patch.setattr("shardwise.cli.progress.format_record", broken), patch)
         assert ended(str(recipe_file(tmp_path)), "run.log_every=1") == 1
     assert capsys.readouterr().err == (
         "error: the standard output cannot be written: Broken pipe. The run is stopped at step 3 "

@@ -116,7 +116,7 @@ def run(made: Path, folder: Path, do: Callable[[Callable[[], object]], object]) 
 
     do(torch_file)
     do(lambda: export_dcp(made, folder / "dcp"))
-    do(lambda: cli.run_export(folder / "x.pt", folder / "of", cli.Wanted()))
+    do(lambda: cli.run_export(folder / "x.pt", folder / "of", cli.ExportArguments()))
 
 
 def die(*_: object) -> None:

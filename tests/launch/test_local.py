@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ShardwiseError
-from shardwise.launch.local import STOPPED, cores, environment, start
+from shardwise.launch.local import EXIT_STOPPED, available_cores, default_environment, start
 
 # What each rank runs: a short script, not torch, so that a test takes about a second.
 FAIL = """
@@ -21,7 +21,7 @@ import json, os, time
 def fail(said, moment=None):
     moment = time.time() if moment is None else moment
     extra = {"timestamp": str(int(moment)), "exact": moment, "py_callstack": said}
-    extra["follows"] = "rank" in said
+    extra["is_consequence"] = "rank" in said
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
         json.dump({"message": {"message": said, "extraInfo": extra}}, file)
     os._exit(1)
@@ -217,7 +217,7 @@ def test_a_signal_to_save_and_one_to_stop_reach_every_rank(tmp_path: Path) -> No
         launcher.send_signal(signal.SIGUSR1)
         wait_for(lambda: both_heard(tmp_path, signal.SIGUSR1))  # two at once come in either order
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(200) == STOPPED == 75
+        assert launcher.wait(200) == EXIT_STOPPED == 75
     assert both_heard(tmp_path, signal.SIGUSR1, signal.SIGTERM)
 
 
@@ -227,14 +227,14 @@ def test_the_first_interrupt_asks_to_stop_and_the_second_interrupts(tmp_path: Pa
         wait_for(lambda: both_heard(tmp_path, signal.SIGTERM))
         assert launcher.poll() is None
         launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(200) == STOPPED
+        assert launcher.wait(200) == EXIT_STOPPED
     assert both_heard(tmp_path, signal.SIGTERM, signal.SIGINT)
 
 
 NOTED = """
 import os, sys, time
-from shardwise.launch.local import end_with_launcher
-end_with_launcher(os.environ)
+from shardwise.launch.local import exit_with_launcher
+exit_with_launcher(os.environ)
 open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
 time.sleep(300)
 """
@@ -260,7 +260,7 @@ def test_suspended_and_continued_the_ranks_are_so_too(tmp_path: Path) -> None:
         launcher.send_signal(signal.SIGCONT)
         wait_for(lambda: "T" not in map(state, (launcher.pid, *ranks)))
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(200) == STOPPED
+        assert launcher.wait(200) == EXIT_STOPPED
 
 
 def state(pid: int) -> str:
@@ -326,8 +326,8 @@ def test_what_would_be_the_same_again_is_not_tried_again() -> None:
     code = """
 import os
 from shardwise.errors import ConfigError
-from shardwise.launch.reasons import leave_reason
-leave_reason(ConfigError("no such recipe"))
+from shardwise.launch.reasons import write_error_file
+write_error_file(ConfigError("no such recipe"))
 os._exit(1)
 """
     said: list[str] = []
@@ -349,12 +349,12 @@ def test_a_stop_that_was_asked_for_is_no_crash() -> None:
 def test_ranks_share_the_cores_and_stay_on_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert environment(1)["OMP_NUM_THREADS"] == str(cores())
-    assert environment(10_000)["OMP_NUM_THREADS"] == "1"
-    assert environment(2)["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert default_environment(1)["OMP_NUM_THREADS"] == str(available_cores())
+    assert default_environment(10_000)["OMP_NUM_THREADS"] == "1"
+    assert default_environment(2)["GLOO_SOCKET_IFNAME"].startswith("lo")
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert environment(2) == {}
+    assert default_environment(2) == {}

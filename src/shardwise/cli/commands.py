@@ -1,7 +1,7 @@
-"""The commands, their options and their help: all that is known without importing torch.
+"""The commands, their options and their help, without importing torch.
 
-Each command imports what it does when it is called, so that ``--version``, ``--help``, a misspelt
-option and completion answer at once.
+A command imports its implementation when it is called, so that ``--version``, ``--help``, a
+misspelt option and completion answer at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["commands"]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-WIDE = {"max_content_width": 100}
+CONTEXT_SETTINGS = {"max_content_width": 100}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,16 +48,15 @@ The run's folder then holds metrics.jsonl, loss.png, the recipe with every defau
 checkpoints, and the model as safetensors with the tokenizer, which transformers loads as it is.
 
 \b
-A run that was stopped or killed goes on when the same command is given again, on any number of
-ranks. While it runs:
-  kill -USR1 PID, or touch RUN/save             save, and go on
-  Ctrl-C, kill PID, or touch RUN/stop           save, and end with status 75
-  Ctrl-C again                                  end at once
+The same command resumes a run that was stopped or killed, on any number of ranks. While it runs:
+  kill -USR1 PID, or touch RUN/save             save and continue
+  Ctrl-C, kill PID, or touch RUN/stop           save and exit with status 75
+  Ctrl-C again                                  exit immediately
 """
 
 
-class _WithKeys(click.Command):
-    """Its help ends with every key of a recipe and its default, by section."""
+class _TrainCommand(click.Command):
+    """A command whose help ends with every key of a recipe and its default, by section."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from shardwise.train.config import keys
@@ -76,18 +75,18 @@ def _rank_and_step(
 ) -> tuple[int, int] | None:
     if text is None:
         return None
-    rank, at, step = text.partition("@")
-    if not (at and rank.isdecimal() and step.isdecimal()):
-        raise click.BadParameter(f"{text!r} is not RANK@STEP, such as 1@80.")
+    rank, separator, step = text.partition("@")
+    if not (separator and rank.isdecimal() and step.isdecimal()):
+        raise click.BadParameter(f"{text!r} does not have the form RANK@STEP, such as 1@80.")
     return int(rank), int(step)
 
 
 @commands.command(
     "train",
-    cls=_WithKeys,
+    cls=_TrainCommand,
     help=TRAIN,
     short_help="Train a language model, sharded.",
-    context_settings={"ignore_unknown_options": True, **WIDE},
+    context_settings={"ignore_unknown_options": True, **CONTEXT_SETTINGS},
 )
 @click.argument("recipe", type=click.Path())
 @click.option(
@@ -110,22 +109,22 @@ def _rank_and_step(
 )
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
 def train(recipe: str, overrides: tuple[str, ...], **processes: Any) -> None:
-    """The command; ``TRAIN`` is what people read."""
-    read = _recipe(recipe, overrides)
-    from shardwise.cli.train import Processes, run_train
+    """The command; its help is ``TRAIN``."""
+    parsed = _recipe(recipe, overrides)
+    from shardwise.cli.train import LaunchOptions, run_train
 
-    run_train(read, (recipe, *overrides), Processes(**processes))
+    run_train(parsed, (recipe, *overrides), LaunchOptions(**processes))
 
 
 def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
-    """The recipe; a launcher tells its mistakes once, and not once for each rank."""
-    from shardwise.launch.reasons import leave_reason
+    """The recipe; under a launcher its errors are printed once, not by every rank."""
+    from shardwise.launch.reasons import write_error_file
     from shardwise.train.recipe import read_recipe
 
     try:
         return read_recipe(path, overrides, ("--nproc", "--restarts", "--kill-rank", "--help"))
     except ConfigError as error:
-        if leave_reason(error):
+        if write_error_file(error):
             sys.exit(1)
         raise
 
@@ -133,9 +132,9 @@ def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
 # --- inspect ---------------------------------------------------------------------------------
 
 INSPECT = """\
-Show what a run, a checkpoint, a Hugging Face folder or a .safetensors file holds.
+Show the contents of a run, a checkpoint, a Hugging Face folder or a .safetensors file.
 
-With a second path: where the two differ, in names, shapes, values and training state. For a run
+With a second path, show where the two differ: names, shapes, values and training state. For a run
 its newest complete checkpoint is compared.
 
 \b
@@ -147,44 +146,44 @@ Examples:
 A run's checkpoints may lie in run or in run/checkpoints, where `shardwise train` puts them.
 
 \b
-Exit status: 0 if all is well, or the two are equal;
+Exit status: 0 if everything is complete, or the two are equal;
              1 if something is not complete, damaged or cannot be read, a run has no complete
                checkpoint, or the two differ;
-             2 if it could not be looked at.
+             2 if the path or an option is invalid.
 """
 
 
 @commands.command(
     "inspect",
     help=INSPECT,
-    short_help="Show what a checkpoint holds, or where two differ.",
-    context_settings=WIDE,
+    short_help="Show the contents of a checkpoint, or where two differ.",
+    context_settings=CONTEXT_SETTINGS,
 )
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("other", type=click.Path(path_type=Path), required=False)
 @click.option("--verify", is_flag=True, help="Read every byte and compare it with its checksum.")
-@click.option("--all", "every", is_flag=True, help="List every tensor, and fold no layers.")
-@click.option("--weights-only", is_flag=True, help="Compare parameters and buffers alone.")
+@click.option("--all", "list_all", is_flag=True, help="List every tensor; do not group layers.")
+@click.option("--weights-only", is_flag=True, help="Compare parameters and buffers only.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: Path, other: Path | None, **options: bool) -> None:
-    """The command; ``INSPECT`` is what people read."""
-    from shardwise.cli.inspect import Look, run_inspect
+    """The command; its help is ``INSPECT``."""
+    from shardwise.cli.inspect import InspectOptions, run_inspect
 
-    run_inspect(path, other, Look(**options))
+    run_inspect(path, other, InspectOptions(**options))
 
 
 # --- export ----------------------------------------------------------------------------------
 
 EXPORT = """\
-Write SOURCE again as DESTINATION, in a few megabytes of memory, whatever its size.
+Convert SOURCE to DESTINATION, with a few megabytes of memory whatever its size.
 
 SOURCE is a checkpoint, a run (its newest complete checkpoint), a Hugging Face folder or a
-.safetensors file. The result is a folder that transformers loads as it is, with a manifest;
-every byte that has a checksum is checked on the way.
+.safetensors file. The result is a folder that transformers loads directly, with a manifest; bytes
+that have a checksum are verified while they are read.
 
 SOURCE may also be a PyTorch file (.pt, .pth, .bin) or a torch.distributed.checkpoint folder. They
-hold pickles, which are opened by restricted readers. What those refuse can run arbitrary code: pass
---trust-source only if you trust its author.
+hold pickles, which restricted unpicklers read. A pickle that these refuse can run arbitrary code:
+pass --trust-source only if you trust its author.
 
 \b
 Examples:
@@ -201,12 +200,14 @@ Examples:
     "export",
     help=EXPORT,
     short_help="Write a checkpoint as other files, dtypes or formats.",
-    context_settings=WIDE,
+    context_settings=CONTEXT_SETTINGS,
 )
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("destination", type=click.Path(path_type=Path))
-@click.option("--dtype", type=click.Choice(DTYPES), help="Cast floating-point weights to this.")
-@click.option("--max-file-size", help="Bytes of one file.  [default: 5GB]")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), help="Cast floating-point weights to this dtype."
+)
+@click.option("--max-file-size", help="Most bytes in one file.  [default: 5GB]")
 @click.option(
     "--with-optimizer/--weights-only",
     default=False,
@@ -214,22 +215,26 @@ Examples:
 )
 @click.option(
     "--format",
-    "form",
+    "file_format",
     type=click.Choice(["hf", "dcp", "pt"]),
     default="hf",
     show_default=True,
-    help="Safetensors; torch.distributed.checkpoint; one file of torch.save.",
+    help="hf: safetensors; dcp: torch.distributed.checkpoint; pt: one file of torch.save.",
 )
-@click.option("--trust-source", is_flag=True, help="Unpickle SOURCE, which can run any code.")
+@click.option(
+    "--trust-source",
+    is_flag=True,
+    help="Unpickle SOURCE without restrictions, which can run any code.",
+)
 @click.option(
     "--optimizer-file",
     type=click.Path(path_type=Path),
-    help="PyTorch file with the optimizer's state, where SOURCE has none.",
+    help="PyTorch file with the optimizer's state, if SOURCE has none.",
 )
-@click.option("--optimizer-class", help="Such as AdamW, where a PyTorch SOURCE does not name it.")
-@click.option("--overwrite", is_flag=True, help="Replace an earlier export of that name.")
+@click.option("--optimizer-class", help="Such as AdamW, if a PyTorch SOURCE does not name it.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export at DESTINATION.")
 def export(source: Path, destination: Path, **options: Any) -> None:
-    """The command; ``EXPORT`` is what people read."""
-    from shardwise.cli.export import Wanted, run_export
+    """The command; its help is ``EXPORT``."""
+    from shardwise.cli.export import ExportArguments, run_export
 
-    run_export(source, destination, Wanted(**options))
+    run_export(source, destination, ExportArguments(**options))

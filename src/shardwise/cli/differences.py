@@ -1,4 +1,4 @@
-"""Two checkpoints side by side as a person reads them: pure functions to lines of text."""
+"""Prints the difference between two checkpoints: pure functions that return lines of text."""
 
 from __future__ import annotations
 
@@ -6,83 +6,98 @@ import json
 from collections.abc import Mapping, Sequence
 
 from shardwise.checkpoint.save_plan import MODEL
-from shardwise.cli.catalogues import WIDTH, dtype_name, short
-from shardwise.cli.folded import counted, fold, named, shown
+from shardwise.cli.catalogues import WIDTH, dtype_name, shorten
+from shardwise.cli.folded import escape, escape_name, group_names, plural
 from shardwise.cli.tables import table
 from shardwise.convert.difference import ABSENT, Change, Difference, UnequalTensor
 
-__all__ = ["difference_lines"]
+__all__ = ["format_difference"]
 
-MOST = 20  # lines of one kind
-WORST = 5  # tensors whose difference is shown
+MAX_LINES = 20  # lines of one kind
+MAX_TENSORS = 5  # tensors whose difference is shown
 
 
-def difference_lines(
-    difference: Difference, names: tuple[str, str], every: bool = False
+def format_difference(
+    difference: Difference, names: tuple[str, str], list_all: bool = False
 ) -> list[str]:
-    """What differs between A and B; one line if nothing does."""
-    lines = [f"A  {shown(names[0])}", f"B  {shown(names[1])}", ""]
-    compared = f"{counted(difference.equal + len(difference.tensors), 'tensor')} compared"
+    """The difference between A and B; one line if they are equal."""
+    lines = [f"A  {escape(names[0])}", f"B  {escape(names[1])}", ""]
+    compared = f"{plural(difference.equal + len(difference.tensors), 'tensor')} compared"
     if difference.is_empty:
-        alone = (
+        not_compared = (
             "; configuration, tokenizer and training were not compared" * difference.only_tensors
         )
-        return [*lines, f"{compared}: equal{alone}"]
+        return [*lines, f"{compared}: equal{not_compared}"]
     lines.append(f"{compared}: {difference.equal:,} equal, {len(difference.tensors):,} not")
-    for side, only in zip("AB", difference.only, strict=True):
-        lines += _only(side, only, every)
-    for kind in dict.fromkeys(one.kind for one in difference.tensors):
-        lines += _unequal(kind, [one for one in difference.tensors if one.kind == kind], every)
-    lines += _changes("tied names", difference.ties, every)
-    lines += _changes("training state", difference.training, every)
-    lines += _changes("files", difference.files, every)
+    for side, names_only in zip("AB", difference.only, strict=True):
+        lines += _only(side, names_only, list_all)
+    for kind in dict.fromkeys(tensor.kind for tensor in difference.tensors):
+        lines += _unequal(
+            kind, [tensor for tensor in difference.tensors if tensor.kind == kind], list_all
+        )
+    lines += _changes("tied names", difference.ties, list_all)
+    lines += _changes("training state", difference.training, list_all)
+    lines += _changes("files", difference.files, list_all)
     return lines
 
 
-def _only(side: str, only: Mapping[str, Sequence[str]], every: bool) -> list[str]:
+def _only(side: str, only: Mapping[str, Sequence[str]], list_all: bool) -> list[str]:
     lines = []
     for kind, names in only.items():
-        lines += ["", f"only in {side}, {shown(kind)}: {counted(len(names), 'tensor')}"]
-        folded = names if every else [one.name for one in fold((name, ()) for name in names)]
+        lines += ["", f"only in {side}, {escape(kind)}: {plural(len(names), 'tensor')}"]
+        groups = (
+            names
+            if list_all
+            else [group.name for group in group_names((name, ()) for name in names)]
+        )
         lines += (
-            _first([f"  {named(name)}" for name in folded], every) if every or kind == MODEL else []
+            _truncate([f"  {escape_name(name)}" for name in groups], list_all)
+            if list_all or kind == MODEL
+            else []
         )
     return lines
 
 
-def _unequal(kind: str, tensors: Sequence[UnequalTensor], every: bool) -> list[str]:
-    """Repeated layers are one row; below are the tensors that differ most, or all of them."""
-    kinds = [(one.name, (one.shapes, one.dtypes)) for one in tensors]
+def _unequal(kind: str, tensors: Sequence[UnequalTensor], list_all: bool) -> list[str]:
+    """A row for each group of repeated layers, then the tensors that differ most, or all."""
+    kinds = [(first.name, (first.shapes, first.dtypes)) for first in tensors]
     rows = []
-    for name, times, (shapes, dtypes) in fold(kinds):
-        one, other = (f"{list(s)} {dtype_name(d)}" for s, d in zip(shapes, dtypes, strict=True))
-        rows.append([f"  {named(name)}", f"{times:,}", one, other if other != one else "the same"])
-    head = [f"{shown(kind)}: not equal", "tensors", "A", "B"]
-    lines = ["", *_first(table(rows, head), every)]
-    comparable = [one for one in tensors if one.shapes[0] == one.shapes[1]]
-    comparable.sort(key=lambda one: one.max_abs_diff, reverse=True)
-    worst = comparable if every else comparable[:WORST]
+    for name, count, (shapes, dtypes) in group_names(kinds):
+        first, second = (f"{list(s)} {dtype_name(d)}" for s, d in zip(shapes, dtypes, strict=True))
+        rows.append(
+            [
+                f"  {escape_name(name)}",
+                f"{count:,}",
+                first,
+                second if second != first else "the same",
+            ]
+        )
+    head = [f"{escape(kind)}: not equal", "tensors", "A", "B"]
+    lines = ["", *_truncate(table(rows, head), list_all)]
+    comparable = [first for first in tensors if first.shapes[0] == first.shapes[1]]
+    comparable.sort(key=lambda first: first.max_abs_diff, reverse=True)
+    worst = comparable if list_all else comparable[:MAX_TENSORS]
     return lines + table(
-        [[f"  max abs diff of {named(t.name)}", f"{t.max_abs_diff:.3g}"] for t in worst]
+        [[f"  max abs diff of {escape_name(t.name)}", f"{t.max_abs_diff:.3g}"] for t in worst]
     )
 
 
-def _changes(title: str, changes: Sequence[Change], every: bool) -> list[str]:
+def _changes(title: str, changes: Sequence[Change], list_all: bool) -> list[str]:
     if not changes:
         return []
     lines = ["", f"{title}: {len(changes):,} differ"]
     rows = [
-        f"  {shown(c.place or 'all of it')}: {_value(c.one)} in A, {_value(c.other)} in B"
+        f"  {escape(c.place or 'all of it')}: {_value(c.one)} in A, {_value(c.other)} in B"
         for c in changes
     ]
-    return lines + _first(rows, every)
+    return lines + _truncate(rows, list_all)
 
 
-def _first(rows: Sequence[str], every: bool) -> list[str]:
-    if every or len(rows) <= MOST:
+def _truncate(rows: Sequence[str], list_all: bool) -> list[str]:
+    if list_all or len(rows) <= MAX_LINES:
         return list(rows)
-    return [*rows[:MOST], f"  … and {len(rows) - MOST:,} more lines; --all shows them"]
+    return [*rows[:MAX_LINES], f"  … and {len(rows) - MAX_LINES:,} more lines; --all shows them"]
 
 
 def _value(value: object) -> str:
-    return "nothing" if value is ABSENT else short(json.dumps(value), WIDTH // 3)
+    return "nothing" if value is ABSENT else shorten(json.dumps(value), WIDTH // 3)

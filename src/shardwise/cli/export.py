@@ -15,7 +15,7 @@ import torch
 
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.run_folder import checkpoint_of
-from shardwise.cli.folded import shown
+from shardwise.cli.folded import escape
 from shardwise.convert.catalogue import OF_TORCH
 from shardwise.convert.companions import CONFIG
 from shardwise.convert.destination import Destination, workplace
@@ -24,37 +24,37 @@ from shardwise.convert.writer import Converted
 from shardwise.errors import ConfigError
 from shardwise.listing import size
 
-__all__ = ["Wanted", "nbytes_of", "run_export"]
+__all__ = ["ExportArguments", "parse_size", "run_export"]
 
-Form = Literal["hf", "dcp", "pt"]
+FileFormat = Literal["hf", "dcp", "pt"]
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-LARGEST = 1 << 62  # bytes; more is in no file
+MAX_SIZE = 1 << 62  # bytes
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 
 
-def nbytes_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """``"5GB" → 5_000_000_000``, ``"64MiB" → 67_108_864``.
 
     Raises:
-        ConfigError: it is no size, less than one byte, or more than any file has.
+        ConfigError: it is not a size, or not between one byte and 4 EiB.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = (match[2] or "").upper() if match else ""
     factor = 1024 ** " KMGT".index(unit) if match and match[3] else UNITS[unit]
     number = int(float(match[1]) * factor) if match else 0
-    if not 1 <= number < LARGEST:
-        raise ConfigError(f"--max-file-size is {text!r}; say a size such as 5GB or 512MiB.")
+    if not 1 <= number < MAX_SIZE:
+        raise ConfigError(f"--max-file-size is {text!r}; pass a size such as 5GB or 512MiB.")
     return number
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExportArguments:
     """The options of ``shardwise export``; ``None`` where one was not given."""
 
     dtype: str | None = None
     max_file_size: str | None = None
     with_optimizer: bool = False
-    form: Form = "hf"
+    file_format: FileFormat = "hf"
     trust_source: bool = False
     optimizer_file: Path | None = None
     optimizer_class: str | None = None
@@ -65,14 +65,14 @@ class Wanted:
         size = ExportOptions.max_file_size
         return ExportOptions(
             dtype=None if self.dtype is None else getattr(torch, self.dtype),
-            max_file_size=nbytes_of(self.max_file_size) if self.max_file_size else size,
+            max_file_size=parse_size(self.max_file_size) if self.max_file_size else size,
             with_optimizer=self.with_optimizer,
             overwrite=self.overwrite,
         )
 
     @property
-    def for_torch(self) -> list[str]:
-        """Those that were given and that only a PyTorch source knows."""
+    def torch_only(self) -> list[str]:
+        """The given options that apply to a PyTorch source only."""
         given = {
             "--trust-source": self.trust_source,
             "--optimizer-file": self.optimizer_file is not None,
@@ -81,86 +81,95 @@ class Wanted:
         return [name for name, is_given in given.items() if is_given]
 
 
-def run_export(source: Path, destination: Path, wanted: Wanted) -> None:
-    """``shardwise export``; raises what the parts of it raise."""
-    options, form = wanted.options, wanted.form
-    _check_options(options, form, wanted.max_file_size is not None)
+def run_export(source: Path, destination: Path, arguments: ExportArguments) -> None:
+    """``shardwise export``.
+
+    Raises:
+        ShardwiseError: the options do not go together, or reading or writing failed.
+    """
+    options, file_format = arguments.options, arguments.file_format
+    _check_options(options, file_format, arguments.max_file_size is not None)
     source, destination = source.expanduser(), destination.expanduser()
-    _check_destination(destination, options, form)
-    with _ours(source, destination, wanted) as path:
-        if form == "dcp":
+    _check_destination(destination, options, file_format)
+    with _as_checkpoint(source, destination, arguments) as path:
+        if file_format == "dcp":
             _to_dcp(path, destination, options)
         else:
-            _to_files(path, source, destination, options, form)
+            _to_files(path, source, destination, options, file_format)
 
 
-def _check_options(options: ExportOptions, form: str, sized: bool) -> None:
-    """Raises ``ConfigError`` for options that this format has no use for."""
-    if form == "dcp" and (options.dtype is not None or options.overwrite):
+def _check_options(options: ExportOptions, file_format: str, has_max_file_size: bool) -> None:
+    """Raises ``ConfigError`` for options that this format does not support."""
+    if file_format == "dcp" and (options.dtype is not None or options.overwrite):
         raise ConfigError(
-            "--format dcp writes what is stored, to a folder that is not there yet: it knows no "
-            "--dtype and no --overwrite. Export with --dtype first, and that result as dcp."
+            "--format dcp does not support --dtype and --overwrite: it writes the stored dtypes to "
+            "a new folder. Export with --dtype first, then export the result as dcp."
         )
-    if form != "hf" and sized:
+    if file_format != "hf" and has_max_file_size:
         raise ConfigError(
-            f"--format {form} knows no --max-file-size: it is for safetensors. Leave it out."
+            f"--format {file_format} does not support --max-file-size, which is for safetensors. "
+            "Leave it out."
         )
-    if form == "pt" and options.with_optimizer:
+    if file_format == "pt" and options.with_optimizer:
         raise ConfigError(
-            "a single file holds weights alone. Leave --with-optimizer out, or choose another "
+            "--format pt writes weights only. Leave --with-optimizer out, or choose another "
             "--format."
         )
 
 
-def _check_destination(destination: Path, options: ExportOptions, form: Form) -> None:
-    """Before anything is read: a source of torch may take an hour."""
-    if form == "hf" and destination.suffix in OF_TORCH:
+def _check_destination(destination: Path, options: ExportOptions, file_format: FileFormat) -> None:
+    """Check before anything is read: converting a PyTorch source may take an hour."""
+    if file_format == "hf" and destination.suffix in OF_TORCH:
         raise ConfigError(
-            f"{destination.name} is called as a file of torch is, and a folder of safetensors "
-            "would be written. Pass --format pt, or name a folder."
+            f"{destination.name} has the suffix of a PyTorch file, and --format hf writes a folder "
+            "of safetensors. Pass --format pt, or name a folder."
         )
-    Destination(destination.absolute(), form, options.with_optimizer, options.overwrite).check()
+    Destination(
+        destination.absolute(), file_format, options.with_optimizer, options.overwrite
+    ).check()
 
 
-def _is_of_torch(source: Path) -> bool:
-    """By its name, and by what it is: a run's folder may be called run.ckpt."""
+def _is_torch_source(source: Path) -> bool:
+    """Is it a PyTorch file or a DCP folder? A run's folder may be called run.ckpt."""
     return (source.suffix in OF_TORCH and source.is_file()) or (source / ".metadata").exists()
 
 
 @contextmanager
-def _ours(source: Path, destination: Path, wanted: Wanted) -> Iterator[Path]:
-    """The checkpoint that ``source`` means; a PyTorch one is converted first, and goes later."""
-    if not _is_of_torch(source):
-        if wanted.for_torch:
+def _as_checkpoint(source: Path, destination: Path, arguments: ExportArguments) -> Iterator[Path]:
+    """The checkpoint at ``source``; a PyTorch source is converted to a temporary one first."""
+    if not _is_torch_source(source):
+        if arguments.torch_only:
             raise ConfigError(
-                f"{' and '.join(wanted.for_torch)} is for PyTorch files, and {source} is none. "
-                "Leave it out."
+                f"{' and '.join(arguments.torch_only)} is for PyTorch files, and {source} is not "
+                "one. Leave it out."
             )
         yield checkpoint_of(source)
         return
     from shardwise.convert.dcp_import import import_checkpoint
 
     with workplace(destination.absolute()) as folder:
-        sources = [source, *filter(None, [wanted.optimizer_file])]
-        between = folder / "imported"
-        made = import_checkpoint(sources, between, wanted.trust_source, wanted.optimizer_class)
-        _say_left_out(made.left_out)
-        yield between
+        sources = [source, *filter(None, [arguments.optimizer_file])]
+        imported = folder / "imported"
+        converted = import_checkpoint(
+            sources, imported, arguments.trust_source, arguments.optimizer_class
+        )
+        _print_left_out(converted.left_out)
+        yield imported
 
 
 def _to_dcp(path: Path, destination: Path, options: ExportOptions) -> None:
     from shardwise.convert.dcp_export import export_dcp
 
-    made = export_dcp(path, destination, options.with_optimizer)
-    _say_left_out(made.left_out)
-    click.echo(f"wrote    {shown(made.path)}: {made.tensors:,} tensors, {size(made.nbytes)}")
+    result = export_dcp(path, destination, options.with_optimizer)
+    _print_left_out(result.left_out)
+    click.echo(f"wrote    {escape(result.path)}: {result.tensors:,} tensors, {size(result.nbytes)}")
 
 
 def _to_files(
-    path: Path, given: Path, destination: Path, options: ExportOptions, form: Form
+    path: Path, given: Path, destination: Path, options: ExportOptions, to: FileFormat
 ) -> None:
-    write = export_torch_file if form == "pt" else export
-    hidden, label = not sys.stderr.isatty(), f"writing {shown(destination.name)}"
+    write = export_torch_file if to == "pt" else export
+    hidden, label = not sys.stderr.isatty(), f"writing {escape(destination.name)}"
     with CheckpointReader.open(path) as source:
         with click.progressbar(length=1, label=label, file=sys.stderr, hidden=hidden) as bar:
 
@@ -168,47 +177,50 @@ def _to_files(
                 bar.length = total
                 bar.update(more)
 
-            made = write(source, destination, options, progress)
-        for line in _lines(made, form, _origin(source, given), *_ties(source, form)):
+            result = write(source, destination, options, progress)
+        for line in _format_result(
+            result, to, _source_line(source, given), *_tie_warning(source, to)
+        ):
             click.echo(line)
 
 
-def _origin(source: CheckpointReader, given: Path) -> str:
-    """Where it came from, by a name that lasts, and what vouched for its bytes."""
-    if _is_of_torch(given):
-        return f"from     {shown(given)}, of torch, which has no checksums: nothing was checked"
+def _source_line(source: CheckpointReader, given: Path) -> str:
+    """The resolved path of the source, and whether its bytes were verified."""
+    if _is_torch_source(given):
+        return f"from     {escape(given)}, a PyTorch source without checksums: nothing was verified"
     name = given.absolute() if given.is_file() else source.folder
     if source.manifest is None:
-        return f"from     {shown(name)}, which has no manifest, so nothing was checked"
-    return f"from     {shown(name)}, what was read compared with its checksums"
+        return f"from     {escape(name)}, which has no manifest, so nothing was verified"
+    return f"from     {escape(name)}, all bytes read match their checksums"
 
 
-def _ties(source: CheckpointReader, form: Form) -> Iterator[str]:
-    """A manifest tells further names of tied weights; a Hugging Face folder leaves it to code."""
-    if form == "pt" and source.manifest is None and source.has(CONFIG):
+def _tie_warning(source: CheckpointReader, file_format: FileFormat) -> Iterator[str]:
+    """A Hugging Face folder does not list the names of tied weights, as a manifest does."""
+    if file_format == "pt" and source.manifest is None and source.has(CONFIG):
         config = source.json(CONFIG)
         if isinstance(config, dict) and config.get("tie_word_embeddings"):
             yield (
-                "tied     config.json says tie_word_embeddings: the file has such weights under "
-                "one name, as its source; call model.tie_weights() after loading"
+                "tied     config.json has tie_word_embeddings: like the source, the file has tied "
+                "weights under one name; call model.tie_weights() after loading"
             )
 
 
-def _lines(made: Converted, form: str, *source: str) -> Iterator[str]:
-    files = f"{len(made.files):,} file{'s' * (len(made.files) != 1)}"
-    yield f"wrote    {shown(made.path)}: {made.tensors:,} tensors, {size(made.nbytes)} in {files}"
+def _format_result(result: Converted, file_format: str, *source: str) -> Iterator[str]:
+    files = f"{len(result.files):,} file{'s' * (len(result.files) != 1)}"
+    tensors = f"{result.tensors:,} tensors, {size(result.nbytes)}"
+    yield f"wrote    {escape(result.path)}: {tensors} in {files}"
     yield from source
-    if made.cast:
-        yield f"cast     {len(made.cast):,} tensors"
-    if made.small:
-        yield f"beside   {', '.join(map(shown, made.small))}"
-    if made.left_out:
-        yield f"left out {', '.join(map(shown, made.left_out))}"
-    if form == "hf" and CONFIG not in made.small:
-        yield "missing  config.json, without which transformers does not know the model's class"
+    if result.cast:
+        yield f"cast     {len(result.cast):,} tensors"
+    if result.small:
+        yield f"beside   {', '.join(map(escape, result.small))}"
+    if result.left_out:
+        yield f"left out {', '.join(map(escape, result.left_out))}"
+    if file_format == "hf" and CONFIG not in result.small:
+        yield "missing  config.json: without it transformers does not know the model's class"
 
 
-def _say_left_out(names: tuple[str, ...]) -> None:
+def _print_left_out(names: tuple[str, ...]) -> None:
     if names:
-        some = ", ".join(map(shown, names[:8])) + (", …" if len(names) > 8 else "")
-        click.echo(f"left out {len(names):,} that have no place in the result: {some}")
+        some = ", ".join(map(escape, names[:8])) + (", …" if len(names) > 8 else "")
+        click.echo(f"left out {len(names):,} that the target format cannot hold: {some}")

@@ -1,4 +1,4 @@
-"""Names as a terminal may show them: nothing that it obeys, and repeated layers as one line.
+"""Names for a terminal: control characters escaped, and names of repeated layers as one line.
 
 model.layers.0.mlp.up.weight  …  model.layers.31.mlp.up.weight
 model.layers.{0…31}.mlp.up.weight
@@ -10,52 +10,52 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Fold", "counted", "fold", "named", "shown", "shown_lines"]
+__all__ = ["NameGroup", "escape", "escape_lines", "escape_name", "group_names", "plural"]
 
 _NUMBER = re.compile(r"(?<![^./])(0|[1-9][0-9]{0,8})(?![^.])")
-DEEPEST = 16  # numbers in a name; one with more is shown as it is
-MOST = 6  # ranges of numbers that are written out
+MAX_NUMBERS = 16  # numbers in a name; one with more is not grouped
+MAX_RANGES = 6  # ranges of numbers that are written out
 
 Numbers = tuple[int, ...]
-Box = tuple[Numbers, ...]
-"""For each place of a number in a name, the numbers that occur there; every combination does."""
+IndexSets = tuple[Numbers, ...]
+"""For each position of a number in a name, the numbers that occur there; all combinations do."""
 
 
-class Fold(NamedTuple):
+class NameGroup(NamedTuple):
     """Names that differ in nothing but numbers.
 
     Attributes:
-        name: of all of them.
-        times: how many they are.
-        kind: what they have in common.
+        name: the pattern, such as ``layers.{0…31}.weight``.
+        size: the number of names.
+        kind: the kind that all of them have.
     """
 
     name: str
-    times: int
+    size: int
     kind: Any
 
 
-def shown(text: object) -> str:
-    """``text`` with every character that a terminal would obey, or hide, written as an escape.
+def escape(text: object) -> str:
+    """``text`` with control and invisible characters written as escapes.
 
-    Names in files are anybody's: one may clear the screen, or draw another name over itself.
+    A name in an untrusted file may clear the screen, or overwrite itself with another name.
     """
     return "".join(c if c.isprintable() else _escaped(c) for c in str(text))
 
 
-def named(text: str) -> str:
-    """A tensor's name; an empty one can be seen."""
-    return shown(text) or '""'
+def escape_name(text: str) -> str:
+    """A tensor's name, escaped; an empty one is ``""`` in quotes."""
+    return escape(text) or '""'
 
 
-def counted(count: int, word: str) -> str:
+def plural(count: int, word: str) -> str:
     """``"1 tensor"``, ``"1,000 tensors"``."""
     return f"{count:,} {word}{'s' * (count != 1)}"
 
 
-def shown_lines(text: str) -> str:
-    """The same for a text of several lines."""
-    return "\n".join(map(shown, text.split("\n")))
+def escape_lines(text: str) -> str:
+    """``escape`` for a text of several lines."""
+    return "\n".join(map(escape, text.split("\n")))
 
 
 def _escaped(character: str) -> str:
@@ -65,44 +65,48 @@ def _escaped(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def fold(names: Iterable[tuple[str, Hashable]]) -> list[Fold]:
-    """Names with what they are; those of one kind that differ in numbers alone are one."""
-    families: dict[tuple[tuple[str, ...], Hashable], list[Numbers]] = {}
+def group_names(names: Iterable[tuple[str, Hashable]]) -> list[NameGroup]:
+    """Group pairs of name and kind: names of one kind that differ only in numbers are one group."""
+    numbers_of: dict[tuple[tuple[str, ...], Hashable], list[Numbers]] = {}
     for name, kind in names:
         parts = _NUMBER.split(name)
-        parts = parts if len(parts) <= 2 * DEEPEST + 1 else [name]
+        parts = parts if len(parts) <= 2 * MAX_NUMBERS + 1 else [name]
         numbers = tuple(int(part) for part in parts[1::2])
-        families.setdefault((tuple(parts[::2]), kind), []).append(numbers)
+        numbers_of.setdefault((tuple(parts[::2]), kind), []).append(numbers)
     return [
-        Fold(_name(texts, box), _count(box), kind)
-        for (texts, kind), numbers in families.items()
-        for box in _boxes(numbers)
+        NameGroup(_name(texts, index_set), _count(index_set), kind)
+        for (texts, kind), numbers in numbers_of.items()
+        for index_set in _index_sets(numbers)
     ]
 
 
-def _boxes(numbers: Sequence[Numbers]) -> list[Box]:
-    """As few boxes as it takes to hold these and no others, cut by the first number first."""
+def _index_sets(numbers: Sequence[Numbers]) -> list[IndexSets]:
+    """The fewest products of sets whose union is ``numbers``, split by the first number first."""
     if not numbers[0]:
         return [()]
-    rests: dict[int, list[Numbers]] = {}
+    rests_by_first: dict[int, list[Numbers]] = {}
     for first, *rest in numbers:
-        rests.setdefault(first, []).append(tuple(rest))
-    firsts: dict[tuple[Box, ...], list[int]] = {}
-    for first, some in rests.items():
-        firsts.setdefault(tuple(_boxes(some)), []).append(first)
-    return [(tuple(some), *box) for boxes, some in firsts.items() for box in boxes]
+        rests_by_first.setdefault(first, []).append(tuple(rest))
+    firsts_by_sets: dict[tuple[IndexSets, ...], list[int]] = {}
+    for first, members in rests_by_first.items():
+        firsts_by_sets.setdefault(tuple(_index_sets(members)), []).append(first)
+    return [
+        (tuple(members), *sets)
+        for index_sets, members in firsts_by_sets.items()
+        for sets in index_sets
+    ]
 
 
-def _name(texts: Sequence[str], box: Box) -> str:
+def _name(texts: Sequence[str], index_set: IndexSets) -> str:
     words = [texts[0]]
-    for numbers, text in zip(box, texts[1:], strict=True):
+    for numbers, text in zip(index_set, texts[1:], strict=True):
         words += [_range(numbers), text]
     return "".join(words)
 
 
-def _count(box: Box) -> int:
+def _count(index_set: IndexSets) -> int:
     count = 1
-    for numbers in box:
+    for numbers in index_set:
         count *= len(numbers)
     return count
 
@@ -118,6 +122,6 @@ def _range(numbers: Numbers) -> str:
             runs[-1] = [runs[-1][0], number]
         else:
             runs.append([number])
-    if len(runs) > MOST:
+    if len(runs) > MAX_RANGES:
         return f"{{{len(ordered)} of {ordered[0]}…{ordered[-1]}}}"
     return "{" + ",".join("…".join(map(str, run)) for run in runs) + "}"

@@ -1,4 +1,4 @@
-"""``shardwise inspect PATH``: what is in a run or a checkpoint; with two, where they differ."""
+"""``shardwise inspect PATH``: the contents of a run or checkpoint; with two, their difference."""
 
 from __future__ import annotations
 
@@ -14,75 +14,75 @@ from typing import Any
 import click
 
 from shardwise.checkpoint.run_folder import Listed, Run, checkpoint_of, folder_of_run, meant, survey
-from shardwise.cli.catalogues import damage_lines, lines_of, run_lines
-from shardwise.cli.differences import difference_lines
-from shardwise.cli.folded import counted, shown, shown_lines
+from shardwise.cli.catalogues import format_checkpoint, format_damage, format_run
+from shardwise.cli.differences import format_difference
+from shardwise.cli.folded import escape, escape_lines, plural
 from shardwise.convert.catalogue import OF_TORCH, SUFFIX, Catalogue, Damage, damage_of
 from shardwise.convert.difference import ABSENT, Change, Difference, compare
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 
-__all__ = ["Look", "run_inspect"]
+__all__ = ["InspectOptions", "run_inspect"]
 
-FINE, WRONG, FAILED = 0, 1, 2
+EXIT_OK, EXIT_PROBLEM, EXIT_ERROR = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Look:
+class InspectOptions:
     """The options of ``shardwise inspect``."""
 
     verify: bool = False
-    every: bool = False
+    list_all: bool = False
     weights_only: bool = False
     as_json: bool = False
 
 
-def run_inspect(path: Path, other: Path | None, look: Look) -> None:
-    """``shardwise inspect``; ends the process with one of the three statuses."""
+def run_inspect(path: Path, other: Path | None, options: InspectOptions) -> None:
+    """``shardwise inspect``; exits with ``EXIT_OK``, ``EXIT_PROBLEM`` or ``EXIT_ERROR``."""
     try:
-        status = _status(meant(path.expanduser()), other, look)
+        status = _status(meant(path.expanduser()), other, options)
     except ShardwiseError as error:
-        click.echo(f"error: {shown_lines(str(error))}", err=True)
-        sys.exit(FAILED)
+        click.echo(f"error: {escape_lines(str(error))}", err=True)
+        sys.exit(EXIT_ERROR)
     except RecursionError:
-        click.echo("error: JSON in a file there is nested too deep to be shown", err=True)
-        sys.exit(FAILED)
+        click.echo(f"error: JSON in a file of {path} is nested too deeply to be shown", err=True)
+        sys.exit(EXIT_ERROR)
     sys.exit(status)
 
 
-def _status(path: Path, other: Path | None, look: Look) -> int:
+def _status(path: Path, other: Path | None, options: InspectOptions) -> int:
     folder = folder_of_run(path) if other is None else None
-    _check_options(other is None and look.weights_only, folder is not None and look.every)
+    _check_options(other is None and options.weights_only, folder is not None and options.list_all)
     if other is not None:
         paths = checkpoint_of(path), checkpoint_of(other.expanduser())
-        broken = _compare_bytes(paths, look.as_json) if look.verify else FINE
-        return broken or _compare(paths, look)
+        broken = _compare_bytes(paths, options.as_json) if options.verify else EXIT_OK
+        return broken or _compare(paths, options)
     if folder is not None:
-        return _show_run(survey(folder), look.verify, look.as_json)
-    return _show(path, look.verify, look.every, look.as_json)
+        return _show_run(survey(folder), options.verify, options.as_json)
+    return _show_checkpoint(path, options.verify, options.list_all, options.as_json)
 
 
 def _check_options(weights_only_of_one: bool, all_of_a_run: bool) -> None:
     if weights_only_of_one:
         raise ConfigError(
-            "--weights-only is for two paths, and there is one. Leave it out, or name a second."
+            "--weights-only compares two paths, and one was given. Leave it out, or pass a second."
         )
     if all_of_a_run:
         raise ConfigError(
-            "--all lists the tensors of a checkpoint, and this is a run. Name one of its "
+            "--all lists the tensors of a checkpoint, and this is a run. Pass one of its "
             "checkpoints, such as RUN/latest."
         )
 
 
 def _print_json(value: object) -> None:
-    """In ASCII, so that no name reaches a terminal as it is; JSON has no infinity, so as text."""
+    """Print ASCII, so that names are escaped; JSON has no infinity, so it is printed as text."""
     click.echo(json.dumps(_finite(value), indent=1, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -95,18 +95,18 @@ def _show_run(run: Run, verify: bool, as_json: bool) -> int:
     if as_json:
         _print_json(_run_json(run, damage if verify else None))
     else:
-        for line in run_lines(run):
+        for line in format_run(run):
             click.echo(line)
         for name, damaged in damage.items():
             if name not in broken:
-                click.echo(_verdict(damaged, f"bytes of {shown(name)}"))
-            for line in damage_lines(damaged):
+                click.echo(_verdict(damaged, f"bytes of {escape(name)}"))
+            for line in format_damage(damaged):
                 click.echo(line)
-    return WRONG if broken or any(damage.values()) or not run.checkpoints else FINE
+    return EXIT_PROBLEM if broken or any(damage.values()) or not run.checkpoints else EXIT_OK
 
 
 def _damage_of(listed: Listed) -> list[Damage]:
-    """None is found in a folder that may not be looked at; that is its problem already."""
+    """The damage of a run's checkpoint; none if it cannot be read, which is its ``problem``."""
     try:
         return _verified(Catalogue.read(listed.path))
     except CheckpointError:
@@ -118,7 +118,7 @@ def _damage_of(listed: Listed) -> list[Damage]:
 def _run_json(run: Run, damage: dict[str, list[Damage]] | None) -> dict[str, Any]:
     checkpoints = []
     for listed in run.checkpoints:
-        made, name = listed.manifest, listed.name
+        manifest, name = listed.manifest, listed.name
         entry: dict[str, Any] = {
             "name": name,
             "step": listed.step,
@@ -126,65 +126,65 @@ def _run_json(run: Run, damage: dict[str, list[Damage]] | None) -> dict[str, Any
             "complete": not listed.problem,
             "problem": listed.problem,
             "latest": name == run.latest,
-            "written": made and made.model_dump(exclude={"files", "aliases"}),
+            "written": manifest and manifest.model_dump(exclude={"files", "aliases"}),
         }
         if damage is not None:
-            entry["damage"] = [dataclasses.asdict(one) for one in damage[name]]
+            entry["damage"] = [dataclasses.asdict(leftover) for leftover in damage[name]]
         checkpoints.append(entry)
-    left = [
-        {"name": one.path.name, "kind": one.kind, "being_written": written}
-        for one, written in run.leftovers
+    leftovers = [
+        {"name": leftover.path.name, "kind": leftover.kind, "being_written": written}
+        for leftover, written in run.leftovers
     ]
     return {
         "folder": str(run.folder),
         "latest": run.latest,
         "checkpoints": checkpoints,
-        "left": left,
+        "left": leftovers,
     }
 
 
 # --- a checkpoint ----------------------------------------------------------------------------
 
 
-def _show(path: Path, verify: bool, every: bool, as_json: bool) -> int:
+def _show_checkpoint(path: Path, verify: bool, list_all: bool, as_json: bool) -> int:
     catalogue = Catalogue.read(path)
     if catalogue.problems and path.is_file() and path.suffix not in (SUFFIX, *OF_TORCH):
         raise ConfigError(
-            f"{path} is no checkpoint. Name a run, a checkpoint, a Hugging Face folder or a "
+            f"{path} is not a checkpoint. Pass a run, a checkpoint, a Hugging Face folder or a "
             ".safetensors file."
         )
     damage = _verified(catalogue) if verify else []
     if as_json:
         _print_json(_catalogue_json(catalogue, damage if verify else None))
     else:
-        for line in lines_of(catalogue, every):
+        for line in format_checkpoint(catalogue, list_all):
             click.echo(line)
         click.echo("")
-        for line in damage_lines(damage):
+        for line in format_damage(damage):
             click.echo(line)
         if catalogue.manifest is None:
             click.echo("bytes: no manifest, so no checksums: integrity unknown")
         else:
             click.echo(_verdict(damage if verify else None, "bytes"))
-    return WRONG if catalogue.problems or damage else FINE
+    return EXIT_PROBLEM if catalogue.problems or damage else EXIT_OK
 
 
-def _verdict(damage: list[Damage] | None, what: str) -> str:
+def _verdict(damage: list[Damage] | None, subject: str) -> str:
     if damage is None:
-        return f"{what}: not compared with their checksums; --verify reads all of them"
+        return f"{subject}: not verified; --verify compares all of them with their checksums"
     if damage:
-        unread = sum(bool(one.unreadable) for one in damage)
-        hit = len(damage) - unread
-        parts = [f"{counted(hit, 'block')} {'is' if hit == 1 else 'are'} damaged"] * (hit > 0)
-        parts += [f"{counted(unread, 'part')} could not be read"] * (unread > 0)
-        return f"{what}: {', '.join(parts)}"
-    return f"{what}: all present ones match their checksums"
+        unread = sum(bool(block.unreadable) for block in damage)
+        wrong = len(damage) - unread
+        parts = [f"{plural(wrong, 'block')} {'is' if wrong == 1 else 'are'} damaged"] * (wrong > 0)
+        parts += [f"{plural(unread, 'part')} could not be read"] * (unread > 0)
+        return f"{subject}: {', '.join(parts)}"
+    return f"{subject}: all present ones match their checksums"
 
 
 def _verified(catalogue: Catalogue) -> list[Damage]:
-    """Every block is read; a bar on stderr shows how far, if that is a terminal."""
+    """Read and verify every block, with a progress bar on stderr if that is a terminal."""
     total = sum(file.expected or 0 for file in catalogue.files if file.size is not None)
-    label = f"verifying {shown(catalogue.path.name)}"
+    label = f"verifying {escape(catalogue.path.name)}"
     with click.progressbar(length=total, label=label, file=sys.stderr, hidden=_no_bar()) as bar:
 
         def damaged() -> Iterator[Damage]:
@@ -201,29 +201,29 @@ def _no_bar() -> bool:
 
 
 def _catalogue_json(catalogue: Catalogue, damage: list[Damage] | None) -> dict[str, Any]:
-    made = catalogue.manifest
+    manifest = catalogue.manifest
     fields: dict[str, Any] = {
         "path": str(catalogue.path),
         "complete": not catalogue.problems,
         "problems": catalogue.problems,
-        "written": made and made.model_dump(exclude={"files", "aliases"}),
+        "written": manifest and manifest.model_dump(exclude={"files", "aliases"}),
         "files": [dataclasses.asdict(file) for file in catalogue.files],
         "not_of_the_checkpoint": catalogue.strangers,
         "aliases": dict(catalogue.aliases),
         "tensors": {
             stem: {
-                name: {"file": file, **stored._asdict()} for name, (file, stored) in some.items()
+                name: {"file": file, **stored._asdict()} for name, (file, stored) in tensors.items()
             }
-            for stem, some in catalogue.groups.items()
+            for stem, tensors in catalogue.groups.items()
         },
         "training": catalogue.training,
         "scalars": {
-            stem: {name: str(v) if isinstance(v, complex) else v for name, v in some.items()}
-            for stem, some in catalogue.scalars.items()
+            stem: {name: str(v) if isinstance(v, complex) else v for name, v in tensors.items()}
+            for stem, tensors in catalogue.scalars.items()
         },
     }
     if damage is not None:
-        fields["damage"] = [dataclasses.asdict(one) for one in damage]
+        fields["damage"] = [dataclasses.asdict(block) for block in damage]
     return fields
 
 
@@ -231,34 +231,34 @@ def _catalogue_json(catalogue: Catalogue, damage: list[Damage] | None) -> dict[s
 
 
 def _compare_bytes(paths: tuple[Path, Path], as_json: bool) -> int:
-    """``WRONG`` and what is damaged, if bytes of either are: no word on whether they are equal."""
+    """Verify both; if either is damaged, print that and return ``EXIT_PROBLEM``."""
     catalogues = [Catalogue.read(path) for path in paths]
-    damage = [_verified(catalogue) for catalogue in catalogues]
-    if any(damage) and as_json:
-        fields = [[dataclasses.asdict(one) for one in some] for some in damage]
+    damages = [_verified(catalogue) for catalogue in catalogues]
+    if any(damages) and as_json:
+        fields = [[dataclasses.asdict(block) for block in damage] for damage in damages]
         _print_json({"paths": list(map(str, paths)), "equal": None, "damage": fields})
     if as_json:
-        return WRONG if any(damage) else FINE
-    for catalogue, some in zip(catalogues, damage, strict=True):
-        title = f"bytes of {shown(catalogue.path)}"
+        return EXIT_PROBLEM if any(damages) else EXIT_OK
+    for catalogue, damage in zip(catalogues, damages, strict=True):
+        title = f"bytes of {escape(catalogue.path)}"
         if catalogue.manifest is None:
             click.echo(f"{title}: no manifest, so no checksums: integrity unknown")
         else:
-            click.echo(_verdict(some, title))
-        for line in damage_lines(some):
+            click.echo(_verdict(damage, title))
+        for line in format_damage(damage):
             click.echo(line)
-    return WRONG if any(damage) else FINE
+    return EXIT_PROBLEM if any(damages) else EXIT_OK
 
 
-def _compare(paths: tuple[Path, Path], look: Look) -> int:
+def _compare(paths: tuple[Path, Path], options: InspectOptions) -> int:
     a, b = paths
-    difference = compare(Catalogue.read(a), Catalogue.read(b), look.weights_only)
-    if look.as_json:
+    difference = compare(Catalogue.read(a), Catalogue.read(b), options.weights_only)
+    if options.as_json:
         _print_json(_difference_json(difference, (str(a), str(b))))
     else:
-        for line in difference_lines(difference, (str(a), str(b)), look.every):
+        for line in format_difference(difference, (str(a), str(b)), options.list_all):
             click.echo(line)
-    return FINE if difference.is_empty else WRONG
+    return EXIT_OK if difference.is_empty else EXIT_PROBLEM
 
 
 def _difference_json(difference: Difference, names: tuple[str, str]) -> dict[str, Any]:

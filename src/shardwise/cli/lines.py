@@ -1,6 +1,6 @@
-"""Records as a person reads them: pure functions from a record to lines of text.
+"""Prints records: pure functions from a record to lines of text.
 
-Each line stands alone, so it survives a log file, `tee` and `grep`.
+Each line is complete in itself, for log files and `grep`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from shardwise.train.metrics import (
     count,
 )
 
-__all__ = ["clock", "lines", "step_line"]
+__all__ = ["clock", "format_record", "format_step"]
 
-MANY = 4  # ranks that get a column each
-COLUMN = 9  # width of the first word of a line
-
-
-def lines(record: Record) -> list[str]:
-    """What to print for ``record``."""
-    return _LINES[type(record)](record)
+MAX_RANK_COLUMNS = 4  # ranks that get a column each
+LABEL_WIDTH = 9  # width of the first word of a line
 
 
-def _first(word: str, text: str) -> str:
-    """``text`` behind its word; later lines are indented as far."""
-    return f"{word:<{COLUMN}} " + text.replace("\n", "\n" + " " * (COLUMN + 1))
+def format_record(record: Record) -> list[str]:
+    """The lines to print for ``record``."""
+    return _FORMATTERS[type(record)](record)
+
+
+def _labelled(word: str, text: str) -> str:
+    """``text`` after its label; later lines are indented to the same column."""
+    return f"{word:<{LABEL_WIDTH}} " + text.replace("\n", "\n" + " " * (LABEL_WIDTH + 1))
 
 
 def _prepared(r: Prepared) -> list[str]:
@@ -51,19 +51,20 @@ def _prepared(r: Prepared) -> list[str]:
     origin = "from the last run" if r.cached else "trained on the training split"
     dropped = f"last {r.dropped[0]} + {r.dropped[1]} dropped"
     return [
-        _first("text", text),
-        *(_first("left out", str(out)) for out in r.left_out),
-        _first("split", f"{_both(r.documents)} documents, by a hash of their text"),
-        _first("tokenizer", f"BPE vocabulary {r.vocabulary:,}, {origin}"),
-        _first("tokens", f"{_both(r.tokens)} tokens, {dropped} ({r.seconds:.1f} s)"),
-        _first(
+        _labelled("text", text),
+        *(_labelled("left out", str(file)) for file in r.left_out),
+        _labelled("split", f"{_per_split(r.documents)} documents, by a hash of their text"),
+        _labelled("tokenizer", f"BPE vocabulary {r.vocabulary:,}, {origin}"),
+        _labelled("tokens", f"{_per_split(r.tokens)} tokens, {dropped} ({r.seconds:.1f} s)"),
+        _labelled(
             "rows",
-            f"{_both(r.rows)} sequences of {r.context:,} tokens, packed without document masking",
+            f"{_per_split(r.rows)} sequences of {r.context:,} tokens, "
+            "packed without document masking",
         ),
     ]
 
 
-def _both(counts: tuple[int, int]) -> str:
+def _per_split(counts: tuple[int, int]) -> str:
     return f"{counts[0]:,} train + {counts[1]:,} validation"
 
 
@@ -71,21 +72,21 @@ def _built(r: Built) -> list[str]:
     ranks = count(r.ranks, "rank")
     accumulation = count(r.accumulation, "accumulation step")
     return [
-        _first("model", f"{r.parameters:,} parameters, {r.strategy} over {ranks}"),
-        _first(
+        _labelled("model", f"{r.parameters:,} parameters, {r.strategy} over {ranks}"),
+        _labelled(
             "batch", f"global batch {r.rows} = micro-batch {r.micro} × {accumulation} × {ranks}"
         ),
-        _first(
+        _labelled(
             "schedule",
             f"{count(r.steps, 'step')} of {r.rows * r.context:,} tokens, {r.epochs:.2f} epochs",
         ),
-        _first("tokens/s", "over all ranks, in recent steps, without validation and saving"),
+        _labelled("tokens/s", "over all ranks, in recent steps, without validation and saving"),
         "",
     ]
 
 
-def step_line(r: Stepped, width: int | None = None) -> str:
-    """A step in at most ``width`` columns: what matters least is left out, ETA last of all."""
+def format_step(r: Stepped, width: int | None = None) -> str:
+    """A step in at most ``width`` columns; fields are dropped in a fixed order, never the ETA."""
     digits = len(f"{r.steps:,}")
     parts = {
         "step": f"step {r.step:>{digits},}/{r.steps:,}",
@@ -96,10 +97,10 @@ def step_line(r: Stepped, width: int | None = None) -> str:
         "memory": f"memory {r.memory / 1e6:,.0f} MB",
         "eta": f"ETA {clock(r.seconds_left)}",
     }
-    for least in ("norm", "lr", "memory", "speed", "loss"):
+    for part in ("norm", "lr", "memory", "speed", "loss"):
         if width is None or len("  ".join(parts.values())) <= width:
             break
-        del parts[least]
+        del parts[part]
     return "  ".join(parts.values())
 
 
@@ -113,8 +114,8 @@ def _evaluated(r: Evaluated) -> str:
 
 
 def _saved(r: Saved) -> str:
-    gone = f"; {', '.join(r.removed)} removed" if r.removed else ""
-    return f"saved {r.path} ({_size(r.nbytes)}, {r.seconds:.1f} s){gone}"
+    removed = f"; {', '.join(r.removed)} removed" if r.removed else ""
+    return f"saved {r.path} ({_size(r.nbytes)}, {r.seconds:.1f} s){removed}"
 
 
 def _resumed(r: Resumed) -> str:
@@ -128,7 +129,7 @@ def _stopped(r: Stopped) -> str:
 
 
 def _complete(r: Complete) -> str:
-    return _first(
+    return _labelled(
         "done",
         f"{r.folder} is already complete ({count(r.steps, 'step')}): raise run.steps to train "
         "longer, or start over with --run.overwrite true (deletes this run)",
@@ -142,29 +143,31 @@ def _placed(r: Placed) -> list[str]:
         tuple(sum(row.per_rank[rank] for row in r.rows) for rank in range(ranks)),
         sum(row.whole for row in r.rows),
     )
-    heads = [f"rank {n}" for n in range(ranks)] if ranks <= MANY else ["least", "most"]
-    body = []
+    titles = [f"rank {n}" for n in range(ranks)] if ranks <= MAX_RANK_COLUMNS else ["least", "most"]
+    rows = []
     for row in (*r.rows, total):
-        shown = row.per_rank if ranks <= MANY else (min(row.per_rank), max(row.per_rank))
+        per_rank = (
+            row.per_rank if ranks <= MAX_RANK_COLUMNS else (min(row.per_rank), max(row.per_rank))
+        )
         share = max(row.per_rank) / row.whole if row.whole else 1.0
-        body.append([row.kind, *(f"{n:,}" for n in shown), f"{row.whole:,}", f"{share:.1%}"])
-    return table(body, ["bytes", *heads, "one process", "share"])
+        rows.append([row.kind, *(f"{n:,}" for n in per_rank), f"{row.whole:,}", f"{share:.1%}"])
+    return table(rows, ["bytes", *titles, "one process", "share"])
 
 
 def _finished(r: Finished) -> list[str]:
-    took = f"saved in {r.folder} after {clock(r.seconds)}: "
-    return ["", _first("done", took + ", ".join(r.files))]
+    saved = f"saved in {r.folder} after {clock(r.seconds)}: "
+    return ["", _labelled("done", saved + ", ".join(r.files))]
 
 
-_LINES: dict[type, Callable[[Any], list[str]]] = {
+_FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
     Prepared: _prepared,
     Built: _built,
-    Stepped: lambda r: [step_line(r)],
+    Stepped: lambda r: [format_step(r)],
     Evaluated: lambda r: [_evaluated(r)],
-    Sampled: lambda r: ["", _first("sample", r.prompt + r.text)],
+    Sampled: lambda r: ["", _labelled("sample", r.prompt + r.text)],
     Placed: lambda r: ["", *_placed(r)],
-    Warned: lambda r: [_first("warning", r.message)],
-    Busy: lambda r: [_first("busy", f"{r.what}, {r.seconds:.0f} s so far")],
+    Warned: lambda r: [_labelled("warning", r.message)],
+    Busy: lambda r: [_labelled("busy", f"{r.what}, {r.seconds:.0f} s so far")],
     Saved: lambda r: [_saved(r)],
     Resumed: lambda r: [_resumed(r)],
     Stopped: lambda r: [_stopped(r)],

@@ -1,4 +1,4 @@
-"""Records to the terminal: plain lines, and on a terminal one line that moves.
+"""Prints records: plain lines, and on a terminal a progress line below them.
 
 A log file, or a terminal that cannot rewrite a line, gets one line every so many steps and no
 control characters. A terminal gets the same lines, cut to its width, and below them one that is
@@ -16,43 +16,43 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shardwise.cli.lines import lines, step_line
+from shardwise.cli.lines import format_record, format_step
 from shardwise.train.metrics import Built, Emit, Prepared, Record, Stepped
 
 __all__ = ["reporter"]
 
 
 @contextmanager
-def reporter(log_every: int, again: bool = False) -> Iterator[Emit]:
-    """What rank 0 tells the user with.
+def reporter(log_every: int, restarted: bool = False) -> Iterator[Emit]:
+    """The function with which rank 0 prints records.
 
     Args:
         log_every: steps between lines that stay.
-        again: this is the same run after a crash, so what it is need not be said anew.
+        restarted: the launcher has restarted this run, so data and model are not printed again.
     """
     console = Console(highlight=False, soft_wrap=True)
     if console.is_terminal and not console.is_dumb_terminal:
-        with _moving(console, log_every) as emit:
-            yield _after_the_beginning(emit) if again else emit
+        with _live_line(console, log_every) as emit:
+            yield _without_start(emit) if restarted else emit
     else:
         plain = functools.partial(_plain, log_every=log_every)
-        yield _after_the_beginning(plain) if again else plain
+        yield _without_start(plain) if restarted else plain
 
 
-def _after_the_beginning(emit: Emit) -> Emit:
-    """``emit``, but for the records that were told before."""
+def _without_start(emit: Emit) -> Emit:
+    """``emit`` without the records of data and model."""
 
-    def rest(record: Record) -> None:
+    def emit_rest(record: Record) -> None:
         if not isinstance(record, Prepared | Built):
             emit(record)
 
-    return rest
+    return emit_rest
 
 
 def _plain(record: Record, log_every: int) -> None:
     if isinstance(record, Stepped) and not _is_due(record, log_every):
         return
-    for line in lines(record):
+    for line in format_record(record):
         click.echo(line)  # flushes, so that a log file can be followed
 
 
@@ -61,15 +61,15 @@ def _is_due(record: Stepped, log_every: int) -> bool:
 
 
 @contextmanager
-def _moving(console: Console, log_every: int) -> Iterator[Emit]:
+def _live_line(console: Console, log_every: int) -> Iterator[Emit]:
     # Started by the first step, so that the other ranks never touch the terminal.
     live = Live(console=console, transient=True, refresh_per_second=4)
 
     def emit(record: Record) -> None:
         if not isinstance(record, Stepped):
-            console.print(Text("\n".join(lines(record))))
+            console.print(Text("\n".join(format_record(record))))
             return
-        line = Text(step_line(record, console.width), no_wrap=True, overflow="ellipsis")
+        line = Text(format_step(record, console.width), no_wrap=True, overflow="ellipsis")
         is_due = _is_due(record, log_every)
         live.update(Text() if is_due else line, refresh=is_due)
         if record.step == record.steps:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 __all__ = ["table"]
 
-WIDEST = 100_000  # characters of a line: nothing is cut or wrapped, wherever it is printed
+LINE_WIDTH = 100_000  # characters of a line: nothing is cut or wrapped, wherever it is printed
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> list[str]:
@@ -21,18 +21,18 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> list[str]:
     Args:
         head: the columns' titles, with a rule below; no titles if empty.
     """
-    body = list(rows)
-    if not body:
+    rows = list(rows)
+    if not rows:
         return []
     padding, style = ((0, 1, 0, 0), box.SIMPLE_HEAD) if head else ((0, 2, 0, 0), None)
     grid = Table(
         box=style, show_header=bool(head), show_edge=False, pad_edge=False, padding=padding
     )
-    for number, title in enumerate(head or body[0]):
+    for number, title in enumerate(head or rows[0]):
         justify = "left" if number == 0 else "right"
         grid.add_column(Text(title), justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for row in body:
+    for row in rows:
         grid.add_row(*map(Text, row))
     text = io.StringIO()
-    Console(file=text, width=WIDEST, color_system=None).print(grid)
+    Console(file=text, width=LINE_WIDTH, color_system=None).print(grid)
     return [line.rstrip() for line in text.getvalue().splitlines()]

@@ -1,4 +1,4 @@
-"""``shardwise train RECIPE --nproc N``: check everything, start the ranks, or be one of them."""
+"""``shardwise train RECIPE --nproc N``: check the recipe, launch the ranks, or run as one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import click
 
-from shardwise.cli.lines import lines
+from shardwise.cli.lines import format_record
 from shardwise.cli.progress import reporter
 from shardwise.comm.connect import connect
 from shardwise.comm.environment import Launch, launched
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
-from shardwise.launch.local import STOPPED, attempt, end_with_launcher, start
-from shardwise.launch.reasons import leave_reason, reasons_left
-from shardwise.launch.signals import listening
+from shardwise.launch.local import EXIT_STOPPED, exit_with_launcher, launch_attempt, start
+from shardwise.launch.reasons import record_errors, write_error_file
+from shardwise.launch.signals import save_and_stop_signals
 from shardwise.train.batches import accumulation
 from shardwise.train.config import Recipe
 from shardwise.train.loop import train
@@ -26,121 +26,123 @@ from shardwise.train.metrics import Complete, Emit, Record
 from shardwise.train.requests import Requests
 from shardwise.train.start import Attempt, Start, decide
 
-__all__ = ["Processes", "run_train"]
+__all__ = ["LaunchOptions", "run_train"]
 
 
 @dataclass(frozen=True)
-class Processes:
-    """How many, how often anew, and what goes wrong on purpose."""
+class LaunchOptions:
+    """The options of ``shardwise train``: processes, restarts, and a simulated crash."""
 
     nproc: int | None
     restarts: int
     kill_rank: tuple[int, int] | None
 
 
-def run_train(recipe: Recipe, arguments: Sequence[str], wanted: Processes) -> None:
-    """``shardwise train``; ends the process with the status that the documents list.
+def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) -> None:
+    """``shardwise train``; exits with a status of the table in docs/quickstart.md.
 
     Args:
-        recipe: checked as a whole.
-        arguments: that it was read from: a file, and overrides.
-        wanted: how it runs.
+        recipe: validated.
+        arguments: from which it was read: a file, and overrides.
+        options: of the launch.
     """
     launch = launched(os.environ)
-    _check_crash(wanted, launch.size if launch else wanted.nproc or 1, recipe.run.steps)
+    _check_kill_rank(options, launch.size if launch else options.nproc or 1, recipe.run.steps)
     try:
         if launch is not None:
-            _be_a_rank(recipe, wanted, launch)
-        elif wanted.nproc in (None, 1) and not wanted.restarts:
-            _run(recipe, _requests(wanted, rank=0))
+            _run_rank(recipe, options, launch)
+        elif options.nproc in (None, 1) and not options.restarts:
+            _run(recipe, _requests(options, rank=0))
         else:
-            _start(recipe, arguments, wanted)
+            _launch(recipe, arguments, options)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
 
-def _check_crash(wanted: Processes, ranks: int, steps: int) -> None:
-    rank, step = wanted.kill_rank or (0, 1)
+def _check_kill_rank(options: LaunchOptions, ranks: int, steps: int) -> None:
+    rank, step = options.kill_rank or (0, 1)
     if rank >= ranks or not 1 <= step <= steps:
         raise ConfigError(
-            f"--kill-rank {rank}@{step} would never happen: ranks are 0 to {ranks - 1} here, and "
-            f"steps 1 to {steps}. Name one of each."
+            f"--kill-rank {rank}@{step} would never happen: ranks are 0 to {ranks - 1}, and "
+            f"steps 1 to {steps}. Pass one of each."
         )
 
 
-def _start(recipe: Recipe, arguments: Sequence[str], wanted: Processes) -> None:
-    """Check what can be known to fail without data, model or processes; then start the ranks."""
-    ranks = wanted.nproc or 1
+def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) -> None:
+    """Check what needs no data, model or processes; then launch the ranks."""
+    ranks = options.nproc or 1
     accumulation(recipe.batch, ranks)
     if decide(recipe) is Start.FINISHED:
-        _say(Complete(recipe.run.folder, recipe.run.steps))
+        _print(Complete(recipe.run.folder, recipe.run.steps))
         return
     command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
-    if wanted.kill_rank:
-        command += ["--kill-rank", "{}@{}".format(*wanted.kill_rank)]
-    start(command, ranks, wanted.restarts, lambda fact: click.echo(f"crashed   {fact}"))
+    if options.kill_rank:
+        command += ["--kill-rank", "{}@{}".format(*options.kill_rank)]
+    start(command, ranks, options.restarts, lambda fact: click.echo(f"crashed   {fact}"))
 
 
-def _say(record: Record) -> None:
-    for line in lines(record):
+def _print(record: Record) -> None:
+    for line in format_record(record):
         click.echo(line)
 
 
-def _be_a_rank(recipe: Recipe, wanted: Processes, launch: Launch) -> None:
-    """Inside a launcher: leave the reason of a failure where it will look for it."""
-    end_with_launcher(os.environ)
+def _run_rank(recipe: Recipe, options: LaunchOptions, launch: Launch) -> None:
+    """Run as a rank of a launcher: an error is written to the error file that it reads."""
+    exit_with_launcher(os.environ)
     try:
-        if wanted.nproc not in (None, launch.size):
+        if options.nproc not in (None, launch.size):
             raise ConfigError(
-                f"--nproc is {wanted.nproc}, but a launcher has started the processes already, of "
-                f"which there are {launch.size}; leave --nproc out, or start without the launcher."
+                f"--nproc is {options.nproc}, but a launcher has already started {launch.size} "
+                "processes; leave --nproc out, or start without the launcher."
             )
-        _run(recipe, _requests(wanted, launch.rank))
+        _run(recipe, _requests(options, launch.rank))
     except Exception as error:
-        if leave_reason(error):
+        if write_error_file(error):
             sys.exit(1)
         raise
 
 
-def _requests(wanted: Processes, rank: int) -> Requests:
-    """What this rank is asked for, and the crash that it rehearses, if that is still to come."""
-    dies = wanted.kill_rank and wanted.kill_rank[0] == rank and not attempt(os.environ)[0]
-    return Requests(kill_at=wanted.kill_rank[1] if wanted.kill_rank and dies else 0)
+def _requests(options: LaunchOptions, rank: int) -> Requests:
+    """This rank's requests, with the simulated crash if it is this rank's and the first attempt."""
+    if options.kill_rank is None or launch_attempt(os.environ)[0]:
+        return Requests()
+    killed, step = options.kill_rank
+    return Requests(kill_at=step if killed == rank else 0)
 
 
 def _run(recipe: Recipe, requests: Requests) -> None:
     """This process's rank of the run."""
-    time = Attempt(*attempt(os.environ))
+    attempt = Attempt(*launch_attempt(os.environ))
     with (
         warnings.catch_warnings(),
-        listening(requests.save, requests.stop),
+        save_and_stop_signals(requests.save, requests.stop),
         connect(recipe.run.device) as comm,
-        reporter(recipe.run.log_every, again=time.number > 0) as report,
-        reasons_left(),
+        reporter(recipe.run.log_every, restarted=attempt.number > 0) as report,
+        record_errors(),
     ):
-        # Of a module hook that a peer's death interrupts; the rank's own reason says more.
+        # torch warns of a module hook that a peer's death interrupts; our error says more.
         warnings.filterwarnings("ignore", "module forward hook with ``always_call=True``")
         output = _Output(report, requests)
-        outcome = train(recipe, comm, output, requests, time)
-        how = f"{'stopped' if outcome.stopped else 'finished'} at step {outcome.step}"
+        outcome = train(recipe, comm, output, requests, attempt)
+        state = f"{'stopped' if outcome.stopped else 'finished'} at step {outcome.step}"
         if outcome.trouble:
             raise CheckpointError(
-                f"the run is {how}, and the last checkpoint could not be saved: {outcome.trouble}"
+                f"the run is {state}, and the last checkpoint could not be saved: {outcome.trouble}"
             )
         if output.error is not None:
-            then = " and saved; rerun the same command to resume" * outcome.stopped
+            saved = " and saved; rerun the same command to resume" * outcome.stopped
             raise ShardwiseError(
                 f"the standard output cannot be written: {output.error.strerror}. The run is "
-                f"{how}{then}."
+                f"{state}{saved}."
             )
     if outcome.stopped:
-        sys.exit(STOPPED)
+        sys.exit(EXIT_STOPPED)
 
 
 class _Output:
-    """Tells the user, as long as that can be told; where it cannot, the run saves and stops.
+    """Prints records; if standard output cannot be written, the run saves and stops.
 
-    A run that went on would be seen by nobody, and one that ended of it would lose its steps.
+    Continuing would waste a run that nobody sees, and raising would lose its steps.
     """
 
     def __init__(self, report: Emit, requests: Requests) -> None:

@@ -1,1 +1,1 @@
-"""Starting the ranks: on this machine as processes, told and ended together."""
+"""Launching the ranks as processes of this machine, and what a launched rank does for it."""

@@ -1,8 +1,8 @@
-"""Why a rank ended: it leaves its reason in a file, and its launcher finds the one that counts.
+"""Error files: a failing rank writes its error to a file, and the launcher finds the root cause.
 
-What torchrun says when a rank fails is some sixty lines, with the reason in the middle or, if the
-rank died of its own error, not at all. Here a rank leaves its reason where its launcher looks for
-it (torchrun's too), and of all the ranks' reasons the cause is told from what followed from it.
+torchrun reports a failed rank in some sixty lines, with the error in the middle or not at all.
+Here each rank writes its error to the file that the launcher named (torchrun reads it, too), and
+the launcher tells the root cause from its consequences on other ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,16 @@ from pathlib import Path
 
 from shardwise.errors import RanksDisagree, ShardwiseError
 
-__all__ = ["REPORT", "Ended", "cause", "leave_reason", "of_system", "reasons_left"]
+__all__ = [
+    "ERROR_FILE",
+    "RankFailure",
+    "os_error_message",
+    "record_errors",
+    "root_cause",
+    "write_error_file",
+]
 
-REPORT = "TORCHELASTIC_ERROR_FILE"  # where a launcher looks for a rank's reason
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable: path of a rank's error file
 
 _ADVICE = {
     errno.ENOSPC: "The disk is full: free space there, or choose another folder.",
@@ -37,8 +44,8 @@ _ADVICE = {
 }
 
 
-def of_system(error: OSError) -> str:
-    """What the operating system refused, in a sentence: where, why, and what to do."""
+def os_error_message(error: OSError) -> str:
+    """An error of the operating system in one sentence: the path, the cause and what to do."""
     why = error.strerror or str(error) or type(error).__name__
     place = error.filename if error.filename is not None else "a file, a pipe or a socket"
     advice = _ADVICE.get(error.errno or 0, "")
@@ -49,49 +56,49 @@ def of_system(error: OSError) -> str:
 
 
 @contextmanager
-def reasons_left() -> Iterator[None]:
-    """An error inside is raised as always, and first left as this rank's reason.
+def record_errors() -> Iterator[None]:
+    """Write an error raised inside to this rank's error file, then let it propagate.
 
-    Use it inside ``with connect()``: once that ends, the others know that this rank is gone,
-    and the launcher may end it before it can say why.
+    Use it inside ``with connect()``: when that block ends, the other ranks see that this one is
+    gone, and the launcher may kill it before it can write.
     """
     try:
         yield
     except Exception as error:
-        leave_reason(error)
+        write_error_file(error)
         raise
 
 
-def leave_reason(error: BaseException) -> bool:
-    """Leave this rank's reason where its launcher looks for it; the first one stays.
+def write_error_file(error: BaseException) -> bool:
+    """Write ``error`` to this rank's error file, unless one was written before.
 
-    An error of ours explains itself, and one of the system is explained; any other comes with its
-    traceback.
+    A ``ShardwiseError`` is written as its message, an ``OSError`` as ``os_error_message``, any
+    other error with its traceback.
 
     Returns:
-        Whether there is a launcher that will read it.
+        Whether there is a launcher that reads it.
     """
-    path = os.environ.get(REPORT)
-    if path is None:
+    error_file = os.environ.get(ERROR_FILE)
+    if error_file is None:
         return False
-    if Path(path).exists():
+    if Path(error_file).exists():
         return True
-    said = str(error)
+    message = str(error)
     if isinstance(error, OSError):
-        said = of_system(error)
+        message = os_error_message(error)
     elif not isinstance(error, ShardwiseError):
-        said = "".join(traceback.format_exception(error)).rstrip()
-    now = time.time()
-    follows = isinstance(error, RanksDisagree)
-    extra = {
-        "py_callstack": said,
-        "timestamp": str(int(now)),
-        "exact": now,
-        "follows": follows,
-        "final": isinstance(error, ShardwiseError) and not follows,
+        message = "".join(traceback.format_exception(error)).rstrip()
+    timestamp = time.time()
+    is_consequence = isinstance(error, RanksDisagree)
+    extra_info = {
+        "py_callstack": message,
+        "timestamp": str(int(timestamp)),
+        "exact": timestamp,
+        "is_consequence": is_consequence,
+        "is_permanent": isinstance(error, ShardwiseError) and not is_consequence,
     }
-    text = json.dumps({"message": {"message": said, "extraInfo": extra}})
-    Path(path).write_text(text, "utf-8")
+    report = json.dumps({"message": {"message": message, "extraInfo": extra_info}})
+    Path(error_file).write_text(report, "utf-8")
     return True
 
 
@@ -99,83 +106,85 @@ def leave_reason(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A rank that did not end well.
+class RankFailure:
+    """A rank that ended with a status other than 0.
 
     Attributes:
-        rank, pid: which.
-        status: its exit status; of a rank that a signal ended, minus the signal's number.
-        moment: seconds since 1970 when that was seen; when it said why, if it did.
-        said: its reason, or ``""``.
-        follows: it speaks of what happened to another rank.
-        final: it would fail in the same way again: an error of ours that is its own.
+        rank, pid: of the process.
+        status: its exit status; minus the signal's number if a signal ended it.
+        timestamp: seconds since 1970: of the error if it was written, else when the end was seen.
+        message: the error that it wrote, or ``""``.
+        is_consequence: the error reports the failure of another rank.
+        is_permanent: the rank would fail again in the same way: its own ``ShardwiseError``.
     """
 
     rank: int
     pid: int
     status: int
-    moment: float
-    said: str = ""
-    follows: bool = False
-    final: bool = False
+    timestamp: float
+    message: str = ""
+    is_consequence: bool = False
+    is_permanent: bool = False
 
     @classmethod
-    def found(cls, rank: int, pid: int, status: int, report: Path) -> Ended:
-        """With what the rank left in ``report``, if anything."""
+    def from_error_file(cls, rank: int, pid: int, status: int, error_file: Path) -> RankFailure:
+        """Read ``error_file`` for the error, if the rank wrote one."""
         now = time.time()
         try:
-            message = json.loads(report.read_text("utf-8"))["message"]
-            extra = message["extraInfo"]
-            moment = float(extra.get("exact", extra["timestamp"]))
-            flags = (bool(extra.get("follows", False)), bool(extra.get("final", False)))
-            return cls(rank, pid, status, moment, str(message["message"]), *flags)
+            report = json.loads(error_file.read_text("utf-8"))["message"]
+            extra_info = report["extraInfo"]
+            timestamp = float(extra_info.get("exact", extra_info["timestamp"]))
+            flags = (
+                bool(extra_info.get("is_consequence", False)),
+                bool(extra_info.get("is_permanent", False)),
+            )
+            return cls(rank, pid, status, timestamp, str(report["message"]), *flags)
         except (OSError, ValueError, KeyError, TypeError):
             return cls(rank, pid, status, now)
 
     @property
-    def fact(self) -> str:
-        """How it ended, in one clause."""
-        if self.said.startswith("rank "):  # it says itself whose it is
-            return self.said
-        if self.said:
-            return f"rank {self.rank}: {self.said}"
+    def summary(self) -> str:
+        """How the rank ended, in one clause."""
+        if self.message.startswith("rank "):
+            return self.message
+        if self.message:
+            return f"rank {self.rank}: {self.message}"
         if self.status >= 0:
             return f"rank {self.rank} ended with status {self.status} and left no reason"
-        name = _name(-self.status)
+        name = _signal_name(-self.status)
         return f"rank {self.rank} (process {self.pid}) was killed by {name}"
 
     @property
-    def reason(self) -> str:
-        """What to tell the user."""
-        if self.said:
-            return self.fact
+    def error_message(self) -> str:
+        """The message for the user."""
+        if self.message:
+            return self.summary
         if self.status >= 0:
-            return f"{self.fact}; see above."
+            return f"{self.summary}; see above."
         if self.status != -signal.SIGKILL:
-            return f"{self.fact}."
+            return f"{self.summary}."
         return (
-            f"{self.fact}. If nobody did so on purpose, the system was out of memory: lower "
+            f"{self.summary}. If nobody did so on purpose, the system was out of memory: lower "
             "batch.micro or data.context, or use a smaller model."
         )
 
 
-def cause(ended: Sequence[Ended]) -> Ended:
-    """The rank whose end led to that of the others. Pure.
+def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
+    """The failure that led to the others. Pure.
 
-    A rank that crashed could leave nothing, and the others' errors follow from its death. So
-    does, mostly, what ranks say of each other. And a rank that was told to end (SIGTERM) was
-    told so by the launcher, since another had failed.
+    First a rank that was killed without an error file, then a rank's own error, then an error
+    about another rank, and last a rank that the launcher ended (SIGTERM) since another had failed.
     """
 
-    def suspicion(one: Ended) -> tuple[int, float]:
-        if one.said:
-            return (2 if one.follows else 1), one.moment
-        return (3 if one.status == -signal.SIGTERM else 0), one.moment
+    def suspicion(failure: RankFailure) -> tuple[int, float]:
+        if failure.message:
+            return (2 if failure.is_consequence else 1), failure.timestamp
+        return (3 if failure.status == -signal.SIGTERM else 0), failure.timestamp
 
-    return min(ended, key=suspicion)
+    return min(failures, key=suspicion)
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
