@@ -14,7 +14,6 @@ import benchmarks.gpu.run as gpu_run
 import benchmarks.mutants.run as mutants_run
 import benchmarks.programs.run as programs_run
 import benchmarks.step.run as step_run
-from benchmarks.checkpoint import table as checkpoint_table
 from benchmarks.faults import report as faults_report
 from benchmarks.gpu import engines as gpu_engines
 from benchmarks.gpu import table as gpu_table
@@ -96,25 +95,7 @@ def gpu(json_file: Path | None, **asked: Any) -> None:
     click.echo("\n".join(gpu_table.lines(report)))
 
 
-@main.command()
-@click.option("--world", "worlds", default="2", help="numbers of ranks, comma-separated [2]")
-@click.option("--gigabytes", type=click.FloatRange(0.001), help="parameters and moments [1.1]")
-@click.option("--rounds", type=click.IntRange(1), help="interleaved rounds [5]")
-@click.option(
-    "--folder", "folders", multiple=True, type=click.Path(path_type=Path, exists=True),
-    help="one on each file system; without: a temporary one, and memory",
-)  # fmt: skip
-@click.option("--no-memory", is_flag=True, help="times alone")
-@json_option
-def checkpoint(worlds: str, json_file: Path | None, no_memory: bool, **asked: Any) -> None:
-    """Save and load 1.1 GB: time, memory and bytes, beside DCP and torch.save."""
-    try:
-        ranks = tuple(int(word) for word in worlds.split(","))
-    except ValueError:
-        raise click.UsageError(f"--world is {worlds!r}; it must be numbers such as 2,4") from None
-    config = checkpoint_run.Config(worlds=ranks, memory=not no_memory, **given(asked))
-    report = checkpoint_run.run(config, log, saver(json_file))
-    click.echo("\n".join(checkpoint_table.lines(report)))
+main.add_command(command("checkpoint", checkpoint_run.Config, checkpoint_run.run))
 
 
 @main.command()

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint import report as checkpoint_report
-from benchmarks.checkpoint import table as checkpoint_table
 from benchmarks.faults import report as faults_report
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import table as gpu_table
@@ -25,7 +23,6 @@ BLOCK = re.compile(r"^<!-- (\S+\.json) -->\n```text\n.*?^```$", re.MULTILINE | r
 KINDS: dict[str, tuple[type[Any], Callable[[Any], list[str]]]] = {
     "gpu": (gpu_report.Report, gpu_table.lines),
     "faults": (faults_report.Report, faults_report.lines),
-    "checkpoint": (checkpoint_report.Report, checkpoint_table.lines),
     "programs": (programs_report.Report, programs_report.lines),
 }
 

@@ -1,4 +1,4 @@
-"""Interleaved rounds: every method saves and loads in each, so that all meet the same machine.
+"""What each rank does: interleaved rounds in which every method saves and loads, and one watched.
 
 Before any clock runs, both models must hold the same state, by a digest of all ranks. After
 every load each rank compares every bit with what was there when saving began. Training goes
@@ -10,47 +10,39 @@ from __future__ import annotations
 import gc
 import os
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from time import perf_counter
 
 import torch.distributed as dist
 
-from benchmarks.checkpoint.methods import METHODS, Method, method_of, trained_model
+from benchmarks.checkpoint.files import IN_MEMORY, forget, from_disk, kind_of, nbytes_of, sent
+from benchmarks.checkpoint.files import remove_together as remove
+from benchmarks.checkpoint.methods import METHODS, Method, method_of, synchronous, trained_model
 from benchmarks.checkpoint.state import Size, digest
-from benchmarks.checkpoint.traffic import (
-    IN_MEMORY,
-    Sent,
-    forget,
-    from_disk,
-    kind_of,
-    nbytes_of,
-    remove_together,
-    sent,
-)
 from benchmarks.checkpoint.trained import Bits, TrainedModel
-from benchmarks.harness.rounds import rotated
-from benchmarks.harness.workers import Worker
+from benchmarks.harness.memory import held_by, samples, trim
+from benchmarks.harness.rounds import interleaved
+from benchmarks.harness.workers import Worker, Workers
 from benchmarks.training import Batch
 
 STEPS = 2  # that are taken while a method saves, and before, alone
+COUNTED = ("Pss_Anon:", "Pss_Shmem:")  # pages of files the kernel may drop
 
 
 @dataclass(frozen=True)
 class Lap:
-    """Seconds of one method on one rank in one round."""
+    """Seconds and bytes of one method on one rank in one round."""
 
     stall: float  # until training may go on
     save: float  # until all is durable; with the steps that are taken meanwhile
-    # of ``STEPS`` steps with nothing under way; 0 where ``save`` does not return early
-    alone: float
-    meanwhile: float  # of as many steps right after ``save`` returned
     load: float  # its files are in memory
-    cold: float | None  # they are not; ``None`` where they always are
-    from_disk: int  # bytes that the cold load fetched from the disk
-    saving: Sent  # what was sent to save
-    loading: Sent  # what was sent to load
+    save_sent: int  # bytes to other ranks
+    load_sent: int
     nbytes: int  # of the files
+    cold: float | None = None  # they are not in memory; ``None`` where they always are
+    from_disk: int = 0  # bytes that the cold load fetched from the disk
+    alone: float = 0.0  # ``STEPS`` steps with nothing under way; 0 where a method is not async
+    meanwhile: float = 0.0  # as many steps right after ``save`` returned
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ class Measured:
 
     digest: str  # of the state that was saved, the same for all methods
     bucket: int  # bytes of our largest unit
-    laps: dict[tuple[str, str], list[Lap]]  # (kind of file system, method) → one for each round
+    laps: dict[str, list[Lap]]  # ``"KIND METHOD"`` → one for each round
 
 
 @dataclass(frozen=True)
@@ -67,8 +59,8 @@ class Task:
     """What the ranks are asked for."""
 
     size: Size  # of the state
-    # (kind of file system, a folder on it that is ours); asynchronous methods use the first alone
-    targets: tuple[tuple[str, str], ...]
+    # kind of file system → a folder on it that is ours; asynchronous methods use the first alone
+    places: dict[str, str]
     rounds: int  # that are measured; one more is not
 
 
@@ -82,21 +74,25 @@ def measure(worker: Worker, task: Task) -> None:
         bits = {name: trained.copy() for name, trained in models.items()}
         methods = {name: method_of(name, models[_model_of(name)]) for name in METHODS}
 
-        def lap(name: str, place: str) -> Lap:
+        def lap(name: str, _: int) -> Lap:
+            kind, method = name.split()
             gc.collect()
-            return _lap(methods[name], Path(place) / "step-1", bits[_model_of(name)], task.size)
+            folder = Path(task.places[kind]) / "step-1"
+            return _lap(methods[method], folder, bits[_model_of(method)], task.size)
 
-        gc.disable()  # and collected between laps: a pause belongs to nobody
-        for name in methods:
-            lap(name, task.targets[-1][1])  # imports and allocates for all
-        laps: dict[tuple[str, str], list[Lap]] = {}
-        for number, (kind, place) in product(range(task.rounds), task.targets):
-            first = kind == task.targets[0][0]
-            names = [name for name, each in methods.items() if first or not each.is_async]
-            for name in rotated(names, number):
-                laps.setdefault((kind, name), []).append(lap(name, place))
+        first, *others = task.places
+        names = [f"{first} {method}" for method in methods]
+        names += [f"{kind} {name}" for kind in others for name in methods if not is_async(name)]
+        for name in names:
+            lap(name, 0)  # imports and allocates for all
+        laps = interleaved(names, task.rounds, lap)
         bucket = max(trained.bucket for trained in models.values())
         worker.send(Measured(digests["ours"], bucket, laps))
+
+
+def is_async(method: str) -> bool:
+    """Does it return before all is durable?"""
+    return method.endswith("_async")
 
 
 def _model_of(method: str) -> str:
@@ -111,15 +107,16 @@ def _lap(method: Method, folder: Path, bits: Bits, size: Size) -> Lap:
     steps = trained.steps
     before = sent(trained.sharded)
     stall, meanwhile, save = _save(method, folder, batch)
-    saving = sent(trained.sharded) - before
+    saved = sent(trained.sharded)
     dist.barrier()
     nbytes = nbytes_of(folder)
-    before = sent(trained.sharded)
+    begin = sent(trained.sharded)
     load = _load(method, folder, bits, steps)
-    loading = sent(trained.sharded) - before
+    loaded = sent(trained.sharded)
     cold, fetched = _cold(method, folder, bits, steps)
-    remove_together(folder)
-    return Lap(stall, save, alone, meanwhile, load, cold, fetched, saving, loading, nbytes)
+    remove(folder)
+    counts = (saved - before, loaded - begin, nbytes)
+    return Lap(stall, save, load, *counts, cold, fetched, alone, meanwhile)
 
 
 def _steps(trained: TrainedModel, batch: Batch) -> float:
@@ -170,3 +167,64 @@ def _cold(method: Method, folder: Path, bits: Bits, steps: set[float]) -> tuple[
     before = from_disk()
     seconds = _load(method, folder, bits, steps)
     return seconds, from_disk() - before
+
+
+# ---- memory --------------------------------------------------------------------------------
+
+
+def extra_memory(name: str, size: Size, world: int, folder: Path) -> dict[str, int]:
+    """``{"save": …, "load": …}``: bytes beyond the state, the most that any rank held.
+
+    Seen from outside, in processes of their own. The base is what a rank has right before, after
+    one save and load to warm up, with freed memory given back; for a load, which makes the
+    optimizer's moments, the base has their bytes, too. An asynchronous method only saves.
+    """
+    with Workers(world, _hold, name, size, str(folder)) as workers:
+        return {
+            phase: _most(workers) for phase in (["save"] if is_async(name) else ["save", "load"])
+        }
+
+
+def _most(workers: Workers) -> int:
+    bases = workers.receive()
+    beyond: list[int] = [
+        max(held - base for held, base in zip(each, bases, strict=True))
+        for each in samples(workers, *COUNTED)
+    ]
+    workers.receive()  # it is over
+    return max(0, *beyond)
+
+
+def _hold(worker: Worker, name: str, size: Size, place: str) -> None:
+    with worker.group():
+        folder, trained = Path(place) / "step-1", trained_model(name, size)
+        first = method_of(synchronous(name), trained)  # its memory for later saves is measured
+        chosen = method_of(name, trained)
+        _save_and_wait(first, folder)
+        trained.renew()
+        first.load(folder)
+        remove(folder)
+        _begin(worker)
+        _save_and_wait(chosen, folder)
+        worker.send("saved")
+        if not chosen.is_async:
+            moments = sum(p.value.nbytes for p in trained.parts() if p.kind != "param")
+            trained.renew()
+            _begin(worker, moments)
+            chosen.load(folder)
+            worker.send("loaded")
+        remove(folder)
+
+
+def _begin(worker: Worker, moments: int = 0) -> None:
+    """Give back what is free, say what is left with the ``moments`` to come; start together."""
+    gc.collect()
+    trim()
+    dist.barrier()
+    worker.send(held_by("self", *COUNTED) + moments)
+    dist.barrier()
+
+
+def _save_and_wait(method: Method, folder: Path) -> None:
+    method.save(folder)()
+    dist.barrier()

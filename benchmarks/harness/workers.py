@@ -8,6 +8,7 @@ one of them dies.
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -174,6 +175,7 @@ def _work(
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported by now is garbage at no time
     code = 0
     try:
         fn(Worker(rank, world, folder, pipe), *args)

@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner
 
 import benchmarks
-from benchmarks.checkpoint.report import Report as CheckpointReport
 from benchmarks.faults.report import Report as FaultsReport
 from benchmarks.gpu.report import Report as GpuReport
 from benchmarks.harness import report as reports
@@ -44,7 +43,6 @@ REPORT = Report(
 )
 REPORTS = {
     "gpu.json": GpuReport(MACHINE, "H200", "", "own", "torch"),
-    "checkpoint.json": CheckpointReport(MACHINE, 1.0, 3),
     "faults.json": FaultsReport(MACHINE, missed=3),
     "programs.json": ProgramsReport(MACHINE, 2, ()),
 }

@@ -1,9 +1,4 @@
-"""What ranks sent each other, as their groups and the kernel count it; and cold files.
-
-Every group numbers its collectives, also those of a library's own thread, and the kernel counts
-the bytes of each connection. Ours may go through shared memory, where there is no connection:
-there the comm's own counters say how many bytes it would have sent.
-"""
+"""Bytes that a rank has sent, and a checkpoint's files: their size, and how the disk is asked."""
 
 from __future__ import annotations
 
@@ -12,48 +7,25 @@ import shutil
 import socket
 import struct
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import shardwise as sw
 from benchmarks.harness.memory import proc_number
 
 IN_MEMORY = ("tmpfs", "ramfs")
-
 LINUX_TCP_BYTES_SENT = 200  # where tcpi_bytes_sent lies in struct tcp_info
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What one rank has sent so far."""
+def sent(sharded: sw.Sharded | None) -> int:
+    """Bytes that left this rank for others so far.
 
-    collectives: int  # how many it took part in
-    nbytes: int  # that left it for other ranks
-
-    def __sub__(self, before: Sent) -> Sent:
-        return Sent(self.collectives - before.collectives, self.nbytes - before.nbytes)
-
-
-def sent(sharded: sw.Sharded | None) -> Sent:
-    """By our comm, or else by every process group."""
+    As the kernel counts them for each connection; ours, which may go through shared memory where
+    there is no connection, by our comm's own counters.
+    """
     if sharded is not None:
-        counters = sharded.comm.counters
-        return Sent(sum(counters.calls.values()), sum(counters.bytes_sent.values()))
-    groups: Any = dist.distributed_c10d._world.pg_map  # noqa: SLF001 - it has no public name
-    numbers = [_number(group._get_backend(torch.device("cpu"))) for group in groups]  # noqa: SLF001
-    return Sent(sum(numbers), _by_sockets())
-
-
-def _number(backend: Any) -> int:
-    """Of its latest collective."""
-    return int(backend._get_sequence_number_for_group())  # noqa: SLF001 - it has no public name
-
-
-def _by_sockets() -> int:
+        return sum(sharded.comm.counters.bytes_sent.values())
     total = 0
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it is closed by now, or no TCP connection
