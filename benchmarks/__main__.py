@@ -15,9 +15,6 @@ import benchmarks.mutants.run as mutants_run
 import benchmarks.programs.run as programs_run
 import benchmarks.step.run as step_run
 from benchmarks.faults import report as faults_report
-from benchmarks.gpu import engines as gpu_engines
-from benchmarks.gpu import table as gpu_table
-from benchmarks.gpu.models import SHAPES
 from benchmarks.harness import reports
 from benchmarks.harness.command import command, follow, log
 from benchmarks.harness.report import write
@@ -27,7 +24,6 @@ from benchmarks.programs.engines import ENGINES as PROGRAM_ENGINES
 from benchmarks.programs.program import PROGRAMS
 from benchmarks.recorded import table_of, with_tables
 from benchmarks.step import profile
-from benchmarks.training import unknown
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
 
@@ -69,32 +65,7 @@ main.add_command(command("step", step_run.Config, step_run.run))
 main.add_command(command("profile", profile.Config, profile.run))
 
 
-@main.command()
-@click.option("--world", "worlds", type=click.IntRange(2), multiple=True, help="ranks [8, 64]")
-@click.option("--model", "models", type=names([*SHAPES]), multiple=True, help="what is trained")
-@click.option("--engines", help="comma-separated [all]: " + ", ".join(gpu_engines.ENGINES))
-@click.option("--rounds", type=click.IntRange(2), help="interleaved rounds of laps [20]")
-@click.option("--layers", type=click.IntRange(1), help="blocks, instead of the model's own")
-@click.option("--tokens", type=click.IntRange(1), help="of a row, instead of the model's own")
-@click.option("--bandwidth", type=click.FloatRange(0), help="GB/s of the link; 0: no time at all")
-@click.option("--wire", type=names([*gpu_engines.WIRES]), help="how gradients travel [own]")
-@click.option("--optimizer", type=names(gpu_engines.OPTIMIZERS), help="of ours [torch]")
-@click.option("--device", type=names(["cuda", "cpu"]), help="cpu tries the benchmark [cuda]")
-@click.option("--part", "parts", type=names(gpu_run.PARTS), multiple=True, help="what is measured")
-@json_option
-def gpu(json_file: Path | None, **asked: Any) -> None:
-    """One rank of many on one CUDA device, with simulated peers, beside FSDP2."""
-    options = given(asked)
-    if "bandwidth" in options:
-        options["bandwidth"] *= 1e9
-    config = gpu_run.Config(**options)
-    refuse(unknown(config.engines, gpu_engines.ENGINES))
-    if why := gpu_run.unavailable(config.device):
-        raise click.ClickException(why)
-    report = gpu_run.run(config, log, saver(json_file))
-    click.echo("\n".join(gpu_table.lines(report)))
-
-
+main.add_command(command("gpu", gpu_run.Config, gpu_run.run))
 main.add_command(command("checkpoint", checkpoint_run.Config, checkpoint_run.run))
 
 

@@ -4,12 +4,11 @@ Run it
     ``python -m benchmarks gpu --json gpu.json --plot gpu.png``
 
     Blocks of an 8B model and a launch-bound 124M model, worlds 8 and 64, every engine: about a
-    quarter of an hour on one H100 or H200. ``--world`` and ``--model``, each as often as you
-    like, take a part of it: the four parts need about the same time. ``--bandwidth 0`` takes the
-    link away and leaves what an engine costs by itself. One line per engine goes to the terminal,
-    all numbers go to the JSON file, whose schema is ``report.py``. The report is written after
-    every engine, so a run that is cut short keeps what it has; an engine that fails has a row
-    that says why.
+    quarter of an hour on one H100 or H200. ``--world 8 --model small125m`` takes a part of it: the
+    four parts need about the same time. ``--bandwidth 0`` takes the link away and leaves what an
+    engine costs by itself. One line per engine goes to the terminal, all numbers go to the JSON
+    file. The report is written after every engine, so a run that is cut short keeps what it has;
+    an engine that fails has a line that says why.
 
 What is real
     Rank 0 of torch's fake process group runs both engines' own code: their streams, events,

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from benchmarks.gpu.models import Shape, build, loss_of
+from benchmarks.gpu.models import SHAPES, Shape, build, loss_of
 from benchmarks.gpu.simulated import EchoStore, Link
 from benchmarks.training import Engine, apply_fsdp2, training
 from shardwise.comm.backend import BackendComm
@@ -47,7 +47,6 @@ class Setup:
     """What is the same for all engines of a run."""
 
     model: str  # a name in ``SHAPES``
-    shape: Shape  # that shape, or one with other layers or tokens
     world: int  # ranks of the group; one of them is here
     device: str  # ``"cuda"`` or ``"cpu"``
     link: Link  # how long collectives take
@@ -57,6 +56,10 @@ class Setup:
     # ``"torch"``: ``torch.optim.AdamW(fused=True)`` for every engine; ``"flat"``:
     # ``sw.optim.AdamW`` for ours.
     optimizer: str = "torch"
+
+    @property
+    def shape(self) -> Shape:
+        return SHAPES[self.model]
 
     @property
     def place(self) -> torch.device:

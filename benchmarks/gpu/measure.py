@@ -26,7 +26,7 @@ from benchmarks.gpu.models import batch_of
 from benchmarks.gpu.simulated import SimulatedGroup
 from benchmarks.gpu.timeline import Kind, Overlap, Span, overlap_of
 from benchmarks.gpu.trace import UNNAMED, allocated_of, profiled, spans_of
-from benchmarks.harness.rounds import rotated
+from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.workers import Worker
 from benchmarks.training import Batch, Engine
 
@@ -75,8 +75,6 @@ class Alone:
     memory: Memory  # bytes
     copies: tuple[CopyCount, ...]  # by side, of the sides that there are
     overlap: Overlap  # milliseconds
-    losses: tuple[float, ...]  # of the first steps; finite, or nothing here means anything
-    collectives: float  # per step
     received: float  # bytes per step, that the link carried
 
 
@@ -86,31 +84,22 @@ def time_in_turn(worker: Worker, setup: Setup, names: Sequence[str], rounds: int
         engines = {name: ENGINES[name](setup) for name in names}
         for engine in engines.values():
             stage.steps(engine, WARM)
-        laps: dict[str, list[Lap]] = {name: [] for name in names}
-        gc.disable()  # and collected between laps: a pause belongs to nobody
-        for number in range(rounds):
-            for name in rotated(list(names), number):
-                gc.collect()
-                laps[name].append(stage.lap(engines[name]))
-        worker.send(laps)
+        worker.send(interleaved(names, rounds, lambda name, _: stage.lap(engines[name])))
 
 
 def measure_alone(worker: Worker, setup: Setup, name: str) -> None:
     """Memory, copies and timeline of one engine. Sends an ``Alone``."""
     with _Stage(setup) as stage:
         if setup.device == "cpu":
-            engine, memory, losses = _memory_on_cpu(stage, name)
+            engine, memory = _memory_on_cpu(stage, name)
         else:
             engine = ENGINES[name](setup)
-            losses = stage.steps(engine, WARM)
+            stage.steps(engine, WARM)
             memory = _memory(stage, engine)
-        calls, nbytes = stage.group.calls, stage.group.nbytes
+        nbytes = stage.group.nbytes
         overlap = _overlap(stage, engine)
-        steps = 1 + WATCHED
-        collectives = (stage.group.calls - calls) / steps
-        received = (stage.group.nbytes - nbytes) / steps
-        copies = _copies(stage, engine)
-        worker.send(Alone(memory, copies, overlap, tuple(losses), collectives, received))
+        received = (stage.group.nbytes - nbytes) / (1 + WATCHED)
+        worker.send(Alone(memory, _copies(stage, engine), overlap, received))
 
 
 class _Stage:
@@ -143,14 +132,15 @@ class _Stage:
             engine.update()
         return losses
 
-    def steps(self, engine: Engine, count: int) -> list[float]:
-        """The same, waiting for the device at the end."""
+    def steps(self, engine: Engine, count: int) -> None:
+        """The same, waiting for the device at the end. Losses must be finite."""
         losses = [loss.item() for loss in self.take(engine, count)]
         if not all(map(isfinite, losses)):
             raise RuntimeError(f"losses {losses}: what is measured would be other work")
-        return losses
 
     def lap(self, engine: Engine) -> Lap:
+        """Several steps, timed together."""
+        gc.collect()
         events = self._clock()
         self.settle()
         begin = perf_counter()
@@ -187,21 +177,20 @@ def _memory(stage: _Stage, engine: Engine) -> Memory:
     return Memory(rest, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
-def _memory_on_cpu(stage: _Stage, name: str) -> tuple[Engine, Memory, list[float]]:
+def _memory_on_cpu(stage: _Stage, name: str) -> tuple[Engine, Memory]:
     """The profiler counts what was allocated while it was on: so it is on from the beginning."""
     engines: list[Engine] = []
-    losses: list[float] = []
 
     def work() -> None:
         engines.append(ENGINES[name](stage.setup))
-        losses.extend(stage.steps(engines[0], WARM))
+        stage.steps(engines[0], WARM)
         gc.collect()
         with record_function(BEGIN):
             stage.steps(engines[0], WATCHED)
 
     events = profiled(work, "cpu", memory=True)
     rest, peak = allocated_of(events, BEGIN)
-    return engines[0], Memory(rest, peak, None), losses
+    return engines[0], Memory(rest, peak, None)
 
 
 def _overlap(stage: _Stage, engine: Engine) -> Overlap:

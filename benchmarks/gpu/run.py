@@ -1,80 +1,114 @@
-"""From what is asked to a report: which processes run, one after the other."""
+"""Which processes run, one after the other, and the tables that come of what they measured."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
+from statistics import median
+from typing import Any, TypeVar
 
+import click
 import torch
 
-from benchmarks.gpu.engines import ENGINES, RIVALS, Setup
+from benchmarks.gpu.engines import ENGINES, OPTIMIZERS, RIVALS, WIRES, Setup
 from benchmarks.gpu.measure import Alone, Lap, measure_alone, time_in_turn
-from benchmarks.gpu.models import SHAPES
-from benchmarks.gpu.report import Case, Report, Row, times_of
+from benchmarks.gpu.models import SHAPES, summary
 from benchmarks.gpu.simulated import link_of
+from benchmarks.harness.command import Log, setting
 from benchmarks.harness.machine import this_machine
-from benchmarks.harness.workers import Workers
+from benchmarks.harness.report import MIB, Cell, Column, Report, Table
+from benchmarks.harness.rounds import paired
+from benchmarks.harness.workers import on_ranks
 
 PARTS = ("alone", "time")
 VISITS = 4  # of each process, where engines cannot share one
 FULL = 0.8  # of the device's memory, at most, for engines that share a process
-
-Log = Callable[[str], None]
-Save = Callable[[Report], None]
+WHOLE = "parameters, whole"  # copies of more than the own slice
+STEP = (
+    Column("engine"), Column("step ÷", ".3f", drawn=True, target=0.9), Column("q1", ".2f"),
+    Column("q3", ".2f"), Column("ms", ",.2f"), Column("min ms", ",.2f"), Column("device", ",.2f"),
+    Column("host", ",.2f"), Column("peak ÷", ".3f", drawn=True, target=0.8),
+    Column("MiB rest", ",.1f"), Column("MiB peak", ",.1f"), Column("reserved", ",.1f"),
+    Column("whole copies", ".0f", target=0),
+)  # fmt: skip
+LANES = (
+    Column("engine"), Column("collectives ms", ".2f"), Column("hidden", ".0%"),
+    Column("exposed ms", ".2f"), Column("idle ms", ".2f"), Column("MB received", ",.2f"),
+)  # fmt: skip
+COPIES = (
+    Column("engine"), Column("copies of"), Column("kernels", ".0f"), Column("ms", ".3f"),
+    Column("calls", ".0f"), Column("MB written", ",.2f"),
+)  # fmt: skip
+TARGETS = [column for column in STEP if column.target is not None]
+NOTES = """
+÷            full_shard ÷ fsdp2 and shard_grad_op ÷ fsdp2_keep: steps in the same round, with their
+             quartiles q1 and q3, and peaks of memory
+ms           of a step, from an idle device to an idle device; device: by its own clock; host: until
+             the host has asked for everything
+MiB          rest: between steps; peak: the most in use; reserved: the most taken from the device
+whole copies of parameters, per step, of more than one rank's part of the largest unit
+hidden       of the collectives' time, the part beside a kernel that computes
+exposed      the collectives' time beside no other kernel; idle: nothing runs at all
+copies of    own slice: no more than one rank's part of the largest unit; whole: more than that;
+             not named: kernels that look like copies and belong to no operation that we know
+plain        whole, bf16, no communication and no optimizer: for scale only
+*            in a process of its own, because all engines together do not fit the device
+""".strip().splitlines()
+Row = dict[str, Cell]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Config:
     """What to measure."""
 
-    models: tuple[str, ...] = ("blocks8b", "small125m")  # names in ``SHAPES``
-    worlds: tuple[int, ...] = (8, 64)  # numbers of ranks
-    engines: tuple[str, ...] = tuple(ENGINES)  # names in ``ENGINES``
-    rounds: int = 20  # of laps
-    layers: int | None = None  # instead of each shape's own
-    tokens: int | None = None  # likewise
-    # bytes per second, instead of what ``link_of`` assumes; 0: no time at all
-    bandwidth: float | None = None
-    wire: str = "own"  # how gradients travel: a name in ``WIRES``
-    optimizer: str = "torch"  # of ours: one of ``OPTIMIZERS``
-    device: str = "cuda"  # ``"cuda"`` or ``"cpu"``
-    parts: tuple[str, ...] = PARTS  # of ``PARTS``
+    world: tuple[int, ...] = setting((8, 64), "numbers of ranks")
+    model: tuple[str, ...] = setting(("blocks8b", "small125m"), "what is trained", SHAPES)
+    engines: tuple[str, ...] = setting(tuple(ENGINES), "which", ENGINES)
+    rounds: int = setting(20, "interleaved rounds of laps", least=2)
+    bandwidth: float | None = setting(None, "GB/s of the link, as assumed; 0: takes no time")
+    wire: str = setting("own", "how gradients travel", WIRES)
+    optimizer: str = setting("torch", "of ours", OPTIMIZERS)
+    device: str = setting("cuda", "cpu tries the benchmark", ("cuda", "cpu"))
+    part: tuple[str, ...] = setting(PARTS, "what is measured", PARTS)
 
     def setup(self, model: str, world: int) -> Setup:
         """Of one case."""
-        asked = {"layers": self.layers, "tokens": self.tokens}
-        changes = {name: value for name, value in asked.items() if value is not None}
-        shape = replace(SHAPES[model], **changes)
-        link = link_of(world, self.bandwidth)
-        return Setup(model, shape, world, self.device, link, self.wire, self.optimizer)
+        link = link_of(world, None if self.bandwidth is None else 1e9 * self.bandwidth)
+        return Setup(model, world, self.device, link, self.wire, self.optimizer)
 
 
-def unavailable(device: str) -> str:
-    """Why nothing can be measured on ``device``, and what to do; ``""`` if it can."""
-    if device == "cpu" or torch.cuda.is_available():
-        return ""
-    return (
-        f"there is no CUDA device here (torch {torch.__version__}), so nothing was measured. Run "
-        "the same command on a machine with one GPU and a torch built for CUDA. Here, "
-        "`python -m benchmarks gpu --device cpu --model tiny` tries the benchmark itself: its "
-        "times mean nothing."
-    )
-
-
-def run(config: Config, log: Log, save: Save) -> Report:
-    """Measure; ``save`` is called with the report whenever there is more of it."""
+def run(config: Config, log: Log) -> Iterator[Report]:
+    """One rank of many on one CUDA device, with simulated peers, beside FSDP2."""
+    if config.device != "cpu" and not torch.cuda.is_available():
+        raise click.ClickException(
+            f"there is no CUDA device here (torch {torch.__version__}), so nothing was measured. "
+            "Run the same command on a machine with one GPU and a torch built for CUDA. Here, "
+            "`python -m benchmarks gpu --device cpu --model tiny` tries the benchmark itself: its "
+            "times mean nothing."
+        )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says that it begins
-    name, _ = _device(config.device)
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    report = Report(this_machine(), name, allocator, config.wire, config.optimizer)
-    for world, model in product(config.worlds, config.models):
-        before = report.cases
-        for case in _case(config.setup(model, world), config, log):
-            report = replace(report, cases=(*before, case))
-            save(report)
-    return report
+    report = Report(this_machine(), settings(config), notes=tuple(NOTES))
+    for world, model in product(config.world, config.model):
+        case = Case(config.setup(model, world), config, log)
+        before = report.tables
+        for tables in case.measured():
+            report = replace(report, tables=(*before, *tables))
+            yield report
+
+
+def settings(config: Config) -> tuple[str, ...]:
+    """The device, and what is the same for all engines."""
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") or "torch's default"
+    optimizer = "torch.optim.AdamW(fused=True)"
+    if config.optimizer == "flat":
+        optimizer = f"ours: sw.optim.AdamW, others: {optimizer}"
+    return (
+        f"{_device(config.device)[0]}; allocator: {allocator}",
+        f"bf16 compute on fp32 shards, {optimizer}, gradients travel: {config.wire}",
+    )
 
 
 def _device(device: str) -> tuple[str, int]:
@@ -86,72 +120,155 @@ def _device(device: str) -> tuple[str, int]:
     return f"{properties.name}, {nbytes / 2**30:.0f} GiB", nbytes
 
 
-def _case(setup: Setup, config: Config, log: Log) -> Iterator[Case]:
-    """One model at one world size, with more numbers each time."""
-    rows = {name: Row(name) for name in ENGINES if name in config.engines}
-    here = f"{setup.model}, world {setup.world}"
-    case = Case(setup.model, setup.shape, setup.world, setup.link)
-    for name in rows if "alone" in config.parts else ():
-        log(f"{here}: memory, copies and timeline of {name}")
-        rows[name] = _measured(setup, rows[name], log)
-        yield replace(case, rows=tuple(rows.values()))
-    names = [name for name, row in rows.items() if not row.error]
-    if "time" in config.parts and names:
-        apart = not fits([row.alone for row in rows.values()], _device(setup.device)[1])
-        log(f"{here}: {config.rounds} rounds, {'apart' if apart else 'together'}")
-        rows |= _timed(setup, {name: rows[name] for name in names}, config.rounds, apart, log)
-        yield replace(case, rows=tuple(rows.values()))
+@dataclass
+class Case:
+    """One model at one world size, as far as it is measured."""
+
+    setup: Setup
+    config: Config
+    log: Log
+    rows: dict[str, Row] = field(default_factory=dict)  # engine → column → number
+    copies: list[tuple[Cell, ...]] = field(default_factory=list)  # of ``COPIES``
+    errors: dict[str, str] = field(default_factory=dict)  # engine → the last line of what failed
+    apart: bool = False
+
+    def measured(self) -> Iterator[list[Table]]:
+        """Its tables, with more numbers each time."""
+        case = f"{self.setup.model}, world {self.setup.world}"
+        self.rows = {name: {} for name in ENGINES if name in self.config.engines}
+        for name in self.rows if "alone" in self.config.part else ():
+            self.log(f"{case}: memory, copies and timeline of {name}")
+            alone = self._tried([name], on_ranks, 1, measure_alone, self.setup, name)
+            if alone is not None:
+                self.rows[name] |= alone_row(alone[0])
+                self.copies += copy_rows(name, alone[0])
+            yield self.tables()
+        names = [name for name in self.rows if name not in self.errors]
+        if "time" in self.config.part and names:
+            self.apart = not fits(self.rows.values(), _device(self.setup.device)[1])
+            where = "apart" if self.apart else "together"
+            self.log(f"{case}: {self.config.rounds} rounds, {where}")
+            laps = self._tried(names, self._laps, names) or {}
+            for name, mine in laps.items():
+                self.rows[name] |= times_row(mine, laps.get(RIVALS.get(name, "")))
+            yield self.tables()
+
+    def _tried(self, names: Sequence[str], measure: Callable[..., T], *args: Any) -> T | None:
+        """What ``measure`` returns, ``None`` if it fails: a lent device does not come back."""
+        try:
+            return measure(*args)
+        except RuntimeError as error:
+            self.log(str(error))
+            lines = [line for line in str(error).splitlines() if line.strip() == line != ""]
+            self.errors |= dict.fromkeys(names, lines[-1])  # what was raised, of a traceback
+            return None
+
+    def _laps(self, names: Sequence[str]) -> dict[str, list[Lap]]:
+        """Of each engine, in the order of rounds."""
+        rounds = self.config.rounds
+        if not self.apart:
+            together: dict[str, list[Lap]] = on_ranks(1, time_in_turn, self.setup, names, rounds)[0]
+            return together
+        laps: dict[str, list[Lap]] = {name: [] for name in names}
+        for _ in range(VISITS):
+            for name in names:
+                some = on_ranks(1, time_in_turn, self.setup, [name], -(-rounds // VISITS))[0]
+                laps[name] += some[name]
+        return laps
+
+    def tables(self) -> list[Table]:
+        """As they are now."""
+        setup = self.setup
+        compare(self.rows)
+        speed = (
+            f"{setup.link.bandwidth / 1e9:.0f} GB/s and {setup.link.latency * 1e6:.0f} µs assumed"
+            if setup.link.bandwidth
+            else "collectives take no time"
+        )
+        title = f"{setup.model}, rank 0 of {setup.world}, {speed}: {summary(setup.shape)}"
+        failed = [f"{name}: failed, {why}" for name, why in self.errors.items()]
+        shown = {name + "*" * self.apart: row for name, row in self.rows.items()}
+        step = Table.of(title, STEP, shown, [*verdicts(self.rows), *failed])
+        lanes = Table.of("", LANES, self.rows)
+        return [step, lanes, Table("", COPIES, tuple(self.copies))]
 
 
-def fits(rows: Sequence[Alone | None], total: int) -> bool:
+def fits(rows: Iterable[Mapping[str, Cell]], total: int) -> bool:
     """Can all engines be in one process: what each keeps, and what one of them needs besides?
 
     Unknown numbers fit: where memory was not looked at, nobody asked for care.
     """
-    memories = [alone.memory for alone in rows if alone is not None]
-    kept = sum(memory.rest for memory in memories)
-    beyond = max((memory.peak - memory.rest for memory in memories), default=0)
-    return kept + beyond <= FULL * total
+    known = [row for row in rows if row.get("MiB peak") is not None]
+    kept = sum(number(row, "MiB rest") for row in known)
+    beyond = max((number(row, "MiB peak") - number(row, "MiB rest") for row in known), default=0)
+    return MIB * (kept + beyond) <= FULL * total
 
 
-def _measured(setup: Setup, row: Row, log: Log) -> Row:
-    try:
-        with Workers(1, measure_alone, setup, row.engine) as workers:
-            return replace(row, alone=workers.receive()[0])
-    except RuntimeError as error:  # the others go on: a lent device does not come back
-        log(str(error))
-        return replace(row, error=_why(error))
+# ---- from what was measured to rows ---------------------------------------------------------
 
 
-def _why(error: RuntimeError) -> str:
-    """What was raised, of a traceback: its last line that is not indented."""
-    lines = [line for line in str(error).splitlines() if line.strip() == line != ""]
-    return lines[-1]
-
-
-def _timed(
-    setup: Setup, rows: Mapping[str, Row], rounds: int, apart: bool, log: Log
-) -> dict[str, Row]:
-    try:
-        laps = _laps(setup, list(rows), rounds, apart)
-    except RuntimeError as error:
-        log(str(error))
-        return {name: replace(row, error=_why(error)) for name, row in rows.items()}
+def alone_row(alone: Alone) -> Row:
+    """Memory and the timeline of one engine."""
+    overlap, memory = alone.overlap, alone.memory
+    whole = (max(count.kernels, count.calls) for count in alone.copies if count.side == WHOLE)
     return {
-        name: replace(row, times=times_of(laps[name], laps.get(RIVALS.get(name, "")), apart))
-        for name, row in rows.items()
+        "MiB rest": memory.rest / MIB,
+        "MiB peak": memory.peak / MIB,
+        "reserved": None if memory.reserved is None else memory.reserved / MIB,
+        "whole copies": sum(whole),
+        "collectives ms": overlap.collectives,
+        "hidden": overlap.share if overlap.collectives else None,
+        "exposed ms": overlap.exposed,
+        "idle ms": overlap.idle,
+        "MB received": alone.received / 1e6,
     }
 
 
-def _laps(setup: Setup, names: Sequence[str], rounds: int, apart: bool) -> dict[str, list[Lap]]:
-    """Of each engine, in the order of rounds."""
-    if not apart:
-        with Workers(1, time_in_turn, setup, names, rounds) as workers:
-            together: dict[str, list[Lap]] = workers.receive()[0]
-            return together
-    laps: dict[str, list[Lap]] = {name: [] for name in names}
-    for _ in range(VISITS):
-        for name in names:
-            with Workers(1, time_in_turn, setup, [name], -(-rounds // VISITS)) as workers:
-                laps[name] += workers.receive()[0][name]
-    return laps
+def copy_rows(engine: str, alone: Alone) -> list[tuple[Cell, ...]]:
+    """Its copies by side."""
+    return [
+        (engine, each.side, each.kernels, each.milliseconds, each.calls, each.nbytes / 1e6)
+        for each in alone.copies
+    ]
+
+
+def times_row(mine: Sequence[Lap], rival: Sequence[Lap] | None) -> Row:
+    """From laps in the order of rounds. ``rival``: of as many rounds, or ``None``."""
+    clocked = [lap.device for lap in mine if lap.device is not None]
+    row: Row = {
+        "ms": 1e3 * median(lap.whole for lap in mine),
+        "min ms": 1e3 * min(lap.whole for lap in mine),
+        "device": 1e3 * median(clocked) if clocked else None,
+        "host": 1e3 * median(lap.host for lap in mine),
+    }
+    if rival is not None:
+        low, middle, high = paired([lap.whole for lap in mine], [lap.whole for lap in rival])
+        row |= {"step ÷": middle, "q1": low, "q3": high}
+    return row
+
+
+def compare(rows: Mapping[str, Row]) -> None:
+    """Add each of our peaks of memory ÷ its rival's."""
+    for ours, rival in RIVALS.items():
+        both = [rows.get(name, {}).get("MiB peak") is not None for name in (ours, rival)]
+        if all(both):
+            rows[ours]["peak ÷"] = number(rows[ours], "MiB peak") / number(rows[rival], "MiB peak")
+
+
+def verdicts(rows: Mapping[str, Row]) -> Iterator[str]:
+    """For each of ours what it missed; a number that is missing reaches nothing."""
+    for name in (name for name in RIVALS if name in rows):
+        missed = [
+            f"{column.name} {column.text(cell)}, at most {column.target} wanted"
+            for column in TARGETS
+            if (cell := rows[name].get(column.name)) is None
+            or number(rows[name], column.name) > (column.target or 0)
+        ]
+        yield f"{name}: {'; '.join(missed) if missed else 'all targets reached'}"
+
+
+def number(row: Mapping[str, Cell], column: str) -> float:
+    """A cell that is a number."""
+    cell = row[column]
+    assert isinstance(cell, int | float)
+    return cell

@@ -89,7 +89,7 @@ def _kind(default: Any, known: tuple[str, ...], least: int | None) -> click.Para
         return click.Choice(known)
     if isinstance(default, int):
         return click.BOOL if isinstance(default, bool) else click.IntRange(min=least)
-    return click.FLOAT if isinstance(default, float) else click.STRING
+    return click.STRING if isinstance(default, str) else click.FLOAT
 
 
 class _Several(click.ParamType[tuple[Any, ...]]):

@@ -24,18 +24,26 @@ from torch.profiler import record_function
 import benchmarks
 import shardwise
 from benchmarks.__main__ import main
-from benchmarks.gpu import copies, run, simulated, table
+from benchmarks.gpu import copies, run, simulated
 from benchmarks.gpu.copies import FILES, CopyRecorder, file_in_package, side_of
 from benchmarks.gpu.engines import ENGINES, Setup
 from benchmarks.gpu.measure import Alone, CopyCount, Lap, Memory, copies_of
 from benchmarks.gpu.models import SHAPES, batch_of, build, loss_of, summary
-from benchmarks.gpu.report import Case, Report, Row, Times, Verdict, times_of, verdicts
-from benchmarks.gpu.run import Config, fits, unavailable
+from benchmarks.gpu.run import (
+    STEP,
+    Case,
+    Config,
+    Row,
+    alone_row,
+    compare,
+    fits,
+    times_row,
+    verdicts,
+)
 from benchmarks.gpu.simulated import EchoStore, Link, SimulatedGroup, link_of
 from benchmarks.gpu.timeline import Kind, Overlap, Span, common, length, overlap_of, union, without
 from benchmarks.gpu.trace import Event, allocated_of, profiled, spans_of
-from benchmarks.harness.machine import this_machine
-from benchmarks.harness.reports import read
+from benchmarks.harness.report import MIB, Cell, Report, Table, read
 from benchmarks.harness.workers import Worker, Workers
 from tests.devices import DEVICES
 
@@ -336,7 +344,7 @@ def trained(worker: Worker, device: str, engine: str, bandwidth: float) -> None:
     """Losses of four steps."""
     from benchmarks.gpu.engines import start
 
-    setup = Setup("tinyblocks", SHAPES["tinyblocks"], 4, device, link_of(4, bandwidth))
+    setup = Setup("tinyblocks", 4, device, link_of(4, bandwidth))
     start(setup)
     with SimulatedGroup(4, setup.place, setup.link).installed():
         made = ENGINES[engine](setup)
@@ -388,89 +396,71 @@ def test_a_model_computes_in_bf16_and_its_loss_can_be_trained(name: str) -> None
 def test_laps_are_compared_within_their_round() -> None:
     mine = [Lap(2.0, 1.9, 0.5), Lap(6.0, 5.9, 0.7), Lap(4.0, 3.9, 0.6)]
     rival = [Lap(1.0, None, 0.5), Lap(4.0, None, 0.5), Lap(2.0, None, 0.5)]
-    assert times_of(mine, rival, apart=False) == Times(
-        ratio=2.0,
-        low=1.75,
-        high=2.0,
-        median=4_000.0,
-        least=2_000.0,
-        device=3_900.0,
-        host=600.0,
-        rounds=3,
-        apart=False,
-    )
-    lonely = times_of(rival, None, apart=True)
-    assert (lonely.ratio, lonely.device, lonely.median, lonely.apart) == (None, None, 2_000.0, True)
+    row = times_row(mine, rival)
+    assert (row["step ÷"], row["q1"], row["q3"]) == (2.0, 1.75, 2.0)
+    assert (row["ms"], row["min ms"], row["device"], row["host"]) == (4e3, 2e3, 3.9e3, 600.0)
+    assert times_row(rival, None) == {"ms": 2e3, "min ms": 1e3, "device": None, "host": 500.0}
 
 
-def alone(peak: int, rest: int = 10, *counts: CopyCount) -> Alone:
+def row_of(peak: int, ratio: float | None, *counts: CopyCount) -> Row:
     overlap = Overlap(5.0, 2.0, 1.0, 0.5, 1.0)
-    return Alone(Memory(rest, peak, 2 * peak), counts, overlap, (1.0,), 9.0, 1e6)
-
-
-def times(ratio: float | None) -> Times:
-    return Times(ratio, ratio, ratio, 4.0, 3.0, 3.9, 1.0, 20, apart=False)
+    memory = Memory(10 * MIB, peak * MIB, 2 * peak * MIB)
+    return {**alone_row(Alone(memory, counts, overlap, 1e6)), "step ÷": ratio}
 
 
 WHOLE = CopyCount("parameters, whole", 4, 0.5, 4, 1e6)
-CASE = Case(
-    "tiny",
-    SHAPES["tiny"],
-    8,
-    Link(350e9, 20e-6),
-    (
-        Row("full_shard", alone(80), times(0.9)),
-        Row("fsdp2", alone(100, 10, WHOLE), times(None)),
-        Row("shard_grad_op", alone(81, 10, WHOLE), times(0.901)),
-        Row("fsdp2_keep", alone(100), times(None)),
-        Row("plain", error="CUDA out of memory"),
-    ),
-)
+
+
+def rows() -> dict[str, Row]:
+    return {
+        "full_shard": row_of(80, 0.9),
+        "fsdp2": row_of(100, None, WHOLE),
+        "shard_grad_op": row_of(81, 0.901, WHOLE),
+        "fsdp2_keep": row_of(100, None),
+    }
 
 
 def test_each_of_ours_is_held_against_the_rival_that_holds_the_same() -> None:
-    good, bad = verdicts(CASE)
-    assert good == Verdict("full_shard", "fsdp2", 0.9, 0.8, 0)
-    assert good.missed == []
-    assert bad.missed == [
-        "step 0.901 × fsdp2_keep's, at most 0.9 wanted",
-        "peak memory 0.810 × fsdp2_keep's, at most 0.8 wanted",
-        "4 parameter copies beyond the own slice, 0 wanted",
+    measured = rows()
+    compare(measured)
+    good, bad = verdicts(measured)
+    assert good == "full_shard: all targets reached"
+    assert bad.split(": ")[1].split("; ") == [
+        "step ÷ 0.901, at most 0.9 wanted",
+        "peak ÷ 0.810, at most 0.8 wanted",
+        "whole copies 4, at most 0 wanted",
     ]
 
 
 def test_a_number_that_is_missing_reaches_no_target() -> None:
-    (verdict,) = verdicts(replace(CASE, rows=(Row("full_shard", error="it failed"),)))
-    assert len(verdict.missed) == 3
-    assert "unknown" in verdict.missed[0]
+    (verdict,) = verdicts({"full_shard": {}})
+    assert verdict.count("–, at most") == 3
 
 
-def test_the_table_names_every_engine_and_what_was_missed() -> None:
-    lines = table.lines(Report(this_machine(), "H200, 140 GiB", "", "own", "torch", (CASE,)))
-    text = "\n".join(lines)
-    for row in CASE.rows:
-        assert f"\n{row.engine}" in text
-    assert "plain: failed, CUDA out of memory" in lines
-    assert "full_shard: all targets reached" in lines
-    assert "350 GB/s and 20 µs assumed" in text
-    assert "parameters, whole" in text
-    free = replace(CASE, link=Link(0), rows=())
-    assert "no time" in "\n".join(table.lines(Report(this_machine(), "", "", "", "", (free,))))
+def test_the_tables_name_every_engine_what_was_missed_and_what_failed() -> None:
+    setup = Setup("tiny", 8, "cpu", link_of(8))
+    case = Case(setup, Config(), print, rows(), errors={"plain": "CUDA out of memory"})
+    step, lanes, _ = case.tables()
+    assert [row[0] for row in step.rows] == [row[0] for row in lanes.rows] == list(rows())
+    assert step.remarks[0] == "full_shard: all targets reached"
+    assert step.remarks[-1] == "plain: failed, CUDA out of memory"
+    assert "350 GB/s and 20 µs assumed" in step.title
+    free = Case(replace(setup, link=Link(0)), Config(), print)
+    assert "no time" in free.tables()[0].title
 
 
 # ---- which processes run -------------------------------------------------------------------
 
 
 def test_engines_share_a_process_only_where_all_fit() -> None:
-    seen = [alone(30, rest=10), alone(50, rest=10), None]
-    assert fits(seen, 75)  # 10 + 10 at rest, 40 more for the largest: 60 of 75
-    assert not fits(seen, 74)
+    measured: list[Row] = [row_of(30, None), row_of(50, None), {}]
+    assert fits(measured, 75 * MIB)  # 10 + 10 at rest, 40 more for the largest: 60 of 75
+    assert not fits(measured, 74 * MIB)
     assert fits([], 1)
 
 
 def test_without_a_device_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert unavailable("cpu") == ""
     result = asked()
     assert result.exit_code == 1
     assert "there is no CUDA device here" in result.output
@@ -488,63 +478,72 @@ def asked(*arguments: str) -> Result:
 def test_an_engine_that_does_not_exist_is_refused() -> None:
     result = asked("--engines", "full_shard,fsdp3", "--device", "cpu")
     assert result.exit_code == 2
-    assert "no engine ['fsdp3']; there are full_shard, fsdp2," in result.output
+    assert "['fsdp3'] is none of full_shard, fsdp2," in result.output
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def whole_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
+def tables(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Table]:
     """The whole command on a toy, at rank 0 of 4."""
     folder = tmp_path_factory.mktemp("gpu")
     result = asked(
         *("--device", request.param, "--model", "tinyblocks", "--world", "4", "--rounds", "2"),
         *("--engines", "full_shard,fsdp2"),
-        *("--json", str(folder / "report.json")),
+        *("--json", str(folder / "report.json"), "--plot", str(folder / "report.png")),
     )
     assert result.exit_code == 0, result.output
-    assert "tinyblocks, rank 0 of 4" in result.output
-    return read(Report, folder / "report.json")
+    assert (folder / "report.png").exists()
+    report = read(folder / "report.json")
+    assert "\n".join(report.lines()) in result.output
+    return list(report.tables)
+
+
+def cells(table: Table, engine: str, column: str) -> float:
+    """A number of one engine."""
+    index = [each.name for each in table.columns].index(column)
+    (cell,) = (row[index] for row in table.rows if row[0] == engine)
+    return number(cell)
+
+
+def number(cell: Cell) -> float:
+    assert isinstance(cell, int | float)
+    return cell
 
 
 @pytest.mark.spawn
-def test_the_whole_command_has_all_numbers_of_both_engines(whole_run: Report) -> None:
-    (case,) = whole_run.cases
-    assert [row.engine for row in case.rows] == ["full_shard", "fsdp2"]
-    for row in case.rows:
-        assert row.error == ""
-        assert row.times is not None
-        assert row.times.rounds == 2
-        assert row.alone is not None
-        assert row.alone.memory.peak > row.alone.memory.rest > 0
-        assert row.alone.overlap.collectives > 0
+def test_the_whole_command_has_all_numbers_of_both_engines(tables: list[Table]) -> None:
+    step, lanes, _ = tables
+    on_cpu = step.columns == tuple(c for c in STEP if c.name not in ("device", "reserved"))
+    assert on_cpu or step.columns == STEP
+    for engine in ("full_shard", "fsdp2"):
+        assert cells(step, engine, "ms") >= cells(step, engine, "min ms") > 0
+        assert cells(step, engine, "MiB peak") > cells(step, engine, "MiB rest") > 0
+        assert cells(lanes, engine, "collectives ms") > 0
+    assert cells(step, "full_shard", "step ÷") > 0
+    assert cells(step, "full_shard", "peak ÷") > 0
 
 
 @pytest.mark.spawn
 def test_ours_copies_no_parameter_beyond_its_own_slice_and_the_rival_does(
-    whole_run: Report,
+    tables: list[Table],
 ) -> None:
-    ours, rival = (row.alone for row in whole_run.cases[0].rows)
-    assert ours is not None
-    assert rival is not None
-    mine = {count.side: count for count in ours.copies}
-    theirs = {count.side: count for count in rival.copies}
-    assert "parameters, whole" not in mine
+    copied = {(row[0], row[1]): (number(row[4]), 1e6 * number(row[5])) for row in tables[2].rows}
+    assert ("full_shard", "parameters, whole") not in copied
+    assert cells(tables[0], "full_shard", "whole copies") == 0
     # Three units, two uses each; the last one stays gathered in between. Slices are cast to bf16.
     layer = sum(param.numel() for param in build(SHAPES["tinyblocks"]).parameters()) / 3
-    assert mine["parameters, own slice"].calls == 5
-    assert mine["parameters, own slice"].nbytes == pytest.approx(5 * 2 * layer / 4, rel=0.02)
-    assert theirs["parameters, whole"].calls == 5
-    assert theirs["parameters, whole"].nbytes == pytest.approx(5 * 2 * layer, rel=0.05)
+    calls, nbytes = copied["full_shard", "parameters, own slice"]
+    assert calls == 5
+    assert nbytes == pytest.approx(5 * 2 * layer / 4, rel=0.02)
+    calls, nbytes = copied["fsdp2", "parameters, whole"]
+    assert calls == 5
+    assert nbytes == pytest.approx(5 * 2 * layer, rel=0.05)
 
 
 @pytest.mark.spawn
-def test_the_link_carries_fewer_bytes_for_ours(whole_run: Report) -> None:
+def test_the_link_carries_fewer_bytes_for_ours(tables: list[Table]) -> None:
     """The same gathers, and gradients in bf16 where the rival sends fp32."""
-    ours, rival = (row.alone for row in whole_run.cases[0].rows)
-    assert ours is not None
-    assert rival is not None
-    assert ours.received / rival.received == pytest.approx(
-        (5 * 2 + 3 * 2) / (5 * 2 + 3 * 4), rel=0.05
-    )
+    ours, rival = (cells(tables[1], name, "MB received") for name in ("full_shard", "fsdp2"))
+    assert ours / rival == pytest.approx((5 * 2 + 3 * 2) / (5 * 2 + 3 * 4), rel=0.05)
 
 
 @pytest.mark.spawn
@@ -552,27 +551,23 @@ def test_engines_that_do_not_fit_together_take_turns(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run, "FULL", -1.0)
     monkeypatch.setattr(run, "VISITS", 1)
     config = Config(
-        *(("tinyblocks",), (2,), ("full_shard",)),
+        *((2,), ("tinyblocks",), ("full_shard",)),
         rounds=2,
         optimizer="flat",
         device="cpu",
-        parts=("time",),
+        part=("time",),
     )
-    logged, saved = list[str](), list[Report]()
-    report = run.run(config, logged.append, saved.append)
+    logged = list[str]()
+    (report,) = run.run(config, logged.append)
     assert logged == ["tinyblocks, world 2: 2 rounds, apart"]
-    assert saved == [report]
-    times = report.cases[0].rows[0].times
-    assert times is not None
-    assert times.apart
-    assert times.rounds == 2
+    assert isinstance(report, Report)
+    assert report.tables[0].rows[0][0] == "full_shard*"
 
 
 @pytest.mark.spawn
-def test_an_engine_that_fails_has_a_row_that_says_why_and_the_others_go_on() -> None:
+def test_an_engine_that_fails_has_a_line_that_says_why_and_the_others_go_on() -> None:
     logged = list[str]()
-    setup = Setup("tinyblocks", SHAPES["tinyblocks"], 2, "cpu", link_of(2), wire="by pigeon")
-    row = run._measured(setup, Row("fsdp2"), logged.append)
-    assert row.alone is None
-    assert row.error == "KeyError: 'by pigeon'"
-    assert "Traceback" in logged[0]
+    config = Config((2,), ("tinyblocks",), ("fsdp2",), device="cpu", wire="by pigeon")
+    (report,) = run.run(config, logged.append)
+    assert "fsdp2: failed, KeyError: 'by pigeon'" in report.lines()
+    assert "Traceback" in logged[1]

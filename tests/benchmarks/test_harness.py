@@ -14,7 +14,6 @@ from click.testing import CliRunner
 
 import benchmarks
 from benchmarks.faults.report import Report as FaultsReport
-from benchmarks.gpu.report import Report as GpuReport
 from benchmarks.harness import report as reports
 from benchmarks.harness.command import command, setting
 from benchmarks.harness.machine import this_machine
@@ -42,7 +41,6 @@ REPORT = Report(
     MACHINE, ("AdamW",), (Table.of("a title", COLUMNS, ROWS, ["absent: x"]),), ("× of y",)
 )
 REPORTS = {
-    "gpu.json": GpuReport(MACHINE, "H200", "", "own", "torch"),
     "faults.json": FaultsReport(MACHINE, missed=3),
     "programs.json": ProgramsReport(MACHINE, 2, ()),
 }
