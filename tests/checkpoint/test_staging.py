@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint import background
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.run_folder import check_complete
-from shardwise.checkpoint.staging import MOST, Copying, Pool, Watched, budget_of
+from shardwise.checkpoint.staging import MOST, Copy, Copying, Pool, Watched, budget_of
 from shardwise.checkpoint.writer import Chunk, Writer
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import adamw, names, same, steps, tensors
@@ -38,54 +37,37 @@ def large(value: int, nbytes: int = BLOCK) -> Chunk:
 
 def test_a_copy_is_one_piece_and_does_not_change_with_the_original() -> None:
     pool, original = Pool(BLOCK), chunk([1, 2], [3], start=10)
-    kept, _ = pool.keep(original)
+    copy = pool.copy(original).chunk
     original.pieces[0].fill_(9)
-    assert (kept.file, kept.start, kept.stop) == ("file", 10, 13)
-    assert [piece.tolist() for piece in kept.pieces] == [[1, 2, 3]]
+    assert (copy.file, copy.start, copy.stop) == ("file", 10, 13)
+    assert [piece.tolist() for piece in copy.pieces] == [[1, 2, 3]]
 
 
-def test_small_chunks_share_a_slab() -> None:
-    pool = Pool(100 * BLOCK)
-    kept = [pool.keep(chunk([k]))[0] for k in range(100)]
-    assert pool.nbytes == 4 * BLOCK
-    assert [piece.item() for k in kept for piece in k.pieces] == list(range(100))
-
-
-def test_slabs_are_used_again() -> None:
+def test_a_buffer_is_used_again() -> None:
     pool = Pool(2 * BLOCK)
     for value in range(10):
-        kept, slab = pool.keep(large(value))
-        assert kept.pieces[0][-1] == value
-        pool.give_back(slab)
-        pool.rewind()
-    assert pool.nbytes == BLOCK
+        copy = pool.copy(large(value))
+        assert copy.chunk.pieces[0][-1] == value
+        pool.free(copy)
+    assert pool.count == 1
 
 
 def test_copying_waits_for_writing() -> None:
-    pool = Pool(2 * BLOCK)
-    slabs = [pool.keep(large(value))[1] for value in (1, 2)]
+    pool = Pool(2 * BLOCK + 5)
+    copies = [pool.copy(large(value)) for value in (1, 2)]
     got = threading.Event()
 
     def third() -> None:
-        pool.keep(large(3))
+        pool.copy(large(3))
         got.set()
 
     thread = threading.Thread(target=third)
     thread.start()
     assert not got.wait(0.05)
-    pool.give_back(slabs[0])
+    pool.free(copies[0])
     assert got.wait(60)
     thread.join()
-    assert pool.nbytes == 2 * BLOCK
-
-
-def test_one_slab_is_enough() -> None:
-    """The slab that is being filled is given back by the writer before it is full."""
-    pool = Pool(BLOCK)
-    for value in range(5):
-        _, slab = pool.keep(large(value, BLOCK // 2 + 1))
-        pool.give_back(slab)
-    assert pool.nbytes == BLOCK
+    assert pool.count == pool.largest_count == 2
 
 
 def test_the_ranks_of_a_host_divide_a_quarter_of_its_memory(
@@ -98,19 +80,6 @@ def test_the_ranks_of_a_host_divide_a_quarter_of_its_memory(
     assert budget_of(8) == MOST
     pages["SC_PHYS_PAGES"] = 1000
     assert budget_of(8) == BLOCK
-
-
-@pytest.mark.parametrize("budget", [0, 1, BLOCK - 1])
-def test_less_than_a_block_is_refused(budget: int) -> None:
-    with pytest.raises(sw.ConfigError, match="at least 4,194,304"):
-        Pool(budget)
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 17, 100])
-def test_the_budget_is_never_exceeded(blocks: int) -> None:
-    pool = Pool(blocks * BLOCK + 5)
-    assert pool._most * pool._slab <= blocks * BLOCK + 5
-    assert pool._most >= 1
 
 
 DECODER, CONVNET = NETS[0], NETS[2]
@@ -136,10 +105,10 @@ def drain(copying: Copying) -> list[int]:
     return [int(chunk.pieces[0][0]) for chunk in copying.chunks()]
 
 
-def test_the_writer_alone_copies_all_of_it_through_one_slab() -> None:
+def test_the_writer_alone_copies_all_of_it_through_one_buffer() -> None:
     pool = Pool(64 * BLOCK)
     assert drain(Copying(chunks(20), pool)) == list(range(20))
-    assert pool.nbytes == 4 * BLOCK
+    assert pool.count == 1
 
 
 @pytest.mark.parametrize("budget", [BLOCK, 3 * BLOCK, 64 * BLOCK])
@@ -152,30 +121,7 @@ def test_two_threads_copy_each_chunk_once_and_in_order(budget: int) -> None:
         assert drain(copying) == list(range(40))
         main.join(60)
         assert not main.is_alive()
-        assert len(pool._free) * pool._slab == pool.nbytes <= budget
-
-
-def test_the_writer_never_waits_for_room() -> None:
-    """Also if the other thread fills the pool when the writer has just found nothing copied."""
-
-    class Late(SimpleQueue[Any]):
-        def empty(self) -> bool:
-            found = super().empty()
-            if found and not begun:
-                begun.append(True)
-                with copying._lock:  # as that thread would; then the pool is full
-                    copying._copy_one()
-                    copying._copy_one()
-            return found
-
-    begun: list[bool] = []
-    copying = Copying(chunks(8), Pool(BLOCK))
-    copying._copied = Late()
-    found: list[int] = []
-    writer = threading.Thread(target=lambda: found.extend(drain(copying)), daemon=True)
-    writer.start()
-    writer.join(60)
-    assert found == list(range(8))
+        assert pool._free.qsize() == pool.count <= budget // BLOCK
 
 
 def test_a_chunk_that_cannot_be_copied_keeps_no_memory() -> None:
@@ -186,7 +132,7 @@ def test_a_chunk_that_cannot_be_copied_keeps_no_memory() -> None:
     pool = Pool(64 * BLOCK)
     with pytest.raises(NotImplementedError, match="meta"):
         drain(Copying(broken(), pool))
-    assert len(pool._free) == pool._made == 1
+    assert pool._free.qsize() == pool.count == 1
 
 
 def test_where_nobody_writes_all_can_be_let_go() -> None:
@@ -195,7 +141,7 @@ def test_where_nobody_writes_all_can_be_let_go() -> None:
     copying.rest()
     for _ in range(2):
         copying.drain()
-    assert len(pool._free) == pool._made == 3
+    assert pool._free.qsize() == pool.count == 20
 
 
 def test_when_the_other_thread_cannot_copy_the_writer_learns_it_at_the_end() -> None:
@@ -216,7 +162,7 @@ def test_when_the_writer_cannot_copy_it_is_over_for_both() -> None:
     with pytest.raises(MemoryError):
         drain(copying)
     copying.rest()
-    assert len(pool._free) * pool._slab == pool.nbytes
+    assert pool._free.qsize() == pool.count
 
 
 def test_a_writer_that_stops_lets_the_rest_go() -> None:
@@ -229,7 +175,7 @@ def test_a_writer_that_stops_lets_the_rest_go() -> None:
     left.close()
     main.join(60)
     assert not main.is_alive()
-    assert len(pool._free) == 1
+    assert pool._free.qsize() == 1
     assert copying.over.is_set()
 
 
@@ -356,7 +302,7 @@ def test_with_little_memory_the_next_step_waits_for_the_writing(tmp_path: Path) 
         optimizer.step()
         pool = sharded._background._pool
         assert pool is not None
-        assert pool.nbytes == BLOCK
+        assert pool.count * pool.block <= BLOCK
         assert saving is not None
         saving.wait()
         return before["weight"]
@@ -437,7 +383,7 @@ def test_waiting_copies_nothing_ahead_of_the_writer(tmp_path: Path) -> None:
     saving.wait()
     pool = sharded._background._pool
     assert pool is not None
-    assert pool.nbytes == 4 * BLOCK  # of 8 blocks
+    assert pool.count == 1
     assert same(tensors(tmp_path / "step-1", "model"), clones(sharded.model.state_dict()))
 
 
@@ -457,14 +403,14 @@ def test_what_goes_wrong_on_a_rank_is_an_error_on_all_at_the_next_step(
             if what == "closing" and self.rank == who:
                 raise OSError(5, "Input/output error")
 
-    def keep(self: Pool, chunk: Chunk) -> Any:
+    def copy(self: Pool, chunk: Chunk) -> Copy:
         if what == "copying" and threading.current_thread().name.endswith(f"rank {who}"):
             raise MemoryError("Input/output error")
-        return kept(self, chunk)
+        return copied(self, chunk)
 
-    kept = Pool.keep
+    copied = Pool.copy
     monkeypatch.setattr(background, "Writer", Breaks)
-    monkeypatch.setattr(Pool, "keep", keep)
+    monkeypatch.setattr(Pool, "copy", copy)
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
@@ -473,7 +419,7 @@ def test_what_goes_wrong_on_a_rank_is_an_error_on_all_at_the_next_step(
         assert saving is not None
         while not saving._copying.over.is_set():
             time.sleep(0.001)
-        while saving._thread.is_alive() and comm.rank == who and not saving._error:
+        while saving._thread.is_alive() and comm.rank == who and not saving._wrong:
             saving.finish_copy()
             time.sleep(0.001)
         return said(sw.CheckpointError, optimizer.step)

@@ -4,7 +4,7 @@
     writer                              write ─────────── sync ─ part
     rank 0's writer                     write ─────────── sync ─ parts of all ─ publish
 
-``copying`` draws what ``copied_by="next_step"`` makes of the copy.
+``staging`` draws what ``copied_by="next_step"`` makes of the copy.
 
 The writers never use the comm, which belongs to the steps: they leave their parts as files in the
 folder that is being written. How far they are, the ranks tell each other at each optimizer step,
@@ -35,15 +35,13 @@ from shardwise.checkpoint.disk import explained, host
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.optimizer_state import Optimizers
 from shardwise.checkpoint.options import Saved, SaveOptions
-from shardwise.checkpoint.save import Task, begin, check_parts, finish, give_up
+from shardwise.checkpoint.save import Task, begin, finish, give_up
 from shardwise.checkpoint.staging import Copying, Pool, Watched, budget_of
 from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.training_state import Training
 from shardwise.checkpoint.writer import Part, Writer
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
-
-__all__ = ["Background", "Saving"]
 
 log = logging.getLogger("shardwise")
 
@@ -62,10 +60,8 @@ class Saving:
         self._stream: torch.Stream | None = None
         self._start = time.perf_counter()
         self._cancelled = Event()
-        self._copied = Event()  # all of it, and nothing had changed; or ``_lost`` says why not
-        self._lost = ""  # why it cannot be saved; the main thread's
-        self._error = ""  # why it was not written; the writer's
-        self._ended = False  # it was written, and published where that is this rank's task
+        self._copied = Event()  # all of it, and nothing had changed; or ``_wrong`` says why not
+        self._wrong = ""  # why it cannot be saved, here
         self._removed: tuple[str, ...] = ()
         self._saved: Saved | None = None
         self.failure = ""  # what check() raised; whoever waited for it knows, then
@@ -87,14 +83,13 @@ class Saving:
         if self._copying.over.is_set():
             self.finish_copy()  # it costs nothing now, and the writer waits for it
         alive = self._thread.is_alive()  # first: what it says last, it says before it ends
-        wrong = self._lost or self._error or ("" if alive or self._ended else "its writer died")
-        mine = FAILED if wrong else BUSY if alive else DONE
+        mine = FAILED if self._wrong else BUSY if alive else DONE
         flags = torch.zeros(self._comm.size, dtype=torch.uint8, device=self._comm.device)
         flags[self._comm.rank] = mine
         self._comm.all_gather(flags, Label("agree", "saving")).wait()
         states = set(flags.tolist())
         if FAILED in states:
-            self._fail(wrong)
+            self._fail()
         if states == {DONE}:
             self._close()
             text = broadcast_text(self._comm, json.dumps(self._removed), "what was removed")
@@ -124,12 +119,12 @@ class Saving:
         """
         if watched is not None:
             self._watched, self._stream = watched, _stream_beside(self._comm.device)
-        elif self._task.contents.total(self._comm.rank) <= self._pool.room:
+        elif self._task.contents.count(self._comm.rank) <= self._pool.largest_count:
             self.finish_copy()
         try:
             self._thread.start()
         except RuntimeError as failure:  # check raises it, on all ranks
-            self._lost = _told(failure)
+            self._wrong = _text_of(failure)
             self._copied.set()
         if watched is None:
             self.finish_copy()
@@ -143,12 +138,12 @@ class Saving:
             return
         try:
             self._copying.rest()
-            self._lost = _torn(self._watched)
+            self._wrong = self._wrong or _torn(self._watched)
             hit("snapshot taken", self._comm.rank)
         except Exception as failure:  # noqa: BLE001 - check raises it, on all ranks
-            self._lost = _told(failure)
+            self._wrong = self._wrong or _text_of(failure)
         except BaseException:
-            self._lost = "it was interrupted"
+            self._wrong = "it was interrupted"
             raise
         finally:
             self._copied.set()
@@ -167,9 +162,9 @@ class Saving:
         else:
             self._thread.join(10.0)
 
-    def _fail(self, wrong: str) -> None:
+    def _fail(self) -> None:
         self._stop()  # on every rank, before the folder goes
-        texts = all_gather_text(self._comm, wrong, "why saving failed")
+        texts = all_gather_text(self._comm, self._wrong, "why saving failed")
         give_up(self._task)
         self._close()
         failed = {rank: text for rank, text in enumerate(texts) if text}
@@ -197,12 +192,11 @@ class Saving:
             if self._stream is not None:
                 torch.accelerator.set_stream(self._stream)
             self._leave(self._write())
-            self._ended = True
         except BaseException as failure:  # noqa: BLE001 - the main thread raises it
-            self._error = _told(failure)
+            self._wrong = self._wrong or _text_of(failure)
             self._copying.drain()
             with suppress(Exception):  # else the others wait for it in vain, and then say so
-                self._leave(Part({}, self._error))
+                self._leave(Part({}, self._wrong))
 
     def _write(self) -> Part:
         rank = self._comm.rank
@@ -219,21 +213,17 @@ class Saving:
         return part
 
     def _check_wanted(self) -> None:
-        if self._lost or self._cancelled.is_set():
-            raise CheckpointError(self._lost or "it was given up")
+        if self._wrong or self._cancelled.is_set():
+            raise CheckpointError(self._wrong or "it was given up")
 
     def _leave(self, part: Part) -> None:
         """Leave word of what was written; rank 0 waits for all, and publishes."""
-        with explained(f"leaving word of what was written in {self._task.folder.name}"):
-            leave_part(self._task.folder, self._comm.rank, part.encode())
-        if self._task.partial is not None and not part.error:
-            self._publish()
-
-    def _publish(self) -> None:
-        texts = await_parts(self._task.folder, self._comm.size, self._cancelled)
-        parts = [Part.decode(text) for text in texts]
-        check_parts(parts)
-        self._removed = finish(self._task, parts)
+        task = self._task
+        with explained(f"leaving word of what was written in {task.folder.name}"):
+            leave_part(task.folder, self._comm.rank, part.encode())
+        if task.partial is not None and not part.error:
+            texts = await_parts(task.folder, self._comm.size, self._cancelled)
+            self._removed = finish(task, [Part.decode(text) for text in texts])
 
 
 def _stream_beside(device: torch.device) -> torch.Stream | None:
@@ -256,8 +246,8 @@ def _torn(watched: Watched | None) -> str:
     )
 
 
-def _told(failure: BaseException) -> str:
-    """What the ranks tell each other of it; an error that is not ours is logged in full."""
+def _text_of(failure: BaseException) -> str:
+    """What the other ranks hear of it; an error that is not ours is logged in full."""
     if isinstance(failure, CheckpointError):
         return str(failure)
     log.error("saving in the background", exc_info=failure)
@@ -270,7 +260,6 @@ class Background:
     def __init__(self) -> None:
         self._saving: Saving | None = None
         self._pool: Pool | None = None
-        self._budget = 0
         self._ranks_here = 0  # of this host; 0: not counted yet
 
     def save(
@@ -294,9 +283,8 @@ class Background:
         comm = sharded.comm
         if not self._ranks_here:
             self._ranks_here = all_gather_text(comm, host(), "hosts").count(host())
-        pool = raise_on_all(comm, "memory", lambda: self._memory(options.snapshot_bytes, comm))
         task = begin(sharded, path, optimizers, training, options)
-        saving = Saving(task, comm, pool)
+        saving = Saving(task, comm, self._memory(options.snapshot_bytes, task, comm.device))
         try:
             saving.begin(None if options.copied_by == "return" else Watched(sharded, optimizers))
         except BaseException:
@@ -327,9 +315,8 @@ class Background:
         saving, self._saving = self._saving, None
         return None if saving is None or saving.failure else saving
 
-    def _memory(self, asked: int | None, comm: Comm) -> Pool:
-        budget = budget_of(self._ranks_here) if asked is None else asked
-        if self._pool is None or self._budget != budget:
-            self._pool = Pool(budget, pinned=comm.device.type == "cuda")
-            self._budget = budget
+    def _memory(self, asked: int | None, task: Task, device: torch.device) -> Pool:
+        budget, block = asked or budget_of(self._ranks_here), task.contents.block
+        if self._pool is None or (self._pool.budget, self._pool.block) != (budget, block):
+            self._pool = Pool(budget, block, pinned=device.type == "cuda")
         return self._pool

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.training_state import Document, Training
 from shardwise.errors import ConfigError, nearest
+from shardwise.listing import size
 
 __all__ = ["KINDS", "LoadOptions", "Loaded", "SaveOptions", "Saved", "kind_of"]
 
@@ -83,6 +85,11 @@ class SaveOptions:
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.snapshot_bytes is not None and self.snapshot_bytes < BLOCK:
+            raise ConfigError(
+                f"snapshot_bytes is {self.snapshot_bytes:,}; at least {BLOCK:,} are needed "
+                f"({size(BLOCK)}, one block of a file)."
+            )
         if self.copied_by not in ("return", "next_step"):
             raise ConfigError(f"copied_by is {self.copied_by!r}; choose 'return' or 'next_step'.")
         if self.when_busy not in ("wait", "skip"):

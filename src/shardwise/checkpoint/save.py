@@ -127,7 +127,7 @@ def save(
             Part.decode(text)
             for text in all_gather_text(comm, part.encode(), "parts of a checkpoint")
         ]
-        check_parts(parts)
+        _check_parts(parts)
         removed = raise_on_all(
             comm, "publishing", lambda: finish(task, parts) if task.partial else ()
         )
@@ -231,7 +231,7 @@ def write_part(task: Task, rank: int) -> Part:
         return Part.failed(error)
 
 
-def check_parts(parts: Sequence[Part]) -> None:
+def _check_parts(parts: Sequence[Part]) -> None:
     """Raises ``CheckpointError`` if a rank could not write its part."""
     if failed := {rank: part.error for rank, part in enumerate(parts) if part.error}:
         raise CheckpointError(joined_message(failed, len(parts)))
@@ -246,6 +246,7 @@ def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
     Raises:
         CheckpointError: it is not published; or it is, and ``latest`` could not be moved.
     """
+    _check_parts(parts)
     _publish(task, parts)
     return _settle(task)
 

@@ -68,6 +68,10 @@ class SavePlan:
             for start, stop in file.chunks(rank):
                 yield Chunk(file.name, start, stop, tuple(segments.between(start, stop)))
 
+    def count(self, rank: int) -> int:
+        """Chunks that ``rank`` writes."""
+        return sum(1 for file in self.files for _ in file.chunks(rank))
+
     def total(self, rank: int) -> int:
         """Bytes that ``rank`` writes."""
         return sum(

@@ -5,8 +5,8 @@
     main thread                                                     copy 4  copy 5   step
 
 A step may change parameters as soon as saving returns, so what is not written yet must be copied.
-Copies lie in slabs of a pool that never grows beyond its budget; when all are full, the copying
-waits for the writing. Slabs stay mapped between saves, since fresh pages cost more than the copy.
+Copies lie in buffers of a pool that never grows beyond its budget; when all are full, the copying
+waits for the writing. Buffers stay mapped between saves: fresh pages cost more than the copy.
 
 Nothing is copied long before it is written, so a save that is done before the next step copies
 through a few megabytes. Whatever is left when parameters are about to change, the main thread
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Condition, Event, Lock
+from threading import Event, Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,13 +29,9 @@ from shardwise.checkpoint.optimizer_state import params_of
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.writer import Chunk
-from shardwise.errors import CheckpointError, ConfigError
-from shardwise.listing import size
+from shardwise.errors import CheckpointError
 from shardwise.torch_internals import disable_torch_function, get_version
 
-__all__ = ["Copying", "Pool", "Slab", "Watched", "budget_of"]
-
-LARGEST = 16 << 20  # bytes of a slab, if the budget allows for four
 MOST = 16 << 30  # bytes that a rank uses if nobody said how many
 
 
@@ -45,182 +41,134 @@ def budget_of(ranks: int) -> int:
     return max(BLOCK, min(MOST, memory // 4 // ranks))
 
 
-@dataclass(eq=False)
-class Slab:
-    """Memory for a few chunks: ``used`` bytes are taken, ``waiting`` chunks not yet written."""
+class Copy(NamedTuple):
+    """A chunk whose bytes lie in a buffer of the pool."""
 
-    memory: Tensor  # [bytes] uint8
-    used: int = 0
-    waiting: int = 0
+    chunk: Chunk
+    buffer: Tensor
 
 
 class Pool:
-    """Slabs for one rank's snapshots.
+    """Buffers of one block each, for the copies of one rank's chunks. One thread copies at a time.
 
     Args:
         budget: bytes of host memory at most; at least one block.
+        block: bytes of the largest chunk.
         pinned: page-locked memory, to which a GPU copies faster.
     """
 
-    def __init__(self, budget: int, pinned: bool = False) -> None:
-        if budget < BLOCK:
-            raise ConfigError(
-                f"snapshot_bytes is {budget:,}; at least {BLOCK:,} are needed ({size(BLOCK)}, one "
-                "block of a file)."
-            )
-        self._slab = max(BLOCK, min(LARGEST, budget // 4))
-        self._most = budget // self._slab
+    def __init__(self, budget: int, block: int = BLOCK, pinned: bool = False) -> None:
+        self.budget, self.block = budget, block
+        self.count = 0  # of buffers that were made
         self._pinned = pinned
-        self._changed = Condition()
-        self._free: list[Slab] = []
-        self._made = 0
-        self._open: Slab | None = None  # the one that is being filled
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
 
     @property
-    def room(self) -> int:
-        """Bytes that surely fit, however they are cut into chunks of at most a block."""
-        return self._most * (self._slab - BLOCK)
+    def largest_count(self) -> int:
+        """As many chunks surely fit."""
+        return self.budget // self.block
 
-    @property
-    def nbytes(self) -> int:
-        """What it holds now."""
-        return self._made * self._slab
-
-    def keep(self, chunk: Chunk) -> tuple[Chunk, Slab]:
-        """A copy of the chunk; waits for room. Give the slab back once it is written."""
-        length = chunk.stop - chunk.start
-        slab, at = self._take(length)
+    def copy(self, chunk: Chunk) -> Copy:
+        """A copy of the chunk; waits for a free buffer. Free it once it is written."""
+        buffer = self._take()
+        at = 0
         try:
             for piece in chunk.pieces:
-                slab.memory[at : at + len(piece)].copy_(piece)
+                buffer[at : at + len(piece)].copy_(piece)
                 at += len(piece)
         except BaseException:
-            self.give_back(slab)
+            self._free.put(buffer)
             raise
-        return chunk._replace(pieces=(slab.memory[at - length : at],)), slab
+        return Copy(chunk._replace(pieces=(buffer[:at],)), buffer)
 
-    def give_back(self, slab: Slab) -> None:
-        """One of its chunks is written."""
-        with self._changed:
-            slab.waiting -= 1
-            self._free_if_done(slab)
-            self._changed.notify_all()
+    def free(self, copy: Copy) -> None:
+        """The copy is written, or not needed."""
+        self._free.put(copy.buffer)
 
-    def _take(self, length: int) -> tuple[Slab, int]:
-        with self._changed:
-            if self._open is not None and self._open.used + length > len(self._open.memory):
-                full, self._open = self._open, None
-                self._free_if_done(full)
-            if self._open is None:
-                self._open = self._another()
-            slab, at = self._open, self._open.used
-            slab.used += length
-            slab.waiting += 1
-            return slab, at
-
-    def _another(self) -> Slab:
-        while not self._free and self._made == self._most:
-            self._changed.wait()
-        if not self._free:
-            with torch.inference_mode(False):  # else nobody could write to it outside that mode
-                memory = torch.empty(
-                    self._slab, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
-                )
-            self._made += 1
-            return Slab(memory)
-        return self._free.pop()
-
-    def _free_if_done(self, slab: Slab) -> None:
-        if slab.waiting == 0 and slab is not self._open:
-            slab.used = 0
-            self._free.append(slab)
-
-    def rewind(self) -> None:
-        """A snapshot is complete: the next one begins in a slab of its own."""
-        with self._changed:
-            last, self._open = self._open, None
-            if last is not None:
-                self._free_if_done(last)
-                self._changed.notify_all()
+    def _take(self) -> Tensor:
+        if not self._free.empty() or self.count == self.largest_count:
+            return self._free.get()
+        with torch.inference_mode(False):  # else nobody could write to it outside that mode
+            buffer = torch.empty(
+                self.block, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+            )
+        self.count += 1
+        return buffer
 
 
 class Copying:
     """Chunks on their way from where they lie to the writer, in order, through a pool.
 
-    One thread calls ``rest``. The other iterates over ``chunks``; it gives slabs back, so it must
-    not wait for room, and copies only where all that was copied is written.
+    The main thread calls ``rest``. The writer iterates over ``chunks`` and copies each itself, one
+    at a time, until the main thread copies all that are left. The writer frees buffers, so it must
+    never wait for one: it copies only while it has nothing to write.
     """
 
     def __init__(self, chunks: Iterator[Chunk], pool: Pool) -> None:
         self._chunks, self._pool = chunks, pool
-        self._copied: SimpleQueue[tuple[Chunk, Slab] | None] = SimpleQueue()
-        self._lock = Lock()
+        self._copies: SimpleQueue[Copy | None] = SimpleQueue()  # the main thread's
+        self._lock = Lock()  # of who copies
         self._stopped = self._failed = self._drained = False
         self.over = Event()
         """All is copied, or no more will be."""
 
     def rest(self) -> None:
         """Copy all that is not copied yet; waits for room."""
-        while not self.over.is_set():
-            with self._lock:
-                self._copy_one()
+        with self._lock:
+            if self.over.is_set():
+                return
+            try:
+                self._failed = True
+                while not self._stopped and (chunk := next(self._chunks, None)) is not None:
+                    self._copies.put(self._pool.copy(chunk))
+                self._failed = False
+            finally:
+                self.over.set()
+                self._copies.put(None)
 
     def chunks(self) -> Generator[Chunk]:
-        """What is to be written. Each is there until the next is asked for; close it at the end.
+        """What is to be written. Each lasts until the next is asked for; close it at the end.
 
         Raises:
-            CheckpointError: at the end, if the other thread failed to copy what is missing.
+            CheckpointError: at the end, if the main thread failed to copy what is missing.
         """
-        item: tuple[Chunk, Slab] | None = None
         try:
-            while (item := self._next()) is not None:
-                yield item[0]
-                slab, item = item[1], None
-                self._pool.give_back(slab)
+            while (copy := self._next()) is not None:
+                try:
+                    yield copy.chunk
+                finally:
+                    self._pool.free(copy)
         finally:
-            if item is not None:
-                self._pool.give_back(item[1])
             self.drain()
         if self._failed:
             raise CheckpointError("what was to be saved could not all be copied")
 
     def drain(self) -> None:
-        """Copy no more, and give all slabs back, or whoever copies would wait for room.
+        """Copy no more, and free all buffers, or whoever copies would wait for one.
 
-        Of the thread that iterates over ``chunks``; of any, where none does.
+        Called by the thread that iterates over ``chunks``; by any, where none does.
         """
         self._stopped = True
-        while not self._drained and (item := self._next()) is not None:
-            self._pool.give_back(item[1])
+        while not self._drained and (copy := self._next()) is not None:
+            self._pool.free(copy)
 
-    def _next(self) -> tuple[Chunk, Slab] | None:
-        # Where the lock is taken, the other thread is copying, and something will come. Where it
-        # is not, that thread may just have filled the pool: then there is something, too.
-        if self._copied.empty() and self._lock.acquire(blocking=False):
-            try:
-                if self._copied.empty():
-                    self._copy_one()
-            finally:
-                self._lock.release()
-        item = self._copied.get()
-        self._drained = item is None
-        return item
+    def _next(self) -> Copy | None:
+        copy = self._copy_one() if self._lock.acquire(blocking=False) else self._copies.get()
+        self._drained = copy is None
+        return copy
 
-    def _copy_one(self) -> None:
-        if self.over.is_set():
-            return
-        item: tuple[Chunk, Slab] | None = None
+    def _copy_one(self) -> Copy | None:
+        """The writer's own copy of the next chunk, where the main thread has not copied it."""
         try:
+            if self.over.is_set():
+                return self._copies.get()  # the main thread's, and None at their end
             chunk = None if self._stopped else next(self._chunks, None)
-            item = None if chunk is None else self._pool.keep(chunk)
-        except BaseException:
-            self._failed = True
-            raise
+            if chunk is not None:
+                return self._pool.copy(chunk)
+            self.over.set()
+            return None
         finally:
-            if item is None:
-                self._pool.rewind()
-                self.over.set()
-            self._copied.put(item)
+            self._lock.release()
 
 
 class Watched:
