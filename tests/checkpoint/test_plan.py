@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from math import prod
 
@@ -19,7 +20,7 @@ from shardwise.checkpoint.plan import (
     Span,
     block_size,
     cut_at_blocks,
-    index_of,
+    index_files,
     plan_files,
 )
 from shardwise.checkpoint.safetensors_format import PAGE, itemsize
@@ -90,11 +91,13 @@ def test_files_are_named_as_hugging_face_libraries_expect() -> None:
     files = plan_files("model", entries, 8000)
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert [file.name for file in files] == names
-    assert index_of(files) == {
+    assert json.loads(index_files({"model": files})["model.safetensors.index.json"]) == {
         "metadata": {"total_size": 12000},
         "weight_map": {"a": names[0], "b": names[0], "c": names[1]},
     }
-    assert [file.name for file in plan_files("model", entries, 12000)] == ["model.safetensors"]
+    one = plan_files("model", entries, 12000)
+    assert [file.name for file in one] == ["model.safetensors"]
+    assert index_files({"model": one}) == {}
 
 
 def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own() -> None:

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import run_folder
+from shardwise.checkpoint import publish
 from shardwise.checkpoint.folder import Partial, resolve
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.run_folder import (
@@ -25,7 +25,6 @@ from shardwise.checkpoint.run_folder import (
     expired,
     folder_of_run,
     meant,
-    moment_of,
     read_manifest,
     saved_in,
     survey,
@@ -213,12 +212,12 @@ def test_a_clock_that_is_behind_does_not_make_a_new_one_old(
         def now(cls, tz: tzinfo | None = None) -> Self:
             return cls(1970, 1, 1, tzinfo=tz)
 
-    monkeypatch.setattr(run_folder, "datetime", Behind)
+    monkeypatch.setattr(publish, "datetime", Behind)
     sharded.save(tmp_path / "step-2", save_total_limit=1)
     assert names(tmp_path) == ["latest", "step-2"]
     sharded.save(tmp_path / "step-3")
     assert saved_in(tmp_path).path == tmp_path / "step-3"
-    assert moment_of(tmp_path / "model") == "1970-01-01T00:00:00.000000+00:00"
+    assert publish.moment_of(tmp_path / "model") == "1970-01-01T00:00:00.000000+00:00"
 
 
 def test_where_one_cannot_be_read_none_is_removed(

@@ -26,18 +26,6 @@ from shardwise.checkpoint.training_state import Training
 from shardwise.errors import ConfigError
 from shardwise.runtime import Runtime
 
-__all__ = [
-    "load",
-    "load_optimizer_state_dict",
-    "load_state_dict",
-    "optimizer_state_dict",
-    "resume",
-    "save",
-    "save_async",
-    "save_file",
-    "state_dict",
-]
-
 
 class Sharded(ShardedModel, Protocol):
     """What the methods of this file need besides."""

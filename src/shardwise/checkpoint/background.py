@@ -29,7 +29,6 @@ from shardwise.checkpoint.collectives import (
     broadcast_text,
     joined_message,
     leave_part,
-    raise_on_all,
 )
 from shardwise.checkpoint.disk import explained, host
 from shardwise.checkpoint.failpoints import hit

@@ -15,11 +15,9 @@ from itertools import islice
 import numpy as np
 
 from shardwise.checkpoint import checksum
-from shardwise.checkpoint.disk import NAPS, is_unreadable, retried
+from shardwise.checkpoint.disk import NAPS, retried
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.errors import CheckpointError, DamagedCheckpoint
-
-__all__ = ["Bytes", "CheckedFile", "Kept", "taken"]
+from shardwise.errors import DamagedCheckpoint
 
 VECTORS = 512  # pieces of memory in one system call; Linux allows 1,024
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -124,18 +122,6 @@ class CheckedFile:
         self._fill(at, *pieces)
         if self.sums is not None:
             self._check(at // self.block, *pieces)
-
-    def damaged(self) -> list[int]:
-        numbers = []
-        for number in range(len(self.sums or ())):
-            first, last = number * self.block, min(self.size, (number + 1) * self.block)
-            try:
-                self.some(first, last)
-            except CheckpointError as error:
-                if is_unreadable(error):
-                    raise
-                numbers.append(number)
-        return numbers
 
     def _fill(self, at: int, *pieces: Bytes) -> None:
         retried(f"reading {self.title}", lambda: self._read(at, deque(pieces)), self.kept.naps)

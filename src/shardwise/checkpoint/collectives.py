@@ -24,17 +24,6 @@ from shardwise.comm.desync import by_ranks, differing_facts, named
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, RanksDisagree, ShardwiseError
 
-__all__ = [
-    "all_gather_text",
-    "await_parts",
-    "broadcast_text",
-    "check_same_on_all",
-    "joined_message",
-    "leave_part",
-    "raise_on_all",
-    "run_on_rank_0",
-]
-
 T = TypeVar("T")
 
 SHORT = 4096  # bytes of a text that all ranks send at once; the rest of a longer one goes alone

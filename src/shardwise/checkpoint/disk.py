@@ -15,22 +15,6 @@ from typing import TypeVar
 
 from shardwise.errors import CheckpointError
 
-__all__ = [
-    "MODE",
-    "NAPS",
-    "check_is_folder",
-    "explained",
-    "free_bytes",
-    "host",
-    "is_unreadable",
-    "make_folder",
-    "retried",
-    "size_of",
-    "sync_folder",
-    "write_file",
-    "written_by_library",
-]
-
 T = TypeVar("T")
 
 MODE = 0o666  # of new files, less what the umask takes

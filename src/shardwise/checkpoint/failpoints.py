@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["POINTS", "hit", "listeners"]
-
 POINTS = (
     "folder made",  # rank 0: the partial folder and its empty files exist
     "snapshot taken",  # every rank, in the background only: training may go on

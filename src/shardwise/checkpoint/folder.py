@@ -35,26 +35,6 @@ from shardwise.checkpoint.manifest import CAP, Manifest
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import CheckpointError
 
-__all__ = [
-    "LATEST",
-    "Leftover",
-    "Partial",
-    "check_replaceable",
-    "is_leftover",
-    "leftovers",
-    "mark_broken",
-    "move_latest",
-    "new_token",
-    "publish",
-    "remove",
-    "remove_stale_partials",
-    "resolve",
-    "step_of",
-    "steps",
-    "steps_to_resume",
-    "target_of",
-]
-
 log = logging.getLogger("shardwise")
 
 LATEST = "latest"

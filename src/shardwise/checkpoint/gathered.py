@@ -25,8 +25,6 @@ from shardwise.checkpoint.segments import Segments, exchange_edges, rounds
 from shardwise.checkpoint.writer import Chunk, Part, Writer
 from shardwise.comm.protocol import Comm, Label
 
-__all__ = ["read_from_rank_0", "write_gathered"]
-
 
 def write_gathered(comm: Comm, folder: Path, contents: SavePlan) -> Part:
     """Write everything from rank 0. A collective; what goes wrong is said in the part."""

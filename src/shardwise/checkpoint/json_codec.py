@@ -21,8 +21,6 @@ from torch import Tensor
 from shardwise.checkpoint.safetensors_format import DTYPES, code_of
 from shardwise.errors import CheckpointError
 
-__all__ = ["decode", "encode"]
-
 MOST_ELEMENTS = 1 << 20
 """Of a tensor that is written as text; a larger one belongs into a safetensors file."""
 

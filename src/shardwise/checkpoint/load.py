@@ -45,8 +45,6 @@ from shardwise.checkpoint.target import ShardedModel
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
 
-__all__ = ["load", "resume"]
-
 log = logging.getLogger("shardwise")
 
 REPLACED = "Some tensors of the model were already replaced"

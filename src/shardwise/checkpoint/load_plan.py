@@ -31,16 +31,6 @@ from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.training_state import Document, Training
 from shardwise.errors import CheckpointError, nearest
 
-__all__ = [
-    "LoadPlan",
-    "Matched",
-    "OpenCheckpoint",
-    "Wanted",
-    "match",
-    "open_checkpoint",
-    "wanted_by",
-]
-
 NEAREST = 20
 """Missing names for which the nearest stored one is looked up: each costs a comparison with all."""
 

@@ -24,16 +24,6 @@ from shardwise.sharding import Sharding
 from shardwise.torch_internals import buffers_of
 from shardwise.units import Member
 
-__all__ = [
-    "LocalShard",
-    "ParamShard",
-    "own_rows",
-    "param_shards",
-    "persistent_buffers",
-    "warn_of_extra_state",
-    "weights",
-]
-
 log = logging.getLogger("shardwise")
 
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from shardwise.checkpoint.disk import MODE, host
 
-__all__ = ["LOCK", "is_alive", "make_locked"]
-
 log = logging.getLogger("shardwise")
 
 LOCK = ".lock"

@@ -1,4 +1,4 @@
-"""What a complete checkpoint consists of: every file's size and checksums, and who wrote it.
+"""What a complete checkpoint consists of: every file's size and checksums.
 
 The manifest is the last file to come into a checkpoint's folder, so where there is one, all that
 it lists was on the disk before. It carries a digest of itself: a flipped bit in the list must
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,8 +18,6 @@ from shardwise.checkpoint import checksum
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.safetensors_format import PAGE, is_plain
 from shardwise.errors import CheckpointError, DamagedCheckpoint
-
-__all__ = ["NAME", "VERSION", "FileRecord", "Manifest", "record_of"]
 
 NAME = "manifest.json"
 VERSION = 1
@@ -39,22 +37,11 @@ class FileRecord(_Frozen):
     size: Count
     digest: str = Field(pattern=r"^[0-9a-f]{64}$", description="of size and block checksums")
     blocks: str = Field(pattern=r"^([0-9a-f]{8})*$", description="8 hex digits for each block")
-    writers: list[list[Count]] = Field(
-        default_factory=list, description="[stop, rank]: who wrote the bytes up to there, in order"
-    )
+    writers: Any = Field(None, exclude=True, description="only in old ones")
 
     def checksums(self) -> list[int]:
         """Of each block of the file, in order."""
         return [int(self.blocks[k : k + 8], 16) for k in range(0, len(self.blocks), 8)]
-
-    def ranks(self, start: int, stop: int) -> list[int]:
-        """Who wrote the bytes ``[start, stop)``; empty where that was not said."""
-        ranks, at = set(), 0
-        for end, rank in self.writers:
-            if at < stop and start < end:
-                ranks.add(rank)
-            at = end
-        return sorted(ranks)
 
 
 class Manifest(_Frozen):
@@ -68,7 +55,7 @@ class Manifest(_Frozen):
     world: int = Field(ge=1, description="ranks that wrote it")
     strategy: str
     kind: Literal["sharded", "full"] = "sharded"
-    ranks: None = Field(default=None, description="not written any more, and read from old ones")
+    ranks: None = Field(None, exclude=True, description="only in old ones")
     versions: dict[str, str]
     checksum: Literal["crc32"] = "crc32"
     block: int = Field(default=BLOCK, ge=PAGE, le=BLOCK, multiple_of=PAGE, description="bytes")
@@ -85,7 +72,7 @@ class Manifest(_Frozen):
 
     def encode(self) -> bytes:
         """The file, with a digest of all the rest."""
-        fields = self.model_dump(exclude={"ranks"})
+        fields = self.model_dump()
         return json.dumps({**fields, "digest": _digest(fields)}, indent=1).encode() + b"\n"
 
     @classmethod
@@ -119,8 +106,7 @@ class Manifest(_Frozen):
         for name, record in self.files.items():
             blocks = record.checksums()
             whole = len(blocks) == -(-record.size // self.block)
-            pairs = all(len(pair) == 2 for pair in record.writers)
-            if not (is_plain(name) and whole and pairs and digest_fits(record, blocks)):
+            if not (is_plain(name) and whole and digest_fits(record, blocks)):
                 raise DamagedCheckpoint(
                     f"{where} lists {name!r:.80} with checksums that do not fit its size, or by a "
                     "name that is no plain file name. Load another checkpoint."
@@ -132,12 +118,10 @@ def digest_fits(record: FileRecord, blocks: Sequence[int]) -> bool:
     return record.digest == checksum.digest_of(blocks, record.size)
 
 
-def record_of(
-    blocks: Sequence[int], size: int, writers: Iterable[tuple[int, int]] = ()
-) -> FileRecord:
-    """A file's record from the checksums of its blocks, and ``(stop, rank)`` of its writers."""
+def record_of(blocks: Sequence[int], size: int) -> FileRecord:
+    """A file's record from the checksums of its blocks."""
     digest, texts = checksum.digest_of(blocks, size), "".join(f"{block:08x}" for block in blocks)
-    return FileRecord(size=size, digest=digest, blocks=texts, writers=list(map(list, writers)))
+    return FileRecord(size=size, digest=digest, blocks=texts)
 
 
 def _check_version(fields: dict[str, Any], where: str) -> None:

@@ -31,8 +31,6 @@ from shardwise.checkpoint.state_dict import StateDict, model_state
 from shardwise.checkpoint.target import ShardedModel
 from shardwise.errors import CheckpointError
 
-__all__ = ["PICKLED", "SavedFile", "save_one_file", "save_safetensors", "write_one_file"]
-
 log = logging.getLogger("shardwise")
 
 PICKLED = (".pt", ".pth", ".bin")

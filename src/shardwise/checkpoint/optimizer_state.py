@@ -31,22 +31,6 @@ from shardwise.errors import CheckpointError
 from shardwise.optim.gate import BOOKKEEPING
 from shardwise.shard_tensor import ShardTensor
 
-__all__ = [
-    "AS_BUILT",
-    "Given",
-    "Named",
-    "Optimizers",
-    "Restored",
-    "as_optimizers",
-    "check_key",
-    "is_scalar",
-    "optimizer_shards",
-    "params_of",
-    "part_of",
-    "restored",
-    "states_of",
-]
-
 Optimizers = Sequence[Optimizer]
 Given = Optimizer | Iterable[Optimizer] | None
 

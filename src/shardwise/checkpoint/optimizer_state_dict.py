@@ -36,8 +36,6 @@ from shardwise.checkpoint.target import ShardedModel
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError
 
-__all__ = ["by_name", "numbered", "optimizer_state", "put_optimizer_state"]
-
 States = dict[str, dict[str, Any]]  # parameter → key → value
 
 ADDED_LATER = frozenset({"maximize", "decoupled_weight_decay"})

@@ -14,9 +14,6 @@ from shardwise.checkpoint.training_state import Document, Training
 from shardwise.errors import ConfigError, nearest
 from shardwise.listing import size
 
-__all__ = ["KINDS", "LoadOptions", "Loaded", "SaveOptions", "Saved", "kind_of"]
-
-
 KINDS = ("full", "sharded", "local")
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,19 +30,7 @@ from typing import NamedTuple
 from shardwise.checkpoint.safetensors_format import PAGE, Stored, encode, itemsize
 from shardwise.errors import CheckpointError
 
-__all__ = [
-    "BLOCK",
-    "Entry",
-    "FilePlan",
-    "Held",
-    "Move",
-    "Span",
-    "block_size",
-    "cut_at_blocks",
-    "index_of",
-    "plan_files",
-]
-
+INDEX = ".safetensors.index.json"
 BLOCK, LEAST = 4 << 20, 256 << 10
 """Bytes that have one checksum: what a reader must read to be sure of any of them. At most, and at
 least: see ``block_size``."""
@@ -216,11 +205,16 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def index_of(files: Sequence[FilePlan]) -> dict[str, object]:
-    """``model.safetensors.index.json``, as Hugging Face libraries read it."""
+def index_files(plans: Mapping[str, Sequence[FilePlan]]) -> dict[str, bytes]:
+    """``model.safetensors.index.json``, as Hugging Face libraries read it, for several files."""
+    return {f"{stem}{INDEX}": _index(files) for stem, files in plans.items() if len(files) > 1}
+
+
+def _index(files: Sequence[FilePlan]) -> bytes:
     weights = {name: file.name for file in files for name in file.tensors}
     total = sum(s.stop - s.start for file in files for s in file.tensors.values())
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    return json.dumps(index, indent=2).encode() + b"\n"
 
 
 def _check_names(entries: Sequence[Entry]) -> None:

@@ -23,8 +23,6 @@ WINDOW = 16 << 20
 """Bytes of a file that one thread reads at once: a multiple of every size that blocks have."""
 THREADS = 4
 
-__all__ = ["ReadRequest", "read_into", "request_for"]
-
 
 class ReadRequest(NamedTuple):
     """Elements of a stored tensor, and the memory they are for.

@@ -31,8 +31,6 @@ from shardwise.checkpoint.safetensors_format import (
 )
 from shardwise.errors import DamagedCheckpoint
 
-__all__ = ["Bytes", "CheckpointReader", "TensorLocation"]
-
 
 class TensorLocation(NamedTuple):
     """Where a tensor is: in which file, and there."""
@@ -232,14 +230,6 @@ class CheckpointReader:
                     piece[:] = data[done : done + len(piece)]
                     done += len(piece)
             at += count
-
-    def damaged(self, name: str) -> list[int]:
-        """The blocks of a file whose bytes are not those that were written. Reads all of it.
-
-        Raises:
-            CheckpointError: the disk does not let it be read, so nobody knows.
-        """
-        return self._file(name).damaged()
 
     def _file(self, name: str) -> CheckedFile:
         if name not in self._files:

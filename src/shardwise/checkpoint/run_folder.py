@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -32,24 +30,6 @@ from shardwise.checkpoint.lock import is_alive
 from shardwise.checkpoint.manifest import CAP, NAME, Manifest
 from shardwise.checkpoint.safetensors_format import inside
 from shardwise.errors import CheckpointError, DamagedCheckpoint
-
-__all__ = [
-    "Checkpoint",
-    "Listed",
-    "Retention",
-    "Run",
-    "SavedCheckpoints",
-    "apply_retention",
-    "check_complete",
-    "checkpoint_of",
-    "expired",
-    "folder_of_run",
-    "meant",
-    "moment_of",
-    "read_manifest",
-    "saved_in",
-    "survey",
-]
 
 
 class Checkpoint(NamedTuple):
@@ -194,16 +174,6 @@ def apply_retention(run: Path, keep: Retention) -> tuple[str, ...]:
         except OSError as error:
             log.warning("%s is no longer needed and could not be removed: %s", path, error)
     return tuple(gone)
-
-
-def moment_of(final: Path) -> str:
-    """Now; but later than the last checkpoint of the run says, since the clocks of hosts differ."""
-    now = datetime.now(UTC)
-    if step_of(final.name) is not None:
-        with suppress(CheckpointError, OSError, ValueError):  # there may be none
-            if before := read_manifest(resolve(final.with_name(LATEST))):
-                now = max(now, datetime.fromisoformat(before.created) + timedelta(microseconds=1))
-    return now.isoformat(timespec="microseconds")
 
 
 CHECKPOINTS = "checkpoints"

@@ -25,24 +25,6 @@ import torch
 
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
-__all__ = [
-    "BITS",
-    "CAP",
-    "DTYPES",
-    "PACKED",
-    "PAGE",
-    "Header",
-    "Stored",
-    "code_of",
-    "decode",
-    "dtype_of",
-    "encode",
-    "inside",
-    "is_plain",
-    "itemsize",
-    "length_of",
-]
-
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

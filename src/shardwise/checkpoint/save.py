@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -23,10 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import checksum, manifest, training_state
+from shardwise.checkpoint import training_state
 from shardwise.checkpoint.collectives import (
     all_gather_text,
     broadcast_text,
@@ -34,7 +32,7 @@ from shardwise.checkpoint.collectives import (
     joined_message,
     raise_on_all,
 )
-from shardwise.checkpoint.disk import explained, sync_folder, write_file
+from shardwise.checkpoint.disk import explained, sync_folder
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.folder import (
     LATEST,
@@ -42,15 +40,14 @@ from shardwise.checkpoint.folder import (
     check_replaceable,
     move_latest,
     new_token,
-    publish,
     remove_stale_partials,
     step_of,
 )
 from shardwise.checkpoint.gathered import write_gathered
-from shardwise.checkpoint.manifest import Manifest, record_of
 from shardwise.checkpoint.optimizer_state import Optimizers
 from shardwise.checkpoint.options import Saved, SaveOptions
-from shardwise.checkpoint.run_folder import Retention, apply_retention, moment_of
+from shardwise.checkpoint.publish import publish_files
+from shardwise.checkpoint.run_folder import Retention, apply_retention
 from shardwise.checkpoint.save_plan import SavePlan, plan_save
 from shardwise.checkpoint.segments import exchange_edges
 from shardwise.checkpoint.target import ShardedModel
@@ -59,14 +56,8 @@ from shardwise.checkpoint.writer import (
     Part,
     Writer,
     allocate,
-    check_hosts,
-    pieces_of,
-    write_header,
 )
 from shardwise.errors import CheckpointError
-from shardwise.version import __version__
-
-__all__ = ["Task", "begin", "check_parts", "finish", "give_up", "save", "write_part"]
 
 log = logging.getLogger("shardwise")
 
@@ -247,30 +238,12 @@ def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
         CheckpointError: it is not published; or it is, and ``latest`` could not be moved.
     """
     _check_parts(parts)
-    _publish(task, parts)
-    return _settle(task)
-
-
-def _publish(task: Task, parts: Sequence[Part]) -> None:
-    """Phase 5: make it whole, and give it its name."""
     assert task.partial is not None  # who keeps it has it
     hit("all parts known", 0)
-    with explained(f"publishing {task.final.name}"):
-        check_hosts(task.folder, [file.name for file in task.contents.files], parts)
-        files = {}
-        for file in task.contents.files:
-            pieces = [*write_header(task.folder, file), *pieces_of(parts, file.name)]
-            blocks = checksum.block_checksums(pieces, file.size, file.name, file.block)
-            writers = ((span.stop, span.rank) for span in file.spans)
-            files[file.name] = record_of(blocks, file.size, writers)
-        hit("headers written", 0)
-        for name, data in task.contents.small.items():
-            write_file(task.folder / name, data)
-            files[name] = record_of(checksum.of_bytes(data, task.contents.block), len(data))
-        sync_folder(task.folder)
-        hit("small files written", 0)
-        _write_manifest(task.folder, _manifest(task, files))
-        publish(task.partial)
+    contents = task.contents
+    facts = {**task.facts, "token": task.token, "aliases": dict(contents.aliases)}
+    publish_files(task.partial, contents.files, parts, contents.small, facts)
+    return _settle(task)
 
 
 def _settle(task: Task) -> tuple[str, ...]:
@@ -282,29 +255,3 @@ def _settle(task: Task) -> tuple[str, ...]:
         return ()
     keep = Retention(limit, task.options.keep_best, (task.token, task.resumed_from))
     return apply_retention(task.final.parent, keep)
-
-
-def _manifest(task: Task, files: Mapping[str, manifest.FileRecord]) -> Manifest:
-    versions = {
-        "shardwise": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    return Manifest(
-        token=task.token,
-        created=moment_of(task.final),
-        versions=versions,
-        aliases=dict(task.contents.aliases),
-        block=task.contents.block,
-        files=dict(files),
-        **task.facts,
-    )
-
-
-def _write_manifest(folder: Path, made: Manifest) -> None:
-    unfinished = folder / f".{manifest.NAME}.unfinished"
-    write_file(unfinished, made.encode())
-    hit("manifest unfinished", 0)
-    unfinished.rename(folder / manifest.NAME)
-    sync_folder(folder)
-    hit("manifest written", 0)

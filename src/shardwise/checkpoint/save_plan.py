@@ -30,7 +30,7 @@ from shardwise.checkpoint.local_shards import (
 )
 from shardwise.checkpoint.optimizer_state import Named, optimizer_shards
 from shardwise.checkpoint.options import SaveOptions
-from shardwise.checkpoint.plan import FilePlan, block_size, index_of, plan_files
+from shardwise.checkpoint.plan import FilePlan, block_size, index_files, plan_files
 from shardwise.checkpoint.safetensors_format import is_plain
 from shardwise.checkpoint.segments import Segments
 from shardwise.checkpoint.target import ShardedModel
@@ -38,8 +38,6 @@ from shardwise.checkpoint.training_state import Training
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ScheduleError
-
-__all__ = ["BUFFER", "MODEL", "OPTIMIZER", "RANKS", "RNG", "SavePlan", "plan_save"]
 
 MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
 RNG, BUFFER = "rng/", "buffer/"  # what the tensors of RANKS begin with
@@ -134,11 +132,7 @@ def plan_save(
     for stem, group in groups.items():
         plans[stem], some_segments = _files(stem, group, options, block)
         segments += some_segments
-    small |= {
-        f"{stem}.safetensors.index.json": json.dumps(index_of(some), indent=2).encode() + b"\n"
-        for stem, some in plans.items()
-        if len(some) > 1
-    }
+    small |= index_files(plans)
     every = tuple(plan for some in plans.values() for plan in some)
     return SavePlan(every, tuple(segments), small, local_state.aliases, block)
 

@@ -21,8 +21,6 @@ from shardwise.checkpoint.plan import FilePlan, Move
 from shardwise.checkpoint.safetensors_format import itemsize
 from shardwise.comm.protocol import Comm, Label
 
-__all__ = ["Segments", "exchange_edges", "rounds"]
-
 ROUND = 16 << 20
 """Bytes of edges that are sent around at once, over all ranks."""
 

@@ -42,15 +42,6 @@ from shardwise.listing import size
 from shardwise.shard_tensor import ShardTensor
 from shardwise.torch_internals import buffers_of, parameters_of
 
-__all__ = [
-    "StateDict",
-    "model_state",
-    "offered",
-    "put_model_state",
-    "send",
-    "warn_of_copies",
-]
-
 
 @dataclass(frozen=True)
 class StateDict:

@@ -10,8 +10,6 @@ from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
 from shardwise.strategies import Placement
 
-__all__ = ["ShardedModel"]
-
 
 class ShardedModel(Protocol):
     """A sharded model's handle, as the checkpoints see it.

@@ -25,8 +25,6 @@ from torch import Tensor
 from shardwise.checkpoint import json_codec
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
-__all__ = ["NAME", "Document", "Stateful", "Training", "capture_rng", "restore_rng"]
-
 NAME = "training.json"
 VERSION = 1
 SHORT = 80  # characters of a value in a message

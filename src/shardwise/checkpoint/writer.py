@@ -29,17 +29,6 @@ from shardwise.checkpoint.plan import FilePlan, cut_at_blocks
 from shardwise.errors import CheckpointError
 from shardwise.listing import size
 
-__all__ = [
-    "Chunk",
-    "Part",
-    "Writer",
-    "allocate",
-    "check_hosts",
-    "fallocate",
-    "pieces_of",
-    "write_header",
-]
-
 VECTORS = 512  # pieces of memory in one system call; Linux allows 1,024
 
 

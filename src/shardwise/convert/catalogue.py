@@ -27,8 +27,6 @@ from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.errors import CheckpointError
 
-__all__ = ["Catalogue", "Damage", "Listing", "OneFile", "damage_of", "stem_of"]
-
 T = TypeVar("T")
 
 SUFFIX = ".safetensors"

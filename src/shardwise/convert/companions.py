@@ -16,16 +16,14 @@ from shardwise.checkpoint.disk import explained
 from shardwise.checkpoint.folder import step_of
 from shardwise.checkpoint.lock import LOCK
 from shardwise.checkpoint.manifest import NAME as MANIFEST
+from shardwise.checkpoint.plan import INDEX
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.run_folder import CHECKPOINTS
 from shardwise.checkpoint.safetensors_format import inside
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.convert.catalogue import SUFFIX
-from shardwise.convert.writer import INDEX
 from shardwise.errors import CheckpointError
-
-__all__ = ["CONFIG", "companions", "with_dtype"]
 
 CONFIG = "config.json"
 SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")

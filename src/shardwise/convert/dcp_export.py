@@ -32,8 +32,6 @@ from shardwise.convert.export import mapped, stored_tensors
 from shardwise.convert.writer import Converted
 from shardwise.errors import CheckpointError
 
-__all__ = ["default_options", "export_dcp"]
-
 
 def export_dcp(
     folder: str | Path, destination: str | Path, with_optimizer: bool | None = None

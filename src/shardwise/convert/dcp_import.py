@@ -27,8 +27,6 @@ from shardwise.convert.normalize import (
 from shardwise.convert.torch_reader import TorchTensor, read_torch
 from shardwise.convert.writer import Converted, entry_of, write_folder
 
-__all__ = ["import_checkpoint"]
-
 LARGEST_FILE = 5_000_000_000  # bytes of tensors, as for saving
 LARGEST_CONFIG = 1 << 24  # bytes
 

@@ -24,8 +24,6 @@ from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.errors import CheckpointError
 from shardwise.listing import size
 
-__all__ = ["Destination", "check_room", "clear", "workplace"]
-
 
 @dataclass(frozen=True)
 class Destination:

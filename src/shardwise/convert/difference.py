@@ -13,16 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.plan import INDEX
 from shardwise.checkpoint.read_requests import ReadRequest, read_into
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER, RANKS
 from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.convert.catalogue import Catalogue, stem_of
-from shardwise.convert.writer import INDEX
 from shardwise.errors import CheckpointError
-
-__all__ = ["ABSENT", "Change", "Difference", "UnequalTensor", "changes_between", "compare"]
 
 PIECE = 1 << 18
 """Elements that are compared at once: 6 MB with what is computed from them."""

@@ -35,8 +35,6 @@ from shardwise.convert.destination import Destination, check_room, workplace
 from shardwise.convert.writer import Converted, Progress, entry_of, write_folder
 from shardwise.errors import CheckpointError
 
-__all__ = ["ExportOptions", "export", "export_torch_file", "mapped", "stored_tensors"]
-
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What is cast. Eight-bit floats stay: without their scales they mean nothing."""
 

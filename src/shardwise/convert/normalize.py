@@ -19,8 +19,6 @@ from shardwise.checkpoint.safetensors_format import DTYPES
 from shardwise.convert.torch_reader import TorchTensor, Tree
 from shardwise.errors import CheckpointError
 
-__all__ = ["Group", "NormalizedState", "class_of", "name_numbered", "normalize", "records"]
-
 log = logging.getLogger("shardwise")
 
 MODELS = ("model", "module", "state_dict", "model_state_dict", "model_state")

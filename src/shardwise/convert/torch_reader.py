@@ -25,8 +25,6 @@ from shardwise.checkpoint.disk import explained
 from shardwise.checkpoint.safetensors_format import code_of, inside
 from shardwise.errors import CheckpointError
 
-__all__ = ["TorchTensor", "Tree", "read_torch"]
-
 Tree = dict[str | int, Any]
 """Dicts in dicts. A list of dicts or tensors is a dict, too, by its numbers."""
 

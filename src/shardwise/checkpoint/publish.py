@@ -1,0 +1,92 @@
+"""To make a folder whole and give it its name: rank 0, when all bytes of tensors are on the disk.
+
+headers → small files → manifest → rename → folder. What is saved, exported and imported goes this
+way.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint import checksum
+from shardwise.checkpoint.disk import explained, sync_folder, write_file
+from shardwise.checkpoint.failpoints import hit
+from shardwise.checkpoint.folder import LATEST, Partial, publish, resolve, step_of
+from shardwise.checkpoint.manifest import NAME, FileRecord, Manifest, record_of
+from shardwise.checkpoint.plan import BLOCK, FilePlan
+from shardwise.checkpoint.run_folder import read_manifest
+from shardwise.checkpoint.writer import Part, check_hosts, pieces_of, write_header
+from shardwise.errors import CheckpointError
+from shardwise.version import __version__
+
+
+def publish_files(
+    partial: Partial,
+    files: Sequence[FilePlan],
+    parts: Sequence[Part],
+    small: Mapping[str, bytes],
+    facts: Mapping[str, Any],
+) -> None:
+    """Write what is missing in the folder, and give it its name.
+
+    Args:
+        files: the files with tensors, of which only the headers are missing.
+        parts: what each rank wrote of them.
+        small: bytes of the other files, by name.
+        facts: fields of the manifest: all but time, versions, files and size of blocks.
+
+    Raises:
+        CheckpointError: it is not published.
+    """
+    folder = partial.path
+    with explained(f"publishing {partial.final.name}"):
+        check_hosts(folder, [file.name for file in files], parts)
+        records = {file.name: _finished(folder, file, parts) for file in files}
+        hit("headers written", 0)
+        block = files[0].block if files else BLOCK
+        for name, data in small.items():
+            write_file(folder / name, data)
+            records[name] = record_of(checksum.of_bytes(data, block), len(data))
+        sync_folder(folder)
+        hit("small files written", 0)
+        versions = {"shardwise": __version__, "torch": torch.__version__}
+        stated = {
+            "created": moment_of(partial.final),
+            "versions": {**versions, "python": platform.python_version()},
+            "block": block,
+            "files": records,
+        }
+        _write_manifest(folder, Manifest(**{**facts, **stated}))
+        publish(partial)
+
+
+def _finished(folder: Path, file: FilePlan, parts: Iterable[Part]) -> FileRecord:
+    pieces = [*write_header(folder, file), *pieces_of(parts, file.name)]
+    blocks = checksum.block_checksums(pieces, file.size, file.name, file.block)
+    return record_of(blocks, file.size)
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    unfinished = folder / f".{NAME}.unfinished"
+    write_file(unfinished, manifest.encode())
+    hit("manifest unfinished", 0)
+    unfinished.rename(folder / NAME)
+    sync_folder(folder)
+    hit("manifest written", 0)
+
+
+def moment_of(final: Path) -> str:
+    """Now; but later than the last checkpoint of the run says, since the clocks of hosts differ."""
+    now = datetime.now(UTC)
+    if step_of(final.name) is not None:
+        with suppress(CheckpointError, OSError, ValueError):  # there may be none
+            if before := read_manifest(resolve(final.with_name(LATEST))):
+                now = max(now, datetime.fromisoformat(before.created) + timedelta(microseconds=1))
+    return now.isoformat(timespec="microseconds")
