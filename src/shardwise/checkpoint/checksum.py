@@ -18,6 +18,8 @@ from zlib_ng.zlib_ng import crc32, crc32_combine
 from shardwise.checkpoint.plan import BLOCK, cut_at_blocks
 from shardwise.errors import CheckpointError
 
+__all__ = ["Piece", "block_checksums", "crc32", "digest_of", "of_bytes"]
+
 Piece = tuple[int, int, int]
 """``(start, stop, checksum)`` of bytes of a file that lie in one block."""
 
