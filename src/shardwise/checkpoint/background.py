@@ -61,6 +61,7 @@ class Saving:
         self._cancelled = Event()
         self._copied = Event()  # all of it, and nothing had changed; or ``_wrong`` says why not
         self._wrong = ""  # why it cannot be saved, here
+        self._ended = False  # it was written, and published where that is this rank's task
         self._removed: tuple[str, ...] = ()
         self._saved: Saved | None = None
         self.failure = ""  # what check() raised; whoever waited for it knows, then
@@ -82,13 +83,14 @@ class Saving:
         if self._copying.over.is_set():
             self.finish_copy()  # it costs nothing now, and the writer waits for it
         alive = self._thread.is_alive()  # first: what it says last, it says before it ends
-        mine = FAILED if self._wrong else BUSY if alive else DONE
+        wrong = self._wrong or ("" if alive or self._ended else "its writer died")
+        mine = FAILED if wrong else BUSY if alive else DONE
         flags = torch.zeros(self._comm.size, dtype=torch.uint8, device=self._comm.device)
         flags[self._comm.rank] = mine
         self._comm.all_gather(flags, Label("agree", "saving")).wait()
         states = set(flags.tolist())
         if FAILED in states:
-            self._fail()
+            self._fail(wrong)
         if states == {DONE}:
             self._close()
             text = broadcast_text(self._comm, json.dumps(self._removed), "what was removed")
@@ -161,9 +163,9 @@ class Saving:
         else:
             self._thread.join(10.0)
 
-    def _fail(self) -> None:
+    def _fail(self, wrong: str) -> None:
         self._stop()  # on every rank, before the folder goes
-        texts = all_gather_text(self._comm, self._wrong, "why saving failed")
+        texts = all_gather_text(self._comm, wrong, "why saving failed")
         give_up(self._task)
         self._close()
         failed = {rank: text for rank, text in enumerate(texts) if text}
@@ -191,6 +193,7 @@ class Saving:
             if self._stream is not None:
                 torch.accelerator.set_stream(self._stream)
             self._leave(self._write())
+            self._ended = True
         except BaseException as failure:  # noqa: BLE001 - the main thread raises it
             self._wrong = self._wrong or _text_of(failure)
             self._copying.drain()
