@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import training_state
-from shardwise.checkpoint.local_shards import ParamShard, param_shards, persistent_buffers
+from shardwise.checkpoint.local_shards import param_shards, persistent_buffers
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizer_state import Named, Restored, restored
 from shardwise.checkpoint.options import Loaded, LoadOptions
@@ -35,12 +35,17 @@ NEAREST = 20
 """Missing names for which the nearest stored one is looked up: each costs a comparison with all."""
 
 
-class Wanted(NamedTuple):
-    """A tensor that the model has: all its names, the first first."""
+class ModelTensor(NamedTuple):
+    """A tensor of the model: all its names, the first first."""
 
     names: tuple[str, ...]
     dtype: str
     shape: tuple[int, ...]
+
+
+MISFITS = ("missing", "unexpected", "misshapen", "foreign", "cast")
+"""Not stored; not in the model; of another shape; of a dtype that cannot be converted; of another
+that can."""
 
 
 @dataclass(frozen=True)
@@ -49,95 +54,132 @@ class Matched:
 
     Attributes:
         pairs: the model's (first) name → the stored one; what is to be read.
-        missing: names that are not stored.
-        unexpected: stored names that the model does not have.
-        misshapen: names stored in another shape.
-        foreign: names stored in a dtype that cannot be converted.
-        cast: names in ``pairs`` that are stored in another dtype.
-        details: a line about each of these, by name.
+        misfits: for each of ``MISFITS``, name → a line about it.
     """
 
     pairs: Mapping[str, str]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    misshapen: tuple[str, ...]
-    foreign: tuple[str, ...]
-    cast: tuple[str, ...]
-    details: Mapping[str, str]
+    misfits: Mapping[str, Mapping[str, str]]
 
     def problems(self, cast: bool) -> list[str]:
         """One line for each thing that does not fit; conversions count unless ``cast``."""
-        names = [*self.missing, *self.unexpected, *self.misshapen, *self.foreign]
-        return [self.details[name] for name in names + ([] if cast else list(self.cast))]
+        kinds = MISFITS[:-1] if cast else MISFITS
+        return [line for kind in kinds for line in self.misfits[kind].values()]
 
 
 def match(
-    wanted: Sequence[Wanted], stored: Mapping[str, Stored], aliases: Mapping[str, str]
+    tensors: Sequence[ModelTensor], stored: Mapping[str, Stored], aliases: Mapping[str, str]
 ) -> Matched:
-    """Find each wanted tensor.
+    """Find each tensor of the model.
 
     Args:
         stored: what the files hold, by name.
         aliases: further names that the files' writer knew → the stored name.
     """
-    pairs, details = {}, {}
-    missing, misshapen, foreign, cast = [], [], [], []
+    pairs: dict[str, str] = {}
+    misfits: dict[str, dict[str, str]] = {kind: {} for kind in MISFITS}
     known: set[str] = set()
-    for names, dtype, shape in wanted:
-        name = names[0]
-        stored_name = _find(names, stored, aliases)
-        known.update(names, [] if stored_name is None else [stored_name])
+    for names, dtype, shape in tensors:
+        name, stored_name = names[0], _find(names, stored, aliases)
+        known.update(names)
         if stored_name is None:
-            missing.append(name)
+            misfits["missing"][name] = f"{name}: not stored"
             continue
+        known.add(stored_name)
         tensor = stored[stored_name]
-        if tensor.shape != shape:
-            misshapen.append(name)
-            details[name] = f"{name}: stored as {tensor.shape}, the model has {shape}"
-        elif tensor.dtype != dtype and not _converts(tensor.dtype, dtype):
-            foreign.append(name)
-            details[name] = f"{name}: stored as {tensor.dtype}, the model has {dtype}"
-        else:
+        if (kind := _misfit(tensor, dtype, shape)) in (None, "cast"):
             pairs[name] = stored_name
-            if tensor.dtype != dtype:
-                cast.append(name)
-                details[name] = f"{name}: stored as {tensor.dtype}, the model has {dtype}"
-    unexpected = [name for name in stored if name not in known]
-    details |= {name: f"{name}: stored, and the model has no such name" for name in unexpected}
-    details |= _missing(missing, unexpected or list(stored))
-    return Matched(
-        pairs,
-        tuple(missing),
-        tuple(unexpected),
-        tuple(misshapen),
-        tuple(foreign),
-        tuple(cast),
-        details,
-    )
+        if kind is not None:
+            ours, theirs = (shape, tensor.shape) if kind == "misshapen" else (dtype, tensor.dtype)
+            misfits[kind][name] = f"{name}: stored as {theirs}, the model has {ours}"
+    misfits["unexpected"] = {
+        name: f"{name}: stored, and the model has no such name"
+        for name in stored
+        if name not in known
+    }
+    for name in list(misfits["missing"])[:NEAREST]:
+        if like := nearest(name, list(misfits["unexpected"] or stored), 1):
+            misfits["missing"][name] += f"; nearest stored is {like[0]}"
+    return Matched(pairs, misfits)
+
+
+def _misfit(stored: Stored, dtype: str, shape: tuple[int, ...]) -> str | None:
+    if stored.shape != shape:
+        return "misshapen"
+    if stored.dtype == dtype:
+        return None
+    # torch has no arithmetic on packed elements
+    known = stored.dtype in DTYPES and not {stored.dtype, dtype} & set(PACKED)
+    floats = known and all(DTYPES[d].is_floating_point for d in (stored.dtype, dtype))
+    return "cast" if floats else "foreign"
 
 
 def _find(
     names: Iterable[str], stored: Mapping[str, Stored], aliases: Mapping[str, str]
 ) -> str | None:
-    for name in names:
-        for candidate in (name, aliases.get(name)):
-            if candidate is not None and candidate in stored:
-                return candidate
-    return None
+    candidates = (candidate for name in names for candidate in (name, aliases.get(name, name)))
+    return next((candidate for candidate in candidates if candidate in stored), None)
 
 
-def _converts(stored: str, wanted: str) -> bool:
-    """Can torch? It has no arithmetic on packed elements."""
-    known = stored in DTYPES and not {stored, wanted} & set(PACKED)
-    return known and DTYPES[stored].is_floating_point and DTYPES[wanted].is_floating_point
+class ModelPlan:
+    """Which stored tensors go where in the model's parameters and persistent buffers.
 
+    Attributes:
+        inexact: what is not as it was, once ``requests`` were made.
+    """
 
-def _missing(names: Sequence[str], stored_names: Sequence[str]) -> dict[str, str]:
-    details = {name: f"{name}: not stored" for name in names}
-    for name in names[:NEAREST]:
-        if like := nearest(name, stored_names, 1):
-            details[name] += f"; nearest stored is {like[0]}"
-    return details
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        stored: Mapping[str, TensorLocation],
+        aliases: Mapping[str, str],
+    ) -> None:
+        self.shards = param_shards(sharded.buckets)
+        self._buffers = persistent_buffers(sharded.model)
+        self._comm, self._stored = sharded.comm, stored
+        self._late: list[tuple[Tensor, Tensor]] = []
+        self.inexact: list[str] = []
+        of_model = [(s.member.aliases, s.value.dtype, s.member.shape) for s in self.shards]
+        of_model += [(names, buffer.dtype, buffer.shape) for names, buffer in self._buffers]
+        tensors = [
+            ModelTensor(n, code_of(dtype, n[0]), tuple(shape)) for n, dtype, shape in of_model
+        ]
+        self.matched = match(tensors, {n: place.stored for n, place in stored.items()}, aliases)
+
+    def requests(self, own: Mapping[str, TensorLocation]) -> Iterator[ReadRequest]:
+        """Every rank's part of parameters, and whole buffers.
+
+        Args:
+            own: ``buffer/NAME``: buffers that differed between ranks. Every rank reads its own
+                values again, where as many ranks load them.
+        """
+        for shard in self.shards:
+            if place := self._place(shard.member.name):
+                yield request_for(place, shard.start, shard.value)
+        for names, buffer in self._buffers:
+            place, start, differing = self._place(names[0]), 0, own.get(BUFFER + names[0])
+            if place is None:
+                continue
+            if differing and differing.stored.shape == (self._comm.size, *buffer.shape):
+                place, start = differing, self._comm.rank * buffer.numel()
+            elif differing:
+                self.inexact.append(
+                    f"buffer {names[0]} differed between {differing.stored.shape[0]} ranks; all "
+                    "have rank 0's now"
+                )
+            memory = buffer
+            if not buffer.is_contiguous():
+                memory = torch.empty_like(buffer).contiguous()
+                self._late.append((buffer, memory))
+            yield request_for(place, start, memory)
+
+    def apply(self) -> None:
+        """Copy what could not be read to where it belongs."""
+        for buffer, value in self._late:
+            buffer.copy_(value)
+
+    def _place(self, name: str) -> TensorLocation | None:
+        stored = self.matched.pairs.get(name)
+        return None if stored is None else self._stored[stored]
 
 
 GRADIENTS = "gradients"
@@ -233,15 +275,12 @@ class LoadPlan:
         self, sharded: ShardedModel, checkpoint: OpenCheckpoint, options: LoadOptions
     ) -> None:
         self._checkpoint, self._comm, self._buckets = checkpoint, sharded.comm, sharded.buckets
-        places = param_shards(sharded.buckets)
-        buffers = persistent_buffers(sharded.model)
-        stored = {name: place.stored for name, place in checkpoint.weights.items()}
-        self._matched = match(wanted_by(places, buffers), stored, checkpoint.aliases)
-        self._inexact: list[str] = []
+        self._model = ModelPlan(sharded, checkpoint.weights, checkpoint.aliases)
+        self._inexact = self._model.inexact
         self._optimizers: Restored | None = None
-        problems = self._matched.problems(options.cast)
+        problems = self._model.matched.problems(options.cast)
         if options.optimizers:
-            self._optimizers = _optimizers(checkpoint, options, Named(places))
+            self._optimizers = _optimizers(checkpoint, options, Named(self._model.shards))
             problems += self._optimizers.problems
         problems += _absent(checkpoint, options)
         if options.training is not None and checkpoint.has_gradients:
@@ -249,15 +288,14 @@ class LoadPlan:
             problems.append(IN_A_STEP)
         if options.strict and problems:
             raise _unfit(checkpoint, problems)
-        self.requests = [*self._parameters(places), *self._buffers(buffers)]
+        self.requests = list(self._model.requests(checkpoint.own))
         if self._optimizers is not None:
             self.requests += self._optimizers.requests()
         self._rng = self._generators() if options.training is not None else {}
 
     def apply(self, training: Training | None) -> None:
         """What is restored when all bytes have been read."""
-        for buffer, value in self._late:
-            buffer.copy_(value)
+        self._model.apply()
         if self._optimizers is not None:
             self._optimizers.apply()
         if training is None:
@@ -279,51 +317,21 @@ class LoadPlan:
             training_state.restore_rng(self._rng, self._comm.device)
 
     def report(self) -> Loaded:
-        matched, checkpoint = self._matched, self._checkpoint
+        misfits, checkpoint = self._model.matched.misfits, self._checkpoint
         left_out = self._optimizers.left_out if self._optimizers else ()
         document = checkpoint.document
         same = document is not None and document.world == self._comm.size
         return Loaded(
             path=checkpoint.source.folder,
             checked=checkpoint.source.manifest is not None,
-            missing=matched.missing,
-            unexpected=matched.unexpected,
-            misshapen=matched.misshapen + matched.foreign,
-            cast=matched.cast,
+            missing=tuple(misfits["missing"]),
+            unexpected=tuple(misfits["unexpected"]),
+            misshapen=(*misfits["misshapen"], *misfits["foreign"]),
+            cast=tuple(misfits["cast"]),
             inexact=(*self._inexact, *(f"no optimizer state of {name}" for name in left_out)),
             document=document,
             local=document.local[self._comm.rank] if document and same else None,
         )
-
-    def _place(self, name: str) -> TensorLocation | None:
-        stored = self._matched.pairs.get(name)
-        return None if stored is None else self._checkpoint.weights[stored]
-
-    def _parameters(self, places: Sequence[ParamShard]) -> Iterator[ReadRequest]:
-        for shard in places:
-            if place := self._place(shard.member.name):
-                yield request_for(place, shard.start, shard.value)
-
-    def _buffers(self, buffers: Sequence[tuple[tuple[str, ...], Tensor]]) -> Iterator[ReadRequest]:
-        """Every rank reads them whole: its own, where ranks differed and are as many."""
-        self._late: list[tuple[Tensor, Tensor]] = []
-        rank, world = self._comm.rank, self._comm.size
-        for names, buffer in buffers:
-            place = self._place(names[0])
-            if place is None:
-                continue
-            start, own = 0, self._checkpoint.own.get(BUFFER + names[0])
-            if own is not None and own.stored.shape == (world, *buffer.shape):
-                place, start = own, rank * buffer.numel()
-            elif own is not None:
-                self._inexact.append(
-                    f"buffer {names[0]} differed between {own.stored.shape[0]} ranks; all have "
-                    "rank 0's now"
-                )
-            memory = buffer if buffer.is_contiguous() else torch.empty_like(buffer).contiguous()
-            if memory is not buffer:
-                self._late.append((buffer, memory))
-            yield request_for(place, start, memory)
 
     def _generators(self) -> dict[str, Tensor]:
         document, comm = self._checkpoint.document, self._comm
@@ -342,17 +350,6 @@ class LoadPlan:
                     request_for(place, comm.rank * size, states[name.removeprefix(RNG)])
                 )
         return states
-
-
-def wanted_by(
-    shards: Sequence[ParamShard], buffers: Sequence[tuple[tuple[str, ...], Tensor]]
-) -> list[Wanted]:
-    """What the model has: its parameters and persistent buffers."""
-    tensors = [(s.member.aliases, s.value.dtype, s.member.shape) for s in shards]
-    tensors += [(names, buffer.dtype, buffer.shape) for names, buffer in buffers]
-    return [
-        Wanted(names, code_of(dtype, names[0]), tuple(shape)) for names, dtype, shape in tensors
-    ]
 
 
 def _optimizers(checkpoint: OpenCheckpoint, options: LoadOptions, named: Named) -> Restored:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,24 +74,100 @@ class Named:
         return self._by_id[id(param)]
 
 
+ByName = dict[str, dict[str, Any]]
+"""Parameter → key of its state → value."""
+
+
+class LocalState(NamedTuple):
+    """An optimizer's state on this rank, by parameter name.
+
+    Attributes:
+        parts: tensors of this rank's elements, one for each element of its part.
+        scalars: tensors of one number for the parameter, alike on all ranks.
+        values: what is no tensor.
+    """
+
+    parts: ByName
+    scalars: ByName
+    values: ByName
+
+
+def local_state(optimizer: Optimizer, named: Named) -> LocalState:
+    """Sort all that the optimizer keeps.
+
+    Raises:
+        CheckpointError: a parameter is none of the model's, or state cannot be cut with it.
+    """
+    state = LocalState({}, {}, {})
+    for param in params_of(optimizer):
+        shard = named.shard(param, optimizer)
+        name = shard.member.name
+        for key, value in optimizer.state.get(param, {}).items():
+            check_key(key, name)
+            here = value.to_local() if isinstance(value, ShardTensor) else value
+            if not isinstance(here, Tensor):
+                state.values.setdefault(name, {})[key] = here
+            elif is_scalar(key, here, shard.member.shape):
+                state.scalars.setdefault(name, {})[key] = here
+            else:
+                state.parts.setdefault(name, {})[key] = part_of(key, here, shard)
+    return state
+
+
+def groups_of(optimizer: Optimizer, named: Named) -> list[dict[str, Any]]:
+    """The optimizer's groups, with names of parameters in place of these."""
+    return [
+        {
+            **group,
+            "params": [named.shard(param, optimizer).member.name for param in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def record_of(kind: str, groups: Sequence[Mapping[str, Any]], values: ByName) -> dict[str, Any]:
+    """What ``training.json`` says of an optimizer of class ``kind``, beside its tensors.
+
+    Raises:
+        CheckpointError: an option or a value cannot be written as JSON.
+    """
+    return {
+        "class": kind,
+        "groups": [
+            {
+                "params": list(group["params"]),
+                "options": {
+                    key: json_codec.encode(value, f"option {key!r} of {kind}")
+                    for key, value in group.items()
+                    if key not in AS_BUILT
+                },
+            }
+            for group in groups
+        ],
+        "values": {
+            name: {
+                key: json_codec.encode(value, f"optimizer state {key!r} of {name!r}")
+                for key, value in state.items()
+            }
+            for name, state in values.items()
+        },
+    }
+
+
 def optimizer_shards(optimizers: Optimizers, named: Named) -> tuple[list[LocalShard], list[Any]]:
     """The tensors to store, and the rest as JSON, one record for each optimizer."""
     elements: dict[str, dict[str, Tensor]] = {}  # state name → parameter → this rank's part
     scalars: list[LocalShard] = []
     records = []
     for optimizer in optimizers:
-        values: dict[str, dict[str, Any]] = {}
-        for shard, key, value in states_of(optimizer, named):
-            name = shard.member.name
-            if not isinstance(value, Tensor):
-                where = f"optimizer state {key!r} of {name!r}"
-                values.setdefault(name, {})[key] = json_codec.encode(value, where)
-            elif is_scalar(key, value, shard.member.shape):
-                scalars.append(of_rank_0(f"{key}/{name}", value))
-            else:
-                elements.setdefault(key, {})[name] = part_of(key, value, shard)
-        groups = [_group(group, optimizer, named) for group in optimizer.param_groups]
-        records.append({"class": type(optimizer).__qualname__, "groups": groups, "values": values})
+        state = local_state(optimizer, named)
+        for name, parts in state.parts.items():
+            for key, value in parts.items():
+                elements.setdefault(key, {})[name] = value
+        for name, ones in state.scalars.items():
+            scalars += [of_rank_0(f"{key}/{name}", value) for key, value in ones.items()]
+        groups = groups_of(optimizer, named)
+        records.append(record_of(type(optimizer).__qualname__, groups, state.values))
     shards = [
         shard.stored_as(f"{key}/{shard.member.name}", parts[shard.member.name])
         for key, parts in sorted(elements.items())
@@ -99,15 +175,6 @@ def optimizer_shards(optimizers: Optimizers, named: Named) -> tuple[list[LocalSh
         if shard.member.name in parts
     ]
     return shards + sorted(scalars, key=lambda scalar: scalar.entry.name), records
-
-
-def states_of(optimizer: Optimizer, named: Named) -> Iterator[tuple[ParamShard, str, Any]]:
-    """Each state of each parameter: whose, its key, and the value on this rank."""
-    for param in params_of(optimizer):
-        shard = named.shard(param, optimizer)
-        for key, value in optimizer.state.get(param, {}).items():
-            check_key(key, shard.member.name)
-            yield shard, key, value.to_local() if isinstance(value, ShardTensor) else value
 
 
 def is_scalar(key: str, value: Tensor, shape: torch.Size) -> bool:
@@ -131,18 +198,6 @@ def part_of(key: str, value: Tensor, shard: ParamShard) -> Tensor:
         "state with one value for each element, or one for the parameter, can be cut anew for "
         "another number of ranks. Use an elementwise optimizer, or leave the optimizer out."
     )
-
-
-def _group(group: dict[str, Any], optimizer: Optimizer, named: Named) -> dict[str, Any]:
-    kind = type(optimizer).__qualname__
-    return {
-        "params": [named.shard(param, optimizer).member.name for param in group["params"]],
-        "options": {
-            key: json_codec.encode(value, f"option {key!r} of {kind}")
-            for key, value in group.items()
-            if key not in AS_BUILT
-        },
-    }
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

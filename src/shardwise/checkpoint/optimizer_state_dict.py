@@ -18,25 +18,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.buffers import Bucket
-from shardwise.checkpoint import json_codec
 from shardwise.checkpoint.collectives import raise_on_all, run_on_rank_0
 from shardwise.checkpoint.local_shards import param_shards
 from shardwise.checkpoint.optimizer_state import (
     AS_BUILT,
+    ByName,
     Named,
     check_key,
-    is_scalar,
-    part_of,
+    groups_of,
+    local_state,
+    record_of,
     restored,
-    states_of,
 )
 from shardwise.checkpoint.reader import TensorLocation
-from shardwise.checkpoint.state_dict import StateDict, offered, send, warn_of_copies
+from shardwise.checkpoint.state_dict import StateDict, offered, receive, warn_of_copies
 from shardwise.checkpoint.target import ShardedModel
-from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError
-
-States = dict[str, dict[str, Any]]  # parameter → key → value
 
 ADDED_LATER = frozenset({"maximize", "decoupled_weight_decay"})
 """Options that state of older releases of torch lacks; they stay as the optimizer was made."""
@@ -55,55 +52,38 @@ def optimizer_state(sharded: ShardedModel, optimizer: Optimizer, how: StateDict)
     comm, named = sharded.comm, Named(param_shards(sharded.buckets))
     comm.agree(how.facts())
     groups, parts, state = raise_on_all(
-        comm,
-        "sorting optimizer state",
-        lambda: (_groups(optimizer, named), *_sorted_out(optimizer, named, how)),
+        comm, "reading optimizer state", lambda: _local(optimizer, named, how)
     )
     if how.kind == "full":
         _gather(sharded, parts, state, how)
+        if not how.rank0_only:
+            warn_of_copies(comm, (v for one in state.values() for v in one.values()))
     else:
         for shard in named.places:
             for key, value in parts.get(shard.member.name, {}).items():
                 state[shard.member.name][key] = how.part(value, shard)
-    order = {shard.member.name: k for k, shard in enumerate(named.places)}
-    state = dict(sorted(state.items(), key=lambda item: order[item[0]]))
-    if how.kind == "full" and not how.rank0_only:
-        tensors = [v for one in state.values() for v in one.values() if isinstance(v, Tensor)]
-        warn_of_copies(comm, tensors)
     if how.rank0_only and comm.rank:
         return {}
-    return {"state": state, "param_groups": groups}
+    return {"state": {name: one for name, one in state.items() if one}, "param_groups": groups}
 
 
-def _groups(optimizer: Optimizer, named: Named) -> list[dict[str, Any]]:
-    return [
-        {
-            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-            "params": [named.shard(param, optimizer).member.name for param in group["params"]],
-        }
-        for group in optimizer.param_groups
+def _local(
+    optimizer: Optimizer, named: Named, how: StateDict
+) -> tuple[list[dict[str, Any]], ByName, ByName]:
+    """Groups; this rank's parts of what is cut with its parameter; what is alike on all ranks."""
+    parts, scalars, values = local_state(optimizer, named)
+    names = [s.member.name for s in named.places if how.wants(s.member.aliases)]
+    alike: ByName = {name: copy.deepcopy(values.get(name, {})) for name in names}
+    for name in names:
+        alike[name] |= {key: how.put(value) for key, value in scalars.get(name, {}).items()}
+    groups = [
+        {key: copy.deepcopy(value) for key, value in group.items()}
+        for group in groups_of(optimizer, named)
     ]
+    return groups, {name: parts[name] for name in names if name in parts}, alike
 
 
-def _sorted_out(optimizer: Optimizer, named: Named, how: StateDict) -> tuple[States, States]:
-    """This rank's parts of what is cut with the parameter; and the rest, which is alike on all."""
-    parts: States = {}
-    rest: States = {}
-    for shard, key, value in states_of(optimizer, named):
-        name = shard.member.name
-        if not how.wants(shard.member.aliases):
-            continue
-        one = rest.setdefault(name, {})
-        if not isinstance(value, Tensor):
-            one[key] = copy.deepcopy(value)
-        elif is_scalar(key, value, shard.member.shape):
-            one[key] = how.put(value)
-        else:
-            parts.setdefault(name, {})[key] = part_of(key, value, shard)
-    return parts, rest
-
-
-def _gather(sharded: ShardedModel, parts: States, into: States, how: StateDict) -> None:
+def _gather(sharded: ShardedModel, parts: ByName, into: ByName, how: StateDict) -> None:
     kept = sharded.comm.rank == 0 or not how.rank0_only
     facts = {n: [(k, str(v.dtype)) for k, v in sorted(keys.items())] for n, keys in parts.items()}
     sharded.comm.agree({"optimizer state": json.dumps(dict(sorted(facts.items())))})
@@ -180,7 +160,9 @@ def put_optimizer_state(
         CheckpointError: on every rank alike, naming all that does not fit; nothing was changed.
     """
     comm = sharded.comm
-    record = _record(comm, optimizer, states)  # looks at all of it first
+    kind = type(optimizer).__qualname__
+    text = run_on_rank_0(comm, "options of an optimizer", lambda: _record(states, kind))
+    record = json.loads(text)
     tensors = _tensors(states) if comm.rank == 0 else {}
     stored = offered(comm, tensors)
     places = {name: TensorLocation(name, one) for name, one in stored.items()}
@@ -195,11 +177,7 @@ def put_optimizer_state(
             f"changed:{lines}\nPass the state of this model's optimizer by name, of kind 'full'; "
             "nothing loads one of kind 'local'."
         )
-    requests = {request.place.file: request for request in restoring.requests()}
-    for name, one in stored.items():
-        whole = send(comm, name, one, tensors.get(name))
-        if request := requests.get(name):
-            request.out.copy_(whole[request.start : request.start + request.out.numel()])
+    receive(comm, tensors, restoring.requests())
     restoring.apply()
 
 
@@ -222,34 +200,14 @@ def _of_another(optimizer: Optimizer, record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _record(comm: Comm, optimizer: Optimizer, states: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint would say of rank 0's state beside its tensors."""
-    text = run_on_rank_0(comm, "options of an optimizer", lambda: _described(states))
-    fields: dict[str, Any] = json.loads(text)
-    return {"class": type(optimizer).__qualname__, **fields}
-
-
-def _described(states: Mapping[str, Any]) -> str:
+def _record(states: Mapping[str, Any], kind: str) -> str:
+    """What a checkpoint would say of the state beside its tensors, as text."""
     _check_form(states)
-    groups = states["param_groups"]
-    options = [
-        {
-            "params": list(group["params"]),
-            "options": {
-                key: json_codec.encode(value, f"option {key!r}")
-                for key, value in group.items()
-                if key not in AS_BUILT
-            },
-        }
-        for group in groups
-    ]
     values = {
-        name: {
-            k: json_codec.encode(v, f"{k} of {name}") for k, v in one.items() if not _is_tensor(v)
-        }
+        name: {key: value for key, value in one.items() if not isinstance(value, Tensor)}
         for name, one in states["state"].items()
     }
-    return json.dumps({"groups": options, "values": values})
+    return json.dumps(record_of(kind, states["param_groups"], values))
 
 
 def _check_form(states: object) -> None:
@@ -274,7 +232,3 @@ def _check_form(states: object) -> None:
 
 def _are_names(names: object) -> bool:
     return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)

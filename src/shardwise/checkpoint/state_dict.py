@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shardwise.buffers import Bucket
 from shardwise.checkpoint.collectives import all_gather_text, run_on_rank_0
-from shardwise.checkpoint.load_plan import Matched, Wanted, match, wanted_by
+from shardwise.checkpoint.load_plan import ModelPlan
 from shardwise.checkpoint.local_shards import (
     ParamShard,
     param_shards,
@@ -34,7 +34,9 @@ from shardwise.checkpoint.local_shards import (
     warn_of_extra_state,
 )
 from shardwise.checkpoint.options import kind_of
-from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of
+from shardwise.checkpoint.read_requests import ReadRequest
+from shardwise.checkpoint.reader import TensorLocation
+from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of, itemsize
 from shardwise.checkpoint.target import ShardedModel
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, ConfigError, nearest
@@ -196,10 +198,11 @@ def _names(model: nn.Module) -> Iterator[str]:
             yield start + name
 
 
-def warn_of_copies(comm: Comm, tensors: Iterable[Tensor]) -> None:
+def warn_of_copies(comm: Comm, values: Iterable[Any]) -> None:
     """Say that several ranks of one host each hold all of it. A collective."""
     hosts = all_gather_text(comm, socket.gethostname(), "host names")
-    one = {value.data_ptr(): value.nbytes for value in tensors if value.is_cpu}
+    on_cpu = [v for v in values if isinstance(v, Tensor) and v.is_cpu]
+    one = {value.data_ptr(): value.nbytes for value in on_cpu}
     host, copies = Counter(hosts).most_common(1)[0]
     if copies > 1 and one and comm.rank == 0:
         log.warning(
@@ -221,27 +224,19 @@ def put_model_state(sharded: ShardedModel, states: Mapping[str, Tensor]) -> None
     Raises:
         CheckpointError: on every rank alike, naming all that does not fit; nothing was changed.
     """
-    comm, model = sharded.comm, sharded.model
+    comm = sharded.comm
     states = _without_extra_state(states) if comm.rank == 0 else {}
-    stored = offered(comm, states)
-    places, buffers = param_shards(sharded.buckets), persistent_buffers(model)
-    asked = wanted_by(places, buffers)
-    matched = match(asked, stored, {})
-    if problems := matched.problems(cast=False):
+    plan = ModelPlan(sharded, offered(comm, states), {})
+    if problems := plan.matched.problems(cast=False):
         lines = "".join(f"\n  {line}" for line in problems)
         raise CheckpointError(
             f"rank 0's state dict does not fit the model, in {len(problems)} points; nothing was "
             f"changed:{lines}\nPass this model's state dict of kind 'full', on rank 0 at least; "
-            f"one of kind 'local' only fits model.load_state_dict().{_how_to_cast(matched, asked)}"
+            "one of kind 'local' only fits model.load_state_dict(). Convert tensors of another "
+            "dtype first: states[NAME] = states[NAME].to(dtype)."
         )
-    for shard in places:
-        name = matched.pairs[shard.member.name]
-        whole = send(comm, name, stored[name], states.get(name))
-        part = whole[shard.start : shard.start + shard.value.numel()]
-        shard.value.copy_(part.view(shard.value.shape))
-    for names, buffer in buffers:
-        name = matched.pairs[names[0]]
-        buffer.copy_(send(comm, name, stored[name], states.get(name)).view(buffer.shape))
+    receive(comm, states, plan.requests({}))
+    plan.apply()
     for bucket in sharded.buckets:
         bucket.expire()
 
@@ -253,24 +248,15 @@ def _without_extra_state(states: Any) -> Any:
     return {n: v for n, v in states.items() if str(n).rpartition(".")[2] != "_extra_state"}
 
 
-def _how_to_cast(matched: Matched, asked: Sequence[Wanted]) -> str:
-    if not matched.cast:
-        return ""
-    name, other = matched.cast[0], len(matched.cast) - 1
-    dtype = next(DTYPES[one.dtype] for one in asked if one.names[0] == name)
-    more = f", and so the {other} others of another dtype" if other else ""
-    return f" Convert first: states[{name!r}] = states[{name!r}].to({dtype}){more}."
-
-
-def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """What rank 0 has, on every rank. A collective.
+def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, TensorLocation]:
+    """What rank 0 has, on every rank: each tensor lies in a "file" of its own name. A collective.
 
     Raises:
         CheckpointError: on every rank alike: it has something that is no plain tensor.
     """
     index = json.loads(run_on_rank_0(comm, "names of a state dict", lambda: _index(tensors)))
     return {
-        name: Stored(code, tuple(shape), 0, prod(shape) * DTYPES[code].itemsize)
+        name: TensorLocation(name, Stored(code, tuple(shape), 0, prod(shape) * itemsize(code)))
         for name, (code, shape) in index.items()
     }
 
@@ -295,7 +281,22 @@ def _index(tensors: Mapping[str, Any]) -> str:
     return json.dumps({n: (code_of(v.dtype, n), tuple(v.shape)) for n, v in tensors.items()})
 
 
-def send(comm: Comm, name: str, stored: Stored, value: Tensor | None) -> Tensor:
+def receive(comm: Comm, tensors: Mapping[str, Tensor], requests: Iterable[ReadRequest]) -> None:
+    """Fill every rank's ``requests`` from rank 0's ``tensors``, one tensor at a time. A collective.
+
+    Args:
+        requests: for the same tensors on every rank.
+    """
+    by_name: dict[str, list[ReadRequest]] = {}
+    for request in requests:
+        by_name.setdefault(request.place.file, []).append(request)
+    for name, some in sorted(by_name.items()):
+        whole = _send(comm, name, some[0].place.stored, tensors.get(name))
+        for _, start, out in some:
+            out.copy_(whole[start : start + out.numel()])
+
+
+def _send(comm: Comm, name: str, stored: Stored, value: Tensor | None) -> Tensor:
     """Rank 0's ``value``, ``[numel]`` on the comm's device, on every rank. A collective."""
     shape, dtype = (prod(stored.shape),), DTYPES[stored.dtype]
     if comm.rank == 0:
