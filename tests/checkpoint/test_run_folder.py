@@ -21,14 +21,11 @@ from shardwise.checkpoint.run_folder import (
     Checkpoint,
     Retention,
     check_complete,
-    checkpoint_of,
     expired,
-    folder_of_run,
-    meant,
     read_manifest,
     saved_in,
-    survey,
 )
+from shardwise.cli.runs import checkpoint_of, folder_of_run, meant, survey
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import names, saved
 from tests.copies import on_ranks

@@ -279,7 +279,8 @@ def test_another_dtype_is_refused_with_how_to_convert() -> None:
         return said(sw.CheckpointError, lambda: sharded.load_state_dict(given))
 
     text = on_ranks(1, small, rank)[0]
-    assert "states['0.weight'] = states['0.weight'].to(torch.float32), and so the 3 others" in text
+    assert "0.weight: stored as BF16, the model has F32" in text
+    assert "states[NAME] = states[NAME].to(dtype)" in text
 
 
 class Counting(nn.Linear):

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.checkpoint.folder import Leftover
-from shardwise.checkpoint.run_folder import Run, survey
 from shardwise.cli.catalogues import (
     dtype_name,
     format_checkpoint,
@@ -17,6 +16,7 @@ from shardwise.cli.catalogues import (
     format_run,
     shorten,
 )
+from shardwise.cli.runs import Run, survey
 from shardwise.convert.catalogue import Catalogue, Damage
 from tests.checkpoint.runs import saved
 from tests.nets import NETS

@@ -38,6 +38,7 @@ from shardwise.errors import CheckpointError
 log = logging.getLogger("shardwise")
 
 LATEST = "latest"
+CHECKPOINTS = "checkpoints"  # where ``shardwise train`` has them, in the folder of a run
 LONGEST, LONGEST_NAME = 4096, 255  # characters of what it says that are looked at; of a name
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")

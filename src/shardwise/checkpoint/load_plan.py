@@ -182,13 +182,6 @@ class ModelPlan:
         return None if stored is None else self._stored[stored]
 
 
-GRADIENTS = "gradients"
-IN_A_STEP = (
-    "gradients: an earlier shardwise saved this in the middle of an accumulation, and gradients "
-    "are not loaded any more; the step begins anew"
-)
-
-
 @dataclass(frozen=True)
 class OpenCheckpoint:
     """What a folder holds."""
@@ -198,7 +191,6 @@ class OpenCheckpoint:
     document: Document | None
     states: Mapping[str, TensorLocation]
     own: Mapping[str, TensorLocation]
-    has_gradients: bool
 
     def encode(self) -> str:
         """As a text for ranks that do not see the folder, of which ``manifest`` is there."""
@@ -222,7 +214,7 @@ class OpenCheckpoint:
         )
         source = CheckpointReader(Path(folder), Manifest.decode(manifest.encode(), folder))
         decoded = Document.decode(document.encode(), folder) if document else None
-        return cls(source, weights, decoded, states, own, False)
+        return cls(source, weights, decoded, states, own)
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -253,15 +245,14 @@ def open_checkpoint(path: str | Path, options: LoadOptions, stack: ExitStack) ->
             "that shardwise or a Hugging Face library wrote; pickled files (.bin, .pt) are not "
             "read, since a pickle can run anybody's code."
         )
-    document, states, own, has_gradients = None, {}, {}, False
+    document, states, own = None, {}, {}
     if source.manifest is not None and source.has(training_state.NAME):
         document = Document.decode(
             source.bytes(training_state.NAME), str(source.folder / training_state.NAME)
         )
         states = source.tensors(OPTIMIZER) if options.optimizers else {}
         own = source.tensors(RANKS)
-        has_gradients = bool(source.names(GRADIENTS))
-    return OpenCheckpoint(source, weights, document, states, own, has_gradients)
+    return OpenCheckpoint(source, weights, document, states, own)
 
 
 class LoadPlan:
@@ -283,9 +274,6 @@ class LoadPlan:
             self._optimizers = _optimizers(checkpoint, options, Named(self._model.shards))
             problems += self._optimizers.problems
         problems += _absent(checkpoint, options)
-        if options.training is not None and checkpoint.has_gradients:
-            self._inexact.append(IN_A_STEP)
-            problems.append(IN_A_STEP)
         if options.strict and problems:
             raise _unfit(checkpoint, problems)
         self.requests = list(self._model.requests(checkpoint.own))

@@ -13,10 +13,10 @@ from typing import Any
 
 from shardwise.checkpoint import json_codec
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.run_folder import Listed, Run
 from shardwise.checkpoint.safetensors_format import DTYPES
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
 from shardwise.cli.folded import escape, escape_name, group_names, plural
+from shardwise.cli.runs import Listed, Run
 from shardwise.cli.tables import table
 from shardwise.convert.catalogue import Catalogue, Damage, Listing, OneFile
 from shardwise.errors import CheckpointError

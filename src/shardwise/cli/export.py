@@ -14,8 +14,8 @@ import click
 import torch
 
 from shardwise.checkpoint.reader import CheckpointReader
-from shardwise.checkpoint.run_folder import checkpoint_of
 from shardwise.cli.folded import escape
+from shardwise.cli.runs import checkpoint_of
 from shardwise.convert.catalogue import OF_TORCH
 from shardwise.convert.companions import CONFIG
 from shardwise.convert.destination import Destination, workplace

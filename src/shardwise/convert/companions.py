@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.disk import explained
-from shardwise.checkpoint.folder import step_of
+from shardwise.checkpoint.folder import CHECKPOINTS, step_of
 from shardwise.checkpoint.lock import LOCK
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.plan import INDEX
 from shardwise.checkpoint.reader import CheckpointReader
-from shardwise.checkpoint.run_folder import CHECKPOINTS
 from shardwise.checkpoint.safetensors_format import inside
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING

@@ -1,0 +1,158 @@
+"""What a path on the command line means: a run, one of its checkpoints, the newest complete one.
+
+Everything is found by names and sizes; no bytes of tensors are read.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint.disk import explained
+from shardwise.checkpoint.folder import (
+    CHECKPOINTS,
+    LATEST,
+    Leftover,
+    leftovers,
+    resolve,
+    step_of,
+    steps,
+    steps_to_resume,
+    target_of,
+)
+from shardwise.checkpoint.lock import is_alive
+from shardwise.checkpoint.manifest import NAME, Manifest
+from shardwise.checkpoint.run_folder import check_complete, read_manifest, saved_in
+from shardwise.errors import CheckpointError
+
+__all__ = ["Listed", "Run", "checkpoint_of", "folder_of_run", "meant", "survey"]
+
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One folder ``step-N`` of a run.
+
+    Attributes:
+        path: where it is.
+        step: its number.
+        nbytes: of its files, as they are on the disk; 0 where that cannot be seen.
+        manifest: who wrote it, if that can be read.
+        problem: why it is not complete; empty if it is.
+    """
+
+    path: Path
+    step: int
+    nbytes: int
+    manifest: Manifest | None
+    problem: str
+
+    @property
+    def name(self) -> str:
+        """What it is called, also where a crash took its name away."""
+        return f"step-{self.step}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's folder holds.
+
+    Attributes:
+        folder: the one that holds the checkpoints.
+        checkpoints: the highest step first.
+        latest: the name that ``latest`` points at, if it does.
+        leftovers: folders that are no checkpoints, each with whether it is being written now.
+    """
+
+    folder: Path
+    checkpoints: tuple[Listed, ...]
+    latest: str | None
+    leftovers: tuple[tuple[Leftover, bool], ...]
+
+
+def folder_of_run(path: Path) -> Path | None:
+    """The folder that holds a run's checkpoints, if ``path`` is a run: itself, or one in it."""
+    with explained(f"looking into {path}", reads=True):
+        if not path.is_dir() or (path / NAME).exists():
+            return None
+        for folder in (path, path / CHECKPOINTS):
+            if folder.is_dir() and (steps(folder) or leftovers(folder)):
+                return folder
+    return None
+
+
+def survey(folder: Path) -> Run:
+    """Look at every checkpoint in ``folder``: at names and sizes, not at bytes."""
+    with explained(f"looking into {folder}", reads=True):
+        left = tuple(
+            (leftover, leftover.kind == "partial" and is_alive(leftover.path))
+            for leftover in leftovers(folder)
+        )
+        return Run(folder, tuple(map(_listed, steps_to_resume(folder))), target_of(folder), left)
+
+
+def meant(path: Path) -> Path:
+    """``RUN/step-100`` and ``RUN/latest`` mean those in ``RUN/checkpoints``, if RUN has none.
+
+    Raises:
+        CheckpointError: it is a folder of several runs.
+    """
+    inner = path.parent / CHECKPOINTS
+    is_one = path.name == LATEST or step_of(path.name) is not None
+    with explained(f"looking for {path}", reads=True):
+        exists = path.exists() or path.is_symlink() or not inner.is_dir()
+        if is_one and not exists:
+            return inner / path.name
+        if runs := _runs_in(path):
+            some = ", ".join(runs[:8]) + ", …" * (len(runs) > 8)
+            raise CheckpointError(
+                f"{path} is a folder of {len(runs)} runs: {some}. Name one of them, such as "
+                f"{path / runs[0]}."
+            )
+        return path
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """Names of runs, in a folder that is neither a run nor a checkpoint itself."""
+    if not folder.is_dir() or folder_of_run(folder) is not None:
+        return []
+    if (folder / NAME).exists() or any(folder.glob("*.safetensors")):
+        return []
+    return sorted(path.name for path in folder.iterdir() if folder_of_run(path) is not None)
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that ``path`` means: the newest complete one of a run, or itself.
+
+    Raises:
+        CheckpointError: a run has no complete checkpoint.
+    """
+    path = meant(path)
+    folder = folder_of_run(path)
+    if folder is None:
+        return path
+    checkpoints = saved_in(folder)
+    for broken, reason in checkpoints.skipped:
+        log.warning("SKIPPED %s, which is not complete: %s", broken, reason)
+    if checkpoints.path is None:
+        raise CheckpointError(
+            f"{folder} holds no complete checkpoint: {len(checkpoints.skipped)} are broken. "
+            f"`shardwise inspect {path}` lists them. Name another run."
+        )
+    return checkpoints.path
+
+
+def _listed(path: Path) -> Listed:
+    """``path`` has the name of a checkpoint; one that lost it is found under another."""
+    folder, nbytes, manifest, problem = path, 0, None, ""
+    try:
+        with explained(f"looking into {path}", reads=True):
+            folder = resolve(path)
+            nbytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+            manifest = read_manifest(folder)
+            check_complete(folder)
+    except CheckpointError as error:
+        problem = str(error)
+    return Listed(folder, step_of(path.name) or 0, nbytes, manifest, problem)
