@@ -9,9 +9,9 @@ import pytest
 
 import shardwise as sw
 from shardwise.checkpoint.collectives import (
-    all_gather_text,
+    all_gather_object,
     await_parts,
-    broadcast_text,
+    broadcast_object,
     check_same_on_all,
     joined_message,
     leave_part,
@@ -26,12 +26,12 @@ TEXTS = ["", "größe", "x" * 10_000, "\0 in the middle"]
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_rank_hears_every_text(world: int) -> None:
-    heard = run_threads(world, lambda comm: all_gather_text(comm, TEXTS[comm.rank], "texts"))
+    heard = run_threads(world, lambda comm: all_gather_object(comm, TEXTS[comm.rank], "texts"))
     assert heard == [TEXTS[:world]] * world
 
 
 def test_rank_0_tells_the_others() -> None:
-    assert run_threads(3, lambda comm: broadcast_text(comm, str(comm.rank), "x")) == ["0"] * 3
+    assert run_threads(3, lambda comm: broadcast_object(comm, str(comm.rank), "x")) == ["0"] * 3
     assert (
         run_threads(3, lambda comm: run_on_rank_0(comm, "x", lambda: str(comm.rank))) == ["0"] * 3
     )
@@ -103,7 +103,7 @@ def test_a_long_text_of_one_rank_is_not_padded_for_all() -> None:
     def rank(comm: Comm) -> int:
         text = "x" * 1_000_000 * (comm.rank == 1)
         before = sum(comm.counters.bytes_sent.values())
-        assert all_gather_text(comm, text, "x") == ["", "x" * 1_000_000, "", ""]
+        assert all_gather_object(comm, text, "x") == ["", "x" * 1_000_000, "", ""]
         return sum(comm.counters.bytes_sent.values()) - before
 
     assert [sent < 50_000 for sent in run_threads(4, rank)] == [True, False, True, True]

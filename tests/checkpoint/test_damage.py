@@ -21,7 +21,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import disk
-from shardwise.checkpoint.collectives import all_gather_text
+from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.checkpoint.folder import Partial, new_token
 from shardwise.checkpoint.lock import LOCK
 from shardwise.comm.protocol import Comm
@@ -156,10 +156,10 @@ def test_a_hundred_flipped_bits_in_any_file_are_found(
 # --- whole files -----------------------------------------------------------------------------
 
 
-def keep(all_gather_text: float, less: int = 0) -> Callable[[Path], None]:
+def keep(share: float, less: int = 0) -> Callable[[Path], None]:
     def cut(path: Path) -> None:
         data = path.read_bytes()
-        path.write_bytes(data[: int(all_gather_text * len(data)) - less])
+        path.write_bytes(data[: int(share * len(data)) - less])
 
     return cut
 
@@ -229,7 +229,7 @@ def harmed(kind: str, harm: str, run: Path, log: pytest.LogCaptureFixture) -> di
             if comm.rank == 0:
                 log.clear()
                 HARMS[harm](path)
-            all_gather_text(comm, "", "harmed")
+            all_gather_object(comm, "", "harmed")
             alike = path.is_file() and path.read_bytes() == files[path]
             text = mine.load(run / "step-2")
             if comm.rank == 0:
@@ -237,12 +237,12 @@ def harmed(kind: str, harm: str, run: Path, log: pytest.LogCaptureFixture) -> di
             taken = mine.resume(run)
             if not alike:
                 found[path.name] = Found(text, taken, log.text)
-            all_gather_text(comm, "", "looked")
+            all_gather_object(comm, "", "looked")
             if comm.rank == 0:
                 if (marked := run / "broken-step-2-1").exists():
                     marked.rename(run / "step-2")
                 restore(files, "step-2")
-            all_gather_text(comm, "", "restored")
+            all_gather_object(comm, "", "restored")
         return found
 
     one, other = on_ranks(2, DECODER.build, rank, timeout=60.0)

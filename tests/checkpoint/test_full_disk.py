@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from benchmarks.faults.calls import watched
 from shardwise.checkpoint import folder, writer
-from shardwise.checkpoint.collectives import all_gather_text
+from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.checkpoint.disk import free_bytes
 from shardwise.checkpoint.run_folder import check_complete
 from shardwise.comm.protocol import Comm
@@ -94,9 +94,9 @@ class Story:
     @staticmethod
     def _alone(comm: Comm, act: Callable[[], list[Callable[[], None]]]) -> list[Callable[[], None]]:
         """Rank 0 acts while nobody else does anything."""
-        all_gather_text(comm, "", "before")
+        all_gather_object(comm, "", "before")
         made = act() if comm.rank == 0 else []
-        all_gather_text(comm, "", "after")
+        all_gather_object(comm, "", "after")
         return made
 
 
@@ -267,7 +267,7 @@ def tried(run: Path, way: str, exchanges: bool, failing: Failing) -> list[str]:
         failing.ranks[threading.get_ident()] = comm.rank
         sharded = sw.shard(model, comm=comm)
         sharded.save(run / "step-1")
-        all_gather_text(comm, "", "before")
+        all_gather_object(comm, "", "before")
         failing.armed = True
         try:
             if way == "foreground":
@@ -278,12 +278,12 @@ def tried(run: Path, way: str, exchanges: bool, failing: Failing) -> list[str]:
                 saving.wait()
         except sw.CheckpointError as error:
             said[comm.rank] = str(error)
-        all_gather_text(comm, "", "after")
+        all_gather_object(comm, "", "after")
         failing.armed = False
         if comm.rank == 0:  # whatever failed
             check_complete(run / "step-1")
             assert not (said[0] and list(run.glob("*.partial-*")))
-        all_gather_text(comm, "", "looked")
+        all_gather_object(comm, "", "looked")
         sharded.save(run / "step-3")
 
     with watched(failing.before), pytest.MonkeyPatch.context() as patch:

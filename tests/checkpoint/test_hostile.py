@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import checksum
-from shardwise.checkpoint.collectives import all_gather_text
+from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.checkpoint.manifest import NAME, Manifest, record_of
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import adamw
@@ -267,7 +267,7 @@ def test_what_cannot_be_understood_is_one_error_on_all_ranks(tmp_path: Path) -> 
             fields["local"].pop()
             (tmp_path / "step-1" / "training.json").write_text(json.dumps(fields))
             sign(tmp_path / "step-1")
-        all_gather_text(comm, "", "signed")
+        all_gather_object(comm, "", "signed")
         return said(sw.CheckpointError, lambda: sharded.load(tmp_path / "step-1"))
 
     one, other = on_ranks(2, Two, rank)

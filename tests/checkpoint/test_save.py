@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import failpoints, writer
-from shardwise.checkpoint.collectives import all_gather_text
+from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.checkpoint.folder import Partial, new_token
 from shardwise.checkpoint.plan import FilePlan
 from shardwise.checkpoint.run_folder import check_complete
@@ -522,7 +522,7 @@ def test_one_rank_s_mistake_is_an_error_on_all_and_the_next_save_works(
         save = getattr(sharded, way)
         text = said(kind, lambda: save(tmp_path / "step-1", training=sw.Training(**mine), **how))
         assert list(tmp_path.iterdir()) == []
-        all_gather_text(comm, "", "looked")
+        all_gather_object(comm, "", "looked")
         if (saving := save(tmp_path / "step-2", training=sw.Training())) and way == "save_async":
             saving.wait()
         return text

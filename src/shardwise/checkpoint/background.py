@@ -14,7 +14,6 @@ so that an error on one is an error on all, within a step, and before parameters
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import time
 from contextlib import closing, suppress
@@ -24,9 +23,9 @@ from threading import Event, Thread
 import torch
 
 from shardwise.checkpoint.collectives import (
-    all_gather_text,
+    all_gather_object,
     await_parts,
-    broadcast_text,
+    broadcast_object,
     joined_message,
     leave_part,
 )
@@ -93,10 +92,10 @@ class Saving:
             self._fail(wrong)
         if states == {DONE}:
             self._close()
-            text = broadcast_text(self._comm, json.dumps(self._removed), "what was removed")
+            removed = broadcast_object(self._comm, self._removed, "what was removed")
             nbytes = sum(file.size for file in self._task.contents.files)
             seconds = time.perf_counter() - self._start
-            self._saved = Saved(self.path, nbytes, seconds, tuple(json.loads(text)))
+            self._saved = Saved(self.path, nbytes, seconds, tuple(removed))
         return self._saved
 
     def wait(self) -> Saved:
@@ -165,7 +164,7 @@ class Saving:
 
     def _fail(self, wrong: str) -> None:
         self._stop()  # on every rank, before the folder goes
-        texts = all_gather_text(self._comm, wrong, "why saving failed")
+        texts = all_gather_object(self._comm, wrong, "why saving failed")
         give_up(self._task)
         self._close()
         failed = {rank: text for rank, text in enumerate(texts) if text}
@@ -284,7 +283,7 @@ class Background:
         self.wait_pending()
         comm = sharded.comm
         if not self._ranks_here:
-            self._ranks_here = all_gather_text(comm, host(), "hosts").count(host())
+            self._ranks_here = all_gather_object(comm, host(), "hosts").count(host())
         task = begin(sharded, path, optimizers, training, options)
         saving = Saving(task, comm, self._memory(options.snapshot_bytes, task, comm.device))
         try:

@@ -1,4 +1,4 @@
-"""How ranks tell each other short texts: over their comm, or through files in a folder.
+"""How ranks tell each other short values: over their comm, or through files in a folder.
 
 While training stands still there is the comm, and a rank that died is found at once. A save in the
 background must not use it, since the steps do; there, every rank leaves a file beside the data,
@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from shardwise import errors
 from shardwise.checkpoint.disk import explained, write_file
@@ -32,53 +31,48 @@ PATIENCE = 1800.0  # seconds without a new part, after which a rank counts as go
 NAPS = 0.02, 0.5  # seconds between two looks, the first and the longest
 
 
-def all_gather_text(comm: Comm, text: str, what: str) -> list[str]:
-    """Every rank's ``text``, by rank. A collective; ``what`` names it.
+def all_gather_object(comm: Comm, value: T, what: str) -> list[T]:
+    """Every rank's ``value``, which JSON can write, by rank. A collective; ``what`` names it.
 
     A gather alone would pad all texts to the longest: 256 ranks, of which one has 8 MB to say,
     would each need 2 GB. So only the beginnings are gathered, and the rest is broadcast.
     """
-    data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
     lengths[comm.rank] = len(data)
     comm.all_gather(lengths, Label("gather", f"lengths of {what}")).wait()
-    counts = [int(count) for count in lengths.tolist()]
+    counts = lengths.tolist()
     width = min(SHORT, max(counts))
-    full = torch.zeros(comm.size, width, dtype=torch.uint8, device=comm.device)
-    begin = data[:width]
-    full[comm.rank, : len(begin)] = begin.to(comm.device)
-    comm.all_gather(full.view(-1), Label("gather", what)).wait()
-    texts = [
-        bytes(row.tobytes()[:count]) for row, count in zip(full.cpu().numpy(), counts, strict=True)
-    ]
-    for rank, count in enumerate(counts):
+    begins = torch.zeros(comm.size, width, dtype=torch.uint8, device=comm.device)
+    begins[comm.rank, : len(data)] = data[:width].to(comm.device)
+    comm.all_gather(begins.view(-1), Label("gather", what)).wait()
+    values = []
+    for rank, (begin, count) in enumerate(zip(begins.cpu(), counts, strict=True)):
+        text = begin[:count].numpy().tobytes()
         if count > width:
-            texts[rank] += _rest(comm, data[width:], rank, Label("broadcast", what), count - width)
-    return [text[:-1].decode() for text in texts]
+            rest = torch.empty(count - width, dtype=torch.uint8, device=comm.device)
+            if rank == comm.rank:
+                rest.copy_(data[width:])
+            comm.broadcast(rest, rank, Label("broadcast", what)).wait()
+            text += rest.cpu().numpy().tobytes()
+        values.append(json.loads(text))
+    return values
 
 
-def _rest(comm: Comm, data: Tensor, root: int, label: Label, count: int) -> bytes:
-    """``root``'s ``data``, ``[count]`` bytes, on every rank."""
-    rest = torch.empty(count, dtype=torch.uint8, device=comm.device)
-    if comm.rank == root:
-        rest.copy_(data)
-    comm.broadcast(rest, root, label).wait()
-    return rest.cpu().numpy().tobytes()
+def broadcast_object(comm: Comm, value: T, what: str) -> T:
+    """Rank 0's ``value``, which JSON can write, on every rank. A collective."""
+    first: Any = all_gather_object(comm, value if comm.rank == 0 else None, what)[0]
+    return cast("T", first)
 
 
-def broadcast_text(comm: Comm, text: str, what: str) -> str:
-    """Rank 0's ``text`` on every rank; the others' is not looked at. A collective."""
-    return all_gather_text(comm, text if comm.rank == 0 else "", what)[0]
-
-
-def run_on_rank_0(comm: Comm, what: str, act: Callable[[], str]) -> str:
+def run_on_rank_0(comm: Comm, what: str, act: Callable[[], T]) -> T:
     """What ``act()`` returns on rank 0, which alone calls it, on every rank. A collective.
 
     Raises:
         ShardwiseError: as ``raise_on_all`` does.
     """
-    text = raise_on_all(comm, what, lambda: act() if comm.rank == 0 else "")
-    return broadcast_text(comm, text, what)
+    value = raise_on_all(comm, what, lambda: act() if comm.rank == 0 else None)
+    return cast("T", broadcast_object(comm, value, what))
 
 
 def raise_on_all(comm: Comm, what: str, act: Callable[[], T]) -> T:
@@ -90,29 +84,21 @@ def raise_on_all(comm: Comm, what: str, act: Callable[[], T]) -> T:
     """
     result: list[T] = []
     failure: Exception | None = None
+    kind, text = "", ""
     try:
         result.append(act())
     except RanksDisagree:  # then nobody can be told
         raise
     except Exception as error:  # noqa: BLE001 - raised again, on all ranks
-        failure = error
-    texts_by_rank = all_gather_text(
-        comm, "" if failure is None else json.dumps(_told(failure)), what
-    )
-    failed = {rank: json.loads(text) for rank, text in enumerate(texts_by_rank) if text}
-    if failed:
-        kinds = {kind for kind, _ in failed.values()}
-        kind = getattr(errors, kinds.pop() if len(kinds) == 1 else "", CheckpointError)
-        texts = {rank: text for rank, (_, text) in failed.items()}
-        raise kind(joined_message(texts, comm.size)) from failure
+        failure, kind, text = error, CheckpointError.__name__, f"{type(error).__name__}: {error}"
+        if isinstance(error, ShardwiseError):
+            kind, text = type(error).__name__, str(error)
+    outcomes = all_gather_object(comm, (kind, text), what)
+    if kinds := {kind for kind, _ in outcomes if kind}:
+        texts = {rank: text for rank, (kind, text) in enumerate(outcomes) if kind}
+        error_class = getattr(errors, kinds.pop() if len(kinds) == 1 else "", CheckpointError)
+        raise error_class(joined_message(texts, comm.size)) from failure
     return result[0]
-
-
-def _told(failure: Exception) -> tuple[str, str]:
-    """The class of an error and its message, for the other ranks."""
-    if isinstance(failure, ShardwiseError):
-        return type(failure).__name__, str(failure)
-    return CheckpointError.__name__, f"{type(failure).__name__}: {failure}"
 
 
 def check_same_on_all(comm: Comm, facts: Mapping[str, str]) -> None:
@@ -120,20 +106,13 @@ def check_same_on_all(comm: Comm, facts: Mapping[str, str]) -> None:
 
     Unlike after ``comm.agree``, the ranks can go on together.
     """
-    mine = json.dumps(dict(facts))
-    if (
-        len(
-            set(
-                all_gather_text(comm, hashlib.sha256(mine.encode()).hexdigest(), "digests of facts")
-            )
-        )
-        == 1
-    ):
+    digest = hashlib.sha256(json.dumps(dict(facts)).encode()).hexdigest()
+    if len(set(all_gather_object(comm, digest, "digests of facts"))) == 1:
         return
-    texts_by_rank = [json.loads(text) for text in all_gather_text(comm, mine, "facts")]
     raise CheckpointError(
-        "the ranks do not save the same:\n" + "\n".join(differing_facts(texts_by_rank)) + "\n"
-        "Nothing was written. Pass the same on every rank; what differs by rank belongs in "
+        "the ranks do not save the same:\n"
+        + "\n".join(differing_facts(all_gather_object(comm, dict(facts), "facts")))
+        + "\nNothing was written. Pass the same on every rank; what differs by rank belongs in "
         "Training(local=...)."
     )
 

@@ -8,7 +8,6 @@ part of each block.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.collectives import all_gather_text
+from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.checkpoint.plan import cut_at_blocks
 from shardwise.checkpoint.read_requests import ReadRequest
 from shardwise.checkpoint.reader import CheckpointReader
@@ -78,8 +77,8 @@ def read_from_rank_0(comm: Comm, source: CheckpointReader, requests: Iterable[Re
     by_file: dict[str, list[ReadRequest]] = {}
     for request in requests:
         by_file.setdefault(request.place.file, []).append(request)
-    asked = all_gather_text(comm, json.dumps(list(by_file)), "files that are read")
-    for name in sorted({name for names in asked for name in json.loads(names)}):
+    asked = all_gather_object(comm, list(by_file), "files that are read")
+    for name in sorted({name for names in asked for name in names}):
         assert source.manifest is not None  # a folder of this kind has one
         size, length = source.manifest.files[name].size, source.manifest.block
         for start, stop in cut_at_blocks(0, size, length):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shardwise.checkpoint import manifest, training_state
 from shardwise.checkpoint.collectives import (
-    all_gather_text,
+    all_gather_object,
     joined_message,
     raise_on_all,
     run_on_rank_0,
@@ -88,7 +88,7 @@ def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loade
 
 def _only_rank_0_sees(comm: Comm, path: str | Path) -> bool:
     """Is it of kind ``"full"``, on a disk that not all ranks share? A collective."""
-    seen = all_gather_text(comm, _glance(path), "a look at the checkpoint")
+    seen = all_gather_object(comm, _glance(path), "a look at the checkpoint")
     return seen[0].startswith("full ") and len(set(seen)) > 1
 
 
@@ -132,7 +132,7 @@ def _opened(path: str | Path, options: LoadOptions, stack: ExitStack, rank: int)
 def _check_identity(comm: Comm, checkpoint: OpenCheckpoint) -> None:
     """Every rank must have opened the same checkpoint."""
     here = f"{checkpoint.identity} on {socket.gethostname()}"
-    texts = all_gather_text(comm, here, "identity of a checkpoint")
+    texts = all_gather_object(comm, here, "identity of a checkpoint")
     first = texts[0].rpartition(" on ")[0]
     other = {rank: text for rank, text in enumerate(texts) if text.rpartition(" on ")[0] != first}
     if other:

@@ -64,16 +64,11 @@ def save_one_file(sharded: ShardedModel, path: str | Path, how: StateDict) -> Sa
     raise_on_all(comm, "naming", lambda: _check_suffix(final))
     check_same_on_all(comm, {"single file": str(path)})
     states = model_state(sharded, how)
-    text = run_on_rank_0(comm, "writing", lambda: _told(write_one_file(final, states)))
-    tensors, nbytes = map(int, text.split())
+    tensors, nbytes = run_on_rank_0(comm, "writing", lambda: write_one_file(final, states))
     saved = SavedFile(final, tensors, nbytes)
     if comm.rank == 0:
         log.info("saved %s", saved)
     return saved
-
-
-def _told(saved: SavedFile) -> str:
-    return f"{saved.tensors} {saved.nbytes}"
 
 
 def _check_suffix(path: Path) -> None:
@@ -84,38 +79,28 @@ def _check_suffix(path: Path) -> None:
         )
 
 
-def write_one_file(path: Path, states: Mapping[str, Any]) -> SavedFile:
-    """Write ``states`` under ``path``: whole or not at all.
+def write_one_file(path: Path, states: Mapping[str, Any]) -> tuple[int, int]:
+    """Write ``states`` under ``path``: whole or not at all. Returns tensors and bytes.
 
     Raises:
         CheckpointError: it cannot be; what was there before is as it was.
     """
     unfinished = path.with_name(f".{path.name}.unfinished-{new_token()}")
+    is_safetensors = path.suffix == ".safetensors"
+    tensors = _once(states) if is_safetensors else dict(states)
     try:
         with explained(f"writing {path}"):
             make_folder(path.parent)
-            tensors = _write(unfinished, path, states)
-            opened = os.open(unfinished, os.O_RDONLY)
-            try:
-                os.fsync(opened)
-            finally:
-                os.close(opened)
+            with written_by_library(path, "save"):
+                (save_safetensors if is_safetensors else torch.save)(tensors, unfinished)
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
             nbytes = unfinished.stat().st_size
             unfinished.replace(path)
             sync_folder(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
-    return SavedFile(path, tensors, nbytes)
-
-
-def _write(unfinished: Path, path: Path, states: Mapping[str, Any]) -> int:
-    tensors = _once(states) if path.suffix == ".safetensors" else dict(states)
-    with written_by_library(path, "save"):
-        if path.suffix == ".safetensors":
-            save_safetensors(tensors, unfinished)
-        else:
-            torch.save(tensors, unfinished)
-    return len(tensors)
+    return len(tensors), nbytes
 
 
 def save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -161,8 +161,7 @@ def put_optimizer_state(
     """
     comm = sharded.comm
     kind = type(optimizer).__qualname__
-    text = run_on_rank_0(comm, "options of an optimizer", lambda: _record(states, kind))
-    record = json.loads(text)
+    record = run_on_rank_0(comm, "options of an optimizer", lambda: _record(states, kind))
     tensors = _tensors(states) if comm.rank == 0 else {}
     stored = offered(comm, tensors)
     places = {name: TensorLocation(name, one) for name, one in stored.items()}
@@ -200,14 +199,14 @@ def _of_another(optimizer: Optimizer, record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _record(states: Mapping[str, Any], kind: str) -> str:
-    """What a checkpoint would say of the state beside its tensors, as text."""
+def _record(states: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """What a checkpoint would say of the state beside its tensors."""
     _check_form(states)
     values = {
         name: {key: value for key, value in one.items() if not isinstance(value, Tensor)}
         for name, one in states["state"].items()
     }
-    return json.dumps(record_of(kind, states["param_groups"], values))
+    return record_of(kind, states["param_groups"], values)
 
 
 def _check_form(states: object) -> None:

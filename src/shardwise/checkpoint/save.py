@@ -13,7 +13,6 @@ fails, all raise together, what was written goes, and training can go on.
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import time
@@ -26,8 +25,8 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import training_state
 from shardwise.checkpoint.collectives import (
-    all_gather_text,
-    broadcast_text,
+    all_gather_object,
+    broadcast_object,
     check_same_on_all,
     joined_message,
     raise_on_all,
@@ -114,10 +113,8 @@ def save(
             part = write_gathered(comm, task.folder, task.contents)
         else:
             part = write_part(task, comm.rank)
-        parts = [
-            Part.decode(text)
-            for text in all_gather_text(comm, part.encode(), "parts of a checkpoint")
-        ]
+        texts = all_gather_object(comm, part.encode(), "parts of a checkpoint")
+        parts = [Part.decode(text) for text in texts]
         _check_parts(parts)
         removed = raise_on_all(
             comm, "publishing", lambda: finish(task, parts) if task.partial else ()
@@ -125,7 +122,7 @@ def save(
     except BaseException:
         give_up(task)
         raise
-    removed = tuple(json.loads(broadcast_text(comm, json.dumps(removed), "what was removed")))
+    removed = tuple(broadcast_object(comm, removed, "what was removed"))
     nbytes = sum(file.size for file in task.contents.files)
     return Saved(task.final, nbytes, time.perf_counter() - start, removed)
 
@@ -156,8 +153,8 @@ def begin(
     contents = plan_save(sharded, optimizers, training, values, options)
     check_same_on_all(comm, contents.facts())
     metric = None if training is None or training.metric is None else float(training.metric)
-    proposal = json.dumps([new_token(), metric])
-    token, metric = json.loads(broadcast_text(comm, proposal, "token of a checkpoint"))
+    proposal = new_token(), metric
+    token, metric = broadcast_object(comm, proposal, "token of a checkpoint")
     facts = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
     facts |= {"kind": options.kind, "metric": metric}
 

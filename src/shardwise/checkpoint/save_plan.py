@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from shardwise.buffers import Bucket
 from shardwise.checkpoint import checksum, manifest, training_state
-from shardwise.checkpoint.collectives import all_gather_text, raise_on_all
+from shardwise.checkpoint.collectives import all_gather_object, raise_on_all
 from shardwise.checkpoint.local_shards import (
     LocalShard,
     own_rows,
@@ -122,7 +122,7 @@ def plan_save(
         own = {**local_state.own, **{BUFFER + name: value for name, value in buffers.items()}}
         rows = own_rows(own, comm.rank, comm.size)
         groups[RANKS] = [row.clone() for row in rows] if _is_live(options) else rows
-        local = all_gather_text(comm, json.dumps(values["local"]), "values of each rank")
+        local = all_gather_object(comm, values["local"], "values of each rank")
         small[training_state.NAME] = training_state.document(
             training.step, values, local_state.records, local
         )
@@ -188,9 +188,7 @@ def _differing_buffers(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
     if not buffers or comm.size == 1:
         return {}
     sums = {name: checksum.crc32(_bytes(buffer)) for name, buffer in buffers.items()}
-    sums_by_rank = [
-        json.loads(text) for text in all_gather_text(comm, json.dumps(sums), "checksums of buffers")
-    ]
+    sums_by_rank = all_gather_object(comm, sums, "checksums of buffers")
     return {
         name: buffer
         for name, buffer in buffers.items()

@@ -12,7 +12,6 @@ room for the model.
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 from collections import Counter
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.buffers import Bucket
-from shardwise.checkpoint.collectives import all_gather_text, run_on_rank_0
+from shardwise.checkpoint.collectives import all_gather_object, run_on_rank_0
 from shardwise.checkpoint.load_plan import ModelPlan
 from shardwise.checkpoint.local_shards import (
     ParamShard,
@@ -200,7 +199,7 @@ def _names(model: nn.Module) -> Iterator[str]:
 
 def warn_of_copies(comm: Comm, values: Iterable[Any]) -> None:
     """Say that several ranks of one host each hold all of it. A collective."""
-    hosts = all_gather_text(comm, socket.gethostname(), "host names")
+    hosts = all_gather_object(comm, socket.gethostname(), "host names")
     on_cpu = [v for v in values if isinstance(v, Tensor) and v.is_cpu]
     one = {value.data_ptr(): value.nbytes for value in on_cpu}
     host, copies = Counter(hosts).most_common(1)[0]
@@ -254,14 +253,14 @@ def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, TensorLocati
     Raises:
         CheckpointError: on every rank alike: it has something that is no plain tensor.
     """
-    index = json.loads(run_on_rank_0(comm, "names of a state dict", lambda: _index(tensors)))
+    index = run_on_rank_0(comm, "names of a state dict", lambda: _index(tensors))
     return {
         name: TensorLocation(name, Stored(code, tuple(shape), 0, prod(shape) * itemsize(code)))
         for name, (code, shape) in index.items()
     }
 
 
-def _index(tensors: Mapping[str, Any]) -> str:
+def _index(tensors: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     if not isinstance(tensors, Mapping):
         raise CheckpointError(
             f"rank 0's state dict is a {type(tensors).__qualname__}. Pass a dict of names and "
@@ -278,7 +277,7 @@ def _index(tensors: Mapping[str, Any]) -> str:
                 "tensor with values. Pass what state_dict('full') gave; full_tensor(), called on "
                 "every rank, makes a whole tensor of a ShardTensor and of a DTensor."
             )
-    return json.dumps({n: (code_of(v.dtype, n), tuple(v.shape)) for n, v in tensors.items()})
+    return {n: (code_of(v.dtype, n), tuple(v.shape)) for n, v in tensors.items()}
 
 
 def receive(comm: Comm, tensors: Mapping[str, Tensor], requests: Iterable[ReadRequest]) -> None:

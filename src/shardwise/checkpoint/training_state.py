@@ -152,7 +152,7 @@ def document(
     step: int | None,
     values: Mapping[str, Any],
     optimizers: Sequence[Mapping[str, Any]],
-    local: Sequence[str],
+    local: Sequence[Any],
 ) -> bytes:
     """The file.
 
@@ -162,7 +162,7 @@ def document(
         local: each rank's ``values["local"]`` as JSON, by rank.
     """
     fields = {"version": VERSION, "step": step, "world": len(local), **values}
-    fields |= {"optimizers": list(optimizers), "local": [json.loads(text) for text in local]}
+    fields |= {"optimizers": list(optimizers), "local": list(local)}
     return json.dumps(fields, indent=1).encode() + b"\n"
 
 

@@ -89,9 +89,7 @@ def _training(normalized: NormalizedState, optimizer: str | None) -> bytes:
     name_numbered(normalized)
     optimizers = records(normalized, optimizer or class_of(normalized))
     values = training_state.values_of(training_state.Training())
-    return training_state.document(
-        normalized.step, values, optimizers, [json.dumps(values["local"])]
-    )
+    return training_state.document(normalized.step, values, optimizers, [values["local"]])
 
 
 def _config(paths: Sequence[Path]) -> dict[str, bytes]:

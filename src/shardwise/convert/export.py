@@ -134,12 +134,12 @@ def export_torch_file(
             }
             aliases = {} if written.manifest is None else written.manifest.aliases
             states |= {alias: states[name] for alias, name in aliases.items() if name in states}
-            saved = write_one_file(folder / "unfinished.pt", states)
+            _, nbytes = write_one_file(folder / "unfinished.pt", states)
         named.check()  # it may have come while this was written
         with explained(f"writing {named.path}"):
-            saved.path.replace(named.path)
+            (folder / "unfinished.pt").replace(named.path)
             sync_folder(named.path.parent)
-    return Converted(named.path, made.tensors, saved.nbytes, (named.path.name,), made.cast)
+    return Converted(named.path, made.tensors, nbytes, (named.path.name,), made.cast)
 
 
 def stored_tensors(source: CheckpointReader, whole: bool) -> dict[str, dict[str, TensorLocation]]:
