@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.checkpoint.load_plan import Matched, Wanted, match
+from shardwise.checkpoint.load_plan import ModelTensor, match
 from shardwise.checkpoint.safetensors_format import Stored
 
 
@@ -10,13 +10,13 @@ def stored(dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> Stored:
     return Stored(dtype, shape, 0, 0)
 
 
-def wanted(*names: str, dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> Wanted:
-    return Wanted(names, dtype, shape)
+def wanted(*names: str, dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> ModelTensor:
+    return ModelTensor(names, dtype, shape)
 
 
 def test_what_fits_has_no_problems() -> None:
     found = match([wanted("a"), wanted("b")], {"b": stored(), "a": stored()}, {})
-    assert found == Matched({"a": "a", "b": "b"}, (), (), (), (), (), {})
+    assert found.pairs == {"a": "a", "b": "b"}
     assert found.problems(cast=False) == []
 
 
@@ -43,8 +43,13 @@ def test_everything_that_does_not_fit_is_named_at_once() -> None:
         "half: stored as F32, the model has BF16",
     ]
     assert len(found.problems(cast=True)) == 4
-    assert (found.missing, found.unexpected) == (("blocks.0.fc.weight",), ("layers.0.fc.weight",))
-    assert (found.misshapen, found.foreign, found.cast) == (("wide",), ("ids",), ("half",))
+    assert {kind: list(names) for kind, names in found.misfits.items()} == {
+        "missing": ["blocks.0.fc.weight"],
+        "unexpected": ["layers.0.fc.weight"],
+        "misshapen": ["wide"],
+        "foreign": ["ids"],
+        "cast": ["half"],
+    }
 
 
 def test_a_tied_weight_may_be_stored_by_any_of_its_names() -> None:

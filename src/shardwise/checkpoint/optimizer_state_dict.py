@@ -30,7 +30,6 @@ from shardwise.checkpoint.optimizer_state import (
     record_of,
     restored,
 )
-from shardwise.checkpoint.reader import TensorLocation
 from shardwise.checkpoint.state_dict import StateDict, offered, receive, warn_of_copies
 from shardwise.checkpoint.target import ShardedModel
 from shardwise.errors import CheckpointError
@@ -163,8 +162,7 @@ def put_optimizer_state(
     kind = type(optimizer).__qualname__
     record = run_on_rank_0(comm, "options of an optimizer", lambda: _record(states, kind))
     tensors = _tensors(states) if comm.rank == 0 else {}
-    stored = offered(comm, tensors)
-    places = {name: TensorLocation(name, one) for name, one in stored.items()}
+    places = offered(comm, tensors)
     named = Named(param_shards(sharded.buckets))
     restoring = raise_on_all(
         comm, "comparing", lambda: restored((optimizer,), named, [record], places, {})
