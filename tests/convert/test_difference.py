@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import shardwise as sw
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.convert.catalogue import Catalogue
 from shardwise.convert.difference import ABSENT, Change, Difference, changes_between, compare
-from shardwise.convert.export import export
 from tests.checkpoint.runs import loaded_and_saved, saved
 from tests.nets import NETS
 
@@ -197,18 +195,3 @@ def test_where_there_are_no_tensors_nothing_is_equal(tmp_path: Path) -> None:
     for one, other in (("a", "b"), ("a", "x.safetensors"), ("x.safetensors", "b")):
         with pytest.raises(sw.CheckpointError, match="holds no "):
             compared(tmp_path / one, tmp_path / other)
-
-
-def test_names_that_are_tied_to_other_tensors_differ(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with CheckpointReader.open(tmp_path / "x.safetensors") as source:
-        export(source, tmp_path / "x")
-    made = Catalogue.read(tmp_path / "x")
-    assert made.manifest is not None
-    one, other = (
-        replace(made, manifest=made.manifest.model_copy(update={"aliases": {"head": name}}))
-        for name in "ab"
-    )
-    found = compare(one, other)
-    assert (found.ties, found.is_empty) == ((Change("head", "a", "b"),), False)
-    assert compare(one, one).is_empty

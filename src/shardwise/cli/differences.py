@@ -35,7 +35,6 @@ def format_difference(
         lines += _unequal(
             kind, [tensor for tensor in difference.tensors if tensor.kind == kind], list_all
         )
-    lines += _changes("tied names", difference.ties, list_all)
     lines += _changes("training state", difference.training, list_all)
     lines += _changes("files", difference.files, list_all)
     return lines

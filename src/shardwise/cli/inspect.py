@@ -276,6 +276,5 @@ def _difference_json(difference: Difference, names: tuple[str, str]) -> dict[str
         "equal_tensors": difference.equal,
         "training": changes(difference.training),
         "files": changes(difference.files),
-        "ties": changes(difference.ties),
         "only_tensors": difference.only_tensors,
     }

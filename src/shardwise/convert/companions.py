@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.disk import explained
+from shardwise.checkpoint.disk import explained, size_of
 from shardwise.checkpoint.folder import CHECKPOINTS, step_of
 from shardwise.checkpoint.lock import LOCK
 from shardwise.checkpoint.manifest import NAME as MANIFEST
@@ -32,55 +32,35 @@ FROM_A_RUN = (
     *("special_tokens_map.json", "added_tokens.json", "merges.txt", "tokenizer.model"),
     "chat_template.jinja",
 )
-LARGEST = 100_000_000  # bytes of all small files together: they are in memory at once
+LARGEST = 100_000_000  # bytes of a small file, which is in memory as a whole
 
 
 def companions(source: CheckpointReader, whole: bool) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Configuration and tokenizer, from beside the weights or from the run.
+    """Bytes of configuration and tokenizer by name, and the names of what is left out.
 
     Args:
         whole: training state, too.
-
-    Returns:
-        Bytes by name; and the names of what lies there, too, and is no such file, or too much.
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
-    names, left_out = _small_names(source, whole)
-    small: dict[str, bytes] = {}
-    for name in names:
-        if name == TRAINING or _nbytes(source.folder, name) <= _room(small):
-            small[name] = source.bytes(name)
-        else:
-            left_out.append(name)
+    names = [n for n in source.listed() if not n.endswith((SUFFIX, INDEX)) and source.has(n)]
+    of_ours = {MANIFEST, LOCK} if whole else {MANIFEST, LOCK, TRAINING}
+    wanted = [n for n in names if _is_small(source.folder, n) or n == TRAINING]
+    small = {name: source.bytes(name) for name in wanted if name not in of_ours}
     for folder in _run_folders(source):
         for name in FROM_A_RUN:
-            nbytes = -1 if name in small else _nbytes(folder, name)
-            if 0 <= nbytes <= _room(small):
+            if name not in small and _is_small(folder, name):
                 with explained(f"reading {folder / name}", reads=True):
-                    small[name] = inside(folder, name).read_bytes()
-    return small, tuple(sorted(left_out))
+                    small[name] = (folder / name).read_bytes()
+    return small, tuple(sorted({*names} - {*wanted} - of_ours))
 
 
-def _room(small: dict[str, bytes]) -> int:
-    return LARGEST - sum(map(len, small.values()))
-
-
-def _nbytes(folder: Path, name: str) -> int:
-    """-1 where there is no such file."""
+def _is_small(folder: Path, name: str) -> bool:
+    """Is there such a file that is configuration or a tokenizer?"""
+    if not name.endswith(SMALL) or name.endswith(".index.json"):
+        return False
     path = inside(folder, name)
     with explained(f"reading {path}", reads=True):
-        return path.stat().st_size if path.is_file() else -1
-
-
-def _small_names(source: CheckpointReader, whole: bool) -> tuple[list[str], list[str]]:
-    """Files to copy, training state first; and those that are neither that nor weights."""
-    names = [n for n in source.listed() if not n.endswith((SUFFIX, INDEX)) and source.has(n)]
-    small = [n for n in names if n.endswith(SMALL) and not n.endswith(".index.json")]
-    copied = sorted(set(small) - {MANIFEST, TRAINING}, key=names.index)
-    copied = [TRAINING, *copied] if whole and TRAINING in small else copied
-    return copied, [name for name in names if name not in small and name != LOCK]
+        nbytes = size_of(path)
+    return nbytes is not None and nbytes <= LARGEST
 
 
 def _run_folders(source: CheckpointReader) -> list[Path]:

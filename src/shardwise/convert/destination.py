@@ -51,62 +51,55 @@ class Destination:
             CheckpointError: what is there is not an earlier result, or the name is a run's.
         """
         with explained(f"looking at {self.path}", reads=True):
-            if reason := self._reason_against_name(source):
-                raise CheckpointError(reason)
+            self._check_name(source)
             if self.form == "hf":
                 check_replaceable(self.path)
             is_empty = self.path.is_dir() and not any(self.path.iterdir())
-            if not self.path.exists() or (self.form == "hf" and is_empty):
-                return
-            if reason := self._reason_against_replacing():
-                raise CheckpointError(reason)
+            if self.path.exists() and not (self.form == "hf" and is_empty):
+                self._check_replaced()
 
-    def _reason_against_name(self, source: Path | None) -> str:
-        if self.path.is_symlink():
-            return (
-                f"{self.path} is a link, to {self.path.readlink()}; replacing it would leave what "
-                "it leads to as it is. Name the place itself, or remove the link."
+    def _check_name(self, source: Path | None) -> None:
+        path = self.path
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path} is a link, to {path.readlink()}; replacing it would leave what it leads "
+                "to as it is. Name the place itself, or remove the link."
             )
-        if step_of(self.path.name) is not None and not (self.whole and self.form == "hf"):
-            return (
-                f"{self.path.name!r} is what a run calls a checkpoint that it can go on from, and "
-                "this result is none: `resume` would take it up and fail. Choose another name, or "
-                "pass --with-optimizer (without --format)."
+        if step_of(path.name) is not None and not (self.whole and self.form == "hf"):
+            raise CheckpointError(
+                f"{path.name!r} is what a run calls a checkpoint that it can go on from, and this "
+                "result is none: `resume` would take it up and fail. Choose another name, or pass "
+                "--with-optimizer (without --format)."
             )
-        if source is not None and self.path.resolve().is_relative_to(source.resolve()):
-            return (
-                f"{self.path} is, or is in, the checkpoint that is exported, which stays as it "
-                "is. Name a folder elsewhere."
+        if source is not None and path.resolve().is_relative_to(source.resolve()):
+            raise CheckpointError(
+                f"{path} is, or is in, the checkpoint that is exported, which stays as it is. Name "
+                "a folder elsewhere."
             )
-        return ""
 
-    def _reason_against_replacing(self) -> str:
-        if (
-            not self.overwrite
-            or self.form == "dcp"
-            or (self.form, self.path.is_file()) == ("pt", 0)
-        ):
-            return (
-                f"{self.path} is there already, and is left as it is. Name another, or pass "
-                "--overwrite to replace an earlier export (of safetensors, or one file) when the "
-                "new one is complete."
+    def _check_replaced(self) -> None:
+        path, form = self.path, self.form
+        if not self.overwrite or form == "dcp" or (form == "pt" and not path.is_file()):
+            raise CheckpointError(
+                f"{path} is there already, and is left as it is. Name another, or pass --overwrite "
+                "to replace an earlier export (of safetensors, or one file) when the new one is "
+                "complete."
             )
-        if self.form == "pt":
-            return ""
-        manifest = read_manifest(self.path)
+        if form == "pt":
+            return
+        manifest = read_manifest(path)
         listed = set() if manifest is None else {*manifest.files, MANIFEST, LOCK}
-        if strangers := sorted(p.name for p in self.path.iterdir() if p.name not in listed):
+        if strangers := sorted(p.name for p in path.iterdir() if p.name not in listed):
             some = ", ".join(strangers[:8]) + (", …" if len(strangers) > 8 else "")
-            return (
-                f"{self.path} also holds {some}, which is not part of the export and would be "
-                "deleted. Move it elsewhere, or name another folder."
+            raise CheckpointError(
+                f"{path} also holds {some}, which is not part of the export and would be deleted. "
+                "Move it elsewhere, or name another folder."
             )
         if TRAINING in listed and not self.whole:
-            return (
-                f"{self.path} holds optimizer and training state, and weights alone would replace "
-                "it. Name another folder, or pass --with-optimizer."
+            raise CheckpointError(
+                f"{path} holds optimizer and training state, and weights alone would replace it. "
+                "Name another folder, or pass --with-optimizer."
             )
-        return ""
 
 
 def clear(final: Path) -> None:

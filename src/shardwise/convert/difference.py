@@ -5,7 +5,7 @@ Values are read piece by piece, so two models of any size are compared in a few 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, NamedTuple
@@ -74,7 +74,6 @@ class Difference:
         equal: how many tensors are.
         training: values of the training state.
         files: small files, such as ``config.json``, and their digests.
-        ties: names that each side ties to a tensor, and not to the same one.
         only_tensors: nothing but tensors was compared.
     """
 
@@ -83,13 +82,12 @@ class Difference:
     equal: int = 0
     training: tuple[Change, ...] = ()
     files: tuple[Change, ...] = ()
-    ties: tuple[Change, ...] = ()
     only_tensors: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Are they equal?"""
-        return not (any(self.only) or self.tensors or self.training or self.files or self.ties)
+        return not (any(self.only) or self.tensors or self.training or self.files)
 
 
 class _Side:
@@ -117,14 +115,11 @@ class _Side:
             if not stem_of(file.name) and not file.name.endswith(INDEX) and file.name != TRAINING
         }
 
-    def find(self, other: _Side, key: TensorKey) -> TensorLocation | None:
-        """The other side's tensor here: by its name, or by one that either side ties to it."""
-        kind, name = key
-        names = [name]
-        if kind == MODEL:
-            names += [alias for alias, stored in other.aliases.items() if stored == name]
-            names += [self.aliases[alias] for alias in names if alias in self.aliases]
-        return next((self.tensors[kind, n] for n in names if (kind, n) in self.tensors), None)
+    def known_to(self, other: _Side) -> dict[TensorKey, TensorLocation]:
+        """All tensors, and tied ones by those further names by which the other stores them."""
+        stored = {(MODEL, alias): (MODEL, name) for alias, name in self.aliases.items()}
+        ties = {alias: self.tensors[key] for alias, key in stored.items() if alias in other.tensors}
+        return {**self.tensors, **ties}
 
 
 def compare(one: Catalogue, other: Catalogue, weights_only: bool = False) -> Difference:
@@ -137,34 +132,30 @@ def compare(one: Catalogue, other: Catalogue, weights_only: bool = False) -> Dif
         CheckpointError: bytes are missing or damaged, or a side has no tensors.
     """
     a, b = _Side(one, weights_only), _Side(other, weights_only)
-    both = {key: (a.tensors[key], p) for key in a.tensors if (p := b.find(a, key)) is not None}
+    x, y = a.known_to(b), b.known_to(a)
+    both = [key for key in x if key in y]
     with CheckpointReader.open(one.path) as first, CheckpointReader.open(other.path) as second:
-        compared = (_unequal(key, (first, x), (second, y)) for key, (x, y) in both.items())
+        compared = (_unequal(key, (first, x[key]), (second, y[key])) for key in both)
         unequal = tuple(tensor for tensor in compared if tensor is not None)
     have_manifests = one.manifest is not None and other.manifest is not None
     return Difference(
-        (_only(a, b), _only(b, a)),
+        (_only(x, both), _only(y, both)),
         unequal,
         len(both) - len(unequal),
         tuple(changes_between(a.training, b.training)),
         tuple(changes_between(a.digests, b.digests)) if have_manifests else (),
-        tuple(_ties(a, b)),
         weights_only or not have_manifests,
     )
 
 
-def _ties(a: _Side, b: _Side) -> Iterator[Change]:
-    """Names that both tie, and not to the same tensor. What one ties alone is found by ``find``."""
-    for alias in sorted(a.aliases.keys() & b.aliases.keys()):
-        one, other = a.aliases[alias], b.aliases[alias]
-        if b.aliases.get(one, one) != other:
-            yield Change(alias, one, other)
-
-
-def _only(side: _Side, other: _Side) -> dict[str, list[str]]:
+def _only(
+    tensors: Mapping[TensorKey, TensorLocation], compared: Sequence[TensorKey]
+) -> dict[str, list[str]]:
+    """Names by kind of tensors that were compared by none of their names."""
+    seen = {tensors[key] for key in compared}
     names: dict[str, list[str]] = {}
-    for kind, name in side.tensors:
-        if other.find(side, (kind, name)) is None:
+    for (kind, name), place in tensors.items():
+        if place not in seen:
             names.setdefault(kind, []).append(name)
     return names
 

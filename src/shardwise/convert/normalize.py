@@ -95,20 +95,16 @@ def _add_source(result: NormalizedState, tree: Tree) -> None:
 def _taken(tree: Tree, keys: Sequence[str], prefix: str = "") -> dict[str, Tree]:
     """Remove the dicts under one of these keys, at any depth; they, by their dotted names."""
     taken: dict[str, Tree] = {}
-    for key, value in list(tree.items()):
-        if isinstance(value, dict) and key in keys:
-            taken[f"{prefix}{key}"] = tree.pop(key)
-        elif isinstance(value, dict):
-            taken |= _taken(value, keys, f"{prefix}{key}.")
+    for key in [key for key, value in tree.items() if isinstance(value, dict)]:
+        name = f"{prefix}{key}"
+        taken |= {name: tree.pop(key)} if key in keys else _taken(tree[key], keys, f"{name}.")
     return taken
 
 
 def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        name = f"{prefix}{key}"
+        yield from _leaves(value, f"{name}.") if isinstance(value, dict) else [(name, value)]
 
 
 def _add_weight(result: NormalizedState, name: str, value: Any, prefix: str = "") -> None:
@@ -144,17 +140,15 @@ def _add_optimizer(result: NormalizedState, prefix: str, flat: Tree) -> None:
 
 
 def _group(result: NormalizedState, name: str, key: Any, options: Any) -> Group:
-    if not isinstance(options, dict):
-        raise CheckpointError(f"a group of the optimizer is {options!r:.80}, and no dict.")
     # Flattened, every parameter has options of its own, so it is a group for now.
-    params = [key] if isinstance(key, str) else options.get("params", [])
+    params = options.pop("params", []) if isinstance(options, dict) else None
+    params = [key] if isinstance(key, str) and params is not None else params
     if not isinstance(params, list) or not all(type(param) in (str, int) for param in params):
         raise CheckpointError(
-            f"the parameters of a group of the optimizer are {params!r:.80}: no list of names or "
-            "numbers. Save optimizer.state_dict(), or import the weights alone."
+            f"a group of the optimizer is {options!r:.80}, and its parameters are {params!r:.80}: "
+            "no list of names or numbers. Save optimizer.state_dict(), or import the weights alone."
         )
-    rest = {option: value for option, value in options.items() if option != "params"}
-    return Group(list(params), _encoded(result, name, rest, tensors=False))
+    return Group(list(params), _encoded(result, name, options, tensors=False))
 
 
 def _encoded(
@@ -224,21 +218,18 @@ def name_numbered(state: NormalizedState) -> None:
                 "which is which is not sure. Save it by name (FSDP.full_optim_state_dict, "
                 "FSDP.optim_state_dict, or get_optimizer_state_dict), or import the weights alone."
             )
-        name = dict(zip(params, names, strict=True))
-        state.state = {name[number]: values for number, values in state.state.items()}
+        name_of = dict(zip(params, names, strict=True))
+        state.state = {name_of[number]: values for number, values in state.state.items()}
         for group in state.groups:
-            group.params = [name[number] for number in group.params]
-    for owner in state.state:
-        if owner not in state.weights or not _fits(owner, state, owner):
+            group.params = [name_of[number] for number in group.params]
+    grouped = {param for group in state.groups for param in group.params}
+    for name in state.state:
+        if name not in state.weights or not _fits(name, state, name) or name not in grouped:
             raise CheckpointError(
-                f"the optimizer has state of {owner!r}, and there is no weight of that name and "
-                "the state's shape. It is another model's; or import the weights alone."
+                f"the optimizer has state of {name!r}, and there is no weight of that name and the "
+                "state's shape, or none of its groups has it. It is another model's; or import the "
+                "weights alone."
             )
-    if lost := state.state.keys() - {param for group in state.groups for param in group.params}:
-        raise CheckpointError(
-            f"the optimizer has state of {len(lost)} parameters that are in none of its groups, "
-            f"the first is {min(lost, key=str)!r}. Import the weights alone."
-        )
 
 
 def _names_in_groups(state: NormalizedState) -> list[str]:
@@ -249,17 +240,22 @@ def _names_in_groups(state: NormalizedState) -> list[str]:
         if not isinstance(in_group, list) or len(in_group) != len(group.params):
             return []
         names += [_without_wrappers(str(name)) for name in in_group]
-    if not set(names) <= set(state.weights):
-        return [name.removeprefix("module.") for name in names]
-    return names
+    if set(names) <= set(state.weights):
+        return names
+    return [name.removeprefix("module.") for name in names]
 
 
 def _names_in_order(state: NormalizedState, numbers: Sequence[Any]) -> list[str]:
     """The weights that are parameters, in their order; nothing if that is not sure."""
-    names = [name for name, tensor in state.weights.items() if _is_parameter(name, tensor)]
+    names = [
+        name
+        for name, tensor in state.weights.items()
+        if DTYPES[tensor.dtype].is_floating_point and name.rpartition(".")[2] not in BUFFERS
+    ]
+    pairs = list(zip(names, numbers, strict=False))
     if len(state.groups) != 1 or len(names) != len(numbers):
         return []
-    if not all(_fits(name, state, number) for name, number in zip(names, numbers, strict=True)):
+    if not all(_fits(name, state, number) for name, number in pairs):
         return []
     shapes = {state.weights[name].shape for name in names}
     if state.state and len(shapes) < len(names):
@@ -272,10 +268,6 @@ def _names_in_order(state: NormalizedState, numbers: Sequence[Any]) -> list[str]
             len(shapes),
         )
     return names
-
-
-def _is_parameter(name: str, tensor: TorchTensor) -> bool:
-    return DTYPES[tensor.dtype].is_floating_point and name.rpartition(".")[2] not in BUFFERS
 
 
 def _fits(name: str, state: NormalizedState, owner: Any) -> bool:
@@ -307,22 +299,19 @@ def class_of(state: NormalizedState) -> str:
 
 
 def records(state: NormalizedState, kind: str) -> list[dict[str, Any]]:
-    """What the training state says of it; see ``optimizer_shards``.
+    """What the training state says of it; see ``optimizer_state.record_of``.
 
     Neighbours with the same options, as flattening makes them, are one group.
     """
-    merged: list[Group] = []
+    groups: list[dict[str, Any]] = []
     for group in state.groups:
-        if merged and merged[-1].options == group.options:
-            merged[-1].params += group.params
+        options = {key: v for key, v in group.options.items() if key not in AS_BUILT}
+        if groups and groups[-1]["options"] == options:
+            groups[-1]["params"] += group.params
         else:
-            merged.append(Group(list(group.params), group.options))
-    groups = [
-        {"params": g.params, "options": {k: v for k, v in g.options.items() if k not in AS_BUILT}}
-        for g in merged
-    ]
+            groups.append({"params": [*group.params], "options": options})
     values = {
-        owner: {key: v for key, v in values.items() if not isinstance(v, TorchTensor)}
-        for owner, values in state.state.items()
+        name: {key: v for key, v in one.items() if not isinstance(v, TorchTensor)}
+        for name, one in state.state.items()
     }
-    return [{"class": kind, "groups": groups, "values": {o: v for o, v in values.items() if v}}]
+    return [{"class": kind, "groups": groups, "values": {n: v for n, v in values.items() if v}}]
