@@ -93,20 +93,23 @@ def test_a_death_at_a_named_point(case: Case, trials: Trials) -> None:
     assert not trial.hung
 
 
-def test_a_death_before_any_call_that_publishes(trials: Trials) -> None:
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.prove), 6])
+def test_a_death_before_any_call_that_publishes(every: int, trials: Trials) -> None:
     """Where names cannot be exchanged: the old one has another name for a moment."""
     cases = sweeps({TWICE: trials.undisturbed(TWICE)[0].calls})
     assert len(cases) > 50
-    for case in cases[-22:]:
+    for case in cases[-22::every]:
         assert trials.trial(case).wrong == (), case
 
 
+@pytest.mark.prove
 def test_three_deaths_at_random_times(trials: Trials) -> None:
     every = list(trials.killed(moments(30, seed=1), 3))
     assert [trial for trial in every if trial.wrong] == []
     assert sum(trial.killed for trial in every) == 3
 
 
+@pytest.mark.prove
 def test_ranks_do_not_outlive_their_launcher(trials: Trials) -> None:
     case = next(c for c in launcher_cases() if c.kill.who == 1)
     trial = trials.trial(case)
@@ -184,5 +187,5 @@ def test_the_judge_sees_damage(trials: Trials, tmp_path: Path) -> None:
     (run / "latest").unlink()
     (run / "latest").symlink_to("step-9")
     found = list(damage(run))
-    assert any("step-2/optimizer.safetensors: damaged blocks [0]" in line for line in found)
+    assert any("optimizer.safetensors is damaged" in line for line in found)
     assert any("step-9" in line or "no checkpoint here" in line for line in found)

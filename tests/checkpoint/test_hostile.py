@@ -132,7 +132,7 @@ def outcome(do: Callable[[], object]) -> bool:
 # --- headers ---------------------------------------------------------------------------------
 
 
-def test_a_thousand_headers_are_refused_or_right(
+def test_headers_are_refused_or_right(
     model: tuple[Two, sw.Sharded, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     """Through ``load``, of a folder without a manifest, where the header is all there is."""
@@ -145,7 +145,7 @@ def test_a_thousand_headers_are_refused_or_right(
     header, rest = json.loads(data[8 : 8 + length]), data[8 + length :]
     chance = random.Random(5)
     loaded = 0
-    for _ in range(1000):
+    for _ in range(300):
         text = text_of(mutated(header, chance), chance)
         text += b" " * chance.choice([0, 0, 1, 7])
         announced = len(text) if chance.random() < 0.95 else chance.choice([0, 1, 2**40, 2**63])
@@ -206,7 +206,7 @@ def test_json_whose_checksums_fit_is_refused_or_loads(
     good = json.loads((folder / name).read_text())
     chance = random.Random(6)
     refused = 0
-    for _ in range(150):
+    for _ in range(60):
         (folder / name).write_bytes(text_of(mutated(good, chance), chance))
         sign(folder)
         training = sw.Training(scheduler=Taken())
@@ -224,7 +224,7 @@ def test_manifests_are_refused_or_load(
     good.pop("digest")
     chance = random.Random(7)
     refused = 0
-    for _ in range(200):
+    for _ in range(80):
         fields = mutated(good, chance)
         if isinstance(fields, dict) and chance.random() < 0.9:
             fields.pop("digest", None)
