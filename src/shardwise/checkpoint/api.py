@@ -6,6 +6,7 @@ Each asks first whether the model is between steps, and then hands over to the a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,14 @@ from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.checkpoint.one_file import SavedFile, save_one_file
 from shardwise.checkpoint.optimizer_state import Given, Optimizers
 from shardwise.checkpoint.optimizer_state_dict import optimizer_state, put_optimizer_state
-from shardwise.checkpoint.options import Loaded, LoadOptions, Saved, SaveOptions
+from shardwise.checkpoint.options import (
+    Loaded,
+    LoadOptions,
+    Saved,
+    SaveOptions,
+    SaveRequest,
+    check_known,
+)
 from shardwise.checkpoint.state_dict import StateDict, model_state, put_model_state
 from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.training_state import Training
@@ -58,10 +66,9 @@ def save(
     Raises:
         CheckpointError: on every rank alike; what was under ``path`` before still is.
     """
-    optimizers = self.admitted("save() was called", optimizer)
-    chosen = raise_on_all(self.comm, "options of save()", lambda: SaveOptions.of(options))
+    request = _save_request(self, "save()", path, optimizer, training, options)
     self._background.wait_pending()
-    return writing.save(self, path, optimizers, training, chosen)
+    return writing.save(self, request)
 
 
 def save_async(
@@ -79,19 +86,32 @@ def save_async(
         What is on its way: ``wait()`` for it before the process ends. ``None`` if the save
         before is still being written and ``when_busy`` is ``"skip"``.
     """
-    optimizers = self.admitted("save_async() was called", optimizer)
-    chosen = raise_on_all(self.comm, "options of save_async()", lambda: _in_background(options))
-    return self._background.save(self, path, optimizers, training, chosen)
+    request = _save_request(self, "save_async()", path, optimizer, training, options)
+    return self._background.save(self, request)
 
 
-def _in_background(options: dict[str, Any]) -> SaveOptions:
-    chosen = SaveOptions.of(options)
-    if chosen.kind == "full":
-        raise ConfigError(
-            "kind='full' sends everything to rank 0 while it is written, which training must not "
-            "wait for. Pass kind='sharded' to save_async(), or call save()."
-        )
-    return chosen
+def _save_request(
+    sharded: Sharded,
+    call: str,
+    path: str | Path,
+    optimizer: Given,
+    training: Training | None,
+    given: Mapping[str, Any],
+) -> SaveRequest:
+    optimizers = sharded.admitted(f"{call} was called", optimizer)
+
+    def chosen() -> SaveOptions:
+        check_known("save()", given, [item.name for item in fields(SaveOptions)])
+        options = SaveOptions(**given)
+        if options.kind == "full" and call == "save_async()":
+            raise ConfigError(
+                "kind='full' sends everything to rank 0 while it is written, which training must "
+                "not wait for. Pass kind='sharded' to save_async(), or call save()."
+            )
+        return options
+
+    options = raise_on_all(sharded.comm, f"options of {call}", chosen)
+    return SaveRequest(path, optimizers, training, options)
 
 
 def load(
@@ -140,11 +160,10 @@ def _load_options(
     sharded: Sharded, optimizer: Given, training: Training | None, how: dict[str, Any]
 ) -> LoadOptions:
     optimizers = sharded.admitted("a checkpoint was to be loaded", optimizer)
-    chosen = raise_on_all(
-        sharded.comm, "options of load()", lambda: LoadOptions.of(optimizers, training, how)
-    )
+    known = ("strict", "cast")
+    raise_on_all(sharded.comm, "options of load()", lambda: check_known("load()", how, known))
     sharded._background.wait_pending()
-    return chosen
+    return LoadOptions(optimizers, training, **how)
 
 
 # --- state dicts, and one file ---------------------------------------------------------------

@@ -31,12 +31,10 @@ from shardwise.checkpoint.collectives import (
 )
 from shardwise.checkpoint.disk import explained, host
 from shardwise.checkpoint.failpoints import hit
-from shardwise.checkpoint.optimizer_state import Optimizers
-from shardwise.checkpoint.options import Saved, SaveOptions
+from shardwise.checkpoint.options import Saved, SaveRequest
 from shardwise.checkpoint.save import Task, begin, finish, give_up
 from shardwise.checkpoint.staging import Copying, Pool, Watched, budget_of
 from shardwise.checkpoint.target import ShardedModel
-from shardwise.checkpoint.training_state import Training
 from shardwise.checkpoint.writer import Part, Writer
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
@@ -93,8 +91,7 @@ class Saving:
         if states == {DONE}:
             self._close()
             removed = broadcast_object(self._comm, self._removed, "what was removed")
-            nbytes = sum(file.size for file in self._task.contents.files)
-            seconds = time.perf_counter() - self._start
+            nbytes, seconds = self._task.contents.nbytes, time.perf_counter() - self._start
             self._saved = Saved(self.path, nbytes, seconds, tuple(removed))
         return self._saved
 
@@ -221,10 +218,10 @@ class Saving:
         """Leave word of what was written; rank 0 waits for all, and publishes."""
         task = self._task
         with explained(f"leaving word of what was written in {task.folder.name}"):
-            leave_part(task.folder, self._comm.rank, part.encode())
+            leave_part(task.folder, self._comm.rank, part)
         if task.partial is not None and not part.error:
-            texts = await_parts(task.folder, self._comm.size, self._cancelled)
-            self._removed = finish(task, [Part.decode(text) for text in texts])
+            parts = await_parts(task.folder, self._comm.size, self._cancelled)
+            self._removed = finish(task, [Part.decode(some) for some in parts])
 
 
 def _stream_beside(device: torch.device) -> torch.Stream | None:
@@ -263,31 +260,29 @@ class Background:
         self._pool: Pool | None = None
         self._ranks_here = 0  # of this host; 0: not counted yet
 
-    def save(
-        self,
-        sharded: ShardedModel,
-        path: str | Path,
-        optimizers: Optimizers,
-        training: Training | None,
-        options: SaveOptions,
-    ) -> Saving | None:
+    def save(self, sharded: ShardedModel, request: SaveRequest) -> Saving | None:
         """Start to save; ``None`` if one is under way and ``when_busy`` is ``"skip"``.
 
         Raises:
             CheckpointError: this save could not begin, or the one before it failed.
         """
+        options = request.options
         if options.when_busy == "skip" and not self.check():
             if sharded.comm.rank == 0:
-                log.warning("%s is not saved: the save before it is still being written", path)
+                log.warning(
+                    "%s is not saved: the save before it is still being written", request.path
+                )
             return None
         self.wait_pending()
         comm = sharded.comm
         if not self._ranks_here:
             self._ranks_here = all_gather_object(comm, host(), "hosts").count(host())
-        task = begin(sharded, path, optimizers, training, options)
+        task = begin(sharded, request)
         saving = Saving(task, comm, self._memory(options.snapshot_bytes, task, comm.device))
         try:
-            saving.begin(None if options.copied_by == "return" else Watched(sharded, optimizers))
+            saving.begin(
+                None if options.copied_by == "return" else Watched(sharded, request.optimizers)
+            )
         except BaseException:
             saving.cancel()
             raise

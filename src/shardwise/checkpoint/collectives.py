@@ -131,33 +131,33 @@ def _part(folder: Path, rank: int) -> Path:
     return folder / f".part-{rank:05d}.json"
 
 
-def leave_part(folder: Path, rank: int, text: str) -> None:
-    """Leave this rank's text for rank 0, whole or not at all."""
+def leave_part(folder: Path, rank: int, value: Any) -> None:
+    """Leave this rank's value for rank 0, whole or not at all."""
     path = _part(folder, rank)
     unfinished = path.with_suffix(".tmp")
-    write_file(unfinished, text.encode())
+    write_file(unfinished, json.dumps(value).encode())
     unfinished.replace(path)
 
 
 def await_parts(
     folder: Path, world: int, cancelled: Event, patience: float = PATIENCE
-) -> list[str]:
-    """Every rank's text, by rank; the files are gone afterwards. Rank 0's.
+) -> list[Any]:
+    """Every rank's value, by rank; the files are gone afterwards. Rank 0's.
 
     Raises:
-        CheckpointError: for ``patience`` seconds no further rank left its text, or ``cancelled``.
+        CheckpointError: for ``patience`` seconds no further rank left its value, or ``cancelled``.
     """
-    texts: dict[int, str] = {}
+    values: dict[int, Any] = {}
     nap, longest = NAPS
     last = time.monotonic()
-    while len(texts) < world:
-        for rank in set(range(world)) - set(texts):
+    while len(values) < world:
+        for rank in set(range(world)) - set(values):
             with explained(f"looking for what rank {rank} left in {folder.name}"):
                 if (path := _part(folder, rank)).exists():
-                    texts[rank] = path.read_text("utf-8")
+                    values[rank] = json.loads(path.read_bytes())
                     path.unlink()
                     last, nap = time.monotonic(), NAPS[0]
-        absent = [rank for rank in range(world) if rank not in texts]
+        absent = [rank for rank in range(world) if rank not in values]
         if absent and time.monotonic() - last > patience:
             raise CheckpointError(
                 f"{folder}: {named(absent)} of {world} did not finish writing within "
@@ -167,4 +167,4 @@ def await_parts(
         if absent and cancelled.wait(nap):
             raise CheckpointError(f"{folder}: this save was given up; {named(absent)} was absent.")
         nap = min(longest, 1.5 * nap)
-    return [texts[rank] for rank in range(world)]
+    return [values[rank] for rank in range(world)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,16 @@ def kind_of(word: object) -> str:
             f"{', '.join(KINDS)} (FULL_STATE_DICT, SHARDED_STATE_DICT, LOCAL_STATE_DICT)."
         )
     return kind
+
+
+def check_known(call: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises ``ConfigError``, which names the nearest, where ``call`` has no such option."""
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"{call} has no option {name!r}; nearest is {nearest(name, known, 1)[0]!r}. "
+                f"Options are {', '.join(known)}."
+            )
 
 
 @dataclass(frozen=True)
@@ -96,21 +106,19 @@ class SaveOptions:
                 f"keep_best is {self.keep_best!r}; choose 'lowest', 'highest' or None."
             )
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> SaveOptions:
-        """From keyword arguments; an unknown one is an error that names the nearest."""
-        known = [item.name for item in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ConfigError(
-                    f"save() has no option {name!r}; nearest is {nearest(name, known)[0]!r}. "
-                    f"Options are {', '.join(known)}."
-                )
-        return cls(**given)
-
     def small(self) -> dict[str, bytes]:
         """The further files as bytes."""
         return {k: v.encode() if isinstance(v, str) else v for k, v in self.files.items()}
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What a caller asks to be saved: where, whose state, and how. No training: weights alone."""
+
+    path: str | Path
+    optimizers: Sequence[Optimizer]
+    training: Training | None
+    options: SaveOptions
 
 
 @dataclass(frozen=True)
@@ -181,14 +189,3 @@ class LoadOptions:
     training: Training | None = None
     strict: bool = True
     cast: bool = False
-
-    @classmethod
-    def of(
-        cls, optimizers: Sequence[Optimizer], training: Training | None, how: Mapping[str, Any]
-    ) -> LoadOptions:
-        """With ``how`` as keyword arguments; an unknown one is an error that names the nearest."""
-        for name in how:
-            if name not in ("strict", "cast"):
-                like = nearest(name, ("strict", "cast"))[0]
-                raise ConfigError(f"load() has no option {name!r}; nearest is {like!r}.")
-        return cls(optimizers, training, **how)

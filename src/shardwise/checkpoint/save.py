@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
-
 from shardwise.checkpoint import training_state
 from shardwise.checkpoint.collectives import (
     all_gather_object,
@@ -43,8 +41,7 @@ from shardwise.checkpoint.folder import (
     step_of,
 )
 from shardwise.checkpoint.gathered import write_gathered
-from shardwise.checkpoint.optimizer_state import Optimizers
-from shardwise.checkpoint.options import Saved, SaveOptions
+from shardwise.checkpoint.options import Saved, SaveOptions, SaveRequest
 from shardwise.checkpoint.publish import publish_files
 from shardwise.checkpoint.run_folder import Retention, apply_retention
 from shardwise.checkpoint.save_plan import SavePlan, plan_save
@@ -86,20 +83,10 @@ class Task:
     @property
     def folder(self) -> Path:
         """Where everybody writes."""
-        return _folder(self.final, self.token)
+        return self.final.with_name(f"{self.final.name}.partial-{self.token}")
 
 
-def _folder(final: Path, token: str) -> Path:
-    return final.with_name(f"{final.name}.partial-{token}")
-
-
-def save(
-    sharded: ShardedModel,
-    path: str | Path,
-    optimizers: Optimizers,
-    training: Training | None,
-    options: SaveOptions,
-) -> Saved:
+def save(sharded: ShardedModel, request: SaveRequest) -> Saved:
     """Write a checkpoint that any number of ranks can load. A collective, between steps.
 
     Raises:
@@ -107,62 +94,50 @@ def save(
     """
     start = time.perf_counter()
     comm = sharded.comm
-    task = begin(sharded, path, optimizers, training, options)
+    task = begin(sharded, request)
     try:
-        if options.kind == "full":
+        if request.options.kind == "full":
             part = write_gathered(comm, task.folder, task.contents)
         else:
             part = write_part(task, comm.rank)
-        texts = all_gather_object(comm, part.encode(), "parts of a checkpoint")
-        parts = [Part.decode(text) for text in texts]
-        _check_parts(parts)
-        removed = raise_on_all(
-            comm, "publishing", lambda: finish(task, parts) if task.partial else ()
-        )
+        parts = [Part.decode(some) for some in all_gather_object(comm, part, "parts of a save")]
+        removed = raise_on_all(comm, "publishing", lambda: finish(task, parts))
     except BaseException:
         give_up(task)
         raise
     removed = tuple(broadcast_object(comm, removed, "what was removed"))
-    nbytes = sum(file.size for file in task.contents.files)
-    return Saved(task.final, nbytes, time.perf_counter() - start, removed)
+    return Saved(task.final, task.contents.nbytes, time.perf_counter() - start, removed)
 
 
-def begin(
-    sharded: ShardedModel,
-    path: str | Path,
-    optimizers: Sequence[Optimizer],
-    training: Training | None,
-    options: SaveOptions,
-) -> Task:
+def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
     """Phases 1 to 3. A collective.
 
     Raises:
         CheckpointError: on every rank alike; nothing is left behind.
     """
-    comm, final = sharded.comm, Path(path).expanduser().absolute()
+    comm, final = sharded.comm, Path(request.path).expanduser().absolute()
+    training, options = request.training, request.options
     step = step_of(final.name) if training is None or training.step is None else training.step
-    if optimizers or training is not None:
+    if request.optimizers or training is not None:
         training = replace(training or Training(), step=step)
     # First what may be wrong on one rank alone, and what decides which collectives follow.
     values = raise_on_all(
         comm, "what is saved", lambda: training_state.values_of(training) if training else {}
     )
-    asked = {"path": str(path), "kind of checkpoint": options.kind}
-    asked |= {"optimizers": str(len(optimizers)), "training state": str(training is not None)}
-    check_same_on_all(comm, asked | (training_state.facts_of(training, values) if training else {}))
-    contents = plan_save(sharded, optimizers, training, values, options)
+    facts = {"path": str(request.path), "kind of checkpoint": options.kind}
+    facts |= {"optimizers": str(len(request.optimizers)), "training state": str(bool(training))}
+    facts |= training_state.facts_of(training, values) if training else {}
+    check_same_on_all(comm, facts)
+    contents = plan_save(sharded, replace(request, training=training), values)
     check_same_on_all(comm, contents.facts())
     metric = None if training is None or training.metric is None else float(training.metric)
-    proposal = new_token(), metric
-    token, metric = broadcast_object(comm, proposal, "token of a checkpoint")
-    facts = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
-    facts |= {"kind": options.kind, "metric": metric}
-
-    def make() -> Partial | None:
-        return _make_folder(final, token, contents) if comm.rank == 0 else None
-
-    partial = raise_on_all(comm, "beginning", make)
-    task = Task(final, token, contents, facts, sharded.loaded_token, options, partial)
+    token, metric = broadcast_object(comm, (new_token(), metric), "token of a checkpoint")
+    stated = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
+    stated |= {"kind": options.kind, "metric": metric}
+    partial = raise_on_all(
+        comm, "beginning", lambda: None if comm.rank else _make_folder(final, token, contents)
+    )
+    task = Task(final, token, contents, stated, sharded.loaded_token, options, partial)
     try:
         if options.kind != "full":  # of that kind all moves as it is written, to rank 0
             raise_on_all(comm, "looking for the folder", lambda: _check_shared(task.folder))
@@ -219,23 +194,19 @@ def write_part(task: Task, rank: int) -> Part:
         return Part.failed(error)
 
 
-def _check_parts(parts: Sequence[Part]) -> None:
-    """Raises ``CheckpointError`` if a rank could not write its part."""
-    if failed := {rank: part.error for rank, part in enumerate(parts) if part.error}:
-        raise CheckpointError(joined_message(failed, len(parts)))
-
-
 # --- rank 0, which keeps the folder ----------------------------------------------------------
 
 
 def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
-    """Phases 5 and 6: publish it, and let old ones go; their names.
+    """Phases 5 and 6: publish it, and let old ones go; their names. Other ranks only look at parts.
 
     Raises:
         CheckpointError: it is not published; or it is, and ``latest`` could not be moved.
     """
-    _check_parts(parts)
-    assert task.partial is not None  # who keeps it has it
+    if failed := {rank: part.error for rank, part in enumerate(parts) if part.error}:
+        raise CheckpointError(joined_message(failed, len(parts)))
+    if task.partial is None:
+        return ()
     hit("all parts known", 0)
     contents = task.contents
     facts = {**task.facts, "token": task.token, "aliases": dict(contents.aliases)}

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shardwise.buffers import Bucket
 from shardwise.checkpoint import checksum, manifest, training_state
@@ -29,12 +28,11 @@ from shardwise.checkpoint.local_shards import (
     weights,
 )
 from shardwise.checkpoint.optimizer_state import Named, optimizer_shards
-from shardwise.checkpoint.options import SaveOptions
+from shardwise.checkpoint.options import SaveOptions, SaveRequest
 from shardwise.checkpoint.plan import FilePlan, block_size, index_files, plan_files
 from shardwise.checkpoint.safetensors_format import is_plain
 from shardwise.checkpoint.segments import Segments
 from shardwise.checkpoint.target import ShardedModel
-from shardwise.checkpoint.training_state import Training
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ScheduleError
@@ -76,13 +74,17 @@ class SavePlan:
             span.stop - span.start for f in self.files for span in f.spans if span.rank == rank
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Of all files with tensors."""
+        return sum(file.size for file in self.files)
+
     def facts(self) -> dict[str, str]:
         """What every rank must have alike, as short texts to compare."""
-        return {f"file {file.name}": _fact(file) for file in self.files}
-
-
-def _fact(file: FilePlan) -> str:
-    return f"{len(file.tensors):,} tensors, {file.size:,} bytes, {file.digest}"
+        return {
+            f"file {file.name}": f"{len(file.tensors)} tensors, {file.size:,} bytes, {file.digest}"
+            for file in self.files
+        }
 
 
 class _LocalState(NamedTuple):
@@ -95,27 +97,15 @@ class _LocalState(NamedTuple):
     own: Mapping[str, Tensor]  # generators
 
 
-def plan_save(
-    sharded: ShardedModel,
-    optimizers: Sequence[Optimizer],
-    training: Training | None,
-    values: Mapping[str, Any],
-    options: SaveOptions,
-) -> SavePlan:
-    """All of it. A collective.
-
-    Args:
-        training: ``None`` for weights alone.
-        values: ``training_state.values_of(training)``.
-        options: how it is to be stored.
+def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, Any]) -> SavePlan:
+    """All of it; ``values`` are those of ``request.training``. A collective.
 
     Raises:
         CheckpointError: something of it cannot be stored; on every rank alike.
     """
     comm, model = sharded.comm, sharded.model
-    local_state = raise_on_all(
-        comm, "contents", lambda: _local_state(sharded, optimizers, training, options)
-    )
+    training, options = request.training, request.options
+    local_state = raise_on_all(comm, "contents", lambda: _local_state(sharded, request))
     groups, small = dict(local_state.groups), dict(local_state.small)
     if training is not None:
         buffers = _differing_buffers(comm, model)
@@ -137,20 +127,18 @@ def plan_save(
     return SavePlan(every, tuple(segments), small, local_state.aliases, block)
 
 
-def _local_state(
-    sharded: ShardedModel,
-    optimizers: Sequence[Optimizer],
-    training: Training | None,
-    options: SaveOptions,
-) -> _LocalState:
+def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
+    options = request.options
     shards, aliases = weights(sharded.buckets, sharded.model)
     live = _is_live(options)
     groups = {MODEL: [h.clone() if live and h.entry.everywhere else h for h in shards]}
     small = {**_model_config(sharded.model), **_checked(options.small())}
-    if training is None:
+    if request.training is None:
         return _LocalState(groups, aliases, small, (), {})
     _check_reduced(sharded.buckets)
-    groups[OPTIMIZER], records = optimizer_shards(optimizers, Named(param_shards(sharded.buckets)))
+    groups[OPTIMIZER], records = optimizer_shards(
+        request.optimizers, Named(param_shards(sharded.buckets))
+    )
     own = {
         RNG + name: value for name, value in training_state.capture_rng(sharded.comm.device).items()
     }

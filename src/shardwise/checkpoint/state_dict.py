@@ -32,13 +32,13 @@ from shardwise.checkpoint.local_shards import (
     persistent_buffers,
     warn_of_extra_state,
 )
-from shardwise.checkpoint.options import kind_of
+from shardwise.checkpoint.options import check_known, kind_of
 from shardwise.checkpoint.read_requests import ReadRequest
 from shardwise.checkpoint.reader import TensorLocation
 from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of, itemsize
 from shardwise.checkpoint.target import ShardedModel
 from shardwise.comm.protocol import Comm, Label
-from shardwise.errors import CheckpointError, ConfigError, nearest
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.listing import size
 from shardwise.shard_tensor import ShardTensor
 from shardwise.torch_internals import buffers_of, parameters_of
@@ -86,11 +86,7 @@ class StateDict:
                     f"{', '.join(how)} beside a StateDict, which says all of it. Put it into that."
                 )
             return kind
-        known = [item.name for item in fields(cls)]
-        for name in how:
-            if name not in known:
-                like = nearest(name, known, 1)[0]
-                raise ConfigError(f"a state dict has no option {name!r}; nearest is {like!r}.")
+        check_known("a state dict", how, [item.name for item in fields(cls)])
         return cls(kind_of(kind), **how)
 
     def wants(self, names: Sequence[str]) -> bool:

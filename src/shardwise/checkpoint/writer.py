@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,15 +53,11 @@ class Part(NamedTuple):
         ours = isinstance(error, CheckpointError)
         return cls({}, str(error) if ours else f"{type(error).__name__}: {error}")
 
-    def encode(self) -> str:
-        """As a text for rank 0."""
-        return json.dumps(self._asdict(), separators=(",", ":"))
-
     @classmethod
-    def decode(cls, text: str) -> Part:
-        fields = json.loads(text)
-        pieces = {name: [tuple(p) for p in ps] for name, ps in fields["pieces"].items()}
-        return cls(pieces, fields["error"], fields["host"])
+    def decode(cls, fields: Sequence[Any]) -> Part:
+        """From JSON, which has lists for tuples."""
+        pieces, error, host = fields
+        return cls({name: [tuple(p) for p in some] for name, some in pieces.items()}, error, host)
 
 
 def allocate(folder: Path, files: Sequence[FilePlan], more: int) -> None:
