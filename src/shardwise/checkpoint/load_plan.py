@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwise.checkpoint import training_state
 from shardwise.checkpoint.local_shards import param_shards, persistent_buffers
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.optimizer_state import Named, Restored, restored
+from shardwise.checkpoint.optimizer_state import Named, Restored
 from shardwise.checkpoint.options import Loaded, LoadOptions
 from shardwise.checkpoint.read_requests import ReadRequest, request_for
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
@@ -347,7 +347,7 @@ def _optimizers(checkpoint: OpenCheckpoint, options: LoadOptions, named: Named) 
             "load. Leave it out to load the weights alone, and begin with a fresh optimizer."
         )
     records = checkpoint.document.optimizers
-    return restored(options.optimizers, named, records, checkpoint.states, checkpoint.aliases)
+    return Restored(options.optimizers, named, records, checkpoint.states, checkpoint.aliases)
 
 
 def _absent(checkpoint: OpenCheckpoint, options: LoadOptions) -> list[str]:

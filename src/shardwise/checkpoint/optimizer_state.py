@@ -13,7 +13,6 @@ is an error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -236,26 +235,38 @@ class _Target:
 class Restored:
     """State on its way into optimizers.
 
+    Args:
+        records: what the training state says of optimizers.
+        places: the stored tensors, ``STATE/PARAMETER``.
+        aliases: further names of tied parameters → the name in the records.
+
     Attributes:
         problems: one line for each thing that does not fit.
         left_out: names of parameters whose state is not loaded, in the model or in the files.
     """
 
     def __init__(
-        self, targets: Sequence[_Target], saved: Mapping[str, _Saved], loose: Sequence[str] = ()
+        self,
+        optimizers: Optimizers,
+        named: Named,
+        records: Sequence[Mapping[str, Any]],
+        places: Mapping[str, TensorLocation],
+        aliases: Mapping[str, str],
     ) -> None:
-        """``loose``: names of parameters with state, but in no group."""
-        self._targets = targets
+        saved, groupless = _parsed(records, places)
+        self._targets = targets = list(_targets(optimizers, named, saved, aliases))
+        self._states: list[tuple[_Target, dict[str, Any]]] = []
         used = {id(target.saved) for target in targets}
         absent = [target.shard.member.name for target in targets if target.saved is None]
         extra = [name for name, state in saved.items() if id(state) not in used]
-        self.problems = [f"{name}: its optimizer state is not stored" for name in absent]
-        self.problems += [f"{name}: stored, and no optimizer has this parameter" for name in extra]
-        self.problems += [f"{name}: it has state, and is in no stored group" for name in loose]
-        self.problems += [line for target in targets for line in _misfits(target)]
-        self.problems += _conflicts(targets)
-        self.left_out = (*absent, *extra, *loose)
-        self._states: list[tuple[_Target, dict[str, Any]]] = []
+        self.left_out = (*absent, *extra, *groupless)
+        self.problems = [
+            *(f"{name}: its optimizer state is not stored" for name in absent),
+            *(f"{name}: stored, and no optimizer has this parameter" for name in extra),
+            *(f"{name}: it has state, and is in no stored group" for name in groupless),
+            *(line for target in targets for line in _misfits(target)),
+            *_conflicts(targets),
+        ]
 
     def requests(self) -> list[ReadRequest]:
         """What is to be read, into state that exists or is made here."""
@@ -274,63 +285,38 @@ class Restored:
             if target.saved is None:
                 continue
             state |= {key: json_codec.decode(value) for key, value in target.saved.values.items()}
-            held = target.optimizer.state[target.param]
-            held.clear()
-            held.update(state)
+            target.optimizer.state[target.param].clear()
+            target.optimizer.state[target.param].update(state)
             if not state:
                 del target.optimizer.state[target.param]
             for key, value in target.saved.options.items():
                 _set_option(target.group, key, json_codec.decode(value))
 
 
-def restored(
-    optimizers: Optimizers,
-    named: Named,
-    records: Sequence[Mapping[str, Any]],
-    places: Mapping[str, TensorLocation],
-    aliases: Mapping[str, str],
-) -> Restored:
-    """Find the saved state of every parameter that the optimizers hold.
-
-    Args:
-        records: what the training state says of optimizers.
-        places: the stored tensors, ``STATE/PARAMETER``.
-        aliases: further names of tied parameters → the name in the records.
-    """
-    saved = _saved(records, places)
-    targets = []
+def _targets(
+    optimizers: Optimizers, named: Named, saved: Mapping[str, _Saved], aliases: Mapping[str, str]
+) -> Iterator[_Target]:
+    """Each parameter that the optimizers hold, with what is stored of it."""
     for optimizer in optimizers:
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        for param in params_of(optimizer):
-            shard = named.shard(param, optimizer)
-            names = [
-                n for alias in shard.member.aliases for n in (alias, aliases.get(alias, alias))
-            ]
-            state = next((saved[name] for name in names if name in saved), None)
-            targets.append(_Target(optimizer, groups[id(param)], param, shard, state))
-    return Restored(targets, saved, _loose(records, places, saved))
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                shard = named.shard(param, optimizer)
+                own = shard.member.aliases
+                names = [name for alias in own for name in (alias, aliases.get(alias, alias))]
+                state = next((saved[name] for name in names if name in saved), None)
+                yield _Target(optimizer, group, param, shard, state)
 
 
-def _loose(
-    records: Sequence[Mapping[str, Any]],
-    places: Mapping[str, TensorLocation],
-    saved: Mapping[str, _Saved],
-) -> list[str]:
-    held = [name.partition("/")[2] for name in places]
-    with _well_formed():
-        held += [name for record in records for name, one in record["values"].items() if one]
-    return [name for name in dict.fromkeys(held) if name not in saved]
-
-
-def _saved(
+def _parsed(
     records: Sequence[Mapping[str, Any]], places: Mapping[str, TensorLocation]
-) -> dict[str, _Saved]:
+) -> tuple[dict[str, _Saved], list[str]]:
+    """What is stored of each parameter in a group; and names of others that have state."""
     tensors: dict[str, dict[str, TensorLocation]] = {}
     for name, place in places.items():
         key, _, param = name.partition("/")
         tensors.setdefault(param, {})[key] = place
-    with _well_formed():
-        return {
+    try:
+        saved = {
             name: _Saved(
                 record["class"],
                 group["options"],
@@ -341,17 +327,13 @@ def _saved(
             for group in record["groups"]
             for name in group["params"]
         }
-
-
-@contextmanager
-def _well_formed() -> Iterator[None]:
-    try:
-        yield
+        with_values = [n for record in records for n, one in record["values"].items() if one]
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the training state's record of optimizers is malformed ({error!r}). Load another "
             "checkpoint, or load without the optimizer."
         ) from None
+    return saved, [n for n in dict.fromkeys([*tensors, *with_values]) if n not in saved]
 
 
 def _fitting(target: _Target) -> Iterator[tuple[str, TensorLocation]]:

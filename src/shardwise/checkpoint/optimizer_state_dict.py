@@ -24,11 +24,11 @@ from shardwise.checkpoint.optimizer_state import (
     AS_BUILT,
     ByName,
     Named,
+    Restored,
     check_key,
     groups_of,
     local_state,
     record_of,
-    restored,
 )
 from shardwise.checkpoint.state_dict import StateDict, offered, receive, warn_of_copies
 from shardwise.checkpoint.target import ShardedModel
@@ -165,7 +165,7 @@ def put_optimizer_state(
     places = offered(comm, tensors)
     named = Named(param_shards(sharded.buckets))
     restoring = raise_on_all(
-        comm, "comparing", lambda: restored((optimizer,), named, [record], places, {})
+        comm, "comparing", lambda: Restored((optimizer,), named, [record], places, {})
     )
     if problems := [*_of_another(optimizer, record), *restoring.problems]:
         lines = "".join(f"\n  {line}" for line in problems)
