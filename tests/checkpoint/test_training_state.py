@@ -24,8 +24,8 @@ from shardwise.checkpoint.training_state import (
 def encoded(training: sw.Training, *optimizers: Any, local: tuple[Any, ...] = (None,)) -> bytes:
     """The document that ranks with these values of their own make."""
     values = values_of(training)
-    texts = [json.dumps(values_of(sw.Training(local=one))["local"]) for one in local]
-    return document(training.step, values, optimizers, texts)
+    encoded = [values_of(sw.Training(local=one))["local"] for one in local]
+    return document(training.step, values, optimizers, encoded)
 
 
 class Counter:

@@ -261,11 +261,7 @@ class Background:
         self._ranks_here = 0  # of this host; 0: not counted yet
 
     def save(self, sharded: ShardedModel, request: SaveRequest) -> Saving | None:
-        """Start to save; ``None`` if one is under way and ``when_busy`` is ``"skip"``.
-
-        Raises:
-            CheckpointError: this save could not begin, or the one before it failed.
-        """
+        """Start to save; ``None`` if one is under way and ``when_busy`` is ``"skip"``."""
         options = request.options
         if options.when_busy == "skip" and not self.check():
             if sharded.comm.rank == 0:

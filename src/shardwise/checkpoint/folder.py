@@ -113,11 +113,7 @@ def leftovers(run: Path) -> list[Leftover]:
 
 
 def resolve(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, what ``latest`` points at, or a replaced one.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The checkpoint that ``path`` means: itself, what ``latest`` points at, or a replaced one."""
     points = path.name == LATEST and (path.is_symlink() or path.is_file())
     target = _pointed(path) if points else path
     if target.exists():

@@ -70,9 +70,6 @@ def read_from_rank_0(comm: Comm, source: CheckpointReader, requests: Iterable[Re
 
     Args:
         source: the checkpoint; other ranks than 0 take only sizes from it.
-
-    Raises:
-        CheckpointError: on rank 0, where bytes are missing or damaged; the others return.
     """
     by_file: dict[str, list[ReadRequest]] = {}
     for request in requests:

@@ -32,9 +32,6 @@ def encode(value: Any, where: str) -> Any:
         value: numbers, texts, bytes, ``None``, small tensors and arrays, and lists, tuples, sets,
             dicts, deques and counters of them.
         where: what it is, for errors, such as ``"training.position"``.
-
-    Raises:
-        CheckpointError: another type, naming the place inside ``value``.
     """
     if value is None or type(value) in (bool, int, str):
         return value

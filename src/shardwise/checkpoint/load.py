@@ -51,13 +51,7 @@ REPLACED = "Some tensors of the model were already replaced"
 
 
 def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loaded:
-    """Load a checkpoint into the model. A collective, between steps.
-
-    Raises:
-        CheckpointError: on every rank alike. If it says so, some tensors were already replaced.
-        DamagedCheckpoint: the same, where bytes are missing or not those that were written. What
-            the disk does not let be read is not damage.
-    """
+    """Load a checkpoint into the model. A collective, between steps."""
     comm = sharded.comm
     comm.fence(Label("fence", "load"))  # nobody still reads the memory that is filled next
     with ExitStack() as stack:

@@ -232,11 +232,7 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(path: str | Path, options: LoadOptions, stack: ExitStack) -> OpenCheckpoint:
-    """Open the checkpoint that ``path`` means; ``stack`` closes it.
-
-    Raises:
-        CheckpointError: there is none, it is not complete, or it is malformed.
-    """
+    """Open the checkpoint that ``path`` means; ``stack`` closes it."""
     source = stack.enter_context(CheckpointReader.open(path))
     weights = source.tensors(MODEL)
     if not weights:
@@ -256,11 +252,7 @@ def open_checkpoint(path: str | Path, options: LoadOptions, stack: ExitStack) ->
 
 
 class LoadPlan:
-    """What of a checkpoint goes where on this rank.
-
-    Raises:
-        CheckpointError: something does not fit; all of it, in one error.
-    """
+    """What of a checkpoint goes where on this rank."""
 
     def __init__(
         self, sharded: ShardedModel, checkpoint: OpenCheckpoint, options: LoadOptions

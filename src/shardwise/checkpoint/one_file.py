@@ -55,11 +55,7 @@ class SavedFile:
 
 
 def save_one_file(sharded: ShardedModel, path: str | Path, how: StateDict) -> SavedFile:
-    """Write the whole model's state as one file. A collective; only rank 0 needs the disk.
-
-    Raises:
-        CheckpointError: on every rank alike; what was there before under this name still is.
-    """
+    """Write the whole model's state as one file. A collective; only rank 0 needs the disk."""
     comm, final = sharded.comm, Path(path).expanduser().absolute()
     raise_on_all(comm, "naming", lambda: _check_suffix(final))
     check_same_on_all(comm, {"single file": str(path)})
@@ -80,11 +76,7 @@ def _check_suffix(path: Path) -> None:
 
 
 def write_one_file(path: Path, states: Mapping[str, Any]) -> tuple[int, int]:
-    """Write ``states`` under ``path``: whole or not at all. Returns tensors and bytes.
-
-    Raises:
-        CheckpointError: it cannot be; what was there before is as it was.
-    """
+    """Write ``states`` under ``path``: whole or not at all. Returns tensors and bytes."""
     unfinished = path.with_name(f".{path.name}.unfinished-{new_token()}")
     is_safetensors = path.suffix == ".safetensors"
     tensors = _once(states) if is_safetensors else dict(states)

@@ -59,11 +59,7 @@ class Named:
         self._by_id = {id(shard.member.param): shard for shard in places}
 
     def shard(self, param: Tensor, optimizer: Optimizer) -> ParamShard:
-        """Where the parameter is, and what it is called.
-
-        Raises:
-            CheckpointError: it is none of this model's.
-        """
+        """Where the parameter is, and what it is called."""
         if id(param) not in self._by_id:
             raise CheckpointError(
                 f"{type(optimizer).__qualname__} holds a parameter of shape {tuple(param.shape)} "
@@ -92,11 +88,7 @@ class LocalState(NamedTuple):
 
 
 def local_state(optimizer: Optimizer, named: Named) -> LocalState:
-    """Sort all that the optimizer keeps.
-
-    Raises:
-        CheckpointError: a parameter is none of the model's, or state cannot be cut with it.
-    """
+    """Sort all that the optimizer keeps."""
     state = LocalState({}, {}, {})
     for param in params_of(optimizer):
         shard = named.shard(param, optimizer)
@@ -125,11 +117,7 @@ def groups_of(optimizer: Optimizer, named: Named) -> list[dict[str, Any]]:
 
 
 def record_of(kind: str, groups: Sequence[Mapping[str, Any]], values: ByName) -> dict[str, Any]:
-    """What ``training.json`` says of an optimizer of class ``kind``, beside its tensors.
-
-    Raises:
-        CheckpointError: an option or a value cannot be written as JSON.
-    """
+    """What ``training.json`` says of an optimizer of class ``kind``, beside its tensors."""
     return {
         "class": kind,
         "groups": [
@@ -182,11 +170,7 @@ def is_scalar(key: str, value: Tensor, shape: torch.Size) -> bool:
 
 
 def part_of(key: str, value: Tensor, shard: ParamShard) -> Tensor:
-    """The elements of this state that belong to the rank's part of the parameter.
-
-    Raises:
-        CheckpointError: it has not one value for each element.
-    """
+    """The elements of this state that belong to the rank's part of the parameter."""
     if value.shape == shard.value.shape:
         return value
     if len(shard.member.shape) == 0 and value.ndim == 0:  # of a 0-dim parameter that others hold

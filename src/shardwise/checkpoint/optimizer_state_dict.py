@@ -153,11 +153,7 @@ def by_name(states: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def put_optimizer_state(
     sharded: ShardedModel, optimizer: Optimizer, states: Mapping[str, Any]
 ) -> None:
-    """Give every rank its part of rank 0's ``states``, by name. A collective.
-
-    Raises:
-        CheckpointError: on every rank alike, naming all that does not fit; nothing was changed.
-    """
+    """Give every rank its part of rank 0's ``states``, by name. A collective."""
     comm = sharded.comm
     kind = type(optimizer).__qualname__
     record = run_on_rank_0(comm, "options of an optimizer", lambda: _record(states, kind))

@@ -18,11 +18,7 @@ KINDS = ("full", "sharded", "local")
 
 
 def kind_of(word: object) -> str:
-    """``"full"``, ``"FULL"`` or ``"FULL_STATE_DICT"`` → ``"full"``; also a ``StateDictType``.
-
-    Raises:
-        ConfigError: there is no such kind.
-    """
+    """``"full"``, ``"FULL"`` or ``"FULL_STATE_DICT"`` → ``"full"``; also a ``StateDictType``."""
     text = word if isinstance(word, str) else getattr(word, "name", "")
     kind = str(text).lower().removesuffix("_state_dict")
     if kind not in KINDS:

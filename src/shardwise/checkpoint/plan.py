@@ -166,9 +166,6 @@ def plan_files(
 
     Returns:
         As many as needed; none for no entries.
-
-    Raises:
-        CheckpointError: two entries have one name.
     """
     return _planned(stem, tuple(entries), limit, one_writer, block)
 

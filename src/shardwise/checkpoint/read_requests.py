@@ -78,9 +78,6 @@ def read_into(
 
     A few threads read windows of files, and no two of them the same block. Ranks begin in
     different files, so that they do not all ask one server for one file.
-
-    Raises:
-        CheckpointError: bytes are missing or damaged. What was read before is already in place.
     """
     windows: dict[tuple[str, int], list[ReadRequest]] = {}
     for request in requests:

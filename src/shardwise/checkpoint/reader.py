@@ -55,11 +55,7 @@ class CheckpointReader:
 
     @classmethod
     def open(cls, path: str | Path) -> CheckpointReader:
-        """Open the checkpoint that ``path`` means: a folder, ``latest``, or one safetensors file.
-
-        Raises:
-            CheckpointError: there is none, or it is not complete.
-        """
+        """Open what ``path`` means: a complete folder, ``latest``, or one safetensors file."""
         given = Path(path).expanduser().absolute()
         resolved = retried(f"opening {given}", lambda: resolve(given))
         if retried(f"opening {resolved}", resolved.is_file):
@@ -121,12 +117,7 @@ class CheckpointReader:
         return weights
 
     def tensors(self, stem: str) -> dict[str, TensorLocation]:
-        """Every tensor of a stem, by name.
-
-        Raises:
-            CheckpointError: a file is missing or malformed, two hold a tensor of one name, the
-                index names one that is in none, or the manifest ties a name to such a one.
-        """
+        """Every tensor of a stem, by name."""
         index = self._index(stem) or {}
         locations = self.tensors_in(self.names(stem))
         if lost := [name for name in index if name not in locations]:
@@ -154,11 +145,7 @@ class CheckpointReader:
                 )
 
     def tensors_in(self, names: Iterable[str]) -> dict[str, TensorLocation]:
-        """Every tensor of some files, by name.
-
-        Raises:
-            CheckpointError: a file is missing or malformed, or two hold a tensor of one name.
-        """
+        """Every tensor of some files, by name."""
         locations: dict[str, TensorLocation] = {}
         for name in names:
             inside(self.folder, name)

@@ -109,11 +109,7 @@ class Header:
 def encode(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The header of a file that holds these ``(name, dtype, shape)``, in this order, gapless.
-
-    Raises:
-        CheckpointError: it is longer than any reader accepts.
-    """
+    """The header of a file that holds these ``(name, dtype, shape)``, in this order, gapless."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, dtype, shape in tensors:
@@ -138,9 +134,6 @@ def length_of(prefix: bytes, size: int, file: str) -> int:
         prefix: those 8 bytes, or fewer if the file has no more.
         size: the file's.
         file: its name, for errors.
-
-    Raises:
-        CheckpointError: there cannot be as many.
     """
     if len(prefix) < _PREFIX or size < _PREFIX:
         raise _bad(file, f"it has {size} bytes, fewer than the 8 that announce the header")
@@ -256,10 +249,6 @@ def inside(folder: Path, name: object) -> Path:
 
     A link must lead to a file in the same folder, or to Hugging Face's own store of files, as in
     ``models--…/snapshots/…/model.safetensors → ../../blobs/…``.
-
-    Raises:
-        CheckpointError: the name is not plain, a link leads elsewhere or in a circle, or the
-            folder may not be looked at.
     """
     if not is_plain(name):
         raise CheckpointError(

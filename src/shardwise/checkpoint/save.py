@@ -87,11 +87,7 @@ class Task:
 
 
 def save(sharded: ShardedModel, request: SaveRequest) -> Saved:
-    """Write a checkpoint that any number of ranks can load. A collective, between steps.
-
-    Raises:
-        CheckpointError: on every rank alike; nothing changed under ``path``.
-    """
+    """Write a checkpoint that any number of ranks can load. A collective, between steps."""
     start = time.perf_counter()
     comm = sharded.comm
     task = begin(sharded, request)
@@ -110,11 +106,7 @@ def save(sharded: ShardedModel, request: SaveRequest) -> Saved:
 
 
 def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
-    """Phases 1 to 3. A collective.
-
-    Raises:
-        CheckpointError: on every rank alike; nothing is left behind.
-    """
+    """Phases 1 to 3. A collective."""
     comm, final = sharded.comm, Path(request.path).expanduser().absolute()
     training, options = request.training, request.options
     step = step_of(final.name) if training is None or training.step is None else training.step
@@ -198,11 +190,7 @@ def write_part(task: Task, rank: int) -> Part:
 
 
 def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
-    """Phases 5 and 6: publish it, and let old ones go; their names. Other ranks only look at parts.
-
-    Raises:
-        CheckpointError: it is not published; or it is, and ``latest`` could not be moved.
-    """
+    """Phases 5 and 6: publish it, and let old ones go; their names. Others only look at parts."""
     if failed := {rank: part.error for rank, part in enumerate(parts) if part.error}:
         raise CheckpointError(joined_message(failed, len(parts)))
     if task.partial is None:

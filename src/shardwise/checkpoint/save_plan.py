@@ -98,11 +98,7 @@ class _LocalState(NamedTuple):
 
 
 def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, Any]) -> SavePlan:
-    """All of it; ``values`` are those of ``request.training``. A collective.
-
-    Raises:
-        CheckpointError: something of it cannot be stored; on every rank alike.
-    """
+    """All of it; ``values`` are those of ``request.training``. A collective."""
     comm, model = sharded.comm, sharded.model
     training, options = request.training, request.options
     local_state = raise_on_all(comm, "contents", lambda: _local_state(sharded, request))

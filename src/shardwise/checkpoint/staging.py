@@ -127,11 +127,7 @@ class Copying:
                 self._copies.put(None)
 
     def chunks(self) -> Generator[Chunk]:
-        """What is to be written. Each lasts until the next is asked for; close it at the end.
-
-        Raises:
-            CheckpointError: at the end, if the main thread failed to copy what is missing.
-        """
+        """What is to be written. Each lasts until the next is asked for; close it at the end."""
         try:
             while (copy := self._next()) is not None:
                 try:

@@ -130,9 +130,6 @@ def model_state(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
         ``"full"``: name → whole tensor; empty on ranks that ``rank0_only`` leaves out.
         ``"sharded"``: name → this rank's part, as a ``ShardTensor`` where ranks have different
         ones. ``"local"``: name → the same as a plain tensor.
-
-    Raises:
-        RanksDisagree: the ranks do not ask for the same.
     """
     asked = [bucket.unit for bucket in sharded.buckets if _wants(bucket, how)]
     sharded.comm.agree({**how.facts(), "units of it": ", ".join(asked)})
@@ -214,11 +211,7 @@ def warn_of_copies(comm: Comm, values: Iterable[Any]) -> None:
 
 
 def put_model_state(sharded: ShardedModel, states: Mapping[str, Tensor]) -> None:
-    """Give every rank its part of rank 0's ``states``. A collective.
-
-    Raises:
-        CheckpointError: on every rank alike, naming all that does not fit; nothing was changed.
-    """
+    """Give every rank its part of rank 0's ``states``. A collective."""
     comm = sharded.comm
     states = _without_extra_state(states) if comm.rank == 0 else {}
     plan = ModelPlan(sharded, offered(comm, states), {})
@@ -244,11 +237,7 @@ def _without_extra_state(states: Any) -> Any:
 
 
 def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, TensorLocation]:
-    """What rank 0 has, on every rank: each tensor lies in a "file" of its own name. A collective.
-
-    Raises:
-        CheckpointError: on every rank alike: it has something that is no plain tensor.
-    """
+    """What rank 0 has, on every rank: each tensor in a "file" of its own name. A collective."""
     index = run_on_rank_0(comm, "names of a state dict", lambda: _index(tensors))
     return {
         name: TensorLocation(name, Stored(code, tuple(shape), 0, prod(shape) * itemsize(code)))

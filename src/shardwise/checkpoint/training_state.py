@@ -118,11 +118,7 @@ _ALIKE = ("scheduler", "scaler", "position")  # rank 0's are stored, for all ran
 
 
 def values_of(training: Training) -> dict[str, Any]:
-    """The values of this rank, as JSON has them.
-
-    Raises:
-        CheckpointError: one of them cannot be written, or ranked; it is named.
-    """
+    """The values of this rank, as JSON has them."""
     values = {key: getattr(training, key) for key in _VALUES}
     for key in ("scheduler", "scaler"):
         values[key] = None if values[key] is None else values[key].state_dict()

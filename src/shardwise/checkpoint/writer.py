@@ -65,9 +65,6 @@ def allocate(folder: Path, files: Sequence[FilePlan], more: int) -> None:
 
     Args:
         more: bytes of what else will be written.
-
-    Raises:
-        CheckpointError: the disk has no room; with the numbers.
     """
     needed, free = sum(file.size for file in files) + more, free_bytes(folder)
     if needed > free:

@@ -111,11 +111,7 @@ class Catalogue:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Everything that can be read of the checkpoint that ``path`` means.
-
-        Raises:
-            CheckpointError: there is nothing there, or it may not be looked at.
-        """
+        """Everything that can be read of the checkpoint that ``path`` means."""
         with explained(f"looking at {path}", reads=True):
             checkpoint = resolve(path)
             if checkpoint.is_file():

@@ -46,9 +46,6 @@ class Destination:
 
         Args:
             source: the folder of the checkpoint that is exported, if it is one of ours.
-
-        Raises:
-            CheckpointError: what is there is not an earlier result, or the name is a run's.
         """
         with explained(f"looking at {self.path}", reads=True):
             self._check_name(source)

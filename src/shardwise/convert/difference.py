@@ -127,9 +127,6 @@ def compare(one: Catalogue, other: Catalogue, weights_only: bool = False) -> Dif
 
     Args:
         weights_only: nothing but parameters and buffers.
-
-    Raises:
-        CheckpointError: bytes are missing or damaged, or a side has no tensors.
     """
     a, b = _Side(one, weights_only), _Side(other, weights_only)
     x, y = a.known_to(b), b.known_to(a)

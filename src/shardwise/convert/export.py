@@ -70,10 +70,6 @@ def export(
         source: open; closed by the caller.
         destination: a folder that does not exist yet.
         progress: called with the bytes that were written since the last call, and all of them.
-
-    Raises:
-        CheckpointError: the source is damaged, has no such state, or a value does not fit the
-            dtype; the disk is full; the destination is there. Nothing is left behind.
     """
     chosen = options or ExportOptions()
     whole = chosen.with_optimizer
@@ -111,9 +107,6 @@ def export_torch_file(
     Tied weights are there under each of their names, and share memory when loaded, where a
     manifest tells the names; a Hugging Face folder has none, and stores one of them alone. While
     it is written, the disk holds the weights twice.
-
-    Raises:
-        CheckpointError: as ``export``; or optimizer state was asked for.
     """
     chosen = options or ExportOptions()
     named = Destination(destination.absolute(), "pt", overwrite=chosen.overwrite)
@@ -143,11 +136,7 @@ def export_torch_file(
 
 
 def stored_tensors(source: CheckpointReader, whole: bool) -> dict[str, dict[str, TensorLocation]]:
-    """Where each tensor is, by kind and name: weights, and with ``whole`` all other state.
-
-    Raises:
-        CheckpointError: the source was not written to its end, or has no such state.
-    """
+    """Where each tensor is, by kind and name: weights, and with ``whole`` all other state."""
     folder, kinds = source.folder, [MODEL]
     is_ours = is_leftover(folder.name) or step_of(folder.name) is not None or source.has(TRAINING)
     if source.manifest is None and is_ours and type(source) is CheckpointReader:

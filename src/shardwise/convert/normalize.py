@@ -56,11 +56,7 @@ class NormalizedState:
 
 
 def normalize(trees: Iterable[Tree]) -> NormalizedState:
-    """Find weights and optimizer in what ``read_torch`` returned for one or more sources.
-
-    Raises:
-        CheckpointError: there are no weights, or a name occurs twice.
-    """
+    """Find weights and optimizer in what ``read_torch`` returned for one or more sources."""
     result = NormalizedState()
     for tree in trees:
         _add_source(result, tree)
@@ -204,9 +200,6 @@ def name_numbered(state: NormalizedState) -> None:
 
     Their groups say it (``param_names``), or else the order of the weights does; a warning says
     that the order was assumed where shapes would fit another order, too.
-
-    Raises:
-        CheckpointError: it is not sure, or state does not fit the weight of its name.
     """
     params = [param for group in state.groups for param in group.params]
     if not all(isinstance(param, str) for param in params):
@@ -277,11 +270,7 @@ def _fits(name: str, state: NormalizedState, owner: Any) -> bool:
 
 
 def class_of(state: NormalizedState) -> str:
-    """The optimizer's class, from what only it keeps.
-
-    Raises:
-        CheckpointError: several keep this.
-    """
+    """The optimizer's class, from what only it keeps."""
     keys = {key for values in state.state.values() for key in values}
     options = {key for group in state.groups for key in group.options}
     decoupled = {group.options.get("decoupled_weight_decay") for group in state.groups}

@@ -60,11 +60,7 @@ class TorchTensor:
     load: Callable[[], Tensor]
 
     def read(self) -> Tensor:
-        """Its bytes in row-major order, ``[nbytes]``, uint8.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
+        """Its bytes in row-major order, ``[nbytes]``, uint8."""
         with _explained(self.source, f"{self.name!r:.200} could not be read"):
             return self.load().detach().contiguous().reshape(-1).view(torch.uint8)
 
@@ -79,9 +75,6 @@ def read_torch(source: Path, trust: bool = False) -> Tree:
     Args:
         source: absolute.
         trust: what restricted readers refuse is unpickled in this process, and may run any code.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, it needs trust, or it cannot be read.
     """
     with explained(f"opening {source}", reads=True):
         source.stat()

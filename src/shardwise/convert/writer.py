@@ -66,9 +66,6 @@ def write_folder(
         chunks_of: yields the bytes of a stem's file, in order.
         small: bytes of the other files, by name; indices are added.
         facts: fields of the manifest: all but token, time, versions and files.
-
-    Raises:
-        CheckpointError: the disk is full, or ``chunks_of`` raises it. Nothing is left behind.
     """
     small = {**small, **index_files(plans)}
     files = [plan for stem in plans for plan in plans[stem]]
