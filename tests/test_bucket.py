@@ -9,6 +9,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.bucket import BucketSpec, specs_of
 from shardwise.comm.fake import FakeComm
+from shardwise.comm.mesh import Mesh
 from shardwise.options import Options
 from shardwise.strategies import Placement
 from shardwise.units import choose_units
@@ -25,9 +26,9 @@ def specs(
     placement: Placement = FULL,
     options: Options = Options(),  # noqa: B008 - frozen
 ) -> list[BucketSpec]:
-    comm = FakeComm(rank, world)
+    mesh = Mesh.of(FakeComm(rank, world), placement.splits)
     units = choose_units(model)
-    return [spec for unit in units for spec in specs_of(unit, options, comm, placement)]
+    return [spec for unit in units for spec in specs_of(unit, options, mesh, placement)]
 
 
 # ---- who shares a buffer -------------------------------------------------------------------------

@@ -426,7 +426,7 @@ def test_frozen_parameters_have_no_gradient_bucket_and_are_never_reduced(strateg
         reduced = [line for line in watched.log if line.startswith("reduce")]
         assert reduced == [f"reduce {bucket.unit}" for bucket in reversed(trainable)]
         assert comm.counters.bytes_sent["reduce"] == sum(
-            bucket.layout.shard_numel * 4 for bucket in trainable
+            bucket.spec.piece_numel * 4 for bucket in trainable
         )
 
     run_threads(2, rank)

@@ -8,7 +8,7 @@ them as bytes.) Nothing here owns memory: ``buffers`` and ``gradients`` do, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import accelerators, layout
+from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.comm.reduction import Reduction
 from shardwise.cuts import Cuts, Place
@@ -36,10 +37,10 @@ class BucketSpec:
     Attributes:
         unit: the unit's name.
         members: its parameters, each with a slot of its first name in ``layout``.
-        layout: who owns which range.
+        layout: who owns which range, over the ranks that split it.
         dtypes: stored, compute, wire and sum.
-        reduction: how its gradients are averaged.
-        comm: the ranks that split it.
+        reduction: how its gradients are averaged over all ranks.
+        mesh: the ranks that split it, and those that hold copies.
         placement: where parameters live at rest.
     """
 
@@ -48,7 +49,7 @@ class BucketSpec:
     layout: Layout
     dtypes: Dtypes
     reduction: Reduction
-    comm: Comm
+    mesh: Mesh
     placement: Placement
 
     @cached_property
@@ -64,23 +65,47 @@ class BucketSpec:
     def slots(self) -> list[Slot]:
         return [self.layout.slot(member.name) for member in self.members]
 
+    @cached_property
+    def shard(self) -> Comm:
+        """The ranks that split it."""
+        return self.mesh.shard
+
+    @cached_property
+    def replicate(self) -> Comm:
+        """The ranks that hold the same of it as this rank."""
+        return self.mesh.replicate
+
+    @cached_property
+    def averages(self) -> list[tuple[Comm, Reduction]]:
+        """The axes over which gradients are summed, one after the other, and how."""
+        axes = [comm for comm in (self.shard, self.replicate) if comm.size > 1] or [self.shard]
+        if len(axes) == 1:
+            return [(axes[0], self.reduction)]
+        first, last = replace(self.reduction, after=1.0), replace(self.reduction, before=1.0)
+        return list(zip(axes, (first, last), strict=True))
+
     @property
     def whole_at_rest(self) -> bool:
         """Does this rank hold all of every parameter between steps?"""
-        return not self.placement.splits or self.comm.size == 1
+        return self.shard.size == 1
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of which one rank alone forms the sum; a shard has a piece for each copy."""
+        return self.layout.numel // self.mesh.size
 
     def own(self, full: Tensor) -> Tensor:
-        """``[W * S] → [S]``: this rank's piece of a full bucket."""
+        """``[W * S] → [S]``: this rank's shard of a full bucket."""
         size = self.layout.shard_numel
-        return full[self.comm.rank * size : (self.comm.rank + 1) * size]
+        return full[self.shard.rank * size : (self.shard.rank + 1) * size]
 
     def full_views(self, full: Tensor) -> list[Tensor]:
         """``[W * S] →`` each parameter, whole."""
         return self._whole_cuts.views(full)
 
     def rest_views(self, flat: Tensor) -> list[Tensor]:
-        """``[S]`` (``[W * S]`` when nothing is split) ``→`` what this rank holds of each."""
-        return (self._rest_cuts if self.placement.splits else self._whole_cuts).views(flat)
+        """``[S] →`` what this rank holds of each."""
+        return self._rest_cuts.views(flat)
 
     @cached_property
     def _whole_cuts(self) -> Cuts:
@@ -89,12 +114,28 @@ class BucketSpec:
 
     @cached_property
     def _rest_cuts(self) -> Cuts:
-        rank, layout = self.comm.rank, self.layout
+        rank, layout = self.shard.rank, self.layout
         places = [
             Place(*layout.local_range(slot, rank), layout.shard_shape(slot, rank))
             for slot in self.slots
         ]
         return Cuts(places, layout.shard_numel)
+
+    @cached_property
+    def pieces(self) -> list[list[tuple[int, int, int]]]:
+        """Of each parameter's shard: which rank sums its elements ``[start, stop)``."""
+        copies, size = self.replicate.size, self.piece_numel
+        numbers = range(self.shard.rank * copies, (self.shard.rank + 1) * copies)
+        pieces = [(self.mesh.rank_of(k), k * size, k * size + size) for k in numbers]
+        shards = [(s.start, *self.layout.owned(s, self.shard.rank)) for s in self.slots]
+        return [
+            [
+                (rank, max(begin - at, start) - start, min(end - at, stop) - start)
+                for rank, begin, end in pieces
+                if max(begin - at, start) < min(end - at, stop)
+            ]
+            for at, start, stop in shards
+        ]
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
@@ -103,16 +144,16 @@ class BucketSpec:
 
     def sharding(self, index: int) -> Sharding:
         """Where parameter ``index``'s elements are."""
-        slot, split = self.slots[index], self.placement.splits
-        start, stop = self.layout.owned(slot, self.comm.rank) if split else (0, slot.numel)
-        placement = "fully_sharded" if split else "replicated"
+        slot = self.slots[index]
+        start, stop = self.layout.owned(slot, self.shard.rank)
+        placement = "fully_sharded" if self.placement.splits else "replicated"
         shape = torch.Size(slot.shape)
         return Sharding(
-            slot.name, self.unit, placement, shape, start, stop, slot.atom, self.layout, self.comm
+            slot.name, self.unit, placement, shape, start, stop, slot.atom, self.layout, self.shard
         )
 
 
-def specs_of(unit: Unit, options: Options, comm: Comm, placement: Placement) -> list[BucketSpec]:
+def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> list[BucketSpec]:
     """A unit's buckets, one for each combination of dtypes, trainability and ``bucketing``."""
     groups: dict[Any, list[Member]] = {}
     for member in unit.members:
@@ -128,20 +169,22 @@ def specs_of(unit: Unit, options: Options, comm: Comm, placement: Placement) -> 
         BucketSpec(
             unit.name,
             tuple(members),
-            _solve(members, dtypes, options, comm),
+            _solve(members, dtypes, options, mesh),
             dtypes,
-            options.precision.reduction(dtypes, comm.size),
-            comm,
+            options.precision.reduction(dtypes, mesh.size),
+            mesh,
             placement,
         )
         for (dtypes, _, _), members in groups.items()
     ]
 
 
-def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, comm: Comm) -> Layout:
+def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, mesh: Mesh) -> Layout:
+    """Places are the same for all meshes of as many ranks, so that sums are rounded alike."""
     specs = [layout.Spec(member.name, tuple(member.shape)) for member in members]
     if options.bucketing == "none":
-        return layout.chunk_rows(specs[0], comm.size, options.uneven)
+        return layout.chunk_rows(specs[0], mesh.size, options.uneven).over(mesh.shard.size)
     narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.compute, dtypes.wire))
-    alignment = accelerators.row(comm.device.type).alignment
-    return layout.solve(specs, comm.size, max(1, alignment // narrowest))
+    alignment = accelerators.row(mesh.shard.device.type).alignment
+    pieces = layout.solve(specs, mesh.size, max(1, alignment // narrowest))
+    return pieces.over(mesh.shard.size)

@@ -53,7 +53,7 @@ class Bucket:
         self._pending: Pending | None = None
         self._label = Label("gather", spec.unit)
         self._whole_at_rest = spec.whole_at_rest
-        self._memory = spec.comm.memory
+        self._memory = spec.shard.memory
         self._allocate()
         #: Do the parameters show the same, whole memory all the time?
         self.stays_whole = self.aliased and self._whole_at_rest
@@ -75,21 +75,20 @@ class Bucket:
     def _allocate(self) -> None:
         spec, dtypes, memory = self.spec, self.dtypes, self._memory
         #: Do all ranks map the same full bucket?
-        self.shared = shared = memory.shared and spec.placement.splits
+        self.shared = shared = memory.shared
         #: Does the full bucket keep its memory when it is free?
         same = dtypes.stored is dtypes.compute
-        self.lasting = shared or spec.placement.resident or (same and spec.comm.size == 1)
+        self.lasting = shared or spec.placement.resident or (same and self._whole_at_rest)
         #: Is the shard a slice of the full bucket, so that gathering copies nothing?
         self.aliased = self.lasting and same
         self._cast = False  # does a lasting bucket hold what the shard holds now?
         with torch.inference_mode(False):
-            allocate = memory.full if spec.placement.splits else memory.shard
-            self.full = allocate(self.layout.numel, dtypes.compute)  # [W * S]
+            self.full = memory.full(self.layout.numel, dtypes.compute)  # [W * S]
             self._full_views = spec.full_views(self.full)
             self._writer = torch.empty(0, dtype=dtypes.compute, device=self.full.device)
             size = (self.layout.numel,)
             self._writer.set_(self.full.untyped_storage(), 0, size, (1,))
-            self._own = spec.own(self._writer) if spec.placement.splits else self._writer
+            self._own = spec.own(self._writer)
         self._storage = self.full.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self.home = storage_key(self.full)  # says of a tensor whether it is a view of a parameter
@@ -99,9 +98,9 @@ class Bucket:
     def _allocate_shard(self) -> None:
         spec = self.spec
         with torch.inference_mode(False):
-            at_rest = spec.own(self.full) if spec.placement.splits else self.full
-            self.shard = in_huge_pages(  # [S], or [W * S] when nothing is split
-                at_rest if self.aliased else self._memory.shard(at_rest.numel(), self.dtypes.stored)
+            size, stored = self.layout.shard_numel, self.dtypes.stored
+            self.shard = in_huge_pages(  # [S]
+                spec.own(self.full) if self.aliased else self._memory.shard(size, stored)
             )
             self.shard.zero_()  # padding stays zero for life
             self._rest_views = spec.rest_views(self.shard)
@@ -132,7 +131,7 @@ class Bucket:
             self._own.copy_(self.shard)
             self.copied += self._own.nbytes
         if not self._whole_at_rest:
-            self._pending = self.spec.comm.all_gather(self._writer, self._label)
+            self._pending = self.spec.shard.all_gather(self._writer, self._label)
 
     def ready(self) -> None:
         """Wait for the gather and let the parameters be views of the full bucket."""
@@ -244,7 +243,7 @@ class Bucket:
         else:
             full = torch.empty(self.layout.numel, dtype=flat.dtype, device=flat.device)
             self.spec.own(full).copy_(flat)
-            self.spec.comm.all_gather(full, Label("whole", self.unit)).wait()
+            self.spec.shard.all_gather(full, Label("whole", self.unit)).wait()
         return self.spec.full_views(full)
 
     def bind_whole(self, wholes: list[Tensor]) -> None:
@@ -313,7 +312,7 @@ class Bucket:
         names = [m.name for m, one in zip(self.members, changed, strict=True) if one]
         return ShardUseError(
             f"parameter {names[0]!r} was written in a forward pass by a function, while "
-            f"{self.spec.comm.size} ranks map the same memory, so each of them wrote to it. Write "
+            f"{self.spec.shard.size} ranks map the same memory, so each of them wrote to it. Write "
             "by a method of the parameter, such as param.add_(...), which is kept; or call "
             'sw.connect(transport="messages").'
         )

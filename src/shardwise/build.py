@@ -89,7 +89,7 @@ def cut(
     sends = options.sync_module_states and comm.size > 1
 
     def finished(unit: Unit) -> None:
-        buckets = (_cut_bucket(spec, sends) for spec in specs[unit.name])
+        buckets = (_cut_bucket(spec, comm if sends else None) for spec in specs[unit.name])
         states[unit.name] = UnitState(unit.name, tuple(buckets))
         if comm.device.type == "cpu" and unit.numel >= GIVEN_BACK:
             trim()
@@ -101,7 +101,10 @@ def cut(
         text = "states synchronised from rank 0 (%d tensors, %d bytes)"
         log.info(text, len(given), sum(given))
     numel = sum(unit.numel for unit in units)
-    if not any(spec.placement.splits for held in specs.values() for spec in held) and numel >= 1e9:
+    if (
+        all(spec.replicate.size == comm.size for held in specs.values() for spec in held)
+        and numel >= 1e9
+    ):
         log.warning(
             "no_shard holds all %.1f billion parameters, their gradients and optimizer state on "
             'every rank; strategy="full_shard" holds 1/%d of them',
@@ -111,12 +114,12 @@ def cut(
     return {unit.name: states[unit.name] for unit in units}
 
 
-def _cut_bucket(spec: BucketSpec, sends: bool) -> Bucket:
+def _cut_bucket(spec: BucketSpec, ranks: Comm | None) -> Bucket:
     """Cut whole parameters into this rank's shards, and let each go before the next one."""
     bucket = Bucket(spec)
     for index, member in enumerate(spec.members):
         value = member.param.data
-        bucket.take(index, sync(value, spec.comm, member.name) if sends else value)
+        bucket.take(index, sync(value, ranks, member.name) if ranks else value)
         _rest(bucket, index, member)
     return bucket
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.buffers import Bucket
-from shardwise.comm.protocol import Label
+from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ShardUseError
 from shardwise.guard import LocalGradient, put_grad
 from shardwise.refusals import replaced
@@ -19,7 +19,7 @@ __all__ = ["full_params"]
 
 
 @contextmanager
-def full_params(buckets: Sequence[Bucket], writeback: bool) -> Iterator[None]:
+def full_params(buckets: Sequence[Bucket], ranks: Comm, writeback: bool) -> Iterator[None]:
     """Every parameter is whole, in its stored dtype, and its gradient too, for the block.
 
     Raises:
@@ -31,7 +31,7 @@ def full_params(buckets: Sequence[Bucket], writeback: bool) -> Iterator[None]:
         for bucket, values in zip(buckets, wholes, strict=True)
         for index, whole in enumerate(values)
     ]
-    _gather_gradients(buckets, entries)
+    _gather_gradients(buckets, entries, ranks)
     for bucket, values in zip(buckets, wholes, strict=True):
         bucket.bind_whole(values)
     for entry in entries:
@@ -105,12 +105,11 @@ def _version(tensor: Tensor | None) -> int:
     return 0 if tensor is None else get_version(tensor)
 
 
-def _gather_gradients(buckets: Sequence[Bucket], entries: Sequence[_Entry]) -> None:
+def _gather_gradients(buckets: Sequence[Bucket], entries: Sequence[_Entry], ranks: Comm) -> None:
     """Whole gradients of the parameters that have one on any rank. A collective."""
-    comm = buckets[0].spec.comm
     shards = [None if entry.is_local else entry.at_rest for entry in entries]
     mine = torch.tensor([shard is not None for shard in shards], dtype=torch.uint8)
-    present = comm.gather_rows(mine, Label("whole", "which gradients there are"))
+    present = ranks.gather_rows(mine, Label("whole", "which gradients there are"))
     anywhere = iter(present.any(0).tolist())
     start = 0
     for bucket in buckets:

@@ -222,7 +222,7 @@ class Gradients:
 
     def _open(self, dtype: torch.dtype) -> Tensor:
         spec = self.spec
-        self.full = full = spec.comm.memory.gradient(spec.layout.numel, dtype)
+        self.full = full = spec.averages[0][0].memory.gradient(spec.layout.numel, dtype)
         self._views = spec.full_views(full)
         return full
 
@@ -236,28 +236,32 @@ class Gradients:
                 self._views[index].zero_()
         for start, stop in spec.gaps:
             full[start:stop].zero_()
-        self.full, self._out, self._pending = spec.reduction.start(full, spec.comm, self._label)
+        comm, reduction = spec.averages[0]
+        self.full, self._out, self._pending = reduction.start(full, comm, self._label)
 
     def settle(self) -> None:
         """Wait for the reduce and let the gradient bucket go."""
         if self._pending is not None:
             self._pending.wait()
         if self._out is not None:
-            stored, out = self.spec.dtypes.stored, self._out
-            result = self._spread(out if out.dtype is stored else out.to(stored))
+            result = self._over_copies(self._out)
             self._result = result if self._result is None else self._result.add_(result)
         self.full = self._pending = self._out = None
         self._views, self.carries = [], False
         self.arrived.clear()
 
-    def _spread(self, mean: Tensor) -> Tensor:
-        """Under ``no_shard`` every rank needs the whole mean; else its own piece is enough."""
-        spec = self.spec
-        if spec.placement.splits or spec.comm.size == 1:
+    def _over_copies(self, mean: Tensor) -> Tensor:
+        """From what the first axis gave: ``[S]``, the mean over all ranks, as it is stored."""
+        spec, copies = self.spec, self.spec.replicate
+        for comm, reduction in spec.averages[1:]:
+            _, mean, pending = reduction.start(mean, comm, self._label)
+            pending.wait()
+        mean = mean.to(spec.dtypes.stored)  # the same tensor where it is
+        if copies.size == 1:
             return mean
-        full = spec.comm.memory.gradient(spec.layout.numel, mean.dtype)
-        spec.own(full).copy_(mean)
-        spec.comm.all_gather(full, Label("spread", spec.unit)).wait()
+        full = copies.memory.gradient(spec.layout.shard_numel, mean.dtype)
+        full.view(copies.size, -1)[copies.rank] = mean
+        copies.all_gather(full, Label("spread", spec.unit)).wait()
         return full
 
     def deliver(self, used: Sequence[bool], at_rest: bool) -> None:

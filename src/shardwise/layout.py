@@ -143,6 +143,16 @@ class Layout:
             return ((hi - lo) // slot.row, *slot.shape[1:])
         return (hi - lo, *(1 for _ in slot.shape[1:]))
 
+    def over(self, world: int) -> Layout:
+        """The same places in ``world`` larger shards; ``self.world`` is a multiple of that.
+
+        Rows that were given up are kept again where no boundary falls into them any more.
+        """
+        size = self.numel // world
+        specs = [Spec(s.name, s.shape, None if s.atom == 1 else s.atom) for s in self.slots]
+        slots = (_cut(spec, s.start, size) for spec, s in zip(specs, self.slots, strict=True))
+        return Layout(tuple(slots), world, size)
+
     def __str__(self) -> str:
         return "\n".join([_title(self), *_table(self), *_drawing(self)])
 

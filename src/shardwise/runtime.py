@@ -236,8 +236,8 @@ class Runtime:
         if self.reduces or self.policy.placement.frees:
             self._release_all(Phase.BACKWARD)
         if self.reduces:
-            if not self.policy.placement.splits:  # peers still read this rank's mean
-                self.comm.fence(Label("fence", "gradients"))
+            for comm in self.trained.copies:  # peers still read this rank's mean
+                comm.fence(Label("fence", "gradients"))
             self.trained.deliver(used())
             if self.trained.buckets:  # every rank has answered
                 self._read = False

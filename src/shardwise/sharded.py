@@ -23,11 +23,12 @@ from shardwise.checkpoint import api
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.optimizer_state import Given, Optimizers, as_optimizers
 from shardwise.comm.connect import connect, over
+from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, ScheduleError
 from shardwise.full_params import full_params
 from shardwise.hooks import Hooks
-from shardwise.listing import Layouts, Schedule
+from shardwise.listing import Axes, Layouts, Schedule
 from shardwise.methods import ForwardMethods
 from shardwise.optim.gate import Gate
 from shardwise.optim.norm import chosen, clip_gradients, places_of
@@ -103,9 +104,8 @@ class Sharded:
 
     def _build(self) -> None:
         units = choose_units(self.model, self.wrap)
-        specs = {
-            unit.name: specs_of(unit, self.options, self.comm, self.placement) for unit in units
-        }
+        mesh = Mesh.of(self.comm, self.placement.splits)
+        specs = {u.name: specs_of(u, self.options, mesh, self.placement) for u in units}
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
         params = [member.param for unit in units for member in unit.members]
         self._gate = Gate(params, self._before_step, self.comm)
@@ -226,7 +226,7 @@ class Sharded:
         self.runtime.await_readers()
         self._hooks.backward.suspended = True
         try:
-            with full_params(self.buckets, writeback):
+            with full_params(self.buckets, self.comm, writeback):
                 yield
         finally:
             self._hooks.backward.suspended = False
@@ -334,9 +334,10 @@ class Sharded:
 
     def schedule_of(self, mode: Mode) -> Schedule:
         """The schedule of ``"train"``, ``"accumulate"``, ``"last"`` or ``"forward"``."""
-        schedules, name, comm = self.runtime.schedules, self.placement.name, self.comm
+        schedules = self.runtime.schedules
         listed, weights = schedules.events(mode), schedules.weights()
-        return Schedule(listed, weights, name, mode, comm.size, comm.memory.shared)
+        axes = {bucket.unit: Axes.of(bucket.spec) for bucket in self.buckets}
+        return Schedule(listed, weights, self.placement.name, mode, self.comm.size, axes)
 
     def numel(self, *, trainable_only: bool = False) -> int:
         """Elements of the whole model's parameters; ``parameter.numel()`` is this rank's part."""

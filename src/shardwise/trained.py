@@ -33,6 +33,7 @@ class Trained:
 
     Attributes:
         buckets: those that take part in backward passes.
+        copies: the ranks with which this rank shares their means.
         units: the names of their units.
     """
 
@@ -95,6 +96,7 @@ class Trained:
                 bucket.trainable = bucket.trainable or bool(mine)
             state.trainable = [b for b in state.buckets if b.gradients.trained or b in self._owing]
         self.buckets = [bucket for state in self._states for bucket in state.trainable]
+        self.copies = list(dict.fromkeys(b.spec.replicate for b in self.buckets))
         self.units = frozenset(state.name for state in self._states if state.trainable)
         self._lingers = not all(bucket.gradients.trained for bucket in self.buckets)
 

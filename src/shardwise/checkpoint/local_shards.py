@@ -15,7 +15,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from shardwise.bucket import BucketSpec
 from shardwise.buffers import Bucket
 from shardwise.checkpoint.plan import Entry, Held
 from shardwise.checkpoint.safetensors_format import code_of
@@ -88,22 +87,16 @@ def _shards_of(bucket: Bucket) -> Iterator[ParamShard]:
     views = spec.rest_views(bucket.shard)
     for index in sorted(range(len(views)), key=lambda k: (spec.slots[k].start, spec.slots[k].stop)):
         sharding = spec.sharding(index)
-        split = sharding if spec.placement.splits else None
-        held = _held(spec, spec.slots[index])
+        split = sharding if sharding.placement == "fully_sharded" else None
+        held = _held(spec.layout, spec.slots[index], spec.mesh.size)
         yield ParamShard(spec.members[index], held, views[index], sharding.start, split)
 
 
-def _held(spec: BucketSpec, slot: Slot) -> tuple[Held, ...]:
-    if slot.numel == 0:
-        return ()
-    if not spec.placement.splits:
-        return (Held(0, slot.numel, tuple(range(spec.comm.size))),)
-    return _cut(spec.layout, slot)
-
-
 @lru_cache(maxsize=1 << 14)  # every save of a run has the same layout
-def _cut(layout: Layout, slot: Slot) -> tuple[Held, ...]:
-    return tuple(Held(*layout.owned(slot, rank), (rank,)) for rank in layout.owners(slot))
+def _held(layout: Layout, slot: Slot, ranks: int) -> tuple[Held, ...]:
+    """Who holds which elements: of each shard, the first rank and its copies (see ``Mesh``)."""
+    owners = layout.owners(slot)
+    return tuple(Held(*layout.owned(slot, k), tuple(range(k, ranks, layout.world))) for k in owners)
 
 
 def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[LocalShard], dict[str, str]]:

@@ -23,7 +23,7 @@ from shardwise.errors import ConfigError, OptimizerError
 from shardwise.optim.flat_gradient import flat_gradient
 from shardwise.optim.groups import Policy, check_loaded, defaults, resolved
 from shardwise.optim.held import Held
-from shardwise.optim.norm import norm_of
+from shardwise.optim.norm import norm_of, pieces_here
 from shardwise.optim.shown import Shown
 from shardwise.optim.update import Call, Key, Update, decide
 from shardwise.sharding import Sharding, sharding_of
@@ -154,11 +154,11 @@ class FlatOptimizer(Optimizer, ABC):
         """What gradients must be divided by; ``None`` where that is known to be 1."""
         if self.max_norm is None:
             return None
-        comm, splits = self._sharded.comm, self._sharded.placement.splits
-        here = (comm.rank,) if splits else range(comm.size)
-        pieces: dict[int, list[Tensor]] = {rank: [] for rank in here}
+        comm = self._sharded.comm
+        pieces = pieces_here(self._sharded.buckets, comm)
         for rank, gradient in zip(ranks, gradients, strict=True):
-            pieces[rank].append(gradient)
+            if rank in pieces:
+                pieces[rank].append(gradient)
         self.norm = norm_of(pieces, comm)
         scale = ((self.norm + 1e-6) / self.max_norm).clamp(min=1.0)
         on_host = scale.device.type == "cpu"  # asking another device would wait for it

@@ -7,7 +7,7 @@ or all, and these W sums are added by one kernel, so ``no_shard`` and ``full_sha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,9 +88,21 @@ def clip_gradients(
 
 def total_norm(places: Collection[Place], comm: Comm, norm_type: float = 2.0) -> Tensor:
     """The p-norm of these gradients over all ranks' shards, 0-dim fp32."""
-    whole = all(not place.bucket.spec.placement.splits for place in places)
-    ranks = range(comm.size) if whole else (comm.rank,)
-    return norm_of({rank: _piece(places, rank) for rank in ranks}, comm, norm_type)
+    pieces = pieces_here((place.bucket for place in places), comm)
+    for place in places:
+        for rank, part in _parts(place):
+            if rank in pieces:
+                pieces[rank].append(part)
+    return norm_of(pieces, comm, norm_type)
+
+
+def pieces_here(buckets: Iterable[Bucket], comm: Comm) -> dict[int, list[Tensor]]:
+    """Room for the pieces that this rank measures: its own, or all, where all gradients are here.
+
+    Which are measured does not change the norm's bits, and where all are, nothing is sent.
+    """
+    whole = all(bucket.spec.whole_at_rest for bucket in buckets)
+    return {rank: [] for rank in (range(comm.size) if whole else (comm.rank,))}
 
 
 def norm_of(pieces: Mapping[int, Sequence[Tensor]], comm: Comm, norm_type: float = 2.0) -> Tensor:
@@ -115,18 +127,16 @@ def norm_of(pieces: Mapping[int, Sequence[Tensor]], comm: Comm, norm_type: float
     return powers.sum() ** (1.0 / norm_type)
 
 
-def _piece(places: Iterable[Place], rank: int) -> list[Tensor]:
-    """The gradients of rank ``rank``'s piece, flat."""
-    found: list[Tensor] = []
-    for place in places:
-        if (gradient := place.gradient) is None:
-            continue
-        flat, spec = gradient.reshape(-1), place.bucket.spec
-        if not spec.placement.splits:
-            start, stop = spec.layout.owned(spec.slots[place.index], rank)
-            flat = flat[start:stop]
-        found.append(flat)
-    return found
+def _parts(place: Place) -> Iterator[tuple[int, Tensor]]:
+    """A gradient, flat, piece by piece, each with the rank that summed it."""
+    if (gradient := place.gradient) is None:
+        return
+    flat, spec = gradient.reshape(-1), place.bucket.spec
+    if spec.replicate.size == 1:
+        yield spec.mesh.rank_of(spec.shard.rank), flat
+        return
+    for rank, start, stop in spec.pieces[place.index]:
+        yield rank, flat[start:stop]
 
 
 def _power(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -61,7 +61,7 @@ class Update:
     Attributes:
         calls: in any order.
         cuts: how each bucket's flat gradient is cut into runs; ``None`` where there are none.
-        ranks: of every run, whose piece it lies in.
+        ranks: of every run, which rank sums the gradients of the piece that it lies in.
         params: every parameter that is updated, whether or not this rank has elements of it.
         counted: of each bucket, what to add to its counts of steps, if anything.
     """
@@ -92,7 +92,7 @@ def decide(
     cuts, ranks = list[Cuts | None](), list[int]()
     for one, mine in zip(held, keys, strict=True):
         spec, places = one.bucket.spec, [(share.start, share.stop) for share in one.shares]
-        found = runs(places, mine, spec.layout.shard_numel)
+        found = runs(places, mine, spec.piece_numel)
         for run in found:
             group, fresh, _ = run.key
             call = calls.setdefault((one.shard.dtype, group, fresh), Call(group, fresh))
@@ -100,8 +100,8 @@ def decide(
             for name in names[group]:
                 call.state.setdefault(name, []).append(one.state_of(name, run))
             call.gradients.append(len(ranks))
-            splits, piece = spec.placement.splits, spec.layout.shard_numel
-            ranks.append(spec.comm.rank if splits else run.start // piece)
+            piece = spec.shard.rank * spec.replicate.size + run.start // spec.piece_numel
+            ranks.append(spec.mesh.rank_of(piece))
         flat = [Place(run.start, run.stop, (run.stop - run.start,)) for run in found]
         cuts.append(Cuts(flat, one.shard.numel()) if flat else None)
     pairs = list(zip(held, keys, strict=True))

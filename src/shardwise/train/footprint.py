@@ -56,7 +56,7 @@ def _at_rest(bucket: Bucket) -> int:
     """Memory of a bucket's shard; of a bucket that all ranks map, this rank's part."""
     nbytes = storage_bytes([bucket.shard])
     shared = bucket.aliased and bucket.shared
-    return nbytes // bucket.spec.comm.size if shared else nbytes
+    return nbytes // bucket.spec.shard.size if shared else nbytes
 
 
 def _state(optimizer: Optimizer) -> Iterable[Tensor]:
