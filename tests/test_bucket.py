@@ -92,7 +92,7 @@ def test_the_ranks_parts_joined_are_the_whole_parameters(net: Net, world: int) -
 
 def test_under_no_shard_each_rank_holds_all_of_it_and_says_replicated() -> None:
     for spec in specs(decoder(), 1, 3, DDP):
-        assert spec.whole_at_rest
+        assert spec.home.whole
         full = torch.arange(float(spec.layout.numel))
         for index, (whole, rest) in enumerate(
             zip(spec.full_views(full), spec.rest_views(full), strict=True)
@@ -105,9 +105,9 @@ def test_under_no_shard_each_rank_holds_all_of_it_and_says_replicated() -> None:
 
 def test_one_rank_alone_is_whole_at_rest_and_still_fully_sharded() -> None:
     for spec in specs(decoder()):
-        assert spec.whole_at_rest
+        assert spec.home.whole
         assert spec.sharding(0).placement == "fully_sharded"
-    assert not any(spec.whole_at_rest for spec in specs(decoder(), 0, 2))
+    assert not any(spec.home.whole for spec in specs(decoder(), 0, 2))
 
 
 def test_slots_start_aligned_for_the_narrowest_dtype_that_lies_there() -> None:

@@ -330,7 +330,7 @@ def test_the_only_copy_of_a_gather_is_the_ranks_own_slice(
         with Written() as written:
             train(sharded.model, net.batch(comm.rank, 2))
         for bucket, copied in zip(sharded.buckets, before, strict=True):
-            own = 0 if bucket.aliased else bucket.layout.shard_numel * 4 * gathers[bucket.unit]
+            own = 0 if bucket.home.aliased else bucket.layout.shard_numel * 4 * gathers[bucket.unit]
             assert bucket.copied - copied == own
             assert written.into(bucket.full) == ({"copy_": own} if own else {})
 

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.layout import Layout, Slot, Spec, chunk_rows, solve
+from shardwise.layout import Layout, Slot, chunk_rows, solve
 
 Shape = tuple[int, ...]
 WORLDS = (3, 5, 7, 8, 64)
 
 
-def specs(*shapes: Shape) -> list[Spec]:
-    return [Spec(f"p{index}", shape) for index, shape in enumerate(shapes)]
+def specs(*shapes: Shape) -> list[Slot]:
+    return [Slot(f"p{index}", shape) for index, shape in enumerate(shapes)]
 
 
 def rows_given_up(layout: Layout) -> float:
@@ -33,13 +33,13 @@ def rows_given_up(layout: Layout) -> float:
 
 
 def test_a_square_on_two_ranks_is_cut_into_two_halves_of_its_rows() -> None:
-    layout = solve([Spec("weight", (64, 64))], world=2)
+    layout = solve([Slot("weight", (64, 64))], world=2)
     assert layout.padding == 0
     assert [layout.shard_shape(layout.slot("weight"), rank) for rank in (0, 1)] == [(32, 64)] * 2
 
 
 def test_a_linear_of_three_by_three_on_two_ranks_is_cut_between_rows() -> None:
-    layout = solve([Spec("weight", (3, 3)), Spec("bias", (3,))], world=2, align=1)
+    layout = solve([Slot("weight", (3, 3)), Slot("bias", (3,))], world=2, align=1)
     assert str(layout) == (
         "2 shards of 6, padding 0 (0.00%)\n"
         "   slot    shape   place  atom  ranks  rows on each\n"
@@ -51,7 +51,7 @@ def test_a_linear_of_three_by_three_on_two_ranks_is_cut_between_rows() -> None:
 
 
 def test_slots_start_aligned_and_the_rest_of_a_step_is_padding() -> None:
-    layout = solve([Spec("weight", (3, 3)), Spec("bias", (3,))], world=2)
+    layout = solve([Slot("weight", (3, 3)), Slot("bias", (3,))], world=2)
     assert [(slot.start, slot.stop) for slot in layout.slots] == [(0, 9), (16, 19)]
     assert str(layout).endswith("| b0 b1 b2 ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·")
 
@@ -91,7 +91,7 @@ def test_a_big_bucket_is_a_table_without_a_drawing() -> None:
 
 
 def test_a_scalar_lives_on_one_rank_and_the_others_hold_nothing() -> None:
-    layout = solve([Spec("scale", ())], world=3)
+    layout = solve([Slot("scale", ())], world=3)
     shapes = [layout.shard_shape(layout.slots[0], rank) for rank in range(3)]
     assert shapes == [(), (0,), (0,)]
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
@@ -102,12 +102,12 @@ def test_a_scalar_lives_on_one_rank_and_the_others_hold_nothing() -> None:
 
 
 def test_element_atoms_keep_the_number_of_dimensions() -> None:
-    layout = solve([Spec("conv", (4, 3, 7, 7))], world=64, align=1, slack=0)
+    layout = solve([Slot("conv", (4, 3, 7, 7))], world=64, align=1, slack=0)
     assert layout.shard_shape(layout.slots[0], 0) == (10, 1, 1, 1)
 
 
 def test_a_rank_may_own_no_rows() -> None:
-    layout = solve([Spec("weight", (2, 16))], world=3)
+    layout = solve([Slot("weight", (2, 16))], world=3)
     assert [layout.shard_shape(layout.slots[0], rank) for rank in range(3)] == [
         (1, 16),
         (1, 16),
@@ -117,7 +117,7 @@ def test_a_rank_may_own_no_rows() -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (2, 0, 5)])
 def test_a_parameter_without_elements_keeps_its_shape_everywhere(shape: Shape) -> None:
-    for layout in (solve(specs(shape, (5,)), world=2), chunk_rows(Spec("p0", shape), world=2)):
+    for layout in (solve(specs(shape, (5,)), world=2), chunk_rows(Slot("p0", shape), world=2)):
         slot = layout.slot("p0")
         assert [layout.shard_shape(slot, rank) for rank in range(2)] == [shape] * 2
         assert list(layout.owners(slot)) == []
@@ -141,13 +141,13 @@ def test_one_rank_pads_for_alignment_only_and_keeps_model_order(shapes: list[Sha
 
 
 def test_a_given_atom_is_never_given_up_however_much_padding_it_costs() -> None:
-    layout = solve([Spec("codes", (2, 4096), atom=4096), Spec("scale", (64,))], world=16)
+    layout = solve([Slot("codes", (2, 4096), atom=4096), Slot("scale", (64,))], world=16)
     assert layout.shard_numel == 4096
     assert len(layout.owners(layout.slot("codes"))) == 2
 
 
 def test_a_given_atom_need_not_divide_the_rows_or_the_parameter() -> None:
-    layout = solve([Spec("codes", (10, 50), atom=64)], world=3)
+    layout = solve([Slot("codes", (10, 50), atom=64)], world=3)
     slot = layout.slot("codes")
     assert layout.shard_numel == 192
     assert [layout.owned(slot, rank) for rank in range(3)] == [(0, 192), (192, 384), (384, 500)]
@@ -155,19 +155,19 @@ def test_a_given_atom_need_not_divide_the_rows_or_the_parameter() -> None:
 
 
 def test_a_given_atom_of_whole_rows_keeps_rows() -> None:
-    layout = solve([Spec("codes", (12, 16), atom=32)], world=4)
+    layout = solve([Slot("codes", (12, 16), atom=32)], world=4)
     slot = layout.slot("codes")
     assert [layout.shard_shape(slot, rank) for rank in range(4)] == [(4, 16)] * 3 + [(0, 16)]
 
 
 def test_beside_a_given_atom_the_slot_with_most_elements_still_keeps_its_rows() -> None:
-    layout = solve([Spec("codes", (64, 80), atom=80), Spec("weight", (165, 512))], world=3)
+    layout = solve([Slot("codes", (64, 80), atom=80), Slot("weight", (165, 512))], world=3)
     assert all(slot.keeps_rows for slot in layout.slots)
 
 
 def test_given_atoms_choose_the_shard_size_where_rows_do_not_matter() -> None:
-    codes = [Spec("codes", (15, 960), atom=1920), Spec("scales", (30, 32), atom=64)]
-    layout = solve([*codes, Spec("weight", (73, 128))], world=3)
+    codes = [Slot("codes", (15, 960), atom=1920), Slot("scales", (30, 32), atom=64)]
+    layout = solve([*codes, Slot("weight", (73, 128))], world=3)
     assert layout.shard_numel == 8512
     assert all(slot.keeps_rows for slot in layout.slots)
 
@@ -178,7 +178,7 @@ def test_given_atoms_choose_the_shard_size_where_rows_do_not_matter() -> None:
 @pytest.mark.parametrize("world", range(1, 7))
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 9, 16])
 def test_chunks_are_those_of_torch_chunk(rows: int, world: int) -> None:
-    layout = chunk_rows(Spec("weight", (rows, 3)), world)
+    layout = chunk_rows(Slot("weight", (rows, 3)), world)
     slot = layout.slots[0]
     chunks = [tuple(chunk.shape) for chunk in torch.empty(rows, 3).chunk(world)]
     assert [layout.shard_shape(slot, rank) for rank in range(world)] == chunks + [(0, 3)] * (
@@ -188,7 +188,7 @@ def test_chunks_are_those_of_torch_chunk(rows: int, world: int) -> None:
 
 
 def test_uneven_rows_are_padded_and_the_drawing_says_so() -> None:
-    assert str(chunk_rows(Spec("weight", (3, 3)), world=2)) == (
+    assert str(chunk_rows(Slot("weight", (3, 3)), world=2)) == (
         "2 shards of 6, padding 3 (33.33%): padded 3→4 rows on dim 0\n"
         "   slot    shape   place  atom  ranks  rows on each\n"
         "a  weight  (3, 3)  0–9    3     0–1    2, 1\n"
@@ -198,12 +198,12 @@ def test_uneven_rows_are_padded_and_the_drawing_says_so() -> None:
 
 
 def test_even_rows_are_not_said_to_be_padded() -> None:
-    assert "padded" not in str(chunk_rows(Spec("weight", (4, 3)), world=2, uneven="error"))
+    assert "padded" not in str(chunk_rows(Slot("weight", (4, 3)), world=2, uneven="error"))
 
 
 def test_uneven_rows_can_be_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        chunk_rows(Spec("weight", (7, 3)), world=2, uneven="error")
+        chunk_rows(Slot("weight", (7, 3)), world=2, uneven="error")
     assert str(error.value) == (
         "Current sharding requires the first dimension of the parameter 'weight' (7) "
         "to be divisible by the world size (2)"
@@ -211,14 +211,14 @@ def test_uneven_rows_can_be_refused() -> None:
 
 
 def test_a_scalar_is_one_row() -> None:
-    layout = chunk_rows(Spec("scale", ()), world=2)
+    layout = chunk_rows(Slot("scale", ()), world=2)
     assert [layout.shard_shape(layout.slots[0], rank) for rank in range(2)] == [(), (0,)]
     with pytest.raises(ConfigError, match=r"'scale' \(1\) to be divisible"):
-        chunk_rows(Spec("scale", ()), world=2, uneven="error")
+        chunk_rows(Slot("scale", ()), world=2, uneven="error")
 
 
 def test_chunks_do_not_cut_given_atoms() -> None:
-    layout = chunk_rows(Spec("codes", (6, 10), atom=20), world=4)
+    layout = chunk_rows(Slot("codes", (6, 10), atom=20), world=4)
     assert [layout.owned(layout.slots[0], rank)[0] for rank in range(4)] == [0, 20, 40, 60]
 
 
@@ -227,7 +227,7 @@ def test_chunks_do_not_cut_given_atoms() -> None:
 
 def test_two_parameters_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 parameters of one bucket are named 'weight'"):
-        solve([Spec("weight", (2,)), Spec("bias", (1,)), Spec("weight", (3,))], world=2)
+        solve([Slot("weight", (2,)), Slot("bias", (1,)), Slot("weight", (3,))], world=2)
 
 
 @pytest.mark.parametrize(("world", "align"), [(0, 16), (-1, 16), (2, 0)])
@@ -238,16 +238,16 @@ def test_numbers_below_one_are_refused(world: int, align: int) -> None:
 
 def test_an_atom_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="atoms must be at least 1"):
-        chunk_rows(Spec("codes", (4, 4), atom=-2), world=2)
+        chunk_rows(Slot("codes", (4, 4), atom=-2), world=2)
 
 
 def test_an_unknown_way_with_uneven_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match="'pad' or 'error', not 'crop'"):
-        chunk_rows(Spec("weight", (2, 2)), 2, uneven="crop")
+        chunk_rows(Slot("weight", (2, 2)), 2, uneven="crop")
 
 
 def test_asking_for_a_slot_that_is_not_there_names_the_nearest() -> None:
-    layout = solve([Spec("q_proj.weight", (4, 4)), Spec("norm.weight", (4,))], world=2)
+    layout = solve([Slot("q_proj.weight", (4, 4)), Slot("norm.weight", (4,))], world=2)
     with pytest.raises(ConfigError, match=r"'q_proj.wieght'; the nearest are \['q_proj.weight'"):
         layout.slot("q_proj.wieght")
 
@@ -255,7 +255,7 @@ def test_asking_for_a_slot_that_is_not_there_names_the_nearest() -> None:
 # --- every layout, element by element -----------------------------------------------------------
 
 
-def check(layout: Layout, asked: Iterable[Spec]) -> None:
+def check(layout: Layout, asked: Iterable[Slot]) -> None:
     """Everything that the engine relies on, from the definitions alone."""
     by_name = {spec.name: spec for spec in asked}
     shapes = {name: spec.shape for name, spec in by_name.items()}
@@ -290,7 +290,7 @@ def check_part(
     assert shape[1:] == slot.shape[1:] or not slot.keeps_rows
 
 
-def most(asked: Sequence[Spec], world: int, align: int, slack: int) -> int:
+def most(asked: Sequence[Slot], world: int, align: int, slack: int) -> int:
     """The elements that the bucket may have, if no atom was given."""
     sizes = [prod(spec.shape) for spec in asked]
     aligned = sum(-(-size // align) * align for size in sizes)
@@ -321,21 +321,25 @@ def test_any_bucket_is_laid_out_whole_aligned_and_within_its_bound(
     assert all(slot.start % align == 0 for slot in layout.slots)
     assert layout.numel <= most(asked, world, align, slack)
     assert layout == solve(asked, world, align, slack)
+    for larger in {1, world // 2} if world % 2 == 0 else {1}:
+        check(layout.over(larger), asked)
+        assert [slot.start for slot in layout.over(larger).slots] == [s.start for s in layout.slots]
+    assert all(slot.keeps_rows for slot in layout.over(1).slots)
 
 
-@given(BUCKETS, WORLD, st.lists(st.sampled_from([None, 3, 4, 10]), min_size=14, max_size=14))
+@given(BUCKETS, WORLD, st.lists(st.sampled_from([0, 3, 4, 10]), min_size=14, max_size=14))
 def test_any_bucket_with_given_atoms_keeps_them(
-    shapes: list[Shape], world: int, atoms: list[int | None]
+    shapes: list[Shape], world: int, atoms: list[int]
 ) -> None:
     asked = [
-        Spec(spec.name, spec.shape, atom) for spec, atom in zip(specs(*shapes), atoms, strict=False)
+        Slot(spec.name, spec.shape, atom) for spec, atom in zip(specs(*shapes), atoms, strict=False)
     ]
     check(solve(asked, world, align=4), asked)
 
 
-@given(SHAPES, WORLD, st.sampled_from([None, 3, 8]))
-def test_any_parameter_is_chunked_whole(shape: Shape, world: int, atom: int | None) -> None:
-    spec = Spec("p0", shape, atom)
+@given(SHAPES, WORLD, st.sampled_from([0, 3, 8]))
+def test_any_parameter_is_chunked_whole(shape: Shape, world: int, atom: int) -> None:
+    spec = Slot("p0", shape, atom)
     layout = chunk_rows(spec, world)
     check(layout, [spec])
     assert layout.shard_numel % layout.slots[0].row == 0
@@ -400,7 +404,7 @@ def test_tiny_buckets_of_given_atoms_get_the_best_of_all_orders_and_paddings() -
     random = Random(3)
     for _ in range(200):
         shapes, world = tiny(random)
-        asked = [Spec(spec.name, spec.shape, spec.shape[1]) for spec in specs(*shapes)]
+        asked = [Slot(spec.name, spec.shape, spec.shape[1]) for spec in specs(*shapes)]
         layout = solve(asked, world, align=1, slack=0)
         smaller = range(-(-layout.used // world), layout.shard_numel)
         assert not [shard for shard in smaller if fits(shapes, set(), world, shard)]

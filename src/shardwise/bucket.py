@@ -7,19 +7,18 @@ them as bytes.) Nothing here owns memory: ``buffers`` and ``gradients`` do, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise import accelerators, layout
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.comm.reduction import Reduction
-from shardwise.cuts import Cuts, Place
+from shardwise.cuts import Views
 from shardwise.layout import Layout, Slot
 from shardwise.options import Options
 from shardwise.precision import Dtypes
@@ -27,7 +26,18 @@ from shardwise.sharding import Sharding
 from shardwise.strategies import Placement
 from shardwise.units import Member, Unit
 
-__all__ = ["BucketSpec", "specs_of"]
+__all__ = ["BucketSpec", "Home", "cut_at_multiples", "specs_of"]
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a bucket's memory lies, which its mesh, placement and dtypes decide."""
+
+    shared: bool  # the ranks that split it map one full bucket, so a gather moves nothing
+    lasting: bool  # the full bucket keeps its memory when it is freed
+    aliased: bool  # the shard is a slice of the full bucket, so a gather copies nothing
+    whole: bool  # the shard is the whole bucket, so a gather sends nothing
+    stays_whole: bool  # parameters show the same, whole memory all the time
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +50,8 @@ class BucketSpec:
         layout: who owns which range, over the ranks that split it.
         dtypes: stored, compute, wire and sum.
         reduction: how its gradients are averaged over all ranks.
-        mesh: the ranks that split it, and those that hold copies.
+        shard: the ranks that split it.
+        replicate: the ranks that hold the same of it as this rank.
         placement: where parameters live at rest.
     """
 
@@ -49,7 +60,8 @@ class BucketSpec:
     layout: Layout
     dtypes: Dtypes
     reduction: Reduction
-    mesh: Mesh
+    shard: Comm
+    replicate: Comm
     placement: Placement
 
     @cached_property
@@ -66,16 +78,6 @@ class BucketSpec:
         return [self.layout.slot(member.name) for member in self.members]
 
     @cached_property
-    def shard(self) -> Comm:
-        """The ranks that split it."""
-        return self.mesh.shard
-
-    @cached_property
-    def replicate(self) -> Comm:
-        """The ranks that hold the same of it as this rank."""
-        return self.mesh.replicate
-
-    @cached_property
     def averages(self) -> list[tuple[Comm, Reduction]]:
         """The axes over which gradients are summed, one after the other, and how."""
         axes = [comm for comm in (self.shard, self.replicate) if comm.size > 1] or [self.shard]
@@ -84,15 +86,28 @@ class BucketSpec:
         first, last = replace(self.reduction, after=1.0), replace(self.reduction, before=1.0)
         return list(zip(axes, (first, last), strict=True))
 
-    @property
-    def whole_at_rest(self) -> bool:
-        """Does this rank hold all of every parameter between steps?"""
-        return self.shard.size == 1
+    @cached_property
+    def home(self) -> Home:
+        """Where its memory lies."""
+        same_dtype = self.dtypes.stored is self.dtypes.compute
+        shared, whole = self.shard.memory.shared, self.shard.size == 1
+        lasting = shared or self.placement.resident or (same_dtype and whole)
+        aliased = lasting and same_dtype
+        return Home(shared, lasting, aliased, whole, aliased and whole)
+
+    @cached_property
+    def ranges(self) -> list[tuple[int, int]]:
+        """What this rank holds of each parameter: elements ``[start, stop)`` of its shard."""
+        return [self.layout.local_range(slot, self.shard.rank) for slot in self.slots]
 
     @property
     def piece_numel(self) -> int:
-        """Elements of which one rank alone forms the sum; a shard has a piece for each copy."""
-        return self.layout.numel // self.mesh.size
+        """Elements that one rank sums; a shard has a piece for each copy (see ``Mesh``)."""
+        return self.layout.shard_numel // self.replicate.size
+
+    def summed_by(self, element: int) -> int:
+        """The rank of the mesh that sums this element of the shard."""
+        return element // self.piece_numel * self.shard.size + self.shard.rank
 
     def own(self, full: Tensor) -> Tensor:
         """``[W * S] → [S]``: this rank's shard of a full bucket."""
@@ -101,56 +116,41 @@ class BucketSpec:
 
     def full_views(self, full: Tensor) -> list[Tensor]:
         """``[W * S] →`` each parameter, whole."""
-        return self._whole_cuts.views(full)
+        return self._whole.of(full)
 
     def rest_views(self, flat: Tensor) -> list[Tensor]:
         """``[S] →`` what this rank holds of each."""
-        return self._rest_cuts.views(flat)
+        return self._at_rest.of(flat)
 
     @cached_property
-    def _whole_cuts(self) -> Cuts:
-        places = [Place(slot.start, slot.stop, slot.shape) for slot in self.slots]
-        return Cuts(places, self.layout.numel)
+    def _whole(self) -> Views:
+        return Views(
+            [(slot.start, slot.stop, slot.shape) for slot in self.slots], self.layout.numel
+        )
 
     @cached_property
-    def _rest_cuts(self) -> Cuts:
-        rank, layout = self.shard.rank, self.layout
-        places = [
-            Place(*layout.local_range(slot, rank), layout.shard_shape(slot, rank))
-            for slot in self.slots
-        ]
-        return Cuts(places, layout.shard_numel)
-
-    @cached_property
-    def pieces(self) -> list[list[tuple[int, int, int]]]:
-        """Of each parameter's shard: which rank sums its elements ``[start, stop)``."""
-        copies, size = self.replicate.size, self.piece_numel
-        numbers = range(self.shard.rank * copies, (self.shard.rank + 1) * copies)
-        pieces = [(self.mesh.rank_of(k), k * size, k * size + size) for k in numbers]
-        shards = [(s.start, *self.layout.owned(s, self.shard.rank)) for s in self.slots]
-        return [
-            [
-                (rank, max(begin - at, start) - start, min(end - at, stop) - start)
-                for rank, begin, end in pieces
-                if max(begin - at, start) < min(end - at, stop)
-            ]
-            for at, start, stop in shards
-        ]
+    def _at_rest(self) -> Views:
+        shapes = (self.layout.shard_shape(slot, self.shard.rank) for slot in self.slots)
+        pairs = zip(self.ranges, shapes, strict=True)
+        return Views([(*range_, shape) for range_, shape in pairs], self.layout.shard_numel)
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
         """The ranges of a full bucket that belong to no parameter."""
-        return self._whole_cuts.gaps
+        return self._whole.gaps
 
     def sharding(self, index: int) -> Sharding:
         """Where parameter ``index``'s elements are."""
-        slot = self.slots[index]
-        start, stop = self.layout.owned(slot, self.shard.rank)
         placement = "fully_sharded" if self.placement.splits else "replicated"
-        shape = torch.Size(slot.shape)
-        return Sharding(
-            slot.name, self.unit, placement, shape, start, stop, slot.atom, self.layout, self.shard
-        )
+        return Sharding(self.slots[index], self.unit, placement, self.layout, self.shard)
+
+
+def cut_at_multiples(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """``[start, stop)``, cut at the multiples of ``size``."""
+    while start < stop:
+        end = min(stop, (start // size + 1) * size)
+        yield start, end
+        start = end
 
 
 def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> list[BucketSpec]:
@@ -172,7 +172,7 @@ def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> 
             _solve(members, dtypes, options, mesh),
             dtypes,
             options.precision.reduction(dtypes, mesh.size),
-            mesh,
+            *mesh,
             placement,
         )
         for (dtypes, _, _), members in groups.items()
@@ -181,10 +181,9 @@ def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> 
 
 def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, mesh: Mesh) -> Layout:
     """Places are the same for all meshes of as many ranks, so that sums are rounded alike."""
-    specs = [layout.Spec(member.name, tuple(member.shape)) for member in members]
+    slots = [Slot(member.name, tuple(member.shape)) for member in members]
     if options.bucketing == "none":
-        return layout.chunk_rows(specs[0], mesh.size, options.uneven).over(mesh.shard.size)
+        return layout.chunk_rows(slots[0], mesh.size, options.uneven).over(mesh.shard.size)
     narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.compute, dtypes.wire))
     alignment = accelerators.row(mesh.shard.device.type).alignment
-    pieces = layout.solve(specs, mesh.size, max(1, alignment // narrowest))
-    return pieces.over(mesh.shard.size)
+    return layout.solve(slots, mesh.size, max(1, alignment // narrowest)).over(mesh.shard.size)

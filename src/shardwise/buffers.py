@@ -18,7 +18,8 @@ version counter is its own (the views' counters must not move).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -35,75 +36,82 @@ from shardwise.refusals import replaced
 from shardwise.sharding import sharding_of
 from shardwise.torch_internals import disable_torch_function, get_version, set_data, storage_key
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "State"]
 
+OUR_CLASSES = (nn.Parameter, ShardedParameter)
 _DETACH: Any = Tensor.detach
+
+
+class State(Enum):
+    """How far a bucket is on its way from shards to whole parameters and back."""
+
+    AT_REST = auto()  # parameters show the shard
+    IN_FLIGHT = auto()  # the full bucket is being filled; parameters still show the shard
+    READY = auto()  # parameters show the full bucket
 
 
 class Bucket:
     """A bucket's memory: the shard, the full bucket, and which of them the parameters show."""
 
     def __init__(self, spec: BucketSpec) -> None:
-        self.spec = spec
+        self.spec, self.home = spec, spec.home
         self.unit, self.layout, self.dtypes = spec.unit, spec.layout, spec.dtypes
         self.members, self.params, self.trainable = spec.members, spec.params, spec.trainable
         self.gradients = Gradients(spec)
-        self.gathered = False
+        self.state = State.AT_REST
         self.copied = 0  # bytes that gathers copied or cast on this rank
         self._pending: Pending | None = None
         self._label = Label("gather", spec.unit)
-        self._whole_at_rest = spec.whole_at_rest
         self._memory = spec.shard.memory
+        self._is_cast = False  # does a full bucket of another dtype hold what the shard holds now?
         self._allocate()
-        #: Do the parameters show the same, whole memory all the time?
-        self.stays_whole = self.aliased and self._whole_at_rest
-        ours = [p for p in self.params if type(p) in (nn.Parameter, ShardedParameter)]
+        ours = [param for param in self.params if type(param) in OUR_CLASSES]
         #: Whose class changes. Classes that users gave their parameters are left alone.
-        self._ours = [] if self.stays_whole else ours
-        self._class_at_rest = nn.Parameter if self._whole_at_rest else ShardedParameter
+        self._ours = [] if self.home.stays_whole else ours
+        self._class_at_rest = nn.Parameter if self.home.whole else ShardedParameter
         #: Are all parameters guarded at rest?
-        self._guards = len(ours) == len(self.params) and not self._whole_at_rest
-        #: Do the parameters show the full bucket?
-        self.is_whole = self.stays_whole
-        self._handed_out = False  # may a parameter have been written since then?
+        self._guards = len(ours) == len(self.params) and not self.home.whole
+        self._may_be_written = False  # by a method, since the parameters became whole
         self._versions: list[int] = []
         for param in self._ours:
             param.before_write = self._before_write  # type: ignore[attr-defined]
 
+    @property
+    def gathered(self) -> bool:
+        """Is the full bucket there, or on its way?"""
+        return self.state is not State.AT_REST
+
+    @property
+    def is_whole(self) -> bool:
+        """Do the parameters show the full bucket?"""
+        return self.state is State.READY or self.home.stays_whole
+
     # ---- memory at rest ------------------------------------------------------------------
 
     def _allocate(self) -> None:
-        spec, dtypes, memory = self.spec, self.dtypes, self._memory
-        #: Do all ranks map the same full bucket?
-        self.shared = shared = memory.shared
-        #: Does the full bucket keep its memory when it is free?
-        same = dtypes.stored is dtypes.compute
-        self.lasting = shared or spec.placement.resident or (same and self._whole_at_rest)
-        #: Is the shard a slice of the full bucket, so that gathering copies nothing?
-        self.aliased = self.lasting and same
-        self._cast = False  # does a lasting bucket hold what the shard holds now?
+        dtype, numel = self.dtypes.compute, self.layout.numel
         with torch.inference_mode(False):
-            self.full = memory.full(self.layout.numel, dtypes.compute)  # [W * S]
-            self._full_views = spec.full_views(self.full)
-            self._writer = torch.empty(0, dtype=dtypes.compute, device=self.full.device)
-            size = (self.layout.numel,)
-            self._writer.set_(self.full.untyped_storage(), 0, size, (1,))
-            self._own = spec.own(self._writer)
-        self._storage = self.full.untyped_storage()
+            self.full = self._memory.full(numel, dtype)  # [W * S]
+            self._full_views = self.spec.full_views(self.full)
+            self._storage = self.full.untyped_storage()
+            self._writer = torch.empty(0, dtype=dtype, device=self.full.device)
+            self._writer.set_(self._storage, 0, (numel,), (1,))
+            self._own = self.spec.own(self._writer)
         self._nbytes = self._storage.nbytes()
-        self.home = storage_key(self.full)  # says of a tensor whether it is a view of a parameter
+        self.storage_key = storage_key(self.full)  # tells whether a tensor is a view of a parameter
         self._allocate_shard()
-        self._release()
+        if not self.home.lasting:
+            self._memory.free(self._storage)
 
     def _allocate_shard(self) -> None:
-        spec = self.spec
         with torch.inference_mode(False):
             size, stored = self.layout.shard_numel, self.dtypes.stored
+            aliased = self.home.aliased
             self.shard = in_huge_pages(  # [S]
-                spec.own(self.full) if self.aliased else self._memory.shard(size, stored)
+                self.spec.own(self.full) if aliased else self._memory.shard(size, stored)
             )
             self.shard.zero_()  # padding stays zero for life
-            self._rest_views = spec.rest_views(self.shard)
+            self._rest_views = self.spec.rest_views(self.shard)
         self._addresses = _addresses(self._rest_views)
 
     def take(self, index: int, whole: Tensor) -> None:
@@ -118,92 +126,82 @@ class Bucket:
 
     def gather(self) -> None:
         """Issue the all-gather; ``ready`` waits for it. A gathered bucket stays as it is."""
-        if self.gathered:
+        if self.state is not State.AT_REST:
             return
-        self.gathered = True
+        self.state = State.IN_FLIGHT
         self.adopt()
-        if self.stays_whole:
+        home = self.home
+        if home.stays_whole:
             return
-        if not self.lasting:
+        if not home.lasting:
             self._memory.refill(self._storage, self._nbytes)
-        if not self.aliased and not self._cast:
-            self._cast = self.lasting
+        if not home.aliased and not self._is_cast:
+            self._is_cast = home.lasting
             self._own.copy_(self.shard)
             self.copied += self._own.nbytes
-        if not self._whole_at_rest:
+        if not home.whole:
             self._pending = self.spec.shard.all_gather(self._writer, self._label)
 
     def ready(self) -> None:
         """Wait for the gather and let the parameters be views of the full bucket."""
+        self.gather()
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        elif not self.gathered:
-            self.gather()
-            self.ready()
-            return
-        if self.stays_whole:
-            return
-        if not self.is_whole:
-            with disable_torch_function():
-                self._bind(self._full_views, GatheredParameter)
-                self._handed_out, self._versions = False, list(map(get_version, self.params))
+        if self.state is State.IN_FLIGHT:
+            if not self.home.stays_whole:
+                with disable_torch_function():
+                    self._bind(self._full_views, GatheredParameter)
+                    self._versions = list(map(get_version, self.params))
+                self._may_be_written = False
+            self.state = State.READY
         elif self.dtypes.stored is not self.dtypes.compute:
             # A change of dtype makes autograd forget the node that adds up a parameter's gradients.
             # So a unit that was kept since its last use must change, too: else the uses of a tied
             # weight would be summed by autograd here and by us there, and strategies would differ.
-            written = self.is_written()
-            values = list(map(_DETACH, self.params)) if written else self._full_views
+            values = list(map(_DETACH, self.params)) if self.is_written() else self._full_views
             self.rest()
             with disable_torch_function():
                 self._bind(values, GatheredParameter)
-        self.is_whole = True
+            self.state = State.READY
 
-    def free(self) -> None:
-        """Let the parameters be shards again, and the full bucket's memory go."""
-        try:
-            if self.gathered:
-                self._lay_down()
-        finally:
-            self._release()
+    def free(self, still_read: bool = False) -> None:
+        """Let the parameters be shards again, and the full bucket's memory go.
 
-    def shelve(self) -> None:
-        """The same, but something still reads the full bucket; and what was cast will be old."""
-        self.expire()
-        if self.gathered:
-            self._lay_down()
-
-    def _lay_down(self) -> None:
+        Args:
+            still_read: a graph still reads the full bucket, so its memory stays until the next
+                ``free``.
+        """
         pending, self._pending = self._pending, None
         try:
             if pending is not None:  # gathered ahead and never entered: the peers still send
                 pending.wait()
         finally:
-            if not self.stays_whole:  # what was put in place of a value is adopted later
-                self.rest()
-            self.gathered = False  # last: where Ctrl-C comes between, it is done again
+            if self.state is not State.AT_REST:
+                if not self.home.stays_whole:  # ``adopt`` takes what was put in a value's place
+                    self.rest()
+                self.state = State.AT_REST  # last: where Ctrl-C comes between, it is done again
+            if not (still_read or self.home.lasting):
+                self._memory.free(self._storage)
 
     def rest(self) -> None:
         """Let the parameters be what this rank holds at rest."""
-        self.is_whole = self.stays_whole
+        if self.state is State.READY:
+            self.state = State.IN_FLIGHT
         with disable_torch_function():
             self._bind(self._rest_views, self._class_at_rest)
 
     def rest_one(self, index: int) -> None:
-        """The same for one parameter; memory that it had of its own may go."""
+        """The same for one parameter, which shows it for the first time."""
         param = self.params[index]
-        if any(param is ours for ours in self._ours):
+        if type(param) in OUR_CLASSES and not self.home.stays_whole:
             param.__class__ = self._class_at_rest
         with disable_torch_function():
-            param.data = self._rest_views[index]
+            set_data(param, self._rest_views[index])
 
     def expire(self) -> None:
-        """The optimizer may run next: what was cast for this step will be old."""
-        self._cast = False
-
-    def _release(self) -> None:
-        if not self.lasting:
-            self._memory.free(self._storage)
+        """The shard may be written next, so what was cast from it is no longer its value."""
+        self._is_cast = False
 
     def adopt(self) -> None:
         """Take over values that were put in place of a parameter's by ``param.data = ...``.
@@ -219,8 +217,8 @@ class Bucket:
                 if param.shape != view.shape or param.dtype != view.dtype:
                     raise replaced(self.members[index].name, view, param)
             values = [param.detach() for param in self.params]
-            if self._whole_at_rest:
-                self._allocate() if self.aliased else self._allocate_shard()
+            if self.home.whole:
+                self._allocate() if self.home.aliased else self._allocate_shard()
             for param, view, value in zip(self.params, self._rest_views, values, strict=True):
                 if value.data_ptr() != view.data_ptr():
                     if (sharding := sharding_of(param)) is not None:
@@ -234,11 +232,27 @@ class Bucket:
         """Every parameter whole, in its stored dtype, in new memory. A collective."""
         if not self.gathered:
             self.adopt()
-        return self.whole_of(self.shard)
+        return self._whole_of(self.shard)
 
-    def whole_of(self, flat: Tensor) -> list[Tensor]:
-        """The same of any ``flat`` that is laid out like the shard. A collective."""
-        if self.spec.whole_at_rest:
+    def whole_of_parts(
+        self, parts: Sequence[Tensor | None], dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """What ranks have one part of for each parameter, whole. A collective.
+
+        Args:
+            parts: per parameter, in the shape of its shard; ``None`` counts as zeros.
+            dtype: of all of them; ``None`` = the shard's.
+        """
+        flat = torch.zeros_like(self.shard, dtype=dtype)
+        with disable_torch_function():
+            for view, part in zip(self.spec.rest_views(flat), parts, strict=True):
+                if part is not None:
+                    view.copy_(part.view(view.shape))
+        return self._whole_of(flat)
+
+    def _whole_of(self, flat: Tensor) -> list[Tensor]:
+        """What is laid out like the shard, whole. A collective."""
+        if self.home.whole:
             full = flat.clone()
         else:
             full = torch.empty(self.layout.numel, dtype=flat.dtype, device=flat.device)
@@ -262,12 +276,15 @@ class Bucket:
 
     def is_written(self) -> bool:
         """May a parameter have been written since it became whole?"""
-        if self.stays_whole or not self.is_whole:
+        if self.home.stays_whole or self.state is not State.READY:
             return False
         return (
-            self._handed_out
+            self._may_be_written
             or list(map(get_version, self.params)) != self._versions
-            or (len(self._ours) < len(self.params) and self._is_replaced())
+            or (
+                len(self._ours) < len(self.params)
+                and _addresses(self.params) != _addresses(self._full_views)
+            )
         )
 
     def keep_written(self) -> None:
@@ -277,7 +294,7 @@ class Bucket:
             ConfigError: a parameter was replaced by what its shard cannot hold.
             ShardUseError: all ranks wrote to the memory that they share.
         """
-        if self.shared and not self._handed_out:
+        if self.home.shared and not self._may_be_written:
             raise self._written_by_all()
         with torch.no_grad(), disable_torch_function():
             for index, (param, full) in enumerate(zip(self.params, self._full_views, strict=True)):
@@ -285,7 +302,7 @@ class Bucket:
                 if (whole.shape, whole.dtype) != (full.shape, full.dtype):
                     raise replaced(self.members[index].name, full, whole)
                 self._take_written(index, whole)
-        self._cast = False
+        self._is_cast = False
 
     def _take_written(self, index: int, whole: Tensor) -> None:
         shard = self._rest_views[index]
@@ -298,20 +315,17 @@ class Bucket:
 
     def _before_write(self) -> None:
         """A parameter may be written next: this rank must write to memory of its own."""
-        if not self._handed_out and self.shared:
+        if not self._may_be_written and self.home.shared:
             with torch.inference_mode(False), disable_torch_function():
                 self._bind(self.spec.full_views(self.full.clone()), GatheredParameter)
-        self._handed_out = True
-
-    def _is_replaced(self) -> bool:
-        return _addresses(self.params) != _addresses(self._full_views)
+        self._may_be_written = True
 
     def _written_by_all(self) -> ShardUseError:
         versions = map(get_version, self.params)
-        changed = (v != before for v, before in zip(versions, self._versions, strict=True))
-        names = [m.name for m, one in zip(self.members, changed, strict=True) if one]
+        states = zip(self.members, versions, self._versions, strict=True)
+        name = next(member.name for member, now, before in states if now != before)
         return ShardUseError(
-            f"parameter {names[0]!r} was written in a forward pass by a function, while "
+            f"parameter {name!r} was written in a forward pass by a function, while "
             f"{self.spec.shard.size} ranks map the same memory, so each of them wrote to it. Write "
             "by a method of the parameter, such as param.add_(...), which is kept; or call "
             'sw.connect(transport="messages").'

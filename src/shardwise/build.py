@@ -26,7 +26,7 @@ from shardwise.sharding import sharding_of
 from shardwise.strategies import Placement
 from shardwise.torch_internals import buffers_of
 from shardwise.unit_state import UnitState
-from shardwise.units import Member, Unit, Units
+from shardwise.units import Unit, Units
 from shardwise.version import __version__
 
 __all__ = ["check_unsharded", "cut", "facts", "uncut"]
@@ -60,7 +60,7 @@ def check_unsharded(model: nn.Module) -> None:
 def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs) -> dict[str, str]:
     """What every rank must have alike, as short texts to compare."""
     chosen = {k: v for k, v in vars(options).items() if k not in ("init", "mesh")}
-    found = {
+    alike = {
         "versions": f"shardwise {__version__}, torch {torch.__version__}",
         "strategy": placement.name,
         "options": ", ".join(f"{name}={value}" for name, value in chosen.items()),
@@ -69,11 +69,11 @@ def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs
         numel = sum(spec.layout.used for spec in buckets)
         trained = sum(spec.layout.used for spec in buckets if spec.trainable)
         text = f"{numel:,} elements ({trained:,} trainable), layout {_digest(buckets)}"
-        found[f"unit {name or '(root)'}"] = text
+        alike[f"unit {name or '(root)'}"] = text
     if not options.sync_module_states:
         tensors = (*model.named_parameters(), *model.named_buffers())
-        found |= checksums((name, tensor) for name, tensor in tensors if not tensor.is_meta)
-    return found
+        alike |= checksums((name, tensor) for name, tensor in tensors if not tensor.is_meta)
+    return alike
 
 
 def _digest(buckets: Iterable[BucketSpec]) -> str:
@@ -102,7 +102,7 @@ def cut(
         log.info(text, len(given), sum(given))
     numel = sum(unit.numel for unit in units)
     if (
-        all(spec.replicate.size == comm.size for held in specs.values() for spec in held)
+        all(spec.replicate.size == comm.size for buckets in specs.values() for spec in buckets)
         and numel >= 1e9
     ):
         log.warning(
@@ -115,23 +115,22 @@ def cut(
 
 
 def _cut_bucket(spec: BucketSpec, ranks: Comm | None) -> Bucket:
-    """Cut whole parameters into this rank's shards, and let each go before the next one."""
+    """Cut whole parameters into this rank's shards, and let each go before the next one.
+
+    Args:
+        ranks: those that get rank 0's values; ``None`` = each rank has them.
+    """
     bucket = Bucket(spec)
-    for index, member in enumerate(spec.members):
-        value = member.param.data
-        bucket.take(index, sync(value, ranks, member.name) if ranks else value)
-        _rest(bucket, index, member)
+    for index, param in enumerate(spec.params):
+        sharding, value = spec.sharding(index), param.data
+        bucket.take(index, sync(value, ranks, sharding.name) if ranks else value)
+        gradient, param.grad = param.grad, None
+        bucket.rest_one(index)
+        param.sharding = sharding  # type: ignore[attr-defined]
+        if gradient is not None:
+            local = sharding.cut(gradient, param.shape)
+            param.grad = local.to(param.device, bucket.dtypes.stored, copy=True)
     return bucket
-
-
-def _rest(bucket: Bucket, index: int, member: Member) -> None:
-    param, sharding = member.param, bucket.spec.sharding(index)
-    gradient, param.grad = param.grad, None
-    bucket.rest_one(index)
-    param.sharding = sharding  # type: ignore[attr-defined]
-    if gradient is not None:
-        local = sharding.cut(gradient, param.shape)
-        param.grad = local.to(param.device, bucket.dtypes.stored, copy=True)
 
 
 def _place_buffers(

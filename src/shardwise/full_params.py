@@ -118,10 +118,6 @@ def _gather_gradients(buckets: Sequence[Bucket], entries: Sequence[_Entry], rank
         wanted = [entry for entry in here if next(anywhere)]
         if not wanted:
             continue
-        flat = torch.zeros_like(bucket.shard)
-        for view, entry in zip(bucket.spec.rest_views(flat), here, strict=True):
-            if entry.at_rest is not None and not entry.is_local:
-                view.copy_(entry.at_rest)
-        wholes = bucket.whole_of(flat)
+        wholes = bucket.whole_of_parts([None if e.is_local else e.at_rest for e in here])
         for entry in wanted:
             entry.gradient = wholes[entry.index].data  # whose version is its own

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from shardwise.bucket import BucketSpec
-from shardwise.comm.protocol import Label, Pending
+from shardwise.comm.protocol import Label
+from shardwise.comm.reduction import Reducing
 from shardwise.errors import RanksDisagree, ShardUseError
 from shardwise.guard import LocalGradient, is_of_shard, put_grad
 from shardwise.torch_internals import (
@@ -58,9 +59,8 @@ class Gradients:
         self._small = [numel < SMALL for numel in self._numels]
         self._waiting: dict[int, Tensor] = {}
         self._views: list[Tensor] = []
-        self._out: Tensor | None = None
+        self._reducing: Reducing | None = None
         self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
-        self._pending: Pending | None = None
         self._label = Label("reduce", spec.unit)
 
     @property
@@ -162,15 +162,15 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget what was collected and what is on its way; give the shards' ``.grad`` back."""
-        if self._pending is not None:
+        if self._reducing is not None:
             with contextlib.suppress(RanksDisagree):  # the memory must outlive what is in flight
-                self._pending.wait()
+                self._reducing.pending.wait()
         with disable_torch_function():
             for index, view in self._shown.items():
                 if get_grad(self.spec.params[index]) is view:
                     set_grad(self.spec.params[index], None)
         self.give_back()
-        self.full = self._pending = self._out = self._result = None
+        self.full = self._reducing = self._result = None
         self._views, self.carries = [], False
         for kept in (self._waiting, self._shown, self._versions):
             kept.clear()
@@ -237,16 +237,16 @@ class Gradients:
         for start, stop in spec.gaps:
             full[start:stop].zero_()
         comm, reduction = spec.averages[0]
-        self.full, self._out, self._pending = reduction.start(full, comm, self._label)
+        self._reducing = reduction.start(full, comm, self._label)
+        self.full = self._reducing.sent
 
     def settle(self) -> None:
         """Wait for the reduce and let the gradient bucket go."""
-        if self._pending is not None:
-            self._pending.wait()
-        if self._out is not None:
-            result = self._over_copies(self._out)
+        if self._reducing is not None:
+            self._reducing.pending.wait()
+            result = self._over_copies(self._reducing.out)
             self._result = result if self._result is None else self._result.add_(result)
-        self.full = self._pending = self._out = None
+        self.full = self._reducing = None
         self._views, self.carries = [], False
         self.arrived.clear()
 

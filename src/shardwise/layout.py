@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import gcd, lcm, prod
@@ -24,36 +24,26 @@ from typing import NamedTuple
 
 from shardwise.errors import ConfigError, nearest
 
-__all__ = ["Layout", "Slot", "Spec", "chunk_rows", "solve"]
+__all__ = ["Layout", "Slot", "chunk_rows", "solve"]
 
 _Pieces = Sequence[tuple[int, int]]  # (size, grain) of each parameter: see "solving" below
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A parameter that wants a place in a bucket: its name there, and its whole shape.
-
-    ``atom`` is a number of elements that are never split (a quantisation block), counted from the
-    parameter's first; None asks for one dim-0 row, and lets ``solve`` give that up.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    atom: int | None = None
-
-
-@dataclass(frozen=True)
 class Slot:
-    """One parameter's place in its bucket: elements ``[start, stop)``, ``numel`` of them.
+    """A parameter in a bucket: elements ``[start, stop)``, ``numel`` of them.
 
-    Ranks share it in runs of ``atom`` elements: one dim-0 ``row``, the atom that was given, or 1
-    if rows were given up ("element atoms").
+    Attributes:
+        name, shape: the whole parameter's.
+        atom: elements that are never split between ranks (a quantisation block), counted from its
+            first. 0 lets ``solve`` choose: a dim-0 ``row``, or 1 where that costs too much.
+        start: its place, once ``solve`` has chosen one.
     """
 
     name: str
     shape: tuple[int, ...]
-    start: int
-    atom: int
+    atom: int = 0
+    start: int = 0
 
     @cached_property
     def numel(self) -> int:
@@ -148,36 +138,36 @@ class Layout:
 
         Rows that were given up are kept again where no boundary falls into them any more.
         """
-        size = self.numel // world
-        specs = [Spec(s.name, s.shape, None if s.atom == 1 else s.atom) for s in self.slots]
-        slots = (_cut(spec, s.start, size) for spec, s in zip(specs, self.slots, strict=True))
+        size, slots = self.numel // world, list[Slot]()
+        for slot in self.slots:
+            wanted = replace(slot, atom=0) if slot.atom == 1 else slot
+            slots.append(_placed(wanted, slot.start, max(1, size)))
         return Layout(tuple(slots), world, size)
 
     def __str__(self) -> str:
         return "\n".join([_title(self), *_table(self), *_drawing(self)])
 
 
-def chunk_rows(spec: Spec, world: int, uneven: str = "pad") -> Layout:
-    """A bucket of one parameter, cut on dim 0 as ``torch.chunk`` and FSDP2 do.
+def chunk_rows(slot: Slot, world: int, uneven: str = "pad") -> Layout:
+    """A bucket of one parameter, cut on dim 0 as ``torch.chunk`` and FSDP2 do; a scalar is a row.
 
-    Each rank holds ``ceil(rows / world)`` rows, the last fewer or none; a scalar is one row. Given
-    atoms make chunks larger rather than be cut. Rows that do not divide by the world size are
-    padded, or are a ConfigError if ``uneven`` is ``"error"`` and not ``"pad"``.
+    Given atoms make chunks larger rather than be cut. Rows that do not divide by the world size
+    are padded, or are a ConfigError if ``uneven`` is ``"error"`` and not ``"pad"``.
     """
-    _check([spec], world)
-    rows = spec.shape[0] if spec.shape else 1
+    _check([slot], world)
+    rows = slot.shape[0] if slot.shape else 1
     if uneven not in ("pad", "error"):
         raise ConfigError(f"uneven is 'pad' or 'error', not {uneven!r}")
     if uneven == "error" and rows % world:
         raise ConfigError(
-            f"Current sharding requires the first dimension of the parameter {spec.name!r} "
+            f"Current sharding requires the first dimension of the parameter {slot.name!r} "
             f"({rows}) to be divisible by the world size ({world})"
         )
-    slot = Slot(spec.name, spec.shape, 0, _atom(spec))
+    slot = replace(slot, atom=_atom(slot))
     return Layout((slot,), world, _up(slot.numel, lcm(slot.row, slot.atom) * world) // world)
 
 
-def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -> Layout:
+def solve(wanted: Sequence[Slot], world: int, align: int = 16, slack: int = 32) -> Layout:
     """The bucket of these parameters with the smallest shards found, the same on every rank.
 
     Boundaries between ranks fall on atoms of the slot they lie in. Where padding would exceed
@@ -187,18 +177,18 @@ def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -
     parameters get the best of all orders, more a greedy one, and model order where it is as good.
 
     Args:
-        specs: the parameters in model order; a name that occurs twice is a ConfigError.
+        wanted: the parameters in model order; a name that occurs twice is a ConfigError.
         world: ranks that share the bucket.
         align: elements; the shard size and the start of each slot are multiples of it.
         slack: elements of padding per rank that are always accepted: 32 are 128 bytes of fp32.
     """
-    _check(specs, world, align)
-    weights = [prod(spec.shape) for spec in specs]
+    _check(wanted, world, align)
+    weights = [slot.numel for slot in wanted]
     if not any(weights):
-        return Layout(tuple(_cut(spec, 0, 1) for spec in specs), world, 0)
-    grains = [_atom(spec) // gcd(_atom(spec), align) for spec in specs]
+        return Layout(tuple(_placed(slot, 0, 1) for slot in wanted), world, 0)
+    grains = [_atom(slot) // gcd(_atom(slot), align) for slot in wanted]
     pieces = [(-(-weight // align), grain) for weight, grain in zip(weights, grains, strict=True)]
-    soft = frozenset(i for i, spec in enumerate(specs) if spec.atom is None and grains[i] > 1)
+    soft = frozenset(i for i, slot in enumerate(wanted) if not slot.atom and grains[i] > 1)
     low, high = -(-sum(size for size, _ in pieces) // world), 0
     for elements in (sum(weights), sum(size for size, _ in pieces) * align):
         if high < low:
@@ -206,28 +196,28 @@ def solve(specs: Sequence[Spec], world: int, align: int = 16, slack: int = 32) -
     while not (way := _search(_Problem(pieces, weights, soft, world), low, max(low, high))):
         low, high = high + 1, high + 1 + high // 16  # given atoms may need more
     size, places = way.shard * align, (start * align for start in way.starts)
-    slots = (_cut(spec, place, size) for spec, place in zip(specs, places, strict=True))
+    slots = (_placed(slot, place, size) for slot, place in zip(wanted, places, strict=True))
     return Layout(tuple(sorted(slots, key=lambda slot: (slot.start, slot.stop))), world, size)
 
 
-def _check(specs: Sequence[Spec], world: int, align: int = 1) -> None:
-    if min(world, align, *(spec.atom or 1 for spec in specs)) < 1:
+def _check(slots: Sequence[Slot], world: int, align: int = 1) -> None:
+    if min(world, align, *(slot.atom or 1 for slot in slots)) < 1:
         raise ConfigError(f"world ({world}), align ({align}) and atoms must be at least 1")
-    for name, count in Counter(spec.name for spec in specs).items():
+    for name, count in Counter(slot.name for slot in slots).items():
         if count > 1:
             fact = f"{count} parameters of one bucket are named {name!r}, so that name finds none"
             raise ConfigError(f"{fact}: rename them, or pass a tied parameter only once")
 
 
-def _cut(spec: Spec, start: int, shard: int) -> Slot:
+def _placed(slot: Slot, start: int, shard: int) -> Slot:
     """The slot at ``start``; it keeps its atom unless a boundary falls inside one."""
-    atom, stop = _atom(spec), start + prod(spec.shape)
+    atom, stop = _atom(slot), start + slot.numel
     whole = all((cut - start) % atom == 0 for cut in range(_up(start + 1, shard), stop, shard))
-    return Slot(spec.name, spec.shape, start, atom if whole else 1)
+    return replace(slot, start=start, atom=atom if whole else 1)
 
 
-def _atom(spec: Spec) -> int:
-    return spec.atom or max(1, prod(spec.shape[1:]))
+def _atom(slot: Slot) -> int:
+    return slot.atom or slot.row
 
 
 def _up(number: int, step: int) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from shardwise.bucket import BucketSpec
+from shardwise.comm.mesh import Mesh
+from shardwise.comm.protocol import Comm
 from shardwise.schedule import Event, Op, Weight
 
-__all__ = ["Axes", "Layouts", "Schedule", "size"]
+__all__ = ["Layouts", "Schedule", "size"]
 
 
 def size(nbytes: float) -> str:
@@ -21,23 +22,6 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-class Axes(NamedTuple):
-    """How many ranks split a unit, and how many hold copies of each shard.
-
-    Attributes:
-        shared: those that split it map the same memory, so a gather moves nothing.
-    """
-
-    shard: int
-    replicate: int
-    shared: bool = False
-
-    @classmethod
-    def of(cls, spec: BucketSpec) -> Axes:
-        """Those of a bucket, which are those of its unit."""
-        return cls(spec.shard.size, spec.replicate.size, spec.shard.memory.shared)
-
-
 @dataclass(frozen=True)
 class Schedule:
     """One step's events; iterate over ``events``, or print it.
@@ -47,7 +31,7 @@ class Schedule:
         weights: bytes of each unit.
         strategy, mode: what it is the schedule of.
         world: ranks that take part.
-        axes: the mesh of each unit.
+        meshes: the axes of each unit.
     """
 
     events: tuple[Event, ...]
@@ -55,17 +39,17 @@ class Schedule:
     strategy: str
     mode: str
     world: int
-    axes: Mapping[str, Axes]
+    meshes: Mapping[str, Mesh]
 
     def sent(self, event: Event) -> int:
         """Bytes that one rank sends for ``event``."""
         if event.op not in (Op.GATHER, Op.REDUCE):
             return 0
-        weight, axes = self.weights[event.unit], self.axes[event.unit]
+        weight, (shard, replicate) = self.weights[event.unit], self.meshes[event.unit]
         if event.op is Op.GATHER:
-            return 0 if axes.shared else _to_others(weight.gathered, axes.shard)
-        of_copies = (weight.gradients + weight.mean) // axes.shard
-        return _to_others(weight.gradients, axes.shard) + _to_others(of_copies, axes.replicate)
+            return 0 if shard.memory.shared else _to_others(weight.gathered, shard)
+        of_copies = (weight.gradients + weight.mean) // shard.size
+        return _to_others(weight.gradients, shard) + _to_others(of_copies, replicate)
 
     def __str__(self) -> str:
         width = max([len(_name(unit)) for unit in self.weights], default=6)
@@ -93,28 +77,29 @@ class Schedule:
     def _line(self, event: Event, depth: int, width: int) -> str:
         name = "" if event.op is Op.END else _name(event.unit)
         text = f"{'  ' * max(depth, 0)}{event.op:<6}  {name:<{width}}"
-        if event.op is Op.GATHER and self.axes[event.unit].shard > 1:
-            full, shared = size(self.weights[event.unit].gathered), self.axes[event.unit].shared
+        if event.op is Op.GATHER and self.meshes[event.unit].shard.size > 1:
+            full = size(self.weights[event.unit].gathered)
+            shared = self.meshes[event.unit].shard.memory.shared
             sends = "memory is shared" if shared else f"sends {size(self.sent(event))}"
             text += f"  # all-gather, {full}, {sends}: {event.reason}"
         elif event.op is Op.REDUCE:
             full = size(self.weights[event.unit].gradients)
-            how, sends = _reduction(self.axes[event.unit]), size(self.sent(event))
+            how, sends = _reduction(self.meshes[event.unit]), size(self.sent(event))
             text += f"  # {how}, {full}, sends {sends}: {event.reason}"
         elif event.reason:
             text += f"  # {event.reason}"
         return text.rstrip()
 
 
-def _reduction(axes: Axes) -> str:
-    over_shards = ["reduce-scatter"] if axes.shard > 1 or axes.replicate == 1 else []
-    over_copies = ["reduce-scatter", "all-gather"] if axes.replicate > 1 else []
+def _reduction(mesh: Mesh) -> str:
+    over_shards = ["reduce-scatter"] if mesh.shard.size > 1 or mesh.replicate.size == 1 else []
+    over_copies = ["reduce-scatter", "all-gather"] if mesh.replicate.size > 1 else []
     return " + ".join(over_shards + over_copies)
 
 
-def _to_others(nbytes: int, ranks: int) -> int:
-    """What one of the ranks sends of as many equal pieces, if it keeps its own."""
-    return nbytes * (ranks - 1) // ranks
+def _to_others(nbytes: int, ranks: Comm) -> int:
+    """What one rank sends of ``nbytes`` if each rank has a piece and keeps its own."""
+    return nbytes * (ranks.size - 1) // ranks.size
 
 
 def _name(unit: str) -> str:

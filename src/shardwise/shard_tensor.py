@@ -4,7 +4,7 @@ A plain tensor that holds a part of a gradient answers ``norm()``, ``isfinite().
 ``histc()`` with one rank's numbers, silently, and the ranks drift apart. So what is read of a
 parameter at rest is of this class, and so is every elementwise result of it. It costs nothing
 where nobody reads: a gradient gets its class when it is read (see ``guard``), and an optimizer
-sees plain tensors (see ``optim.gate``).
+sees plain tensors (see ``optim.optimizer_hooks``).
 
 A function on shards
 - that asks for metadata, or treats each element by itself among tensors that are cut alike, is

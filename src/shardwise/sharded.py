@@ -28,10 +28,10 @@ from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, ScheduleError
 from shardwise.full_params import full_params
 from shardwise.hooks import Hooks
-from shardwise.listing import Axes, Layouts, Schedule
+from shardwise.listing import Layouts, Schedule
 from shardwise.methods import ForwardMethods
-from shardwise.optim.gate import Gate
 from shardwise.optim.norm import chosen, clip_gradients, places_of
+from shardwise.optim.optimizer_hooks import OptimizerHooks
 from shardwise.options import Options
 from shardwise.recompute import check_own_checkpointing, checkpoint_units
 from shardwise.runtime import Runtime
@@ -108,7 +108,7 @@ class Sharded:
         specs = {u.name: specs_of(u, self.options, mesh, self.placement) for u in units}
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
         params = [member.param for unit in units for member in unit.members]
-        self._gate = Gate(params, self._before_step, self.comm)
+        self._optimizer_hooks = OptimizerHooks(params, self._before_step, self.comm)
         states = cut(self.model, units, specs, self.options, self.comm)
         self.buckets = tuple(bucket for state in states.values() for bucket in state.buckets)
         self._places = places_of(self.buckets)
@@ -258,15 +258,15 @@ class Sharded:
         self._idle(asked)
         optimizers = as_optimizers(optimizer)
         for one in optimizers:
-            self._gate.admit(one)
+            self._optimizer_hooks.admit(one)
         return optimizers
 
     def unshard(self) -> nn.Module:
         """Undo ``shard()``: the model is plain and whole again on every rank. A collective."""
         self._at_rest("unshard() was called")  # also where the model is not what it was
-        self._gate.uncut(self.buckets)
+        self._optimizer_hooks.uncut(self.buckets)
         uncut(self.buckets)
-        self._gate.close()
+        self._optimizer_hooks.close()
         self._undress()
         return self.model
 
@@ -336,8 +336,8 @@ class Sharded:
         """The schedule of ``"train"``, ``"accumulate"``, ``"last"`` or ``"forward"``."""
         schedules = self.runtime.schedules
         listed, weights = schedules.events(mode), schedules.weights()
-        axes = {bucket.unit: Axes.of(bucket.spec) for bucket in self.buckets}
-        return Schedule(listed, weights, self.placement.name, mode, self.comm.size, axes)
+        meshes = {b.unit: Mesh(b.spec.shard, b.spec.replicate) for b in self.buckets}
+        return Schedule(listed, weights, self.placement.name, mode, self.comm.size, meshes)
 
     def numel(self, *, trainable_only: bool = False) -> int:
         """Elements of the whole model's parameters; ``parameter.numel()`` is this rank's part."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.protocol import Comm, Label
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Slot
 
 __all__ = ["Engine", "Sharding", "sharding_of"]
 
@@ -38,31 +38,29 @@ class Sharding:
     """Where a parameter's elements are.
 
     Attributes:
-        name: the parameter's first full name.
+        slot: its place in its bucket, with its first full name and its whole shape.
         unit: its unit's name.
         placement: ``"fully_sharded"`` or ``"replicated"`` (the optimizer sees all of it).
-        shape: the whole parameter's shape.
-        start, stop: the range of the flattened parameter that this rank stores.
-        atom: elements that are never split between ranks (a row, or 1).
-        layout: of its bucket, in which its slot has its name.
+        layout: of its bucket.
         comm: the ranks that have the other ranges.
         engine: the model's, while it is sharded.
         lent: what was read from the parameter and shares the shard's memory, by ``id``.
+        start, stop: the range of the flattened parameter that this rank stores.
     """
 
-    name: str
+    slot: Slot
     unit: str
     placement: str
-    shape: torch.Size
-    start: int
-    stop: int
-    atom: int
     layout: Layout = field(repr=False)
     comm: Comm = field(repr=False)
     engine: weakref.ref[Engine] | None = field(default=None, repr=False)
     lent: weakref.WeakValueDictionary[int, Tensor] = field(
         default_factory=weakref.WeakValueDictionary, repr=False
     )
+
+    def __post_init__(self) -> None:
+        self.name, self.shape = self.slot.name, torch.Size(self.slot.shape)
+        self.start, self.stop = self.layout.owned(self.slot, self.comm.rank)
 
     @property
     def serving(self) -> Engine | None:
@@ -91,13 +89,13 @@ class Sharding:
 
     @property
     def _cut(self) -> tuple[object, ...]:
-        start = self.layout.slot(self.name).start
-        return self.shape, self.atom, start, self.layout.shard_numel, self.comm.size
+        slot = self.slot
+        return slot.shape, slot.atom, slot.start, self.layout.shard_numel, self.comm.size
 
     def whole(self, part: Tensor) -> Tensor:
         """Every rank's ``part`` put together: ``shape``, in new memory. A collective."""
-        comm, slot = self.comm, self.layout.slot(self.name)
-        ranges = [self.layout.owned(slot, rank) for rank in range(comm.size)]
+        comm = self.comm
+        ranges = [self.layout.owned(self.slot, rank) for rank in range(comm.size)]
         sizes = [stop - start for start, stop in ranges]
         mine = torch.empty(max(sizes), dtype=part.dtype, device=part.device)
         mine[: part.numel()] = part.reshape(-1)

@@ -17,19 +17,12 @@ __all__ = ["Placement"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where parameters, gradients and optimizer state live; nothing else.
+    """Where parameters, gradients and optimizer state live; nothing else."""
 
-    Attributes:
-        name: the preset's name.
-        splits: at rest a rank holds one shard, and the optimizer sees that.
-        resident: the full bucket keeps its memory between uses (its values may be stale).
-        frees: a unit is freed after each use, not only at its last.
-    """
-
-    name: str
-    splits: bool
-    resident: bool
-    frees: bool
+    name: str  # the preset's
+    splits: bool  # all ranks split the parameters at rest; else each of them holds a copy
+    resident: bool  # the full bucket keeps its memory between uses (its values may be stale)
+    frees: bool  # a unit is freed after each use, not only at its last
 
     @classmethod
     def named(cls, name: str | int | Enum) -> Placement:

@@ -43,7 +43,7 @@ class UnitState:
     @property
     def homes(self) -> frozenset[int]:
         """The identities of the storages that hold its parameters while they are whole."""
-        return frozenset([bucket.home for bucket in self.buckets])
+        return frozenset([bucket.storage_key for bucket in self.buckets])
 
     @property
     def in_use(self) -> bool:
@@ -77,7 +77,7 @@ class UnitState:
         written = [bucket for bucket in self.buckets if bucket.is_written()]
         if not written:
             return
-        fences = [bucket.spec.shard for bucket in written if bucket.shared][:1]
+        fences = [bucket.spec.shard for bucket in written if bucket.home.shared][:1]
         for comm in fences:
             comm.fence(Label("fence", "written parameters"))
         for bucket in written:
@@ -111,7 +111,8 @@ class UnitState:
         finally:
             self.gathered = False
             for bucket in self.buckets:
-                bucket.shelve()
+                bucket.expire()
+                bucket.free(still_read=True)
 
     def show_shards(self) -> None:
         """After a pass that stopped: parameters and ``.grad`` of a unit at rest. Nobody waits."""

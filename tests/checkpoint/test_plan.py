@@ -194,7 +194,7 @@ def test_every_byte_is_written_exactly_once(entries: list[Entry], limit: int) ->
 @given(st.integers(1, 9), SHAPES)
 def test_a_layouts_shards_are_one_range_each(world: int, shapes: list[tuple[int, ...]]) -> None:
     """What the engine cuts, cut as the engine does: W - 1 boundaries, none of them longer."""
-    specs = [layout.Spec(f"t{k}", shape) for k, shape in enumerate(shapes)]
+    specs = [layout.Slot(f"t{k}", shape) for k, shape in enumerate(shapes)]
     solved = layout.solve(specs, world)
     entries = [
         Entry(
@@ -213,7 +213,7 @@ def test_a_layouts_shards_are_one_range_each(world: int, shapes: list[tuple[int,
 
 def test_a_large_plan_takes_little_time() -> None:
     """10,000 tensors over 512 ranks, as every rank plans them."""
-    bucket = [layout.Spec(f"t{k}", (64, 16)) for k in range(1000)]
+    bucket = [layout.Slot(f"t{k}", (64, 16)) for k in range(1000)]
     solved = layout.solve(bucket, 512)
     held = {
         slot.name: tuple(Held(*solved.owned(slot, rank), (rank,)) for rank in solved.owners(slot))

@@ -25,7 +25,7 @@ from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
 from shardwise.guard import ShardedParameter
 from shardwise.optim import fused
-from shardwise.optim.flat_gradient import FlatGradient, flat_gradient
+from shardwise.optim.flat_state import FlatGradient, FlatState
 from shardwise.torch_internals import fused_adamw_
 from tests import nets
 from tests.copies import clones, equal, local, on_ranks, said
@@ -188,11 +188,13 @@ def test_gradients_that_the_user_put_in_place_are_used_and_clipped(max_norm: flo
 def test_the_engines_own_gradients_are_never_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[FlatGradient]()
 
+    flat_gradient = FlatState.flat_gradient
+
     def spy(*args: Any) -> FlatGradient:
         seen.append(flat_gradient(*args))
         return seen[-1]
 
-    monkeypatch.setattr("shardwise.optim.flat.flat_gradient", spy)
+    monkeypatch.setattr(FlatState, "flat_gradient", spy)
 
     def rank(comm: Comm, model: nn.Module, strategy: str) -> None:
         sharded = sw.shard(model, strategy, comm=comm)

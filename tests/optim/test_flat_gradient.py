@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.optim.flat_gradient import FlatGradient, flat_gradient
-from shardwise.optim.held import Held
+from shardwise.optim.flat_state import FlatGradient, FlatState
 from tests import nets
 from tests.copies import local, on_ranks
 from tests.nets import NETS, Net
@@ -20,17 +19,17 @@ from tests.steps import STRATEGIES, train
 DECODER = Net(nets.decoder, nets.decoder_batch)
 
 
-def held_by(sharded: sw.Sharded) -> list[Held]:
+def held_by(sharded: sw.Sharded) -> list[FlatState]:
     every = {id(p): 0 for p in sharded.model.parameters()}
-    return [Held(bucket, every) for bucket in sharded.buckets if bucket.trainable]
+    return [FlatState(bucket, every) for bucket in sharded.buckets if bucket.trainable]
 
 
-def seen(held: Held) -> FlatGradient:
+def seen(held: FlatState) -> FlatGradient:
     gradients = [None if (grad := param.grad) is None else local(grad) for param in held.params]
-    return flat_gradient(held, gradients)
+    return held.flat_gradient(gradients)
 
 
-def assert_right(held: Held, found: FlatGradient) -> None:
+def assert_right(held: FlatState, found: FlatGradient) -> None:
     views = held.bucket.spec.rest_views(found.flat)
     for param, view in zip(held.bucket.params, views, strict=True):
         assert param.grad is None or torch.equal(view, local(param.grad))
@@ -139,6 +138,6 @@ def test_what_becomes_of_a_copy_can_be_given_back() -> None:
         before = [param.grad.clone() for param in held.params if param.grad is not None]
         found = seen(held)
         found.flat.mul_(0.5)
-        found.give_back()
+        found.copy_back()
         after = [param.grad for param in held.params if param.grad is not None]
         assert all(torch.equal(a, b / 2) for a, b in zip(after, before, strict=True))

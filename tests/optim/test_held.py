@@ -11,33 +11,30 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.guard import ShardedParameter
-from shardwise.optim.held import STEP, Held
-from shardwise.optim.runs import Run
+from shardwise.optim.flat_state import STEP, FlatState
 from shardwise.sharding import sharding_of
 from tests import nets
 from tests.copies import local, on_ranks, said
 from tests.steps import STRATEGIES
 
 
-def some_of(sharded: sw.Sharded, every: int = 2) -> list[Held]:
+def some_of(sharded: sw.Sharded, every: int = 2) -> list[FlatState]:
     """Of each bucket, every other parameter."""
     params = list(sharded.model.parameters())[::every]
-    return [h for b in sharded.buckets if (h := Held(b, {id(p): 0 for p in params})).shares]
+    return [h for b in sharded.buckets if (h := FlatState(b, {id(p): 0 for p in params})).params]
 
 
 def new_state() -> Any:
     return defaultdict(dict)
 
 
-def test_each_share_is_where_its_parameter_is() -> None:
+def test_each_slot_is_where_its_parameter_is() -> None:
     def rank(comm: Comm, model: nn.Module, strategy: str) -> None:
         for held in some_of(sw.shard(model, strategy, comm=comm)):
             held.shard.copy_(torch.arange(held.shard.numel()))
-            for share in held.shares:
-                values = local(share.param).flatten().tolist()
-                assert values == list(range(share.start, share.stop))
-            starts = [share.start for share in held.shares]
-            assert starts == sorted(starts)
+            for param, (start, stop) in zip(held.params, held.ranges, strict=True):
+                assert local(param).flatten().tolist() == list(range(start, stop))
+            assert held.ranges == sorted(held.ranges)
 
     for strategy in STRATEGIES:
         on_ranks(3, nets.scalar_and_13_rows, lambda c, m: rank(c, m, strategy))  # noqa: B023
@@ -46,8 +43,8 @@ def test_each_share_is_where_its_parameter_is() -> None:
 def test_flat_state_has_no_padding_and_nothing_of_others() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         for held in some_of(sw.shard(model, comm=comm)):
-            views = [held.state("moment", at) for at in range(len(held.shares))]
-            assert [view.shape for view in views] == [share.param.shape for share in held.shares]
+            views = [held.state("moment", at) for at in range(len(held.params))]
+            assert [view.shape for view in views] == [param.shape for param in held.params]
             storage = views[0].untyped_storage()
             assert storage.nbytes() == sum(view.nbytes for view in views)
             for number, view in enumerate(views):
@@ -60,16 +57,15 @@ def test_flat_state_has_no_padding_and_nothing_of_others() -> None:
 def test_the_state_of_a_run_is_that_of_its_slots() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         for held in some_of(sw.shard(model, comm=comm), every=1):
-            for at, share in enumerate(held.shares):
+            for at, (start, stop) in enumerate(held.ranges):
                 held.state("moment", at).copy_(
-                    torch.arange(share.start, share.stop).view(share.view.shape)
+                    torch.arange(start, stop).view(held.values[at].shape)
                 )
-            for first, share in enumerate(held.shares):
-                if share.stop - share.start > 2:
-                    run = Run(share.start + 1, share.stop, first, key=None)
-                    found = held.state_of("moment", run)
-                    assert found.tolist() == list(range(run.start, run.stop))
-                    assert held.state_of(STEP, run).shape == ()
+            for first, (start, stop) in enumerate(held.ranges):
+                if stop - start > 2:
+                    found = held.state_of_run("moment", first, start + 1, stop)
+                    assert found.tolist() == list(range(start + 1, stop))
+                    assert held.state_of_run(STEP, first, start + 1, stop).shape == ()
 
     on_ranks(2, nets.decoder, rank)
 
@@ -78,13 +74,13 @@ def test_missing_state_is_made_of_zeros_once() -> None:
     sharded = sw.shard(nets.decoder())
     held, state = some_of(sharded)[0], new_state()
     param = held.params[0]
-    assert held.make(state, 0, (STEP, "moment"))
-    assert not held.make(state, 0, (STEP, "moment"))
+    assert held.add_missing(state, 0, (STEP, "moment"))
+    assert not held.add_missing(state, 0, (STEP, "moment"))
     assert list(state) == [param]
     assert state[param][STEP] == 0
     assert state[param]["moment"].shape == param.shape
     assert not state[param]["moment"].any()
-    assert held.make(state, 0, (STEP, "moment", "another"))
+    assert held.add_missing(state, 0, (STEP, "moment", "another"))
 
 
 def test_state_that_is_there_is_taken_whole_or_cut() -> None:
@@ -100,7 +96,7 @@ def test_state_that_is_there_is_taken_whole_or_cut() -> None:
                 given = whole if number % 2 else expected[param].clone()
                 state[param] = {STEP: torch.tensor(float(number)), "moment": given, "note": "x"}
             held.take(state)
-            assert not held.recounted
+            assert not held.is_recounted
             assert held.steps.tolist() == list(range(len(held.params)))
             for number, param in enumerate(held.params):
                 mine = state[param]
@@ -126,11 +122,11 @@ def test_state_of_another_shape_is_refused() -> None:
 
 def test_a_count_that_somebody_else_changes_is_noticed() -> None:
     held, state = some_of(sw.shard(nets.decoder()))[0], new_state()
-    held.make(state, 0, (STEP,))
+    held.add_missing(state, 0, (STEP,))
     held.count(torch.ones(()))
-    seen = [held.recounted]
+    seen = [held.is_recounted]
     state[held.params[0]][STEP].fill_(7)
-    seen.append(held.recounted)
+    seen.append(held.is_recounted)
     assert seen == [False, True]
     assert held.steps[0] == 7
 
@@ -139,17 +135,17 @@ def test_values_put_in_place_of_a_shard_are_taken_over() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm)
         held = max(some_of(sharded), key=lambda held: len(held.solid))
-        share = held.shares[held.solid[0]]
-        param = share.param
+        at = held.solid[0]
+        param = held.params[at]
         param.data = param.detach() * 2
         expected = local(param).clone()
         with torch._C.DisableTorchFunctionSubclass():
             held.adopt()
-        assert torch.equal(share.view, expected)
-        assert param.data_ptr() == share.view.data_ptr()
+        assert torch.equal(held.values[at], expected)
+        assert param.data_ptr() == held.values[at].data_ptr()
         assert type(param) is ShardedParameter
         assert torch.equal(
-            sharded.local_state_dict()[held.bucket.members[share.index].name], expected
+            sharded.local_state_dict()[held.bucket.members[held.indices[at]].name], expected
         )
 
     on_ranks(2, nets.decoder, rank)

@@ -195,7 +195,9 @@ def test_the_norm_of_millions_of_elements_is_right_to_seven_digits() -> None:
     gradient = torch.rand(1 << 22, generator=torch.Generator().manual_seed(0))
     expected = gradient.double().norm().item()
     assert gradient.norm().item() != pytest.approx(expected, rel=1e-5)
-    assert norm_of({0: [gradient]}, FakeComm(0, 1)).item() == pytest.approx(expected, rel=2e-7)
+    assert norm_of([(0, gradient)], FakeComm(0, 1), whole=True).item() == pytest.approx(
+        expected, rel=2e-7
+    )
 
 
 class Operations(TorchDispatchMode):
@@ -212,7 +214,7 @@ def test_the_sum_over_ranks_is_one_operation_however_many_there_are() -> None:
     def operations(world: int) -> int:
         mode = Operations()  # type: ignore[no-untyped-call]
         with mode:
-            norm_of({0: [torch.ones(8)]}, FakeComm(0, world))
+            norm_of([(0, torch.ones(8))], FakeComm(0, world), whole=world == 1)
         return mode.count
 
     assert operations(1024) == operations(2)

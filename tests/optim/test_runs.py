@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from shardwise.optim.runs import runs
+from shardwise.optim.update import runs
 
 
 def drawn(slots: str, keys: str, piece: int) -> str:

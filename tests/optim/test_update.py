@@ -7,7 +7,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
-from shardwise.optim.held import STEP, Held
+from shardwise.optim.flat_state import STEP, FlatState
 from shardwise.optim.update import Key, Update, decide
 from tests import nets
 
@@ -15,16 +15,16 @@ NAMES = [(STEP, "moment"), ()]
 OLD, NEW, OTHER, OLDER = Key(0, False, 3), Key(0, True, 0), Key(1, False, 3), Key(0, False, 4)
 
 
-def held_at(world: int, strategy: str = "full_shard", rank: int = 0) -> list[Held]:
+def held_at(world: int, strategy: str = "full_shard", rank: int = 0) -> list[FlatState]:
     torch.manual_seed(0)
     sharded = sw.shard(nets.decoder(), strategy, comm=FakeComm(rank, world))
     every = {id(param): 0 for param in sharded.model.parameters()}
-    return [Held(bucket, every) for bucket in sharded.buckets]
+    return [FlatState(bucket, every) for bucket in sharded.buckets]
 
 
-def keyed(held: list[Held], *keys: Key | None) -> Update:
+def keyed(held: list[FlatState], *keys: Key | None) -> Update:
     """Every slot has the first key, but the first of ``held[1]`` have the others."""
-    every = [[keys[0]] * len(one.shares) for one in held]
+    every = [[keys[0]] * len(one.params) for one in held]
     for number, key in enumerate(keys[1:]):
         every[1][held[1].solid[number]] = key
     return decide(held, every, NAMES)
@@ -43,7 +43,7 @@ def test_a_step_in_which_all_is_alike_is_one_call() -> None:
     per_run = (call.state[STEP], call.state["moment"], call.gradients)
     assert {len(one) for one in per_run} == {len(call.params)}
     assert [p.shape for p in call.params] == [m.shape for m in call.state["moment"]]
-    assert len(call.params) < sum(len(one.shares) for one in held)
+    assert len(call.params) < sum(len(one.params) for one in held)
     assert call.gradients == list(range(len(call.params)))
     assert update.lasts
     assert [counted.item() for counted in update.counted if counted is not None] == [1] * len(held)
@@ -67,7 +67,7 @@ def test_groups_and_fresh_state_have_calls_of_their_own_and_ages_runs() -> None:
     held = held_at(1)
     runs = len(keyed(held, OLD).ranks)
     update = keyed(held, OLD, OTHER)
-    assert [(call.group, call.fresh) for call in update.calls] == [(0, False), (1, False)]
+    assert [(call.group, call.is_first) for call in update.calls] == [(0, False), (1, False)]
     assert update.calls[1].state == {}
     assert not keyed(held, OLD, NEW).lasts
     assert len(keyed(held, OLD, NEW).calls) == 2
@@ -80,12 +80,12 @@ def test_groups_and_fresh_state_have_calls_of_their_own_and_ages_runs() -> None:
 def test_a_slot_without_a_gradient_is_neither_updated_nor_counted() -> None:
     held = held_at(1)
     update = keyed(held, OLD, None)
-    share = held[1].shares[held[1].solid[0]]
-    assert elements(keyed(held, OLD)) - elements(update) == share.stop - share.start
-    assert all(param is not share.param for param in update.params)
+    at = held[1].solid[0]
+    assert elements(keyed(held, OLD)) - elements(update) == held[1].values[at].numel()
+    assert all(param is not held[1].params[at] for param in update.params)
     counted = update.counted[1]
     assert counted is not None
-    assert counted.sum() == len(held[1].shares) - 1
+    assert counted.sum() == len(held[1].params) - 1
 
 
 def test_a_group_that_does_not_count_is_not_counted() -> None:
@@ -99,22 +99,22 @@ def test_a_group_that_does_not_count_is_not_counted() -> None:
 def test_dtypes_have_calls_of_their_own() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
     sharded = sw.shard(model)
-    held = [Held(b, {id(p): 0 for p in model.parameters()}) for b in sharded.buckets]
-    update = decide(held, [[OLD] * len(one.shares) for one in held], NAMES)
+    held = [FlatState(b, {id(p): 0 for p in model.parameters()}) for b in sharded.buckets]
+    update = decide(held, [[OLD] * len(one.params) for one in held], NAMES)
     assert [{p.dtype for p in call.params} for call in update.calls] == [
         {torch.float32},
         {torch.bfloat16},
     ]
 
 
-def test_the_cuts_are_the_runs_in_the_order_of_their_numbers() -> None:
+def test_the_views_are_the_runs_in_the_order_of_their_numbers() -> None:
     held = held_at(3)
     update = keyed(held, OLD, OTHER)
     slices = [
         piece
-        for one, cuts in zip(held, update.cuts, strict=True)
-        if cuts is not None
-        for piece in cuts.views(one.shard)
+        for one, views in zip(held, update.views, strict=True)
+        if views is not None
+        for piece in views.of(one.shard)
     ]
     for call in update.calls:
         for param, at in zip(call.params, call.gradients, strict=True):

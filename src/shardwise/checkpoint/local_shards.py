@@ -88,7 +88,7 @@ def _shards_of(bucket: Bucket) -> Iterator[ParamShard]:
     for index in sorted(range(len(views)), key=lambda k: (spec.slots[k].start, spec.slots[k].stop)):
         sharding = spec.sharding(index)
         split = sharding if sharding.placement == "fully_sharded" else None
-        held = _held(spec.layout, spec.slots[index], spec.mesh.size)
+        held = _held(spec.layout, spec.slots[index], spec.shard.size * spec.replicate.size)
         yield ParamShard(spec.members[index], held, views[index], sharding.start, split)
 
 

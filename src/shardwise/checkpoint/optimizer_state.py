@@ -27,7 +27,7 @@ from shardwise.checkpoint.reader import TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import CheckpointError
-from shardwise.optim.gate import BOOKKEEPING
+from shardwise.optim.cut_state import is_scalar
 from shardwise.shard_tensor import ShardTensor
 
 Optimizers = Sequence[Optimizer]
@@ -162,11 +162,6 @@ def optimizer_shards(optimizers: Optimizers, named: Named) -> tuple[list[LocalSh
         if shard.member.name in parts
     ]
     return shards + sorted(scalars, key=lambda scalar: scalar.entry.name), records
-
-
-def is_scalar(key: str, value: Tensor, shape: torch.Size) -> bool:
-    """Is it one number for the whole parameter of this shape, and not one for each element?"""
-    return value.ndim == 0 and (key in BOOKKEEPING or len(shape) > 0)
 
 
 def part_of(key: str, value: Tensor, shard: ParamShard) -> Tensor:

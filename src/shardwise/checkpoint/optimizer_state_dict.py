@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.buffers import Bucket
 from shardwise.checkpoint.collectives import raise_on_all, run_on_rank_0
 from shardwise.checkpoint.local_shards import param_shards
 from shardwise.checkpoint.optimizer_state import (
@@ -91,7 +90,7 @@ def _gather(sharded: ShardedModel, parts: ByName, into: ByName, how: StateDict) 
         keys_and_dtypes = {(k, v.dtype) for name in names for k, v in parts.get(name, {}).items()}
         for key, dtype in sorted(keys_and_dtypes, key=str):
             values = [_of_dtype(parts.get(name, {}).get(key), dtype) for name in names]
-            wholes = _wholes(bucket, values, dtype)
+            wholes = bucket.whole_of_parts(values, dtype)
             for name, value, whole in zip(names, values, wholes, strict=True):
                 if kept and value is not None:
                     into[name][key] = how.put(whole)
@@ -99,15 +98,6 @@ def _gather(sharded: ShardedModel, parts: ByName, into: ByName, how: StateDict) 
 
 def _of_dtype(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return value if value is not None and value.dtype == dtype else None
-
-
-def _wholes(bucket: Bucket, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
-    """One state of all the bucket's parameters, whole; zeros for those that have none."""
-    flat = torch.zeros_like(bucket.shard, dtype=dtype)
-    for view, value in zip(bucket.spec.rest_views(flat), values, strict=True):
-        if value is not None:
-            view.copy_(value.view(view.shape))
-    return bucket.whole_of(flat)
 
 
 # --- numbers and names -----------------------------------------------------------------------

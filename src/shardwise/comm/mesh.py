@@ -15,7 +15,7 @@ alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
@@ -23,17 +23,11 @@ from shardwise.comm.protocol import Comm
 __all__ = ["Mesh"]
 
 
-@dataclass(frozen=True, eq=False)
-class Mesh:
-    """One rank's place in a grid of ranks.
+class Mesh(NamedTuple):
+    """One rank's place in a grid of ranks."""
 
-    Attributes:
-        shard: the ranks that split what this rank and they hold.
-        replicate: the ranks that hold the same as this rank.
-    """
-
-    shard: Comm
-    replicate: Comm
+    shard: Comm  # those with which this rank splits parameters
+    replicate: Comm  # those that hold the same as this rank
 
     @classmethod
     def of(cls, ranks: Comm, splits: bool) -> Mesh:
@@ -45,8 +39,3 @@ class Mesh:
     def size(self) -> int:
         """How many ranks there are."""
         return self.shard.size * self.replicate.size
-
-    def rank_of(self, piece: int) -> int:
-        """The rank that sums this piece of a bucket, counted over the whole mesh."""
-        shard, copy = divmod(piece, self.replicate.size)
-        return copy * self.shard.size + shard

@@ -2,9 +2,9 @@
 
 torch's fused kernels update a list of tensors in one call, and the price of a step is the Python
 that makes the lists, parameter by parameter. A shard is flat, and so are the gradients of its
-parameters, so here the lists hold runs (see ``runs``), as few as one for each bucket, and all of
-them are worked out before the step (see ``update``). What is left for each parameter is one look
-at its gradient's address.
+parameters, so here the lists hold runs, as few as one for each bucket, and all of them are worked
+out before the step (see ``update``). What is left for each parameter is one look at its gradient's
+address.
 
 To its user it is a ``torch.optim.Optimizer``: groups, schedulers, hooks, ``state`` by parameter.
 """
@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, OptimizerError
-from shardwise.optim.flat_gradient import flat_gradient
-from shardwise.optim.groups import Policy, check_loaded, defaults, resolved
-from shardwise.optim.held import Held
-from shardwise.optim.norm import norm_of, pieces_here
-from shardwise.optim.shown import Shown
+from shardwise.optim.flat_state import FlatState
+from shardwise.optim.groups import Policy, check_loaded, chosen, defaults, resolved
+from shardwise.optim.norm import norm_of
+from shardwise.optim.optimizer_hooks import Shown
 from shardwise.optim.update import Call, Key, Update, decide
 from shardwise.sharding import Sharding, sharding_of
 from shardwise.torch_internals import disable_torch_function
@@ -38,6 +37,17 @@ __all__ = ["FlatOptimizer"]
 class FlatOptimizer(Optimizer, ABC):
     """An optimizer of a sharded model that updates runs by a fused kernel.
 
+    Args:
+        sharded: what ``sw.shard(model)`` returned.
+        groups: as for torch: parameters, or dicts with ``"params"`` and options of their own,
+            where ``"params"`` may also be regular expressions that match whole names; ``None`` =
+            every trainable parameter.
+        options: for all groups.
+
+    Raises:
+        ConfigError: an option that does not exist or cannot work, a pattern that finds nothing.
+        OptimizerError: a parameter that is not of this model.
+
     Attributes:
         max_norm: the largest global norm of the gradients that it updates with; ``None`` = any.
         norm: what that norm was before clipping in the last step: 0-dim, fp32, the same on every
@@ -45,14 +55,17 @@ class FlatOptimizer(Optimizer, ABC):
     """
 
     elementwise = True
+    policy_type: type[Policy]
 
-    def __init__(self, sharded: Sharded, groups: Iterable[Any] | None, policy: Policy) -> None:
-        self._sharded, self._policy = _checked(sharded, type(self).__name__), policy
-        self.max_norm = policy.max_norm
+    def __init__(
+        self, sharded: Sharded, groups: Iterable[Any] | None = None, **options: Any
+    ) -> None:
+        self._policy = policy = chosen(self.policy_type, options)
+        self._sharded, self.max_norm = _checked(sharded, type(self).__name__), policy.max_norm
         self.norm: Tensor | None = None
         self._mark: tuple[object, Sharding | None] = ((), None)
         self._check_sharded()
-        self._held: list[Held] = []
+        self._states: list[FlatState] = []
         self._facts: tuple[object, ...] = ()  # none: memory is taken when it is needed
         self._decided: tuple[Update, list[list[bool]], list[tuple[str, ...]]] | None = None
         if groups is None:
@@ -132,21 +145,21 @@ class FlatOptimizer(Optimizer, ABC):
         self._check_sharded()
         if not self._is_current():
             self._hold()
-        given = [[param.grad for param in held.params] for held in self._held]
-        update = self._update([[gradient is not None for gradient in mine] for mine in given])
+        given = [[param.grad for param in state.params] for state in self._states]
+        update = self._update([[gradient is not None for gradient in some] for some in given])
         flats, gradients = [], list[Tensor]()
-        for held, mine, cuts in zip(self._held, given, update.cuts, strict=True):
-            if cuts is not None:
-                flats.append(flat_gradient(held, mine))
-                gradients += cuts.views(flats[-1].flat)
+        for state, of_slots, views in zip(self._states, given, update.views, strict=True):
+            if views is not None:
+                flats.append(state.flat_gradient(of_slots))
+                gradients += views.of(flats[-1].flat)
         scale = self._scale(update.ranks, gradients)
-        for held, more in zip(self._held, update.counted, strict=True):
+        for state, more in zip(self._states, update.counted, strict=True):
             if more is not None:
-                held.count(more)
+                state.count(more)
         for call in update.calls:
             self._carry_out(call, [gradients[at] for at in call.gradients], scale)
         for flat in flats if scale is not None else ():
-            flat.give_back()
+            flat.copy_back()
         # The kernels wrote past the parameters; a graph that saved one of them shall know.
         torch.autograd.graph.increment_version(update.params)
 
@@ -154,46 +167,46 @@ class FlatOptimizer(Optimizer, ABC):
         """What gradients must be divided by; ``None`` where that is known to be 1."""
         if self.max_norm is None:
             return None
-        comm = self._sharded.comm
-        pieces = pieces_here(self._sharded.buckets, comm)
-        for rank, gradient in zip(ranks, gradients, strict=True):
-            if rank in pieces:
-                pieces[rank].append(gradient)
-        self.norm = norm_of(pieces, comm)
+        whole = all(bucket.home.whole for bucket in self._sharded.buckets)
+        self.norm = norm_of(zip(ranks, gradients, strict=True), self._sharded.comm, whole)
         scale = ((self.norm + 1e-6) / self.max_norm).clamp(min=1.0)
         on_host = scale.device.type == "cpu"  # asking another device would wait for it
         return None if on_host and scale.item() == 1 else scale
 
-    # ---- decided and held beforehand -----------------------------------------------------------
+    # ---- decided beforehand --------------------------------------------------------------------
 
     def _is_current(self) -> bool:
-        """Is what is held still the memory of the parameters and their state?"""
+        """Is flat memory still that of the parameters and their state?"""
         return self._facts == self._facts_now() and all(
-            held.adopt() and held.shows(self.state) for held in self._held
+            state.adopt() and state.is_shown_by(self.state) for state in self._states
         )
 
-    def _update(self, there: list[list[bool]]) -> Update:
-        """The step; the last one again, as long as nothing that it depends on changed."""
+    def _update(self, present: list[list[bool]]) -> Update:
+        """The step; the last one again, as long as nothing that it depends on changed.
+
+        Args:
+            present: of each bucket's slots, whether it has a gradient.
+        """
         names = [self._names(group) for group in self.param_groups]
         if (
             self._decided is None
-            or self._decided[1:] != (there, names)
+            or self._decided[1:] != (present, names)
             or not self._decided[0].lasts
-            or any(held.recounted for held in self._held)
+            or any(state.is_recounted for state in self._states)
         ):
-            keys = [self._keys(*pair, names) for pair in zip(self._held, there, strict=True)]
-            self._decided = decide(self._held, keys, names), there, names
+            keys = [self._keys(*pair, names) for pair in zip(self._states, present, strict=True)]
+            self._decided = decide(self._states, keys, names), present, names
             self._facts = self._facts_now()  # there is more state than before
         return self._decided[0]
 
     def _keys(
-        self, held: Held, there: Sequence[bool], names: Sequence[Sequence[str]]
+        self, state: FlatState, present: Sequence[bool], names: Sequence[Sequence[str]]
     ) -> list[Key | None]:
         """Of each slot, ``None`` where no gradient is; the others have all their state then."""
-        ages, keys = held.steps.tolist(), list[Key | None]()
-        for at, (share, here) in enumerate(zip(held.shares, there, strict=True)):
-            fresh = here and held.make(self.state, at, names[share.group])
-            keys.append(Key(share.group, fresh, ages[at]) if here else None)
+        ages, keys = state.steps.tolist(), list[Key | None]()
+        for at, (group, has_gradient) in enumerate(zip(state.groups, present, strict=True)):
+            is_first = has_gradient and state.add_missing(self.state, at, names[group])
+            keys.append(Key(group, is_first, ages[at]) if has_gradient else None)
         return keys
 
     def _facts_now(self) -> tuple[object, ...]:
@@ -210,11 +223,11 @@ class FlatOptimizer(Optimizer, ABC):
         }
         for bucket in self._sharded.buckets:
             bucket.adopt()
-        every = [Held(bucket, groups) for bucket in self._sharded.buckets]
-        held = [one for one in every if one.shares]
-        for one in held:
-            one.take(self.state)
-        self._held, self._decided, self._facts = held, None, self._facts_now()
+        states = [FlatState(bucket, groups) for bucket in self._sharded.buckets]
+        self._states = [state for state in states if state.params]
+        for state in self._states:
+            state.take(self.state)
+        self._decided, self._facts = None, self._facts_now()
 
     def _check_sharded(self) -> None:
         """Raises ``OptimizerError`` where the handle's buckets are not the parameters' memory."""

@@ -7,21 +7,16 @@ the same runs. On CPU this was run; on CUDA it was not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from shardwise.errors import ConfigError
 from shardwise.optim.flat import FlatOptimizer
-from shardwise.optim.groups import chosen
-from shardwise.optim.held import STEP
+from shardwise.optim.flat_state import STEP
 from shardwise.optim.update import Call
 from shardwise.torch_internals import fused_adamw_, fused_sgd_
-
-if TYPE_CHECKING:
-    from shardwise.sharded import Sharded
 
 __all__ = ["SGD", "AdamW", "AdamWPolicy", "SGDPolicy"]
 
@@ -103,22 +98,10 @@ def _a_norm(value: float | None) -> None:
 class AdamW(FlatOptimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019), flat and fused.
 
-    Args:
-        sharded: what ``sw.shard(model)`` returned.
-        groups: as for torch: parameters, or dicts with ``"params"`` and options of their own,
-            where ``"params"`` may also be regular expressions that match whole names; ``None`` =
-            every trainable parameter.
-        options: the fields of ``AdamWPolicy``.
-
-    Raises:
-        ConfigError: an option that does not exist or cannot work, a pattern that finds nothing.
-        OptimizerError: a parameter that is not of this model.
+    Options are the fields of ``AdamWPolicy``; for the rest see ``FlatOptimizer``.
     """
 
-    def __init__(
-        self, sharded: Sharded, groups: Iterable[Any] | None = None, **options: Any
-    ) -> None:
-        super().__init__(sharded, groups, chosen(AdamWPolicy, options))
+    policy_type = AdamWPolicy
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         names = (STEP, "exp_avg", "exp_avg_sq")
@@ -147,20 +130,10 @@ class AdamW(FlatOptimizer):
 class SGD(FlatOptimizer):
     """Stochastic gradient descent with momentum (Sutskever et al. 2013), flat and fused.
 
-    Args:
-        sharded: what ``sw.shard(model)`` returned.
-        groups: as for ``AdamW``.
-        options: the fields of ``SGDPolicy``.
-
-    Raises:
-        ConfigError: an option that does not exist or cannot work, a pattern that finds nothing.
-        OptimizerError: a parameter that is not of this model.
+    Options are the fields of ``SGDPolicy``; for the rest see ``FlatOptimizer``.
     """
 
-    def __init__(
-        self, sharded: Sharded, groups: Iterable[Any] | None = None, **options: Any
-    ) -> None:
-        super().__init__(sharded, groups, chosen(SGDPolicy, options))
+    policy_type = SGDPolicy
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
@@ -177,6 +150,6 @@ class SGD(FlatOptimizer):
             nesterov=group["nesterov"],
             weight_decay=group["weight_decay"],
             maximize=False,
-            is_first_step=call.fresh,
+            is_first_step=call.is_first,
             grad_scale=scale,
         )

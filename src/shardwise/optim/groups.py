@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import Field, fields, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -35,10 +35,7 @@ class Policy(Protocol):
         """The largest global norm of gradients; not a group's, but the optimizer's."""
 
 
-P = TypeVar("P", bound=Policy)
-
-
-def chosen(kind: type[P], given: Mapping[str, Any]) -> P:
+def chosen(kind: type[Policy], given: Mapping[str, Any]) -> Policy:
     """From keyword arguments; an unknown one is an error that names the nearest."""
     known = [item.name for item in fields(kind)]
     for name in sorted(set(given) - set(known)):

@@ -8,35 +8,27 @@ or all, and these W sums are added by one kernel, so ``no_shard`` and ``full_sha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from shardwise.bucket import cut_at_multiples
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
 from shardwise.reductions import CHUNK
 from shardwise.torch_internals import disable_torch_function, foreach_mul_, foreach_norm, get_grad
 
-__all__ = ["Place", "chosen", "clip_gradients", "norm_of", "places_of", "total_norm"]
+__all__ = ["Place", "chosen", "clip_gradients", "norm_of", "places_of"]
 
 
-@dataclass(frozen=True)
-class Place:
-    """One parameter of a bucket."""
-
-    bucket: Bucket
-    index: int
-
-    @property
-    def gradient(self) -> Tensor | None:
-        return get_grad(self.bucket.params[self.index])
+Place = tuple[Bucket, int]
+"""A parameter: its bucket, and which one it is there."""
 
 
 def places_of(buckets: Iterable[Bucket]) -> dict[int, Place]:
     """The place of each parameter, by its ``id``, in order."""
-    return {id(p): Place(bucket, at) for bucket in buckets for at, p in enumerate(bucket.params)}
+    return {id(p): (bucket, at) for bucket in buckets for at, p in enumerate(bucket.params)}
 
 
 def chosen(places: Mapping[int, Place], parameters: Iterable[Tensor]) -> list[Place]:
@@ -77,8 +69,10 @@ def clip_gradients(
             f"norm_type is {norm_type}; a norm needs a p above 0, such as 2 or float('inf')."
         )
     with disable_torch_function():
-        norm = total_norm(places, comm, norm_type)
-        gradients = [grad for place in places if (grad := place.gradient) is not None]
+        parts = (part for place in places for part in _parts(place))
+        norm = norm_of(parts, comm, all(bucket.home.whole for bucket, _ in places), norm_type)
+        grads = (get_grad(bucket.params[index]) for bucket, index in places)
+        gradients = [grad for grad in grads if grad is not None]
         if gradients:
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             for dtype in {grad.dtype for grad in gradients}:
@@ -86,40 +80,28 @@ def clip_gradients(
     return norm
 
 
-def total_norm(places: Collection[Place], comm: Comm, norm_type: float = 2.0) -> Tensor:
-    """The p-norm of these gradients over all ranks' shards, 0-dim fp32."""
-    pieces = pieces_here((place.bucket for place in places), comm)
-    for place in places:
-        for rank, part in _parts(place):
-            if rank in pieces:
-                pieces[rank].append(part)
-    return norm_of(pieces, comm, norm_type)
-
-
-def pieces_here(buckets: Iterable[Bucket], comm: Comm) -> dict[int, list[Tensor]]:
-    """Room for the pieces that this rank measures: its own, or all, where all gradients are here.
-
-    Which are measured does not change the norm's bits, and where all are, nothing is sent.
-    """
-    whole = all(bucket.spec.whole_at_rest for bucket in buckets)
-    return {rank: [] for rank in (range(comm.size) if whole else (comm.rank,))}
-
-
-def norm_of(pieces: Mapping[int, Sequence[Tensor]], comm: Comm, norm_type: float = 2.0) -> Tensor:
-    """The p-norm of all ranks' pieces. One collective, unless every piece is here.
+def norm_of(
+    parts: Iterable[tuple[int, Tensor]], comm: Comm, whole: bool, norm_type: float = 2.0
+) -> Tensor:
+    """The p-norm of gradients over all ranks. One collective, unless all of them are here.
 
     Args:
-        pieces: by rank, flat gradients: this rank's, or every rank's.
+        parts: flat gradients, each with the rank that summed it; those of peers count if ``whole``.
         comm: the ranks.
+        whole: the parts of every rank are here.
         norm_type: the p.
 
     Returns:
         0-dim fp32, the same bits on every rank.
     """
+    pieces: dict[int, list[Tensor]] = {r: [] for r in (range(comm.size) if whole else [comm.rank])}
+    for rank, part in parts:
+        if rank in pieces:
+            pieces[rank].append(part)
     powers = torch.zeros(comm.size, dtype=torch.float32, device=comm.device)
     for rank, gradients in pieces.items():
         powers[rank] = _power(gradients, norm_type, comm.device)
-    if len(pieces) < comm.size:
+    if not whole:
         comm.all_gather(powers, Label("norm", "gradients")).wait()
     if norm_type == float("inf"):
         return powers.max()
@@ -129,14 +111,16 @@ def norm_of(pieces: Mapping[int, Sequence[Tensor]], comm: Comm, norm_type: float
 
 def _parts(place: Place) -> Iterator[tuple[int, Tensor]]:
     """A gradient, flat, piece by piece, each with the rank that summed it."""
-    if (gradient := place.gradient) is None:
+    bucket, index = place
+    if (gradient := get_grad(bucket.params[index])) is None:
         return
-    flat, spec = gradient.reshape(-1), place.bucket.spec
+    flat, spec = gradient.reshape(-1), bucket.spec
     if spec.replicate.size == 1:
-        yield spec.mesh.rank_of(spec.shard.rank), flat
+        yield spec.shard.rank, flat
         return
-    for rank, start, stop in spec.pieces[place.index]:
-        yield rank, flat[start:stop]
+    first, last = spec.ranges[index]
+    for start, stop in cut_at_multiples(first, last, spec.piece_numel):
+        yield spec.summed_by(start), flat[start - first : stop - first]
 
 
 def _power(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -1,4 +1,17 @@
-"""One optimizer step as a list of kernel calls, decided before it is carried out.
+"""One optimizer step as a list of kernel calls on runs, decided before it is carried out.
+
+Parameter by parameter, an update costs more calls than arithmetic as soon as parameters are
+small. Slots that touch each other in their bucket and are updated alike (same group, same count
+of steps, a gradient each) form one *run*:
+
+            rank 0's piece    rank 1's
+    slots | a a a b b b b b | b c c d d · e e |        c has no gradient, · is padding
+    runs  | 1 1 1 1 1 1 1 1 | 2     3 3   4 4 |
+
+A run ends where a rank's piece ends, even where one rank holds all pieces: a fused kernel rounds
+the last elements of a buffer otherwise than those before them, so only runs that are the same
+in every strategy give the same bits in every strategy. Padding is in no run, so nothing that
+happens to gradients can reach it.
 
 Which parameters have a gradient, and how often each was updated, seldom changes from one step
 to the next. So the calls, with every slice of every flat buffer, are worked out once and
@@ -9,46 +22,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.cuts import Cuts, Place
-from shardwise.optim.held import STEP, Held
-from shardwise.optim.runs import runs
+from shardwise.bucket import cut_at_multiples
+from shardwise.cuts import Views
+from shardwise.optim.flat_state import STEP, FlatState
 
-__all__ = ["Call", "Key", "Update", "decide"]
+__all__ = ["Call", "Key", "Run", "Update", "decide", "runs"]
+
+
+class Run(NamedTuple):
+    """Elements ``[start, stop)`` of a shard that are updated in one go."""
+
+    start: int
+    stop: int
+    first: int  # the position of the slot in which it starts
+    key: Any  # what its slots have in common
+
+
+def runs(ranges: Sequence[tuple[int, int]], keys: Sequence[Any], piece: int) -> list[Run]:
+    """The runs of a shard.
+
+    Args:
+        ranges: ``[start, stop)`` of each slot, in order; they do not overlap.
+        keys: per slot, what must be equal within a run; ``None`` leaves the slot out.
+        piece: elements of one rank's piece; a run does not cross its multiples.
+    """
+    found: list[Run] = []
+    for position, ((begin, end), key) in enumerate(zip(ranges, keys, strict=True)):
+        if key is None:
+            continue
+        for start, stop in cut_at_multiples(begin, end, piece):
+            last = found[-1] if found else None
+            if last and last.stop == start and last.key == key and start % piece:
+                found[-1] = Run(last.start, stop, last.first, key)
+            else:
+                found.append(Run(start, stop, position, key))
+    return found
 
 
 class Key(NamedTuple):
-    """What slots have in common that are updated in one go.
+    """What slots have in common that are updated in one go."""
 
-    Attributes:
-        group: the position of their parameter group.
-        fresh: whether their state was made for this step.
-        age: how often they were updated.
-    """
-
-    group: int
-    fresh: bool
-    age: float
+    group: int  # the position of their parameter group
+    is_first: bool  # was their state made for this step?
+    age: float  # how often they were updated
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a fused kernel: runs of one dtype and one group, all fresh or none.
+    """One call of a fused kernel: runs of one dtype and one group, all new or none.
 
     Attributes:
-        group: the position of the parameter group.
-        fresh: whether their state was made for this step.
         params: slices of shards, one for each run.
         state: the same slices of state, by name; 0-dim where it is one number.
         gradients: the positions of their gradients among those of all runs.
     """
 
-    group: int
-    fresh: bool
+    group: int  # the position of the parameter group
+    is_first: bool  # was their state made for this step?
     params: list[Tensor] = field(default_factory=list)
     state: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: list[int] = field(default_factory=list)
@@ -60,14 +95,14 @@ class Update:
 
     Attributes:
         calls: in any order.
-        cuts: how each bucket's flat gradient is cut into runs; ``None`` where there are none.
+        views: the runs of each bucket's flat gradient; ``None`` where there are none.
         ranks: of every run, which rank sums the gradients of the piece that it lies in.
         params: every parameter that is updated, whether or not this rank has elements of it.
         counted: of each bucket, what to add to its counts of steps, if anything.
     """
 
     calls: Sequence[Call]
-    cuts: Sequence[Cuts | None]
+    views: Sequence[Views | None]
     ranks: Sequence[int]
     params: Sequence[nn.Parameter]
     counted: Sequence[Tensor | None]
@@ -75,51 +110,53 @@ class Update:
     @property
     def lasts(self) -> bool:
         """Would the next step be the same?"""
-        return not any(call.fresh for call in self.calls)
+        return not any(call.is_first for call in self.calls)
 
 
 def decide(
-    held: Sequence[Held], keys: Sequence[Sequence[Key | None]], names: Sequence[Sequence[str]]
+    states: Sequence[FlatState],
+    keys: Sequence[Sequence[Key | None]],
+    names: Sequence[Sequence[str]],
 ) -> Update:
     """The step of these slots.
 
     Args:
-        held: the buckets.
+        states: the buckets.
         keys: of each bucket's slots; ``None`` for one without a gradient.
         names: the names of the state that each parameter group has.
     """
     calls: dict[tuple[torch.dtype, int, bool], Call] = {}
-    cuts, ranks = list[Cuts | None](), list[int]()
-    for one, mine in zip(held, keys, strict=True):
-        spec, places = one.bucket.spec, [(share.start, share.stop) for share in one.shares]
-        found = runs(places, mine, spec.piece_numel)
-        for run in found:
-            group, fresh, _ = run.key
-            call = calls.setdefault((one.shard.dtype, group, fresh), Call(group, fresh))
-            call.params.append(one.shard[run.start : run.stop])
+    views, ranks = list[Views | None](), list[int]()
+    for state, of_slots in zip(states, keys, strict=True):
+        spec = state.bucket.spec
+        of_bucket = runs(state.ranges, of_slots, spec.piece_numel)
+        for run in of_bucket:
+            group, is_first, _ = run.key
+            call = calls.setdefault((state.shard.dtype, group, is_first), Call(group, is_first))
+            call.params.append(state.shard[run.start : run.stop])
             for name in names[group]:
-                call.state.setdefault(name, []).append(one.state_of(name, run))
+                slice_ = state.state_of_run(name, run.first, run.start, run.stop)
+                call.state.setdefault(name, []).append(slice_)
             call.gradients.append(len(ranks))
-            piece = spec.shard.rank * spec.replicate.size + run.start // spec.piece_numel
-            ranks.append(spec.mesh.rank_of(piece))
-        flat = [Place(run.start, run.stop, (run.stop - run.start,)) for run in found]
-        cuts.append(Cuts(flat, one.shard.numel()) if flat else None)
-    pairs = list(zip(held, keys, strict=True))
+            ranks.append(spec.summed_by(run.start))
+        flat = [(run.start, run.stop, (run.stop - run.start,)) for run in of_bucket]
+        views.append(Views(flat, state.shard.numel()) if flat else None)
+    pairs = list(zip(states, keys, strict=True))
     params = [
         param
-        for one, mine in pairs
-        for param, key in zip(one.params, mine, strict=True)
+        for state, of_slots in pairs
+        for param, key in zip(state.params, of_slots, strict=True)
         if key is not None
     ]
-    counted = [_counted(one, mine, names) for one, mine in pairs]
-    return Update(list(calls.values()), cuts, ranks, params, counted)
+    counted = [_counted(state, of_slots, names) for state, of_slots in pairs]
+    return Update(list(calls.values()), views, ranks, params, counted)
 
 
 def _counted(
-    held: Held, keys: Sequence[Key | None], names: Sequence[Sequence[str]]
+    state: FlatState, keys: Sequence[Key | None], names: Sequence[Sequence[str]]
 ) -> Tensor | None:
     """One more for each slot that is updated, if its group counts."""
     more = [key is not None and STEP in names[key.group] for key in keys]
     if not any(more):
         return None
-    return held.steps.new_ones(()) if all(more) else held.steps.new_tensor(more)
+    return state.steps.new_ones(()) if all(more) else state.steps.new_tensor(more)

@@ -55,7 +55,7 @@ def footprint(sharded: Sharded, optimizer: Optimizer, comm: Comm) -> Placed:
 def _at_rest(bucket: Bucket) -> int:
     """Memory of a bucket's shard; of a bucket that all ranks map, this rank's part."""
     nbytes = storage_bytes([bucket.shard])
-    shared = bucket.aliased and bucket.shared
+    shared = bucket.home.aliased and bucket.home.shared
     return nbytes // bucket.spec.shard.size if shared else nbytes
 
 

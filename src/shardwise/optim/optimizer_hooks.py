@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -24,12 +24,12 @@ from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
 from shardwise.errors import OptimizerError
 from shardwise.guard import ShardedParameter
-from shardwise.optim.shown import Shown
+from shardwise.optim.cut_state import cut_state, uncut_state
 from shardwise.shard_tensor import ShardTensor
 from shardwise.sharding import Sharding, sharding_of
 from shardwise.torch_internals import hooks_behind, skip_in_dynamo
 
-__all__ = ["Gate"]
+__all__ = ["OptimizerHooks", "Shown"]
 
 log = logging.getLogger("shardwise")
 
@@ -51,9 +51,37 @@ _REASONS = {
     "Adafactor": "its factored second moment averages over whole rows and columns",
     "Muon": "it orthogonalises whole matrices",
 }
-_said_plain: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
-"""0-dim state that is no element's: how far the optimizer is."""
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that were said to hold parameters that are in no sharded model."""
+
+
+class Shown(dict[str, Any]):
+    """The keyword arguments of a step, and parameters that show their plain class meanwhile.
+
+    Of a plain tensor torch reads attributes fast, and fused kernels take it. torch calls no hook
+    after a step that raised; so these tensors are plain for as long as the arguments of that step
+    exist, and are guarded again however the step ended.
+    """
+
+    tensors: Sequence[Tensor] = ()
+
+    def show(self, params: Iterable[nn.Parameter]) -> None:
+        """Show the class that they, and those of their gradients that the user has read, have."""
+        guarded: list[nn.Parameter] = [param for param in params if type(param) is ShardedParameter]
+        for param in guarded:
+            param.__class__ = nn.Parameter
+        # Of a plain parameter: what the user has read is marked, and no other is.
+        marked = [grad for param in guarded if type(grad := param.grad) is ShardTensor]
+        for gradient in marked:
+            gradient.__class__ = Tensor  # type: ignore[assignment]
+        self.tensors = [*self.tensors, *guarded, *marked]
+
+    def __del__(self) -> None:
+        for tensor in self.tensors:
+            if type(tensor) is nn.Parameter:  # and not gathered by now
+                tensor.__class__ = ShardedParameter
+            elif type(tensor) is Tensor:
+                tensor.__class__ = ShardTensor
 
 
 @dataclass(frozen=True)
@@ -65,7 +93,7 @@ class _Params:
     plain: list[tuple[str, nn.Parameter]]  # those that no sharded model has, by name or shape
 
 
-class Gate:
+class OptimizerHooks:
     """Watches the optimizers that step on one sharded model.
 
     torch keeps the hooks for ever, so nothing here keeps the model alive.
@@ -104,14 +132,14 @@ class Gate:
             hooks = hooks_behind(handle)
             # Copied at once, as a dict: ranks that are threads come and go meanwhile.
             for key, hook in dict.copy(hooks).items():
-                gate = getattr(hook, "__self__", None)
-                if isinstance(gate, Gate) and gate._before_step() is None:
+                owner = getattr(hook, "__self__", None)
+                if isinstance(owner, OptimizerHooks) and owner._before_step() is None:
                     hooks.pop(key, None)
 
     def uncut(self, buckets: Iterable[Bucket]) -> None:
         """Give the optimizers that stepped here their state whole. A collective."""
         for optimizer, bucket in product(tuple(self._known), buckets):
-            _uncut_state(optimizer, bucket)
+            uncut_state(optimizer, bucket)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         before_step = self._before_step()
@@ -119,8 +147,10 @@ class Gate:
             return None
         before_step()
         self.admit(optimizer)
-        self._say_plain(optimizer)
-        shown = kwargs if isinstance(kwargs, Shown) else Shown(kwargs)  # of another model's gate
+        self._warn_of_plain(optimizer)
+        shown = (
+            kwargs if isinstance(kwargs, Shown) else Shown(kwargs)
+        )  # another model's hook made it
         shown.show(params)
         return args, shown
 
@@ -134,12 +164,12 @@ class Gate:
             known = self._params[optimizer] = _Params(facts, mine, _plain(optimizer))
         return known.mine
 
-    def _say_plain(self, optimizer: Optimizer) -> None:
+    def _warn_of_plain(self, optimizer: Optimizer) -> None:
         """Say once that it also updates parameters whose gradients nobody averages."""
         plain = self._params[optimizer].plain if self._speaks else ()
-        if all(param.grad is None for _, param in plain) or optimizer in _said_plain:
+        if all(param.grad is None for _, param in plain) or optimizer in _warned:
             return
-        _said_plain.add(optimizer)
+        _warned.add(optimizer)
         some = ", ".join([name for name, _ in plain[:3]] + ["…"] * (len(plain) > 3))
         log.warning(
             "%s also holds %d parameters that are in no sharded model (%s): each of the %d ranks "
@@ -158,8 +188,7 @@ class Gate:
             return
         _check_elementwise(optimizer, params)
         for param in params:
-            _make_plain(optimizer.state.get(param, {}))
-            _cut_state(optimizer, param)
+            cut_state(optimizer, param, isinstance(optimizer, _ELEMENTWISE))
         self._admitted.add(optimizer)
         if optimizer not in self._known:
             self._known[optimizer] = loaded = optimizer.register_load_state_dict_post_hook(
@@ -212,61 +241,4 @@ def _split(param: nn.Parameter) -> Sharding | None:
     return None if whole and not isinstance(param, ShardedParameter) else sharding
 
 
-def _make_plain(state: dict[str, Any]) -> None:
-    """State that an optimizer made before its first step has the class of a shard."""
-    for name, value in state.items():
-        if isinstance(value, ShardTensor):
-            state[name] = value.to_local()
-
-
-def _cut_state(optimizer: Optimizer, param: nn.Parameter) -> None:
-    """State from before ``shard()`` has the whole parameter's shape: keep this rank's part."""
-    sharding = sharding_of(param)
-    state = optimizer.state.get(param)
-    if sharding is None or not state or sharding.shape == param.shape:
-        return
-    whole = _elements(state, sharding.shape)
-    for name, value in state.items():
-        if name in whole:
-            state[name] = sharding.cut(value, param.shape).clone()
-        elif isinstance(optimizer, _ELEMENTWISE) and name not in BOOKKEEPING:
-            _check_cut(name, value, param, sharding)
-
-
-def _check_cut(name: str, value: object, param: nn.Parameter, sharding: Sharding) -> None:
-    if isinstance(value, Tensor) and value.shape != param.shape:
-        raise OptimizerError(
-            f"state {name!r} of parameter {sharding.name!r} has shape {tuple(value.shape)}; the "
-            f"shard here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another rank's "
-            "state, or that of other ranks. Load whole state, as an unsharded optimizer has it, or "
-            "use sharded.load_optimizer_state_dict() or sharded.load()."
-        )
-
-
-def _uncut_state(optimizer: Optimizer, bucket: Bucket) -> None:
-    """The other way round, for the parameters of one bucket. A collective."""
-    states = [optimizer.state.get(param, {}) for param in bucket.params]
-    cut = [_elements(s, p.shape) for s, p in zip(states, bucket.params, strict=True)]
-    for name in sorted({name for mine in cut for name in mine}):
-        dtype = next(mine[name].dtype for mine in cut if name in mine)
-        flat = torch.zeros_like(bucket.shard, dtype=dtype)
-        for view, mine in zip(bucket.spec.rest_views(flat), cut, strict=True):
-            if name in mine:
-                view.copy_(mine[name])
-        for whole, state, mine in zip(bucket.whole_of(flat), states, cut, strict=True):
-            if name in mine:
-                state[name] = whole.clone()
-
-
-def _elements(state: Mapping[str, Any], shape: torch.Size) -> dict[str, Tensor]:
-    """The state that has one value for each element of a parameter of this shape."""
-    return {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-        and value.shape == shape
-        and (value.ndim > 0 or name not in BOOKKEEPING)
-    }
-
-
-skip_in_dynamo(Gate._before)
+skip_in_dynamo(OptimizerHooks._before)

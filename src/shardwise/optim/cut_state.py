@@ -1,0 +1,83 @@
+"""An optimizer's state, cut to one rank's shards and made whole again.
+
+An optimizer that was made before ``shard()``, or that loads what a plain one saved, has state of
+whole parameters. What has one value for each element is cut like the parameter; what is one number
+for the parameter stays as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from shardwise.buffers import Bucket
+from shardwise.errors import OptimizerError
+from shardwise.shard_tensor import ShardTensor
+from shardwise.sharding import Sharding, sharding_of
+
+__all__ = ["cut_state", "is_scalar", "uncut_state"]
+
+BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
+"""0-dim state that is no element's: how far the optimizer is."""
+
+
+def is_scalar(name: str, value: Tensor, shape: torch.Size) -> bool:
+    """Is it one number for the whole parameter of this shape, and not one for each element?"""
+    return value.ndim == 0 and (name in BOOKKEEPING or len(shape) > 0)
+
+
+def cut_state(optimizer: Optimizer, param: nn.Parameter, is_elementwise: bool) -> None:
+    """Let a parameter's state be plain tensors of the shape of this rank's shard.
+
+    Args:
+        is_elementwise: it is known that the optimizer has one value for each element, besides
+            numbers.
+
+    Raises:
+        OptimizerError: an elementwise optimizer has state of another shape.
+    """
+    sharding, state = sharding_of(param), optimizer.state.get(param)
+    if not state:
+        return
+    for name, value in state.items():
+        if isinstance(value, ShardTensor):  # made before the first step, like the parameter
+            state[name] = value.to_local()
+        elif sharding is None or sharding.shape == param.shape or not isinstance(value, Tensor):
+            continue
+        elif _is_elements(name, value, sharding.shape):
+            state[name] = sharding.cut(value, param.shape).clone()
+        elif is_elementwise and name not in BOOKKEEPING:
+            _check_shape(name, value, param, sharding)
+
+
+def _check_shape(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -> None:
+    if value.shape != param.shape:
+        raise OptimizerError(
+            f"state {name!r} of parameter {sharding.name!r} has shape {tuple(value.shape)}; the "
+            f"shard here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another rank's "
+            "state, or that of other ranks. Load whole state, as an unsharded optimizer has it, or "
+            "use sharded.load_optimizer_state_dict() or sharded.load()."
+        )
+
+
+def uncut_state(optimizer: Optimizer, bucket: Bucket) -> None:
+    """Let the state of a bucket's parameters be that of whole ones. A collective."""
+    states = [optimizer.state.get(param, {}) for param in bucket.params]
+    cut = [
+        {name: value for name, value in state.items() if _is_elements(name, value, param.shape)}
+        for state, param in zip(states, bucket.params, strict=True)
+    ]
+    for name in sorted({name for of_param in cut for name in of_param}):
+        parts = [of_param.get(name) for of_param in cut]
+        dtype = next(part.dtype for part in parts if part is not None)
+        wholes = bucket.whole_of_parts(parts, dtype)
+        for state, part, whole in zip(states, parts, wholes, strict=True):
+            if part is not None:
+                state[name] = whole.clone()
+
+
+def _is_elements(name: str, value: object, shape: torch.Size) -> bool:
+    """Has this state one value for each element of a parameter of this shape?"""
+    is_tensor = isinstance(value, Tensor) and value.shape == shape
+    return is_tensor and (len(shape) > 0 or name not in BOOKKEEPING)

@@ -1,0 +1,213 @@
+"""What an optimizer has of one bucket: flat state, and the gradients in one piece.
+
+State has no padding and no foreign slots: the slots that this optimizer updates lie one behind
+the other, in the order of the bucket, so that what touches in the bucket touches here too.
+
+    shard       | a a a | x x | b b b b · · | c c |        x is another optimizer's, · is padding
+    exp_avg     | a a a   b b b b   c c |
+
+``optimizer.state`` shows each parameter its views, in the shape of its shard: what torch's own
+optimizer would keep there, for whoever reads, saves or loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import sub
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.buffers import Bucket
+from shardwise.comm.malloc import in_huge_pages
+from shardwise.errors import ConfigError
+from shardwise.sharding import sharding_of
+from shardwise.torch_internals import get_version
+
+__all__ = ["STEP", "FlatGradient", "FlatState", "State"]
+
+State = MutableMapping[Any, dict[str, Any]]
+"""``optimizer.state``: by parameter, by name."""
+
+STEP = "step"
+"""The state that is one number for a parameter: how often it was updated."""
+
+
+@dataclass(frozen=True)
+class FlatGradient:
+    """Gradients, laid out like the shard."""
+
+    flat: Tensor  # [S]; what belongs to no gradient may be anything
+    copied: Sequence[tuple[Tensor, Tensor]] = ()  # with copies, where ``flat`` is not their memory
+
+    def copy_back(self) -> None:
+        """Let the gradients be what their copies became."""
+        for gradient, copy in self.copied:
+            gradient.copy_(copy)
+
+
+class FlatState:
+    """The slots of one bucket that an optimizer updates, with their state.
+
+    Lists have one entry for each of these slots, in order of place.
+
+    Args:
+        bucket: the bucket.
+        groups: the position of a parameter's group, by its ``id``; other slots are left alone.
+    """
+
+    def __init__(self, bucket: Bucket, groups: Mapping[int, int]) -> None:
+        self.bucket, self.shard = bucket, bucket.shard
+        spec, views = bucket.spec, bucket.spec.rest_views(bucket.shard)
+        ours = (i for i, param in enumerate(bucket.params) if id(param) in groups)
+        #: Which parameters of the bucket they are.
+        self.indices = sorted(ours, key=lambda i: (spec.slots[i].start, spec.slots[i].stop))
+        self.params = [bucket.params[index] for index in self.indices]
+        self.groups = [groups[id(param)] for param in self.params]
+        #: What this rank holds of each, a view of the bucket's shard, and where that lies.
+        self.values = [views[index] for index in self.indices]
+        self.ranges = [spec.ranges[index] for index in self.indices]
+        self._starts = list(accumulate((stop - start for start, stop in self.ranges), initial=0))
+        #: The positions of those that have elements here; an empty tensor has no address.
+        self.solid = [at for at, (start, stop) in enumerate(self.ranges) if start < stop]
+        self._solid_params = [self.params[at] for at in self.solid]
+        self._addresses = [self.values[at].data_ptr() for at in self.solid]
+        #: [slots]: how often each was updated, where that is counted.
+        self.steps = torch.zeros(len(self.params), device=self.shard.device)
+        self._counters = self.steps.unbind()  # 0-dim views
+        self._version = get_version(self.steps)
+        self._flat: dict[str, Tensor] = {}
+        self._shown: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        self._views: list[tuple[dict[str, Any], str, Tensor]] = []  # what was shown, by name
+
+    # ---- state -------------------------------------------------------------------------------
+
+    def take(self, state: State) -> None:
+        """Let the state there is be views of flat memory, with the values that it has."""
+        for at, param in enumerate(self.params):
+            of_param = state.get(param) or {}
+            for name, value in of_param.items():
+                if name == STEP:
+                    of_param[name] = self.state(name, at).fill_(float(value))
+                elif isinstance(value, Tensor):
+                    of_param[name] = self.state(name, at).copy_(self._own_part(at, name, value))
+            self._show(param, of_param)
+        self._version = get_version(self.steps)
+
+    def _own_part(self, at: int, name: str, value: Tensor) -> Tensor:
+        """State in the shape of a shard: as it is, or cut from the whole parameter's."""
+        sharding, shape = sharding_of(self.params[at]), self.values[at].shape
+        if value.shape == shape:
+            return value
+        if sharding is not None and value.shape == sharding.shape:
+            return sharding.cut(value, shape)
+        raise ConfigError(
+            f"state {name!r} of parameter {'' if sharding is None else sharding.name!r} has shape "
+            f"{tuple(value.shape)}; the shard here is {tuple(shape)}, so it is another "
+            "rank's, or of another world size. Load this rank's own state, or whole state."
+        )
+
+    def add_missing(self, state: State, at: int, names: Iterable[str]) -> bool:
+        """Give a slot the state of these names that it lacks, of zeros; was there any?"""
+        of_param = state[self.params[at]]
+        missing = [name for name in names if of_param.get(name) is None]
+        of_param.update((name, self.state(name, at)) for name in missing)
+        if missing:
+            self._show(self.params[at], of_param)
+        return bool(missing)
+
+    def _show(self, param: nn.Parameter, of_param: dict[str, Any]) -> None:
+        if of_param:
+            self._shown.append((param, of_param))
+            self._views += [(of_param, name, of_param[name]) for name in of_param]
+
+    def is_shown_by(self, state: State) -> bool:
+        """Does the optimizer still show this memory? Its user may have put other in its place."""
+        return all(of_param.get(name) is view for of_param, name, view in self._views) and all(
+            state.get(param) is of_param for param, of_param in self._shown
+        )
+
+    def state(self, name: str, at: int) -> Tensor:
+        """A slot's state of this name: a view of the flat one, in the shape of the shard."""
+        if name == STEP:
+            return self._counters[at]
+        return self._flat_state(name)[self._starts[at] : self._starts[at + 1]].view(
+            self.values[at].shape
+        )
+
+    def state_of_run(self, name: str, first: int, start: int, stop: int) -> Tensor:
+        """State of a run of the shard, flat; 0-dim if it is one number.
+
+        Args:
+            first: the position of the slot in which it starts.
+            start, stop: its elements of the shard.
+        """
+        if name == STEP:
+            return self._counters[first]
+        moved = self._starts[first] - self.ranges[first][0]
+        return self._flat_state(name)[start + moved : stop + moved]
+
+    def _flat_state(self, name: str) -> Tensor:
+        if name not in self._flat:
+            self._flat[name] = in_huge_pages(self.shard.new_zeros(self._starts[-1]))
+        return self._flat[name]
+
+    def count(self, more: Tensor) -> None:
+        """Add to the counts of steps: ``[slots]`` or 0-dim."""
+        self.steps.add_(more)
+        self._version = get_version(self.steps)
+
+    @property
+    def is_recounted(self) -> bool:
+        """Did somebody else change the counts of steps? Views share their version."""
+        return get_version(self.steps) != self._version
+
+    # ---- values and gradients ------------------------------------------------------------------
+
+    def adopt(self) -> bool:
+        """Take over values that were put in by ``param.data = ...``; is the memory the same?"""
+        if list(map(Tensor.data_ptr, self._solid_params)) != self._addresses:
+            self.bucket.adopt()
+        return self.bucket.shard is self.shard
+
+    def flat_gradient(self, gradients: Sequence[Tensor | None]) -> FlatGradient:
+        """The gradients of these slots in one piece, copied only where it must be.
+
+        A backward pass leaves each parameter a view of one buffer that is laid out like the shard,
+        and that buffer is what a fused kernel should read. Whether the gradients still are its
+        views is seen by their addresses: inside the memory of a living storage there is nobody
+        else's. Where the user put other tensors in their place, they are copied together.
+
+        Args:
+            gradients: of each slot, in the shape of its shard; ``None`` where there is none.
+        """
+        own = self._memory_of(gradients)
+        if own is not None:
+            return FlatGradient(own)
+        flat = torch.empty_like(self.shard)
+        views = self.bucket.spec.rest_views(flat)
+        pairs = zip(self.indices, gradients, strict=True)
+        copied = [(grad, views[index]) for index, grad in pairs if grad is not None]
+        for gradient, view in copied:
+            view.copy_(gradient)
+        return FlatGradient(flat, copied)
+
+    def _memory_of(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """The buffer that the gradients are views of, if they are."""
+        itemsize, dtype = self.shard.element_size(), self.shard.dtype
+        pairs = [(grad, at) for at in self.solid if (grad := gradients[at]) is not None]
+        some = [gradient for gradient, _ in pairs]
+        if not some or not all(map(Tensor.is_contiguous, some)):
+            return None
+        offsets = [self.ranges[at][0] * itemsize for _, at in pairs]
+        bases = set(map(sub, map(Tensor.data_ptr, some), offsets))
+        if len(bases) > 1 or {gradient.dtype for gradient in some} != {dtype}:
+            return None
+        storage = some[0].untyped_storage()
+        start = bases.pop() - storage.data_ptr()  # bytes
+        if start < 0 or start + self.shard.nbytes > storage.nbytes():
+            return None
+        return some[0].as_strided(self.shard.shape, (1,), start // itemsize)
