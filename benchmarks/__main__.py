@@ -14,7 +14,6 @@ import benchmarks.gpu.run as gpu_run
 import benchmarks.mutants.run as mutants_run
 import benchmarks.programs.run as programs_run
 import benchmarks.step.run as step_run
-from benchmarks.faults import report as faults_report
 from benchmarks.harness import reports
 from benchmarks.harness.command import command, follow, log
 from benchmarks.harness.report import write
@@ -69,17 +68,7 @@ main.add_command(command("gpu", gpu_run.Config, gpu_run.run))
 main.add_command(command("checkpoint", checkpoint_run.Config, checkpoint_run.run))
 
 
-@main.command()
-@click.option("--part", "parts", type=names(faults_run.PARTS), multiple=True, help="which [all]")
-@click.option("--random", "count", type=click.IntRange(1), default=30, help="random deaths [30]")
-@json_option
-def faults(parts: tuple[str, ...], count: int, json_file: Path | None) -> None:
-    """Kill ranks and launchers at every moment of a save, and start them again."""
-    report = faults_run.run(parts or faults_run.PARTS, count, log)
-    saver(json_file)(report)
-    click.echo("\n".join(faults_report.lines(report)))
-    if report.wrong:
-        raise SystemExit(1)
+main.add_command(command("faults", faults_run.Config, faults_run.run))
 
 
 @main.command()

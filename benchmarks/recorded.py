@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import report as faults_report
 from benchmarks.harness import reports
 from benchmarks.harness.report import read
 from benchmarks.programs import report as programs_report
@@ -19,7 +18,6 @@ from benchmarks.programs import report as programs_report
 BLOCK = re.compile(r"^<!-- (\S+\.json) -->\n```text\n.*?^```$", re.MULTILINE | re.DOTALL)
 # a file's name → its report and its table
 KINDS: dict[str, tuple[type[Any], Callable[[Any], list[str]]]] = {
-    "faults": (faults_report.Report, faults_report.lines),
     "programs": (programs_report.Report, programs_report.lines),
 }
 

@@ -1,13 +1,14 @@
-"""The whole fault injection: undisturbed runs first, then every case in turn."""
+"""The whole fault injection: undisturbed runs first, then every case in turn; and its table."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.faults.case import (
+    EVERYBODY,
     SAVE_MODES,
     Case,
     Kill,
@@ -18,28 +19,41 @@ from benchmarks.faults.case import (
     sweeps,
 )
 from benchmarks.faults.launched import launched
-from benchmarks.faults.report import Report
-from benchmarks.faults.server import Attempt, RankServer
+from benchmarks.faults.server import Attempt, start
 from benchmarks.faults.training import Final
 from benchmarks.faults.trial import Trial, try_case
-from benchmarks.harness.machine import this_machine
+from benchmarks.harness.command import Log, setting
+from benchmarks.harness.machine import Machine, this_machine
+from benchmarks.harness.report import Cell, Column, Report, Table
 
 PARTS = ("points", "calls", "moments", "launchers")
 NOBODY = Kill(0)
+COLUMNS = (
+    Column("killed"), Column("way to save"), Column("rank 0"), Column("rank 1"), Column("all"),
+    Column("exact"), Column("from nothing"), Column("ended by the launcher"),
+    Column("slowest end, s", ".2f"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which cases."""
+
+    part: tuple[str, ...] = setting(PARTS, "which kinds of death", PARTS)
+    random: int = setting(30, "deaths at random times", least=1)
 
 
 @dataclass
 class Trials:
-    """Runs cases in a server, with one undisturbed run for each way to save."""
+    """Runs cases, with one undisturbed run for each way to save."""
 
-    server: RankServer
     _undisturbed: dict[SaveMode, tuple[Final, ...]] = field(default_factory=dict)
 
     def undisturbed(self, how: SaveMode) -> tuple[Final, ...]:
         """What each rank has at the end of an undisturbed run."""
         if how not in self._undisturbed:
             with tempfile.TemporaryDirectory() as folder:
-                attempt = self.server.start(Path(folder) / "run", Case(how, NOBODY))
+                attempt = start(Path(folder) / "run", Case(how, NOBODY))
             finals = tuple(final for final in attempt.finals if final is not None)
             assert len(finals) == len(attempt.finals), attempt.errors
             self._undisturbed[how] = finals
@@ -60,32 +74,76 @@ class Trials:
                 return
 
     def _kill(self, run: Path, case: Case) -> Attempt:
-        return self.server.start(run, case, case.kill.share * self.undisturbed(case.how)[0].seconds)
+        return start(run, case, case.kill.share * self.undisturbed(case.how)[0].seconds)
 
     def _again(self, run: Path, case: Case) -> Attempt:
-        return self.server.start(run, replace(case, kill=NOBODY))
+        return start(run, replace(case, kill=NOBODY))
 
 
-def run(parts: Sequence[str], count: int, log: Callable[[str], None]) -> Report:
-    """Every case of these ``parts`` (of ``PARTS``), with ``count`` deaths at random times."""
-    report = Report(this_machine())
-    with RankServer() as server:
-        trials = Trials(server)
+def run(config: Config, log: Log) -> Iterator[Report]:
+    """Kill ranks and launchers at every moment of a save, and start them again."""
+    trials, machine = Trials(), this_machine()
+    done: dict[str, list[Trial]] = {}
+    for kind, cases in _cases(config, trials):
+        log(f"{kind}: {config.random if kind.endswith('time') else len(cases)} deaths")
+        count = config.random if kind.endswith("time") else -1
+        done[kind] = list(trials.killed(cases, count))
+        yield report_of(machine, done)
 
-        def all_of(what: str, cases: Sequence[Case]) -> tuple[Trial, ...]:
-            log(f"{what}: {len(cases)} cases")
-            return tuple(map(trials.trial, cases))
 
-        if "points" in parts:
-            report = replace(report, points=all_of("named points", matrix()))
-        if "calls" in parts:
-            calls = {how: trials.undisturbed(how)[0].calls for how in SAVE_MODES}
-            report = replace(report, calls=all_of("file-system calls", sweeps(calls)))
-        if "moments" in parts:
-            log(f"random times: {count} deaths")
-            every = list(trials.killed(moments(10 * count), count))
-            deaths = tuple(trial for trial in every if trial.killed)
-            report = replace(report, moments=deaths, missed=len(every) - len(deaths))
-        if "launchers" in parts:
-            report = replace(report, launchers=all_of("launchers", launcher_cases()))
-    return report
+def _cases(config: Config, trials: Trials) -> Iterator[tuple[str, list[Case]]]:
+    """Each kind of death with its cases; of those at random times, more than are needed."""
+    if "points" in config.part:
+        yield "at a named point", matrix()
+    if "calls" in config.part:
+        calls = {how: trials.undisturbed(how)[0].calls for how in SAVE_MODES}
+        yield "before a file-system call", sweeps(calls)
+    if "moments" in config.part:
+        yield "at a random time", moments(10 * config.random)
+    if "launchers" in config.part:
+        yield "the launcher, at a point", launcher_cases()
+
+
+# ---- the report ----------------------------------------------------------------------------
+
+
+def report_of(machine: Machine, done: Mapping[str, Sequence[Trial]]) -> Report:
+    """A row for each kind of death and way to save, and what was not as it should be.
+
+    Args:
+        machine: where.
+        done: kind of death → trials. Those at random times that killed nobody came when all was
+            over, and are only counted.
+    """
+    trials = {
+        kind: [trial for trial in each if trial.killed or "random" not in kind]
+        for kind, each in done.items()
+    }
+    every = [trial for each in trials.values() for trial in each]
+    wrong = [trial for trial in every if trial.wrong]
+    missed = sum(map(len, done.values())) - len(every)
+    exact = f"{len(every) - len(wrong)} of {len(every)} starts after a kill were exact"
+    text = [f"{exact}, none with a manual step"]
+    if missed:
+        text.append(f"{missed} further random times came when all was over")
+    text += [f"WRONG: {t.where}, {_who(t.who)}, {t.how}: {'; '.join(t.wrong)}" for t in wrong]
+    rows = tuple(row for kind, each in trials.items() for row in _rows(kind, each))
+    return Report(machine, (), (Table("", COLUMNS, rows),), tuple(text), failures=len(wrong))
+
+
+def _rows(kind: str, trials: Sequence[Trial]) -> Iterator[tuple[Cell, ...]]:
+    for how in dict.fromkeys(trial.how for trial in trials):
+        some = [trial for trial in trials if trial.how == how]
+        yield (
+            kind,
+            how,
+            *(sum(trial.who == who for trial in some) for who in (0, 1, EVERYBODY)),
+            f"{sum(not trial.wrong for trial in some)}/{len(some)}",
+            sum(trial.resumed is None for trial in some),
+            sum(trial.hung for trial in some),
+            max(trial.lag for trial in some),
+        )
+
+
+def _who(who: int) -> str:
+    return "all" if who == EVERYBODY else f"rank {who}"

@@ -1,8 +1,8 @@
-"""Ranks within a fifth of a second: a process that has imported torch, and forks them.
+"""One start of a run: two ranks, forked from a process that has imported torch, and how they end.
 
 A rank that is started as users start it takes three seconds, nearly all of them to import torch.
-The server imports once, starts no thread, and forks each rank. It does what a launcher does: it
-waits for all ranks, and ends what still runs a while after the first has died.
+What starts them does what a launcher does: it waits for all ranks, and ends what still runs a
+while after the first has died.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Self
 
 from benchmarks.faults.case import EVERYBODY, Case
 from benchmarks.faults.training import Final, train
-from benchmarks.harness.workers import die_with, join_group
+from benchmarks.harness.workers import end_with_parent, join_group
 
 RANKS = 2
 GRACE = 10.0  # seconds that ranks have to end when another has failed; our launcher gives 5
 LONGEST = 60.0  # seconds for a run of which nobody dies
-PAUSE = 0.004  # seconds between two looks at which ranks have ended
+PAUSE = 0.004  # seconds between two looks at whether the first save has begun
+PRELOADED = ("benchmarks.faults.training", "shardwise.comm.connect", "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -42,141 +44,87 @@ class Attempt:
     hung: tuple[int, ...] = ()  # ranks that did not end by themselves when another had
 
 
-@dataclass(frozen=True)
-class _Order:
-    run: str
-    case: Case
-    after: float  # seconds from the first save, after which the server kills; 0: it does not
+def start(run: Path, case: Case, after: float = 0.0) -> Attempt:
+    """Train, with this case's kill, and wait until every rank has ended.
+
+    Args:
+        run: the folder of the run.
+        case: how it saves, and where it is killed.
+        after: seconds from the first save, after which ``case.kill.who`` is killed; 0: nobody.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED])  # does nothing where the server runs already
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        ranks = [
+            context.Process(target=_rank, args=(rank, run, case, scratch), daemon=True)
+            for rank in range(RANKS)
+        ]
+        for rank in ranks:
+            rank.start()
+        (scratch / "leader.unfinished").write_text(str(ranks[0].pid))
+        (scratch / "leader.unfinished").rename(scratch / "leader")
+        ends, hung = _wait_for(ranks, case.kill.who, after, scratch / "begun")
+        logs = [(scratch / f"{rank}.log").read_text(errors="replace") for rank in range(RANKS)]
+        lines = [log.splitlines() if hung else log.splitlines()[-1:] for log in logs]
+        return Attempt(
+            tuple(rank.exitcode or 0 for rank in ranks),
+            tuple(Final.read(scratch / f"{rank}.json") for rank in range(RANKS)),
+            tuple(map("\n".join, lines)),
+            time.monotonic() - begin,
+            max(ends) - min(ends),
+            hung,
+        )
 
 
-class RankServer:
-    """A process to fork runs from. Use it as a context."""
-
-    def __init__(self) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def start(self, run: Path, case: Case, after: float = 0.0) -> Attempt:
-        """Train, with this case's kill, and wait until every rank has ended."""
-        self._pipe.send(_Order(str(run), case, after))
-        attempt: Attempt = self._pipe.recv()
-        return attempt
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pipe.close()
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-
-# --- in the server ---------------------------------------------------------------------------
-
-
-def _serve(pipe: Connection, parent: int) -> None:
-    die_with(parent)
-    import torch
-
-    torch.set_num_threads(1)
-    torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # imports half of torch
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    assert threads == 1, f"{threads} threads; what is forked now would hang on their locks"
-    while True:
-        try:
-            order: _Order = pipe.recv()
-        except EOFError:
-            return
-        with tempfile.TemporaryDirectory() as scratch:
-            pipe.send(_run(order, Path(scratch)))
-
-
-@dataclass
-class _Ranks:
-    """The processes of a run, and how those that have ended did."""
-
-    pids: list[int]
-    ends: dict[int, tuple[int, float]] = field(default_factory=dict)  # exit status and time
+def _wait_for(
+    ranks: list[ForkServerProcess], who: int, after: float, begun: Path
+) -> tuple[list[float], tuple[int, ...]]:
+    """When each has ended, and which hung: those that do not end in time are killed."""
+    deadline, strike = time.monotonic() + LONGEST, 0.0
+    ends: dict[int, float] = {}
     hung: tuple[int, ...] = ()
-
-    def wait(self, order: _Order, begun: Path) -> None:
-        """Until all have ended; those that do not in time are killed."""
-        deadline, strike = time.monotonic() + LONGEST, 0.0
-        while len(self.ends) < len(self.pids):
-            if self._reap():
-                deadline = min(deadline, time.monotonic() + GRACE)
-            now = time.monotonic()
-            if order.after and not strike and begun.exists():
-                strike = now + order.after
-            if strike and now >= strike:
-                self._kill(order.case.kill.who)
-                strike = float("inf")
-            if now > deadline and not self.hung:
-                self.hung = tuple(r for r, pid in enumerate(self.pids) if pid not in self.ends)
-                self._kill(EVERYBODY, signal.SIGUSR2)  # each writes where it stands
-                time.sleep(1.0)
-                self._kill(EVERYBODY)
-            time.sleep(PAUSE)
-
-    def _reap(self) -> bool:
-        """Has another one ended?"""
-        before = len(self.ends)
-        for pid in self.pids:
-            if pid not in self.ends and (done := os.waitpid(pid, os.WNOHANG))[0]:
-                self.ends[pid] = os.waitstatus_to_exitcode(done[1]), time.monotonic()
-        return len(self.ends) > before
-
-    def _kill(self, who: int, number: signal.Signals = signal.SIGKILL) -> None:
-        for rank, pid in enumerate(self.pids):
-            if who in (EVERYBODY, rank) and pid not in self.ends:  # a reaped number may be another
-                os.kill(pid, number)
+    while left := {rank.sentinel: n for n, rank in enumerate(ranks) if n not in ends}:
+        ended = wait(list(left), PAUSE if after else 0.1)
+        now = time.monotonic()
+        for sentinel in ended:
+            ranks[left[int(sentinel)]].join()  # type: ignore[call-overload]
+            ends[left[int(sentinel)]] = now  # type: ignore[call-overload]
+            deadline = min(deadline, now + GRACE)
+        if after and not strike and begun.exists():
+            strike = now + after
+        if strike and now >= strike:
+            _signal(ranks, who, signal.SIGKILL)
+            strike = float("inf")
+        if now > deadline and not hung:
+            hung = tuple(left.values())
+            _signal(ranks, EVERYBODY, signal.SIGUSR2)  # each writes where it stands
+            time.sleep(1.0)
+            _signal(ranks, EVERYBODY, signal.SIGKILL)
+    return list(ends.values()), hung
 
 
-def _run(order: _Order, scratch: Path) -> Attempt:
-    start, server = time.monotonic(), os.getpid()
-    pids: list[int] = []
-    for rank in range(RANKS):
-        pid = os.fork()
-        if pid == 0:
-            _rank(rank, order, scratch, server)
-        os.setpgid(pid, pids[0] if pids else pid)  # so that all can be killed at once
-        pids.append(pid)
-    (scratch / "go").touch()
-    ranks = _Ranks(pids)
-    ranks.wait(order, scratch / "begun")
-    logs = [(scratch / f"{rank}.log").read_text(errors="replace") for rank in range(RANKS)]
-    lines = [log.splitlines() if ranks.hung else log.splitlines()[-1:] for log in logs]
-    statuses, times = zip(*(ranks.ends[pid] for pid in pids), strict=True)
-    return Attempt(
-        statuses,
-        tuple(Final.read(scratch / f"{rank}.json") for rank in range(RANKS)),
-        tuple(map("\n".join, lines)),
-        time.monotonic() - start,
-        max(times) - min(times),
-        ranks.hung,
-    )
+def _signal(ranks: list[ForkServerProcess], who: int, number: signal.Signals) -> None:
+    for rank, process in enumerate(ranks):
+        if who in (EVERYBODY, rank) and process.is_alive() and process.pid is not None:
+            os.kill(process.pid, number)
 
 
 # --- in a rank -------------------------------------------------------------------------------
 
 
-def _rank(rank: int, order: _Order, scratch: Path, server: int) -> None:
-    """Never returns: what the server has open and planned is not this process's."""
+def _rank(rank: int, run: Path, case: Case, scratch: Path) -> None:
+    """Never returns: what the server has planned for its end is not this process's."""
     code = 1
     try:
         log = os.open(scratch / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        die_with(server)
+        threading.Thread(target=end_with_parent, daemon=True).start()
         faulthandler.register(signal.SIGUSR2)
-        while not (scratch / "go").exists():  # until all are in one process group
-            time.sleep(0.001)
-        _train(rank, order, scratch).write(scratch / f"{rank}.json")
+        _join_process_group(rank, scratch / "leader")
+        _train(rank, run, case, scratch).write(scratch / f"{rank}.json")
         code = 0
     except BaseException:  # noqa: BLE001 - the parent reports it
         traceback.print_exc()
@@ -184,11 +132,24 @@ def _rank(rank: int, order: _Order, scratch: Path, server: int) -> None:
     os._exit(code)
 
 
-def _train(rank: int, order: _Order, scratch: Path) -> Final:
+def _join_process_group(rank: int, leader: Path) -> None:
+    """So that all ranks can be killed at once."""
+    if rank == 0:
+        os.setpgid(0, 0)
+        leader.with_name("led").touch()
+        return
+    while not (leader.exists() and leader.with_name("led").exists()):
+        time.sleep(0.001)
+    os.setpgid(0, int(leader.read_text()))
+
+
+def _train(rank: int, run: Path, case: Case, scratch: Path) -> Final:
+    import torch
     import torch.distributed as dist
 
     from shardwise.comm import connect
 
+    torch.set_num_threads(1)
     join_group(rank, RANKS, str(scratch))
     with connect.over(dist.group.WORLD) as comm:
-        return train(comm, Path(order.run), order.case, (scratch / "begun").touch)
+        return train(comm, run, case, (scratch / "begun").touch)

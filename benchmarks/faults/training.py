@@ -26,7 +26,6 @@ from torch import Tensor, nn
 import shardwise as sw
 from benchmarks.faults.calls import watched
 from benchmarks.faults.case import EVERYBODY, STEPS, Case, Kill, SaveMode
-from benchmarks.harness import reports
 from shardwise.checkpoint import failpoints, folder
 from shardwise.comm.protocol import Comm
 
@@ -56,13 +55,16 @@ class Final:
     def write(self, path: Path) -> None:
         """As JSON; the file is there when it is whole."""
         unfinished = path.with_suffix(".unfinished")
-        reports.write(self, unfinished)
+        unfinished.write_bytes(FINAL.dump_json(self))
         unfinished.rename(path)
 
     @classmethod
     def read(cls, path: Path) -> Final | None:
         """From ``write``; ``None`` if there is no such file."""
-        return reports.read(cls, path) if path.exists() else None
+        return FINAL.validate_json(path.read_bytes()) if path.exists() else None
+
+
+FINAL = TypeAdapter(Final)
 
 
 def train(comm: Comm, run: Path, case: Case, begun: Callable[[], object] = lambda: None) -> Final:

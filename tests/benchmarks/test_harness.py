@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner
 
 import benchmarks
-from benchmarks.faults.report import Report as FaultsReport
 from benchmarks.harness import report as reports
 from benchmarks.harness.command import command, setting
 from benchmarks.harness.machine import this_machine
@@ -41,7 +40,6 @@ REPORT = Report(
     MACHINE, ("AdamW",), (Table.of("a title", COLUMNS, ROWS, ["absent: x"]),), ("× of y",)
 )
 REPORTS = {
-    "faults.json": FaultsReport(MACHINE, missed=3),
     "programs.json": ProgramsReport(MACHINE, 2, ()),
 }
 

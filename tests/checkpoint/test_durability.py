@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.faults.case import BACKGROUND, NEW, STEPS, Case, SaveMode
 from benchmarks.faults.run import NOBODY
-from benchmarks.faults.server import RankServer
+from benchmarks.faults.server import start
 
 CALLS = "fsync,fdatasync,rename,renameat,renameat2,symlink,symlinkat"
 RUNS = (NEW, BACKGROUND)
@@ -157,10 +157,9 @@ def test_what_strace_writes_is_understood() -> None:
 
 def main(folder: str) -> None:
     """What is traced."""
-    with RankServer() as server:
-        for how in RUNS:
-            attempt = server.start(Path(folder) / how.name, Case(how, NOBODY))
-            assert attempt.statuses == (0, 0), attempt.errors
+    for how in RUNS:
+        attempt = start(Path(folder) / how.name, Case(how, NOBODY))
+        assert attempt.statuses == (0, 0), attempt.errors
 
 
 if __name__ == "__main__":

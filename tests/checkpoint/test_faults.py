@@ -7,7 +7,6 @@ but not with every way to save.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from benchmarks.faults.case import (
     sweeps,
 )
 from benchmarks.faults.run import NOBODY, Trials
-from benchmarks.faults.server import Attempt, RankServer
+from benchmarks.faults.server import Attempt, start
 from benchmarks.faults.training import Final
 from benchmarks.faults.trial import damage, try_case
 from shardwise.checkpoint.failpoints import POINTS
@@ -45,9 +44,8 @@ pytestmark = pytest.mark.spawn
 
 
 @pytest.fixture(scope="module")
-def trials() -> Iterator[Trials]:
-    with RankServer() as server:
-        yield Trials(server)
+def trials() -> Trials:
+    return Trials()
 
 
 def aimed(how: SaveMode, who: int, point: str) -> Case:
@@ -176,9 +174,9 @@ def test_the_judge_sees_what_is_wrong() -> None:
     assert "the folder holds []" in judged(dead, fine, case)
 
 
-def test_the_judge_sees_damage(trials: Trials, tmp_path: Path) -> None:
+def test_the_judge_sees_damage(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    trials.server.start(run, Case(NEW, NOBODY))
+    start(run, Case(NEW, NOBODY))
     assert list(damage(run)) == []
     path = run / "step-2" / "optimizer.safetensors"
     data = bytearray(path.read_bytes())
