@@ -8,7 +8,9 @@ import socket
 import struct
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 import shardwise as sw
@@ -18,22 +20,32 @@ IN_MEMORY = ("tmpfs", "ramfs")
 LINUX_TCP_BYTES_SENT = 200  # where tcpi_bytes_sent lies in struct tcp_info
 
 
-def sent(sharded: sw.Sharded | None) -> int:
-    """Bytes that left this rank for others so far.
+class Sent(NamedTuple):
+    """What one rank has sent so far."""
 
-    As the kernel counts them for each connection; ours, which may go through shared memory where
-    there is no connection, by our comm's own counters.
+    collectives: int  # how many it took part in
+    nbytes: int  # that left it for other ranks
+
+
+def sent(sharded: sw.Sharded | None) -> Sent:
+    """By our comm's own counters, since shared memory has no connections; by the kernel's else.
+
+    Every group of torch numbers its collectives, also those of a library's own thread.
     """
     if sharded is not None:
-        return sum(sharded.comm.counters.bytes_sent.values())
-    total = 0
+        counters = sharded.comm.counters
+        return Sent(sum(counters.calls.values()), sum(counters.bytes_sent.values()))
+    groups: Any = dist.distributed_c10d._world.pg_map  # noqa: SLF001 - it has no public name
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]  # noqa: SLF001
+    numbers = [int(each._get_sequence_number_for_group()) for each in backends]  # noqa: SLF001
+    nbytes = 0
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it is closed by now, or no TCP connection
             if str(path.readlink()).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(path.name))) as connection:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += struct.unpack_from("Q", info, LINUX_TCP_BYTES_SENT)[0]
-    return total
+                    nbytes += struct.unpack_from("Q", info, LINUX_TCP_BYTES_SENT)[0]
+    return Sent(sum(numbers), nbytes)
 
 
 def kind_of(folder: Path) -> str:

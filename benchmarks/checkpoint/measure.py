@@ -15,8 +15,16 @@ from time import perf_counter
 
 import torch.distributed as dist
 
-from benchmarks.checkpoint.files import IN_MEMORY, forget, from_disk, kind_of, nbytes_of, sent
-from benchmarks.checkpoint.files import remove_together as remove
+from benchmarks.checkpoint.files import (
+    IN_MEMORY,
+    Sent,
+    forget,
+    from_disk,
+    kind_of,
+    nbytes_of,
+    remove_together,
+    sent,
+)
 from benchmarks.checkpoint.methods import METHODS, Method, method_of, synchronous, trained_model
 from benchmarks.checkpoint.state import Size, digest
 from benchmarks.checkpoint.trained import Bits, TrainedModel
@@ -36,8 +44,8 @@ class Lap:
     stall: float  # until training may go on
     save: float  # until all is durable; with the steps that are taken meanwhile
     load: float  # its files are in memory
-    save_sent: int  # bytes to other ranks
-    load_sent: int
+    save_sent: Sent
+    load_sent: Sent
     nbytes: int  # of the files
     cold: float | None = None  # they are not in memory; ``None`` where they always are
     from_disk: int = 0  # bytes that the cold load fetched from the disk
@@ -107,16 +115,20 @@ def _lap(method: Method, folder: Path, bits: Bits, size: Size) -> Lap:
     steps = trained.steps
     before = sent(trained.sharded)
     stall, meanwhile, save = _save(method, folder, batch)
-    saved = sent(trained.sharded)
+    saved = _since(before, trained)
     dist.barrier()
     nbytes = nbytes_of(folder)
-    begin = sent(trained.sharded)
+    before = sent(trained.sharded)
     load = _load(method, folder, bits, steps)
-    loaded = sent(trained.sharded)
+    loaded = _since(before, trained)
     cold, fetched = _cold(method, folder, bits, steps)
-    remove(folder)
-    counts = (saved - before, loaded - begin, nbytes)
-    return Lap(stall, save, load, *counts, cold, fetched, alone, meanwhile)
+    remove_together(folder)
+    return Lap(stall, save, load, saved, loaded, nbytes, cold, fetched, alone, meanwhile)
+
+
+def _since(before: Sent, trained: TrainedModel) -> Sent:
+    after = sent(trained.sharded)
+    return Sent(after.collectives - before.collectives, after.nbytes - before.nbytes)
 
 
 def _steps(trained: TrainedModel, batch: Batch) -> float:
@@ -203,7 +215,7 @@ def _hold(worker: Worker, name: str, size: Size, place: str) -> None:
         _save_and_wait(first, folder)
         trained.renew()
         first.load(folder)
-        remove(folder)
+        remove_together(folder)
         _begin(worker)
         _save_and_wait(chosen, folder)
         worker.send("saved")
@@ -213,7 +225,7 @@ def _hold(worker: Worker, name: str, size: Size, place: str) -> None:
             _begin(worker, moments)
             chosen.load(folder)
             worker.send("loaded")
-        remove(folder)
+        remove_together(folder)
 
 
 def _begin(worker: Worker, moments: int = 0) -> None:

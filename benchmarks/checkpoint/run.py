@@ -24,7 +24,7 @@ SYNC = (
     Column("method"), Column("save s", ".3f"), Column("save ÷", ".2f", drawn=True),
     Column("load s", ".3f"), Column("load ÷", ".2f", drawn=True), Column("cold s", ".3f"),
     Column("cold ÷", ".2f"), Column("GB fetched", ".3f"), Column("GB on disk", ".3f"),
-    Column("MB to save", ".2f"), Column("MB to load", ".2f"),
+    Column("calls to save"), Column("calls to load"), Column("MB to save", ".2f"), Column("MB to load", ".2f"),
     Column("MiB to save", ".0f"), Column("MiB to load", ".0f"),
 )  # fmt: skip
 ASYNC = (
@@ -50,6 +50,7 @@ stall ms    until save_async returns; ÷ its sync: of the save above it, of the 
 durable s   of a save with two training steps meanwhile, from its begin
 steps ×     two steps right after the stall ÷ two steps with nothing under way
 lost ms     stall + what those steps took longer
+calls to …  collectives, the most of any rank
 MB to …     10⁶ bytes sent, the most of any rank; ours by its own counters (it went through shared
             memory), the others as the kernel counts their connections
 MiB to …    anonymous and shared memory beyond the state, the most of any rank, proportional set
@@ -140,8 +141,10 @@ def row_of(ranks: Sequence[Sequence[Lap]]) -> Row:
         "save s": median(seconds("save")),
         "load s": median(seconds("load")),
         "GB on disk": max(lap.nbytes for lap in every) / 1e9,
-        "MB to save": max(lap.save_sent for lap in every) / 1e6,
-        "MB to load": max(lap.load_sent for lap in every) / 1e6,
+        "calls to save": max(lap.save_sent.collectives for lap in every),
+        "calls to load": max(lap.load_sent.collectives for lap in every),
+        "MB to save": max(lap.save_sent.nbytes for lap in every) / 1e6,
+        "MB to load": max(lap.load_sent.nbytes for lap in every) / 1e6,
     }
     if every[0].cold is not None:
         fetched = median(sum(lap.from_disk for lap in laps) for laps in rounds)

@@ -85,12 +85,12 @@ def _wait_for(
     deadline, strike = time.monotonic() + LONGEST, 0.0
     ends: dict[int, float] = {}
     hung: tuple[int, ...] = ()
-    while left := {rank.sentinel: n for n, rank in enumerate(ranks) if n not in ends}:
-        ended = wait(list(left), PAUSE if after else 0.1)
+    while left := [n for n in range(len(ranks)) if n not in ends]:
+        ended = wait([ranks[n].sentinel for n in left], PAUSE if after else 0.1)
         now = time.monotonic()
-        for sentinel in ended:
-            ranks[left[int(sentinel)]].join()  # type: ignore[call-overload]
-            ends[left[int(sentinel)]] = now  # type: ignore[call-overload]
+        for rank in (n for n in left if ranks[n].sentinel in ended):
+            ranks[rank].join()
+            ends[rank] = now
             deadline = min(deadline, now + GRACE)
         if after and not strike and begun.exists():
             strike = now + after
@@ -98,7 +98,7 @@ def _wait_for(
             _signal(ranks, who, signal.SIGKILL)
             strike = float("inf")
         if now > deadline and not hung:
-            hung = tuple(left.values())
+            hung = tuple(n for n in left if n not in ends)
             _signal(ranks, EVERYBODY, signal.SIGUSR2)  # each writes where it stands
             time.sleep(1.0)
             _signal(ranks, EVERYBODY, signal.SIGKILL)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.checkpoint.files import forget, kind_of, nbytes_of
+from benchmarks.checkpoint.files import Sent, forget, kind_of, nbytes_of
 from benchmarks.checkpoint.measure import Lap, Measured, extra_memory, is_async
 from benchmarks.checkpoint.methods import METHODS
 from benchmarks.checkpoint.run import Config, Row, compare, default_folders, judged, row_of, run
@@ -110,15 +110,17 @@ def test_one_bit_that_differs_is_found_and_so_is_what_is_absent() -> None:
 
 def test_a_round_is_as_slow_as_its_slowest_rank() -> None:
     def lap(seconds: float, nbytes: int) -> Lap:
-        return Lap(seconds, seconds, seconds, 10 * nbytes, nbytes, nbytes=7, alone=1.0)
+        return Lap(seconds, seconds, seconds, Sent(3, 10 * nbytes), Sent(nbytes, 2), 7, alone=1.0)
 
     ranks = [[lap(1.0, 1), lap(4.0, 1), lap(1.0, 1)], [lap(2.0, 5), lap(3.0, 5), lap(3.0, 5)]]
     assert row_of(ranks) == {
         "save s": 3.0,
         "load s": 3.0,
         "GB on disk": 7e-9,
+        "calls to save": 3,
+        "calls to load": 5,
         "MB to save": 50e-6,
-        "MB to load": 5e-6,
+        "MB to load": 2e-6,
         "stall ms": 3000.0,
         "durable s": 3.0,
         "steps ×": 0.0,
