@@ -24,7 +24,8 @@ SYNC = (
     Column("method"), Column("save s", ".3f"), Column("save ÷", ".2f", drawn=True),
     Column("load s", ".3f"), Column("load ÷", ".2f", drawn=True), Column("cold s", ".3f"),
     Column("cold ÷", ".2f"), Column("GB fetched", ".3f"), Column("GB on disk", ".3f"),
-    Column("calls to save"), Column("calls to load"), Column("MB to save", ".2f"), Column("MB to load", ".2f"),
+    Column("calls to save"), Column("calls to load"),
+    Column("MB to save", ".2f"), Column("MB to load", ".2f"),
     Column("MiB to save", ".0f"), Column("MiB to load", ".0f"),
 )  # fmt: skip
 ASYNC = (
