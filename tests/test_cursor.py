@@ -34,7 +34,6 @@ def test_a_schedule_is_cut_into_one_step_per_cue() -> None:
 def test_a_step_that_follows_gets_each_cues_events_in_order() -> None:
     cursor, taken = Cursor("train", script()), []
     for cue in (*ORDER.forward, *ORDER.backward, END):
-        assert cursor.expects(cue)
         step = cursor.match(cue, None)
         assert step is not None
         taken += [*step.before, Event(*cue), *step.after]
@@ -50,7 +49,6 @@ def test_from_the_first_surprise_on_there_is_no_answer() -> None:
     assert cursor.match(enter("c"), None) is None
     assert cursor.improvised
     assert cursor.match(leave("b"), None) is None
-    assert not cursor.expects(enter("b"))
 
 
 def test_what_really_happened_is_the_next_order() -> None:
@@ -59,7 +57,7 @@ def test_what_really_happened_is_the_next_order() -> None:
     back = [enter("c", Phase.BACKWARD), leave("c", Phase.BACKWARD)]
     for cue in (*seen, *back, END):
         cursor.match(cue, None)
-    assert cursor.recorded() == Order(tuple(seen), tuple(back))
+    assert cursor.changed_order() == Order(tuple(seen), tuple(back))
 
 
 def test_a_cursor_without_a_script_has_ended_and_may_only_improvise() -> None:
@@ -68,21 +66,30 @@ def test_a_cursor_without_a_script_has_ended_and_may_only_improvise() -> None:
     cursor.improvise()
     assert (cursor.ended, cursor.improvised) == (False, True)
     assert cursor.match(enter("a"), None) is None
-    assert cursor.recorded().forward == (enter("a"),)
+    assert cursor.changed_order() == Order((enter("a"),))
 
 
-def test_another_forward_pass_is_expected_only_where_the_schedule_lists_one() -> None:
+def test_another_forward_pass_goes_on_only_where_the_schedule_lists_one() -> None:
     once = Cursor("train", script())
-    assert once.expects_forward()
+    assert once.lists_forward("train", "a")
     for cue in FORWARD:
         once.match(cue, None)
-    assert not once.expects_forward()  # the backward pass comes next
+    assert not once.lists_forward("train", None)  # the backward pass comes next
     twice = Cursor("train", script(Order(FORWARD * 2, mirror(FORWARD * 2))))
     for cue in FORWARD:
         twice.match(cue, None)
-    assert twice.expects_forward()
+    asked = [("train", "a"), ("train", None), ("train", "b"), ("accumulate", "a")]
+    assert [twice.lists_forward(*one) for one in asked] == [True, True, False, False]
     twice.match(enter("b"), None)
-    assert not twice.expects_forward()
+    assert not twice.lists_forward("train", None)
+
+
+def test_no_order_is_learnt_from_a_step_that_follows_or_from_a_backward_pass_alone() -> None:
+    follows, second = Cursor("train", script()), Cursor("train", script())
+    for cue in ORDER.forward:
+        follows.match(cue, None)
+    second.match(enter("c", Phase.BACKWARD), None)
+    assert [follows.changed_order(), second.changed_order()] == [None, None]
 
 
 def test_who_participates_carries_out_what_lies_before_a_later_cue() -> None:

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm, Label
-from shardwise.schedule import Event, Op, Phase
-from shardwise.schedules import Mode
+from shardwise.schedule import Event, Mode, Op, Phase
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_sharing, run_threads

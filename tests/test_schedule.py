@@ -76,11 +76,9 @@ def units_ahead(count: int) -> int:
 # ---- PyTorch's tables ------------------------------------------------------------------------
 
 
-def policy(
-    forward: int, backward: int, kept: frozenset[str] | None = frozenset(), **changes: object
-) -> Policy:
+def policy(forward: int, backward: int, **changes: object) -> Policy:
     prefetch = Prefetch(units_ahead(forward), units_ahead(backward))
-    return replace(Policy(FULL, prefetch, kept=kept), **changes)  # type: ignore[arg-type]
+    return replace(Policy(FULL, prefetch), **changes)  # type: ignore[arg-type]
 
 
 def test_forward_without_prefetch_gathers_each_unit_when_it_is_entered() -> None:
@@ -93,24 +91,11 @@ def test_forward_without_prefetch_gathers_each_unit_when_it_is_entered() -> None
     """)
 
 
-def test_backward_with_reshard_true_gathers_everything_again_one_ahead() -> None:
-    found = listed(layers(3), policy(forward=0, backward=1))
+def test_backward_gathers_one_ahead_what_was_freed() -> None:
+    """The root and the last layer were not: they would have been gathered again at once."""
+    found = listed(layers(3), policy(0, 1))
+    assert table(found, Phase.FORWARD, Op.FREE) == "free layers.0\nfree layers.1"
     assert table(found, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
-        gather root
-        gather layers.2
-        gather layers.1
-        reduce layers.2
-        gather layers.0
-        reduce layers.1
-        reduce layers.0
-        reduce root
-    """)
-
-
-def test_backward_with_reshard_default_keeps_the_root() -> None:
-    found = listed(layers(3), policy(0, 1, kept=frozenset({"root"})))
-    assert table(found, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
-        gather layers.2
         gather layers.1
         reduce layers.2
         gather layers.0
@@ -141,8 +126,6 @@ def test_forward_prefetch_one() -> None:
         free layers.1
         gather layers.3
         free layers.2
-        free layers.3
-        free root
     """)
 
 
@@ -157,16 +140,12 @@ def test_forward_prefetch_two() -> None:
         gather layers.3
         free layers.1
         free layers.2
-        free layers.3
-        free root
     """)
 
 
 def test_backward_prefetch_one_frees_before_it_reduces() -> None:
     found = listed(layers(4), policy(forward=0, backward=1))
     assert table(found, Phase.BACKWARD, Op.GATHER, Op.FREE, Op.REDUCE) == rows("""
-        gather root
-        gather layers.3
         gather layers.2
         free layers.3
         reduce layers.3
@@ -186,8 +165,6 @@ def test_backward_prefetch_one_frees_before_it_reduces() -> None:
 def test_backward_prefetch_two() -> None:
     found = listed(layers(4), policy(forward=0, backward=2))
     assert table(found, Phase.BACKWARD, Op.GATHER, Op.FREE, Op.REDUCE) == rows("""
-        gather root
-        gather layers.3
         gather layers.2
         gather layers.1
         free layers.3
@@ -207,7 +184,7 @@ def test_backward_prefetch_two() -> None:
 def test_two_forwards_before_one_backward_reduce_once() -> None:
     once = layers(3)
     twice = Order(once.forward * 2, mirror(once.forward * 2))
-    found = listed(twice, policy(0, 1, kept=frozenset({"root"})))
+    found = listed(twice, policy(0, 1))
     assert table(found, Phase.BACKWARD, Op.REDUCE) == rows("""
         reduce layers.2
         reduce layers.1
@@ -219,32 +196,22 @@ def test_two_forwards_before_one_backward_reduce_once() -> None:
 # ---- our own defaults --------------------------------------------------------------------------
 
 
-def test_what_would_be_gathered_again_at_once_is_not_freed() -> None:
-    found = listed(layers(3), policy(forward=1, backward=1, kept=None))
-    assert table(found, Phase.FORWARD, Op.FREE) == "free layers.0\nfree layers.1"
-    assert table(found, Phase.BACKWARD, Op.GATHER) == "gather layers.1\ngather layers.0"
-
-
 def test_backward_pre_gathers_before_this_units_gradients_and_post_after_them() -> None:
     both = (Op.GATHER, Op.ENTER, Op.EXIT, Op.REDUCE)
     pre = listed(layers(2), policy(0, 1))
     assert table(pre, Phase.BACKWARD, *both).startswith(
         rows("""
-        gather root
-        gather layers.1
-        enter root
         gather layers.0
+        enter root
         enter layers.1
         exit layers.1
         reduce layers.1
     """)
     )
-    post = Policy(FULL, Prefetch(0, units_ahead(1), when="post"), kept=frozenset())
+    post = Policy(FULL, Prefetch(0, units_ahead(1), when="post"))
     assert table(listed(layers(2), post), Phase.BACKWARD, *both).startswith(
         rows("""
-        gather root
         enter root
-        gather layers.1
         enter layers.1
         exit layers.1
         gather layers.0
@@ -256,9 +223,7 @@ def test_backward_pre_gathers_before_this_units_gradients_and_post_after_them() 
 def test_without_backward_prefetch_each_gather_stands_right_before_its_use() -> None:
     found = listed(layers(2), policy(0, 0))
     assert table(found, Phase.BACKWARD, Op.GATHER, Op.ENTER) == rows("""
-        gather root
         enter root
-        gather layers.1
         enter layers.1
         gather layers.0
         enter layers.0
@@ -282,7 +247,7 @@ def test_never_more_gathers_in_flight_than_the_limit(limit: int) -> None:
 def test_prefetch_depth_is_in_bytes() -> None:
     order = layers(4)
     heavy = {**weights(order), "layers.1": Weight(300, 300)}
-    found = events(order, Policy(FULL, Prefetch(250, 0), kept=frozenset()), heavy)
+    found = events(order, Policy(FULL, Prefetch(250, 0)), heavy)
     assert table(found, Phase.FORWARD, Op.GATHER, Op.ENTER).startswith(
         rows("""
         gather root
@@ -344,7 +309,7 @@ def test_a_tied_unit_is_gathered_for_its_first_and_its_last_use_and_reduced_afte
         for unit in ("tied", "layers.0", "layers.1", "tied")
         for op in (Op.ENTER, Op.EXIT)
     )
-    found = listed(Order(forward, mirror(forward)), policy(0, 0, kept=None))
+    found = listed(Order(forward, mirror(forward)), policy(0, 0))
     ops = (Op.GATHER, Op.FREE, Op.REDUCE)
     assert table(found, Phase.FORWARD, *ops) == rows("""
         gather tied
@@ -374,7 +339,7 @@ def test_a_unit_that_is_entered_again_before_it_is_left_is_reduced_once_at_the_o
     forward = tuple(Cue(op, "a", Phase.FORWARD) for op in (Op.ENTER, Op.EXIT) * 2)
     nested = (Op.ENTER, Op.ENTER, Op.EXIT, Op.EXIT)
     backward = tuple(Cue(op, "a", Phase.BACKWARD) for op in nested)
-    found = listed(Order(forward, backward), policy(0, 0, kept=None))
+    found = listed(Order(forward, backward), policy(0, 0))
     assert [event.op for event in found if event.phase is Phase.BACKWARD] == [
         *nested,
         Op.FREE,
@@ -506,10 +471,10 @@ def test_a_schedule_of_twice_the_units_is_twice_the_work(
 
 
 def test_a_cue_carries_what_it_releases_and_the_next_cue_what_it_needs() -> None:
-    cut = steps(listed(layers(2), policy(0, 1)))
+    cut = steps(listed(layers(2), policy(0, 0)))
     leave = next(s for s in cut if s.cue == Cue(Op.EXIT, "layers.1", Phase.BACKWARD))
     assert [event.op for event in leave.after] == [Op.FREE, Op.REDUCE]
-    enter = next(s for s in cut if s.cue == Cue(Op.ENTER, "layers.1", Phase.BACKWARD))
+    enter = next(s for s in cut if s.cue == Cue(Op.ENTER, "layers.0", Phase.BACKWARD))
     assert [event.op for event in enter.before] == [Op.GATHER]
 
 

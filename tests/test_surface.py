@@ -26,7 +26,7 @@ PACKAGE = ROOT / "src" / "shardwise"
 LONGEST_FUNCTION = 60  # lines, docstring included
 LONGEST_FILE = 400  # lines
 MOST_PARAMETERS = 8  # counting self; the aim is 6
-ENGINE_BUDGET = 9_500  # a ratchet: lines with docstrings, without blanks and comments
+ENGINE_BUDGET = 9_610  # a ratchet: lines with docstrings, without blanks and comments
 PRIVATE_OF_TORCH = {
     *("_version", "_base", "_cdata", "_parameters", "_buffers", "_modules", "_sequence_nr"),
     *("_post_accumulate_grad_hooks", "_torchdynamo_disable", "hooks_dict_ref"),
@@ -35,7 +35,10 @@ NAMES_THAT_EXPLAIN_NOTHING = {"utils", "helpers", "common", "misc", "base"}
 
 # file or folder of the package → what of the package it may import (itself always)
 ONLY: dict[str, set[str]] = {
+    "cursor": {"schedule"},
     "errors": set(),
+    "forward_calls": set(),
+    "improvise": {"schedule"},
     "layout": {"errors"},
     "schedule": {"errors", "strategies"},
     "strategies": {"errors", "synonyms"},
@@ -43,7 +46,9 @@ ONLY: dict[str, set[str]] = {
 }
 NEVER = {"plan": {"buffers", "runtime", "comm"}}
 MAY_IMPORT_TORCH_DISTRIBUTED = {"comm", "launch", "integrations", "convert/dcp_export"}
-WITHOUT_TORCH = {"errors", "schedule", "strategies", "synonyms"}
+WITHOUT_TORCH = {
+    *("cursor", "errors", "forward_calls", "improvise", "schedule", "strategies", "synonyms"),
+}
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

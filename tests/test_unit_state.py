@@ -10,7 +10,6 @@ from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.schedule import Weight
 from shardwise.unit_state import UnitState
-from shardwise.visits import Visit
 from tests.nets import mostly_frozen, mostly_frozen_batch
 from tests.steps import assert_at_rest, train
 
@@ -29,14 +28,12 @@ def test_a_unit_with_frozen_parameters_has_a_bucket_that_is_never_reduced() -> N
 
 def test_all_buckets_are_gathered_and_freed_together() -> None:
     _, state = block(FakeComm(0, 2))
-    gathered = [state.gathered]
     state.gather()
     assert all(bucket.gathered for bucket in state.buckets)
-    gathered.append(state.gathered)
     state.ready()
+    assert all(bucket.is_whole for bucket in state.buckets)
     state.free()
     assert not any(bucket.gathered for bucket in state.buckets)
-    assert [*gathered, state.gathered] == [False, True, False]
 
 
 def test_its_weight_is_that_of_all_buckets_and_of_trainable_gradients_padding_included() -> None:
@@ -62,17 +59,12 @@ def test_it_is_complete_when_every_gradient_of_its_last_visit_has_come() -> None
 
 def test_an_abandoned_unit_is_at_rest_and_waits_for_nothing() -> None:
     sharded, state = block(FakeComm(1, 2))
-    visit = Visit("blocks.0", None)
-    state.visits.add(visit)
-    state.depth, state.pinned, state.reducing = 2, True, True
     state.gather()
     state.trainable[0].gradients.collect(
         0, torch.ones(state.trainable[0].layout.slots[0].shape), carried=True
     )
     state.abandon()
     state.drop_gradients()
-    assert (state.depth, state.pinned, state.reducing) == (0, False, False)
-    assert not state.visits.live()
     assert_at_rest(sharded)
     train(sharded.model, mostly_frozen_batch(0, 2))
     assert_at_rest(sharded)

@@ -1,17 +1,17 @@
-"""The backward pass, as autograd tells it: where it is, and which gradients are there.
+"""The backward pass, as autograd tells it: its begin and end, the nodes it comes to, gradients.
 
-    node that made a call's outputs ─ enter ─▶ gradients ─▶ node that made its inputs ─ exit
-    a parameter's gradient is complete ─ collect
+``forward_calls`` makes of nodes and gradients which unit's backward pass begins or has ended, and
+has a drawing of each hard case. The runtime is told: begin, enter, collect, exit, end.
 
-Hooks sit on autograd's *nodes*, not on tensors, and no node of our own is inserted: an output
-that is changed in place keeps its maker in the graph, where a tensor hook would be lost or an
-identity function would forbid the change.
+Hooks sit on autograd's *nodes*, not on tensors, and no node of our own is inserted. An output
+that is changed in place keeps the node that made it in the graph; a hook on the tensor would be
+lost, and an identity function would forbid the change.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch.autograd.graph import Node
 
 from shardwise.buffers import Bucket
 from shardwise.errors import ScheduleError, ShardUseError
+from shardwise.forward_calls import ForwardCall, ForwardCalls
 from shardwise.leaves import is_handed_out, on_gradient
 from shardwise.refusals import handed_out
 from shardwise.runtime import Runtime
+from shardwise.schedule import Phase
 from shardwise.torch_internals import (
     disable_torch_function,
     get_grad,
@@ -36,7 +38,6 @@ from shardwise.torch_internals import (
     skip_in_dynamo,
 )
 from shardwise.unit_state import UnitState
-from shardwise.visits import Visit
 
 __all__ = ["Backward"]
 
@@ -51,13 +52,15 @@ class Backward:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.suspended = False  # full_params(): everything is whole, nothing to do
-        # By the node that made an input, inner calls first: a set's order would differ by rank.
-        self._ending: dict[int, list[weakref.ref[Visit]]] = {}
-        self._open = False  # a backward pass has begun, and its end was not seen
-        self._kept = False  # is the graph of this backward pass there for another one?
+        self.calls = ForwardCalls(
+            partial(runtime.enter, phase=Phase.BACKWARD),
+            partial(runtime.exit, phase=Phase.BACKWARD),
+        )
+        self._begun = False  # a backward pass has begun, and its end was not seen
+        self._keeps_graph = False  # is the graph of this backward pass there for another one?
         self._token: weakref.ref[_Token] | None = None
         self._handles: list[Any] = []
-        self._early: list[Any] = []
+        self._handles_before: list[Any] = []  # of hooks that are called before gradients are added
         self._places: list[tuple[UnitState, Bucket, int]] = []
 
     def install(self) -> None:
@@ -79,7 +82,7 @@ class Backward:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._look_out(False)
+        self._hook_before(False)
 
     # ---- begin and end ---------------------------------------------------------------------
 
@@ -88,30 +91,37 @@ class Backward:
         """Is a backward pass under way?"""
         return self._token is not None and self._token() is not None
 
+    def abandon(self, why: str) -> None:
+        """Forget a pass that stopped before it had a gradient."""
+        self.calls.forget()
+        self.runtime.abandon(why)
+
+    def drop_gradients(self, why: str) -> None:
+        """Forget a pass that stopped half-way, and all that was collected and not reduced."""
+        self.calls.forget()
+        self.runtime.drop_gradients(why)
+
     def abandon_stopped(self) -> None:
         """Forget a backward pass that an exception has ended."""
-        if self._open and not (self.running and graph_task() >= 0):  # a traceback may hold it
-            self._open, self._token = False, None
-            self.runtime.drop_gradients("a backward pass stopped before its end")
-
-    def forget_calls(self) -> None:
-        """No graph exists any more through which a backward pass would come."""
-        self._ending.clear()
+        if self._begun and not (self.running and graph_task() >= 0):  # a traceback may hold it
+            self._begun, self._token = False, None
+            self.drop_gradients("a backward pass stopped before its end")
 
     def _begin(self) -> None:
-        """The first we see of a backward pass.
+        """Autograd has come to the first node or gradient of a backward pass.
 
-        Its end calls us back. After an exception nobody holds the token any more.
+        The engine of autograd calls ``_end`` after the last. After an exception nobody holds the
+        token any more.
         """
         if self.running:
             return
         self.abandon_stopped()
         if (reason := self._handed_out()) is not None:
-            self.runtime.abandon("a backward pass was refused")
+            self.abandon("a backward pass was refused")
             raise reason
-        self._open = True
+        self._begun = True
         recorded = torch.is_grad_enabled()  # by create_graph=True
-        self._kept = recorded or keeps_graph()
+        self._keeps_graph = recorded or keeps_graph()
         self.runtime.begin_backward(recorded)
         token = _Token()
         self._token = weakref.ref(token, self._stopped)
@@ -119,28 +129,28 @@ class Backward:
 
     def _end(self, token: _Token) -> None:
         self._token = None  # the traceback of an exception would hold the token
-        self._ending.clear()
-        self.runtime.end_backward(self._kept)
-        self._open = False
-        self._look_out(self.runtime.recorded)
+        self.calls.leave_all(tuple(reversed(self.runtime.units)))
+        self.runtime.end_backward(self._keeps_graph)
+        self._begun = False
+        self._hook_before(self.runtime.facts.keeps_graph)
 
-    def _look_out(self, recorded: bool) -> None:
-        """A pass through a recorded graph comes to parameters first, before it adds to them."""
-        for handle in self._early:
+    def _hook_before(self, recorded: bool) -> None:
+        """A pass through a recorded graph comes to parameters before it comes to a unit."""
+        for handle in self._handles_before:
             handle.remove()
         places = self._places if recorded else ()
         params = [bucket.params[index] for _, bucket, index in places]
         with disable_torch_function():
-            self._early = [
-                param.register_hook(partial(_met, weakref.ref(self)))
+            self._handles_before = [
+                param.register_hook(partial(_comes, weakref.ref(self)))
                 for param in params
                 if param.requires_grad
             ]
 
     def _stopped(self, token: weakref.ref[_Token]) -> None:
         """An exception has ended a backward pass. Not all can be done now: it may be Ctrl-C."""
-        for state in self.runtime.units.values() if token is self._token else ():
-            state.show_shards()
+        if token is self._token:
+            self.runtime.show_shards()
 
     def _handed_out(self) -> ShardUseError | None:
         """torch.autograd.grad hands a parameter's gradient out instead of accumulating it."""
@@ -154,49 +164,40 @@ class Backward:
 
     # ---- calls -----------------------------------------------------------------------------
 
-    def await_call(self, visit: Visit, outputs: Iterable[Node], inputs: Iterable[Node]) -> None:
-        """Ask autograd to tell us when it comes back through a call.
+    def expect(
+        self, call: ForwardCall, outputs: Collection[Node], inputs: Collection[Node]
+    ) -> None:
+        """Ask autograd to tell when it comes back through a forward call.
 
         Args:
-            visit: the call.
+            call: the call, which has ended.
             outputs: the nodes that made what it returned, but for those of its inputs.
             inputs: the nodes that made what it was given.
         """
+        self.calls.expect(call)
         for node in outputs:
-            node.register_prehook(partial(self._enter, visit, sequence_number(node)))
+            node.register_prehook(partial(self._come_to, call, sequence_number(node)))
+        call.end_is_seen = bool(inputs)
         for node in inputs:
-            visit.bounded = True
             if is_accumulate_grad(node):
                 # A leaf's gradient is due as early as those of the parameters, in any order.
-                node.register_prehook(partial(self._leave_when_complete, visit))
+                node.register_prehook(partial(self._leave_when_complete, call))
                 continue
-            node.register_prehook(partial(self._leave, visit))
-            self._ending.setdefault(sequence_number(node), []).append(weakref.ref(visit))
+            node.register_prehook(partial(self._leave, call))
+            call.input_nodes.add(sequence_number(node))
 
-    def _enter(self, visit: Visit, node: int, gradients: Any) -> None:
-        """The gradients of a call's outputs are there.
-
-        Often one node made the output of one call and the input of the next: the next has ended,
-        and autograd would tell us so only after this.
-        """
+    def _come_to(self, call: ForwardCall, node: int, gradients: Any) -> None:
         self._begin()
-        for ref in self._ending.pop(node, ()):
-            if (ended := ref()) is not None:
-                self.runtime.leave_backward(ended)
-        self.runtime.leave_after(node)
-        chain = [visit]
-        while (parent := chain[-1].parent) is not None:
-            chain.append(parent)
-        for around in reversed(chain):
-            self.runtime.enter_backward(around)
+        self.calls.come_to(call, node)
 
-    def _leave(self, visit: Visit, gradients: Any) -> None:
+    def _leave(self, call: ForwardCall, gradients: Any) -> None:
         if self.running:
-            self.runtime.leave_backward(visit)
+            self.calls.leave(call)
 
-    def _leave_when_complete(self, visit: Visit, gradients: Any) -> None:
+    def _leave_when_complete(self, call: ForwardCall, gradients: Any) -> None:
         if self.running:
-            self.runtime.end_visit(visit)
+            complete = call.unit is None or self.runtime.units[call.unit].complete
+            self.calls.inputs_complete(call, complete)
 
     # ---- gradients -------------------------------------------------------------------------
 
@@ -225,7 +226,8 @@ class Backward:
             set_grad(param, None)
         if not running:
             self._begin()
-        self.runtime.collect(state, bucket, index, gradient)
+        if self.runtime.collect(state, bucket, index, gradient):
+            self.calls.parameters_complete(state.name, state.wholly_trained)
 
 
 def _arrived(backward: weakref.ref[Backward], number: int, param: Tensor) -> None:
@@ -233,7 +235,7 @@ def _arrived(backward: weakref.ref[Backward], number: int, param: Tensor) -> Non
         alive._collect(number, param)
 
 
-def _met(backward: weakref.ref[Backward], _: Tensor) -> None:
+def _comes(backward: weakref.ref[Backward], _: Tensor) -> None:
     if (alive := backward()) is not None:
         alive._begin()
 
@@ -244,5 +246,5 @@ class _Token:
     __slots__ = ("__weakref__",)
 
 
-skip_in_dynamo(Backward._enter, Backward._leave, Backward._leave_when_complete, Backward._end)
-skip_in_dynamo(_arrived, _met)
+skip_in_dynamo(Backward._come_to, Backward._leave, Backward._leave_when_complete, Backward._end)
+skip_in_dynamo(_arrived, _comes)

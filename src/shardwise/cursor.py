@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardwise.schedule import CUES, Cue, Event, Op, Order, Phase
+from shardwise.schedule import CUES, Cue, Event, Mode, Op, Order, Phase
 
 __all__ = ["Cursor", "Step", "steps"]
 
@@ -53,7 +53,7 @@ def _last_release(between: Sequence[Event]) -> int:
 class Cursor:
     """A place in one mode's schedule, and what really happened on the way."""
 
-    def __init__(self, mode: str, script: tuple[Step, ...]) -> None:
+    def __init__(self, mode: Mode, script: tuple[Step, ...]) -> None:
         self.mode, self._script, self._at = mode, script, 0
         self.improvised, self.ended = not script, not script
         self._seen: list[Cue] = []
@@ -64,21 +64,25 @@ class Cursor:
         known = not self.improvised and self._at < len(self._script)
         return self._script[self._at].cue if known else None
 
-    def expects(self, cue: Cue) -> bool:
-        return self._next == cue
+    def lists_forward(self, mode: Mode, first: str | None) -> bool:
+        """Does a step in ``mode`` go on with another forward pass here, of unit ``first``?
 
-    def expects_forward(self) -> bool:
-        """Does a unit's forward pass begin next, whichever it is?"""
-        return self._next is not None and self._next[::2] == (Op.ENTER, Phase.FORWARD)
+        A root may have no unit to tell by: then any unit may be next.
+        """
+        if mode != self.mode or self._next is None:
+            return False
+        enter = self._next.op is Op.ENTER and self._next.phase is Phase.FORWARD
+        return enter and first in (None, self._next.unit)
 
     def improvise(self) -> None:
         self.improvised, self.ended = True, False
 
     def match(self, cue: Cue, skip: Callable[[Step], None] | None) -> Step | None:
         """The step of ``cue``, or ``None`` from the first surprise on."""
-        self._seen.append(cue)
+        if cue.op is not Op.END:
+            self._seen.append(cue)
         self._counts[cue] += 1
-        if skip is not None and not self.expects(cue):
+        if skip is not None and self._next != cue:
             self._skip_to(cue, skip)
         at = self._at
         if self.improvised or at == len(self._script) or self._script[at].cue != cue:
@@ -103,7 +107,11 @@ class Cursor:
         entered = self._counts[Op.ENTER, unit, Phase.FORWARD]
         return entered > self._counts[Op.ENTER, unit, Phase.BACKWARD]
 
-    def recorded(self) -> Order:
-        cues = [cue for cue in self._seen if cue.op is not Op.END]
-        forward = tuple(cue for cue in cues if cue.phase is Phase.FORWARD)
-        return Order(forward, tuple(cue for cue in cues if cue.phase is Phase.BACKWARD))
+    def changed_order(self) -> Order | None:
+        """What came instead of what was expected; ``None`` if it is no order of a whole step.
+
+        A second backward pass through one graph has no forward pass.
+        """
+        forward = tuple(cue for cue in self._seen if cue.phase is Phase.FORWARD)
+        backward = tuple(cue for cue in self._seen if cue.phase is Phase.BACKWARD)
+        return Order(forward, backward) if self.improvised and forward else None

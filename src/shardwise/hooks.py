@@ -22,10 +22,11 @@ from shardwise.backward import Backward
 from shardwise.blocks import as_group, has_forward, stacks
 from shardwise.compiling import shield
 from shardwise.errors import ScheduleError, ShardUseError
+from shardwise.forward_calls import ForwardCall
 from shardwise.refusals import transformed
 from shardwise.registered import Registered
 from shardwise.runtime import Runtime
-from shardwise.schedule import Op, Phase
+from shardwise.schedule import Phase
 from shardwise.sharding import Sharding, sharding_of
 from shardwise.torch_internals import (
     graph_task,
@@ -35,7 +36,6 @@ from shardwise.torch_internals import (
     storage_key,
 )
 from shardwise.trees import cast, hides, makers, tensors
-from shardwise.visits import Visit
 
 __all__ = ["Hooks"]
 
@@ -46,9 +46,9 @@ class Frame:
 
     module: nn.Module
     unit: str | None
-    visit: Visit | None  # None: no gradients, or a recomputation whose first call is remembered
+    call: ForwardCall | None  # None: no gradients, or a recomputation of a call that has one
     inputs: frozenset[Node]
-    call: FrameType  # Python's frame of it: on a stack for as long as it goes on
+    python_frame: FrameType  # on a stack for as long as the call goes on
     handled: BaseException | None  # what the caller was handling already when it began
     cued: bool = True  # False in a recomputation, which the schedule does not list
     resume: Any = None  # of the outermost frame: the cursor to go on with
@@ -129,7 +129,7 @@ class Hooks:
         """A parameter is read beside its unit's call: whole until the step is over."""
         phase = Phase.BACKWARD if self.backward.running else Phase.FORWARD
         self.runtime.serve(unit, phase, "read")
-        self.runtime.units[unit].pinned = True
+        self.runtime.facts.pinned.add(unit)
 
     def before_write(self, unit: str) -> None:
         """Shards of a unit are written next, at any time."""
@@ -159,7 +159,7 @@ class Hooks:
         unit = self.brackets.get(module)
         if self._root is not None and module in self._stacks:
             unit = self._root.name
-            if self._root.depth:  # as usual: the model around it is being called
+            if self.runtime.facts.forward[self._root.name]:  # as usual, the model is being called
                 return None
         return self._enter(module, unit, (args, kwargs), sys._getframe(1))
 
@@ -176,8 +176,7 @@ class Hooks:
         frame.resume = resume
         self._frames.append(frame)
         if unit is not None:
-            self.runtime.units[unit].depth += 1
-            self.runtime.cue(Op.ENTER, unit, Phase.FORWARD)
+            self.runtime.enter(unit, Phase.FORWARD)
         return self._cast_inputs(module, given)
 
     def _begin(self, unit: str | None) -> Any:
@@ -186,32 +185,30 @@ class Hooks:
         self.backward.abandon_stopped()
         self.registered.check()
         if torch.is_grad_enabled():
-            self.runtime.take_up_trained()
+            self.runtime.update_trained()
         shield(self.runtime)
-        if not self.runtime.awaits_backward():
-            self.backward.forget_calls()
-        return self.runtime.begin(unit)
+        return self.runtime.begin_forward(unit)
 
     def _abandon_stopped(self) -> None:
         """Forget calls that have ended without telling us: torch tells of no KeyboardInterrupt."""
         going_on = len(self._frames)
-        while going_on and not _goes_on(self._frames[going_on - 1].call):
+        while going_on and not _goes_on(self._frames[going_on - 1].python_frame):
             going_on -= 1
         stopped = self._frames[going_on:]
         del self._frames[going_on:]
         if stopped and not going_on and stopped[0].cued:
-            self.runtime.abandon("a forward pass stopped before its end")
+            self.backward.abandon("a forward pass stopped before its end")
         for frame in reversed(stopped) if going_on else ():
             self._failed(frame)
         self.backward.abandon_stopped()
 
-    def _frame(self, module: nn.Module, unit: str | None, given: Any, call: FrameType) -> Frame:
+    def _frame(self, module: nn.Module, unit: str | None, given: Any, frame: FrameType) -> Frame:
         handled = sys.exc_info()[1]
         if not torch.is_grad_enabled():
-            return Frame(module, unit, None, frozenset(), call, handled)
-        parent = self._frames[-1].visit if self._frames else None
-        visit = Visit(unit, parent, next_sequence_number())
-        return Frame(module, unit, visit, frozenset(makers(given)), call, handled)
+            return Frame(module, unit, None, frozenset(), frame, handled)
+        parent = self._frames[-1].call if self._frames else None
+        call = ForwardCall(unit, parent, next_sequence_number())
+        return Frame(module, unit, call, frozenset(makers(given)), frame, handled)
 
     def _recompute(self, frame: Frame) -> None:
         """A forward call inside the backward pass: activation checkpointing.
@@ -220,12 +217,11 @@ class Hooks:
         first call ran without gradients (reentrant) is met by autograd now for the first time.
         """
         frame.cued, unit = False, frame.unit
-        if unit is None or self.runtime.units[unit].visits.live():
-            frame.visit = None
+        if unit is None or self.backward.calls.expects(unit):
+            frame.call = None
         self._frames.append(frame)
         if unit is not None:
-            self.runtime.units[unit].depth += 1
-            self.runtime.serve(unit, Phase.BACKWARD, "recomputed")
+            self.runtime.enter(unit, Phase.FORWARD, listed=False)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.backward.suspended or not self._frames:
@@ -238,49 +234,37 @@ class Hooks:
         if sys.exc_info()[1] is not frame.handled:
             self._failed(frame)
             return None
-        if frame.unit is not None:
-            self.runtime.units[frame.unit].depth -= 1
         if frame.unit is not None and frame.cued:
             self._pin(frame.unit, output)
-            self._meet(frame, output)
-            self.runtime.cue(Op.EXIT, frame.unit, Phase.FORWARD)
-        else:
-            self._meet(frame, output)
+        self._expect_backward(frame, output)
+        if frame.unit is not None:
+            self.runtime.exit(frame.unit, Phase.FORWARD, frame.cued)
         if frame.cued and not self._frames:
-            self.runtime.resume(frame.resume)
+            self.runtime.end_forward(frame.resume)
         return self._cast_outputs(module, output)
 
     def _failed(self, frame: Frame) -> None:
         """The call raised. Early-stopped recomputations do so, and mean no harm."""
-        if frame.unit is not None:
-            self.runtime.units[frame.unit].depth -= 1
         if frame.cued and not self._frames:
-            self.runtime.abandon("a forward pass raised an exception")
-        elif frame.cued and frame.unit is not None:  # the model may catch it and go on
-            self.runtime.cue(Op.EXIT, frame.unit, Phase.FORWARD)
+            self.backward.abandon("a forward pass raised an exception")
+        elif frame.unit is not None:  # the model may catch it and go on
+            self.runtime.exit(frame.unit, Phase.FORWARD, frame.cued)
 
     def _pin(self, unit: str, output: Any) -> None:
         """An output that is a view of a parameter keeps the unit whole until the step ends."""
-        state = self.runtime.units[unit]
-        homes = state.homes
+        homes = self.runtime.units[unit].homes
         if any(storage_key(t) in homes for t in tensors(output)):
-            state.pinned = True
+            self.runtime.facts.pinned.add(unit)
 
-    def _meet(self, frame: Frame, output: Any) -> None:
-        """Ask autograd to tell us when it comes back through this call."""
-        if frame.visit is None:
+    def _expect_backward(self, frame: Frame, output: Any) -> None:
+        """Ask autograd to tell when it comes back through this call."""
+        if frame.call is None:
             return
         nodes = [node for node in makers(output, with_bases=True) if node not in frame.inputs]
-        if not nodes:
-            if frame.unit is not None and hides(output):  # it stays whole until the step ends
-                self.runtime.units[frame.unit].pinned = True
-            return
-        visit = frame.visit
-        if visit.parent is not None:
-            visit.parent.encloses = True
-        if frame.unit is not None:
-            self.runtime.units[frame.unit].visits.add(visit)
-        self.backward.await_call(visit, nodes, frame.inputs)
+        if nodes:
+            self.backward.expect(frame.call, nodes, frame.inputs)
+        elif frame.unit is not None and hides(output):  # it stays whole until the step ends
+            self.runtime.facts.pinned.add(frame.unit)
 
     # ---- other methods ---------------------------------------------------------------------
 
@@ -308,7 +292,7 @@ class Hooks:
         """Run a method of ``module`` as its ``forward`` is run: ``unit`` is whole inside."""
         if self._frames and self._may_begin(module):
             self._abandon_stopped()
-        around = unit is not None and self.runtime.units[unit].depth > 0
+        around = unit is not None and self.runtime.facts.forward[unit] > 0
         if around or self.backward.suspended or any(f.module is module for f in self._frames):
             return method(*args, **kwargs)
         given = (args, kwargs)

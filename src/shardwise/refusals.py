@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError, ShardUseError
+from shardwise.errors import ConfigError, ScheduleError, ShardUseError
 from shardwise.sharding import Sharding, sharding_of
 
-__all__ = ["clipped", "handed_out", "lost", "misused", "recorded", "replaced", "transformed"]
+__all__ = [
+    "came_at_rest",
+    "clipped",
+    "handed_out",
+    "lost",
+    "misused",
+    "recorded",
+    "replaced",
+    "transformed",
+]
 
 
 def misused(function: str, shard: Tensor) -> ShardUseError:
@@ -69,6 +78,16 @@ def handed_out(name: str) -> ShardUseError:
         "share: what it hands out would be this rank's alone, never averaged with the others'. "
         "Call loss.backward() and read .grad (this rank's shard of the mean); or compute inside "
         "`with sharded.full_params():`, where parameters are whole, and average it yourself."
+    )
+
+
+def came_at_rest(name: str, unit: str) -> ScheduleError:
+    """The gradient of a parameter came while its unit was not whole."""
+    return ScheduleError(
+        f"the gradient of {name!r} came while unit {unit or '(root)'!r} was at rest or on its way: "
+        "the backward pass reached it through a tensor that the unit did not return, so it "
+        "computed with shards or with values that had not arrived. Return every tensor that a "
+        "loss needs from forward(), instead of keeping it in an attribute."
     )
 
 

@@ -1,11 +1,12 @@
-"""A cursor along the schedule: carries out what lies between two cues.
+"""Carries out events and reports facts. What happens in a step is decided elsewhere, by values.
 
-Each cue (a unit's module begins or ends computing) is looked up in the schedule of the
-step's mode. Where it is what was expected, the listed events are carried out, prefetches
-included. Where it is not (a skipped branch, a unit entered twice, a second forward pass),
-the rest of the step is improvised: gathered on demand, freed after use, reduced when
-complete. That is never wrong, only less far-sighted, and what really happened becomes the
-order of the next step. The same holds on every rank, so an improvised step cannot hang.
+    user's code ─ cue ─▶ runtime ─┬─ as expected ──▶ the schedule's events ─┐
+                                  └─ a surprise ───▶ improvise(facts, cue) ─┴─▶ carried out, if due
+
+Each cue (a unit's call begins or ends) is looked up in the schedule of the step's mode. Where it
+is the one that was expected, the listed events are carried out, prefetches included. From the
+first surprise on the rest of the step is improvised, and what really happened becomes the order
+of the next step. The same holds on every rank, so an improvised step cannot hang.
 """
 
 from __future__ import annotations
@@ -19,18 +20,25 @@ from torch import Tensor, nn
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
 from shardwise.cursor import Cursor, Step
-from shardwise.errors import ScheduleError
+from shardwise.improvise import Facts, end_events, improvise, is_due, mode_of, reduces_left_over
 from shardwise.precision import Precision
+from shardwise.refusals import came_at_rest
 from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy
-from shardwise.schedules import Mode, Schedules
+from shardwise.schedules import Schedules
 from shardwise.trained import Trained
 from shardwise.unit_state import UnitState
 from shardwise.used import ask_used
-from shardwise.visits import Visit
 
 __all__ = ["Runtime"]
 
 log = logging.getLogger("shardwise")
+
+ACTS = {
+    Op.GATHER: UnitState.gather,
+    Op.FREE: UnitState.free,
+    Op.REDUCE: UnitState.reduce,
+    Op.SETTLE: UnitState.settle,
+}
 
 
 class Runtime:
@@ -44,6 +52,10 @@ class Runtime:
         order: the first guess.
         participates: skip to a cue that comes later in the schedule, carrying out what lies
             between, instead of improvising (``divergence="participate"``).
+
+    Attributes:
+        facts: what has been done so far; only ``reduces`` is set from outside.
+        listeners: called with each event that is carried out.
     """
 
     def __init__(
@@ -56,277 +68,226 @@ class Runtime:
         participates: bool = False,
     ) -> None:
         self.units, self.comm, self.policy = units, comm, policy
-        self._gathers, self._skip = policy.gathers, self._skipped if participates else None
-        self.reduces = True  # accumulate() sets it
+        self._skip = self._participate if participates else None
         self.schedules, self._cursor = Schedules(units, policy, order), Cursor("train", ())
-        self._settling: list[str] = []
         self.trained = Trained(units.values(), comm, precision.stored)
-        self._acts = {
-            Op.GATHER: self._gather,
-            Op.FREE: self._free,
-            Op.REDUCE: self._reduce,
-            Op.SETTLE: self._settle,
-        }
-        self._read = False  # may a rank still read parameters that another is to write next?
-        self.recorded = False  # does a graph of a backward pass wait for another one?
-        self._endless: list[Visit] = []  # of the backward pass that is under way
-        self._pinned: list[str] = []  # before the forward pass without gradients
-        self.steps_done, self._warned = 0, set[Mode]()
+        self.facts = Facts(trained=self.trained.units)
+        #: Nothing is gathered where parameters are whole at rest, so nobody is told of it.
+        self._told = frozenset(Op) if policy.gathers else frozenset(Op) - {Op.GATHER, Op.FREE}
+        self._peers_may_read = False  # a peer may still compute with shared parameters
+        self._pinned: frozenset[str] = frozenset()  # before the forward pass without gradients
         self.listeners: list[Callable[[Event], None]] = []
-
-    def _mode(self) -> Mode:
-        """Of a pass with gradients: grad mode itself is off in a backward pass."""
-        if not self.reduces:
-            return "accumulate"
-        return "last" if any(state.collected for state in self.units.values()) else "train"
 
     def whole_trainable(self) -> Iterator[nn.Parameter]:
         """The trainable parameters that are whole now."""
-        whole = (state for state in self.units.values() if state.gathered)
+        whole = (state for name, state in self.units.items() if name in self.facts.gathered)
         return (param for state in whole for bucket in state.trainable for param in bucket.params)
 
-    # ---- a step ----------------------------------------------------------------------------
+    # ---- cues ------------------------------------------------------------------------------
 
-    def begin(self, first: str | None) -> Cursor:
-        """A forward pass starts with unit ``first``. Returns the cursor to ``resume`` after it."""
-        before = self._cursor
-        if not torch.is_grad_enabled():
-            self._cursor = Cursor("forward", self.schedules.script("forward"))
-            self._pinned = [name for name, state in self.units.items() if state.pinned]
-            for bucket in self.trained.buckets:
-                bucket.gradients.look()  # memory of what was thrown away is not kept
-            return before
-        self._read, mode = True, self._mode()
-        if before.mode == mode and not before.ended and self._goes_on(first):
-            return before
-        if before.ended:
-            self._cursor = Cursor(mode, self.schedules.script(mode))
-        else:  # not "unless its graph is gone": how long a graph lives may differ by rank
-            before.improvise()
-        return self._cursor
+    def enter(self, unit: str, phase: Phase, listed: bool = True) -> None:
+        """A call of ``unit`` begins, or its backward pass does.
 
-    def _goes_on(self, first: str | None) -> bool:
-        """Does the schedule list another forward pass here? A root may have no unit to tell by."""
-        if first is not None:
-            return self._cursor.expects(Cue(Op.ENTER, first, Phase.FORWARD))
-        return self._cursor.expects_forward()
+        Args:
+            unit: its name.
+            phase: which of both.
+            listed: ``False``: the call is a recomputation in the backward pass, which no schedule
+                lists.
+        """
+        self.facts.calls(phase)[unit] += 1
+        if phase is Phase.BACKWARD:
+            self.units[unit].begin_backward()
+        if listed:
+            self._cue(Cue(Op.ENTER, unit, phase))
+        else:
+            self.serve(unit, Phase.BACKWARD, "recomputed")
 
-    def awaits_backward(self) -> bool:
-        """Does any graph exist whose backward pass would come through a unit?"""
-        return any(state.visits.live() for state in self.units.values())
-
-    def resume(self, cursor: Cursor) -> None:
-        """A forward pass is over: end it, if no backward pass will."""
-        if self._cursor.mode == "forward":
-            self.cue(Op.END, "", Phase.FORWARD)
-            self.comm.fence(Label("fence", "forward"))
-            self._read = False
-            self._release_all(Phase.FORWARD, self._pinned)
-            self._ended()
-            self._cursor = cursor
-
-    def cue(self, op: Op, unit: str, phase: Phase) -> None:
-        """What the user's code did. Carries out what the schedule says, or improvises."""
-        cue = Cue(op, unit, phase)
-        step = self._cursor.match(cue, self._skip) or self._improvised(cue)
-        if step.before:
-            self._carry_out(step.before)
-        if op is Op.ENTER:
-            self.serve(unit, phase, "on demand")
-        if self.listeners:
-            self._tell(Event(op, unit, phase))
-        if step.after:
-            self._carry_out(step.after)
+    def exit(self, unit: str, phase: Phase, listed: bool = True) -> None:
+        """A call of ``unit`` has ended, or its backward pass has."""
+        self.facts.calls(phase)[unit] -= 1
+        if listed:
+            self._cue(Cue(Op.EXIT, unit, phase))
 
     def serve(self, unit: str, phase: Phase, reason: str) -> None:
         """Let a unit be whole now, whatever the schedule says."""
-        state = self.units[unit]
-        if not state.gathered:
-            self._carry_out([Event(Op.GATHER, unit, phase, reason)])
-        state.ready()
+        if unit not in self.facts.gathered:
+            self._carry_out((Event(Op.GATHER, unit, phase, reason),))
+        self.units[unit].ready()
+
+    def _cue(self, cue: Cue) -> None:
+        step = self._cursor.match(cue, self._skip)
+        if step is None:
+            step = self._improvised(cue)
+        if step.before:
+            self._carry_out(step.before)
+        if cue.op is Op.ENTER:
+            self.serve(cue.unit, cue.phase, "on demand")
+        if self.listeners:
+            self._tell(Event(*cue))
+        if step.after:
+            self._carry_out(step.after)
 
     def _improvised(self, cue: Cue) -> Step:
-        placement, after = self.policy.placement, list[Event]()
-        if cue.op is not Op.EXIT:
-            return Step(cue, (), ())
-        state = self.units[cue.unit]
-        # Calls are counted, not graphs: those are the same on every rank.
-        done = cue.phase is Phase.BACKWARD and not self._cursor.owes(cue.unit)
-        if placement.frees or (done and self.reduces and not placement.resident):
-            after.append(Event(Op.FREE, cue.unit, cue.phase, "on demand"))
-        if done and self.reduces and state.trainable:
-            after.append(Event(Op.REDUCE, cue.unit, cue.phase, "on demand"))
-            after += [Event(Op.SETTLE, name, cue.phase, "on demand") for name in self._settling]
-        return Step(cue, (), tuple(after))
+        last = not self._cursor.owes(cue.unit)
+        listed = tuple(improvise(self.policy, self.facts, cue, last))
+        return Step(cue, listed, ()) if cue.op is Op.ENTER else Step(cue, (), listed)
 
-    def _skipped(self, step: Step) -> None:
-        """Take part in what other ranks may do in a unit that this rank does not enter."""
+    def _participate(self, step: Step) -> None:
+        """Do what other ranks may do in a unit that this rank does not enter."""
         self._carry_out(step.before + step.after)
 
+    # ---- events ----------------------------------------------------------------------------
+
     def _carry_out(self, listed: Iterable[Event]) -> None:
-        """Listeners hear of what was done, not of what was done already or must wait."""
         for event in listed:
-            if self._acts[event.op](self.units[event.unit]) and self.listeners:
-                self._tell(event)
+            if is_due(event, self.facts):
+                self.facts.note(event)
+                ACTS[event.op](self.units[event.unit])
+                if self.listeners and event.op in self._told:
+                    self._tell(event)
 
     def _tell(self, event: Event) -> None:
         for listener in self.listeners:
             listener(event)
 
-    def _gather(self, state: UnitState) -> bool:
-        if state.gathered:
-            return False
-        state.gather()
-        return self._gathers
+    def _end(self, phase: Phase, frees: bool, keep: Collection[str] = ()) -> None:
+        """A pass is over: what it left open is closed, and its order is that of the next."""
+        if frees:
+            self.facts.unpin(keep)
+            for state in self.units.values():
+                state.expire()
+        self._carry_out(end_events(self.facts, self.units, phase, frees))
 
-    def _free(self, state: UnitState) -> bool:
-        if not state.gathered or state.in_use or self.recorded:
-            return False
-        state.free()
-        return self._gathers
+    # ---- the forward pass --------------------------------------------------------------------
 
-    def _reduce(self, state: UnitState) -> bool:
-        for bucket in state.trainable:
-            bucket.gradients.reduce()
-        state.reducing = True
-        self._settling.append(state.name)
-        return True
+    def begin_forward(self, first: str | None) -> Cursor:
+        """A forward pass starts with unit ``first``. Returns what ``end_forward`` goes on with."""
+        before = self._cursor
+        if not torch.is_grad_enabled():
+            self._cursor = Cursor("forward", self.schedules.script("forward"))
+            self._pinned = frozenset(self.facts.pinned)
+            for bucket in self.trained.buckets:
+                bucket.gradients.look()  # memory of what was thrown away is not kept
+            return before
+        self._peers_may_read, mode = True, self._mode()
+        if before.ended:
+            self._cursor = Cursor(mode, self.schedules.script(mode))
+        elif not before.lists_forward(mode, first):
+            before.improvise()
+        return self._cursor
 
-    def _settle(self, state: UnitState) -> bool:
-        if not state.reducing:
-            return False
-        for bucket in state.trainable:
-            bucket.gradients.settle()
-        state.reducing = False
-        self._settling.remove(state.name)
-        return True
+    def end_forward(self, cursor: Cursor) -> None:
+        """A forward pass is over: end the step, if no backward pass will."""
+        if self._cursor.mode == "forward":
+            self._cue(Cue(Op.END, "", Phase.FORWARD))
+            self._fence("forward")
+            self._end(Phase.FORWARD, frees=True, keep=self._pinned)
+            self._learn()
+            self._cursor = cursor
 
-    # ---- the backward pass -----------------------------------------------------------------
+    def _mode(self) -> str:
+        return mode_of(self.facts, any(state.collected for state in self.units.values()))
+
+    # ---- the backward pass -------------------------------------------------------------------
 
     def begin_backward(self, recorded: bool) -> None:
         """Before the first gradient: the shards' own gradients step aside.
 
-        What comes through the graph of a recorded pass reads parameters before it is at a unit.
+        Args:
+            recorded: it makes a graph of its own. What comes through that graph reads parameters
+                before it comes to a unit, so units stay whole for it.
         """
-        self.recorded = self.recorded or recorded
-        self.take_up_trained()  # gradients go to what is trained now, whatever it was before
+        self.facts.keeps_graph = self.facts.keeps_graph or recorded
+        self.update_trained()  # gradients go to what is trained now, whatever it was before
         if self._cursor.mode == "forward" or self._cursor.ended:
             self._cursor = Cursor(self._mode(), ())
             self._cursor.improvise()
         for bucket in self.trained.buckets:
             bucket.gradients.set_aside()
 
-    def end_backward(self, kept: bool) -> None:
-        """After the last gradient: what is still open is closed, and every shard has its grad."""
-        for state in reversed(self.units.values()):  # type: ignore[call-overload]
-            for visit in state.visits.open():
-                self.leave_backward(visit)
-        self._endless.clear()
-        if self.reduces:
-            left = [n for n, state in self.units.items() if state.collected and not state.reducing]
-            self._carry_out(Event(Op.REDUCE, name, Phase.BACKWARD, "left over") for name in left)
-        cue = Cue(Op.END, "", Phase.BACKWARD)
-        end = self._cursor.match(cue, self._skip) or self._improvised(cue)
-        used = self._ask_used()
-        self._carry_out(end.before)
-        self._tell(Event(*end.cue))
-        self._carry_out(end.after)
-        self._carry_out([Event(Op.SETTLE, n, Phase.BACKWARD, "left over") for n in self._settling])
-        self.recorded = self.recorded and kept  # else no graph is there any more
-        if self.reduces or self.policy.placement.frees:
-            self._release_all(Phase.BACKWARD)
-        if self.reduces:
-            for comm in self.trained.copies:  # peers still read this rank's mean
-                comm.fence(Label("fence", "gradients"))
-            self.trained.deliver(used())
-            if self.trained.buckets:  # every rank has answered
-                self._read = False
-        for bucket in self.trained.buckets if not self.reduces else ():
-            bucket.gradients.show()
-        self.trained.owe(self.reduces)
-        self._ended()
+    def collect(self, state: UnitState, bucket: Bucket, index: int, grad: Tensor) -> bool:
+        """Move a parameter's gradient into the gradient bucket.
 
-    def enter_backward(self, visit: Visit) -> None:
-        """The gradients of a visit's outputs are there; its unit computes next."""
-        if visit.unit is None or (visit.entered and not visit.done):
-            return
-        if visit.done:  # a second backward pass through the same graph, or a late second output
-            visit.begin_again()
-            self.units[visit.unit].visits.add(visit)
-        visit.entered = True
-        if visit.endless:
-            self._endless.append(visit)
-        for bucket in self.units[visit.unit].trainable:
-            bucket.gradients.fresh.clear()
-        self.cue(Op.ENTER, visit.unit, Phase.BACKWARD)
-
-    def leave_backward(self, visit: Visit) -> None:
-        """A visit's unit has computed all its gradients."""
-        if visit.done or not visit.entered or visit.unit is None:
-            return
-        visit.done = True
-        self.cue(Op.EXIT, visit.unit, Phase.BACKWARD)
-
-    def leave_after(self, node: int) -> None:
-        """Autograd goes back in time: it is at ``node``, so what began after it has ended.
-
-        An embedding has no inputs that would tell. Where its weight is tied, the gradient of that
-        comes with the last use only, and would keep the unit whole until then.
+        Returns:
+            Whether that was the last gradient of the unit, and no other call of it will be entered.
         """
-        if not self._endless:
-            return
-        ended = [visit for visit in self._endless if visit.start > node]
-        self._endless = [visit for visit in self._endless if visit.start <= node]
-        for visit in reversed(ended):
-            self.leave_backward(visit)
-
-    def collect(self, state: UnitState, bucket: Bucket, index: int, grad: Tensor) -> None:
-        """Autograd has a parameter's gradient: move it into the gradient bucket."""
         if not bucket.is_whole:
-            raise ScheduleError(
-                f"the gradient of {bucket.members[index].name!r} came while unit "
-                f"{state.name or '(root)'!r} was at rest or on its way: the backward pass reached "
-                "it through a tensor that the unit did not return, so it computed with shards or "
-                "with values that had not arrived. Return every tensor that a loss needs from "
-                "forward(), instead of keeping it in an attribute."
-            )
-        if state.reducing:  # a late gradient must not be written into a bucket that travels
+            raise came_at_rest(bucket.members[index].name, state.name)
+        if state.name in self.facts.reducing:  # nothing may be written into what travels
             self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
-        complete = bucket.gradients.collect(index, grad, not self.reduces) and state.complete
-        if not complete or self._cursor.awaits(state.name):
-            return
-        for visit in state.visits.open():
-            if visit.ending or (visit.endless and state.wholly_trained):
-                self.leave_backward(visit)
+        complete = bucket.gradients.collect(index, grad, not self.facts.reduces)
+        return complete and state.complete and not self._cursor.awaits(state.name)
 
-    def end_visit(self, visit: Visit) -> None:
-        """A visit's input gradients are there; those of its parameters may be on their way."""
-        if visit.unit is None or self.units[visit.unit].complete:
-            self.leave_backward(visit)
-        else:
-            visit.ending = True
+    def end_backward(self, kept: bool) -> None:
+        """After the last gradient: every shard has its ``.grad``.
+
+        Args:
+            kept: the graph of this pass is there for another one.
+        """
+        facts, cue = self.facts, Cue(Op.END, "", Phase.BACKWARD)
+        collected = [name for name, state in self.units.items() if state.collected]
+        self._carry_out(reduces_left_over(facts, collected))
+        step = self._cursor.match(cue, self._skip) or Step(cue, (), ())
+        used = self._ask_used()
+        self._carry_out(step.before)
+        self._tell(Event(*cue))
+        self._carry_out(step.after)
+        facts.keeps_graph = facts.keeps_graph and kept
+        # Between micro-batches a unit that no use frees stays gathered.
+        self._end(Phase.BACKWARD, frees=facts.reduces or self.policy.placement.frees)
+        self._deliver(used)
+        self._learn()
 
     def _ask_used(self) -> Callable[[], list[bool]]:
         buckets = self.trained.buckets
         touched = [flag for bucket in buckets for flag in bucket.gradients.touched_flags()]
-        return ask_used(touched, self.comm) if self.reduces else lambda: touched
+        return ask_used(touched, self.comm) if self.facts.reduces else lambda: touched
 
-    # ---- ends ------------------------------------------------------------------------------
+    def _deliver(self, used: Callable[[], list[bool]]) -> None:
+        """Let every shard have its mean gradient, or what this rank has collected so far."""
+        if self.facts.reduces:
+            for comm in self.trained.copies:  # peers still read this rank's mean
+                comm.fence(Label("fence", "gradients"))
+            self.trained.deliver(used())
+            if self.trained.buckets:  # every rank has answered
+                self._peers_may_read = False
+        else:
+            for bucket in self.trained.buckets:
+                bucket.gradients.show()
+        self.trained.owe(self.facts.reduces)
 
-    def let_go(self) -> None:
+    def _learn(self) -> None:
+        """What really happened is the order of the next step, but where ranks may differ."""
+        self._cursor.ended = True
+        order = None if self._skip is not None else self._cursor.changed_order()
+        if self.schedules.ran_in(self._cursor.mode, order) and self.comm.rank == 0:
+            log.warning(
+                "the order of units changed in step %d (%s): the new one is used from now on. "
+                "A model whose order changes often gains nothing from prefetch; "
+                "set prefetch=sw.Prefetch(forward=0, backward=0). This is said once.",
+                self.schedules.steps_done,
+                self._cursor.mode,
+            )
+
+    # ---- between steps -----------------------------------------------------------------------
+
+    def end_step(self) -> None:
         """Free what a forward pass left whole for a backward pass that may never come.
 
         Values may change now, so nothing that was gathered or cast counts as new.
         """
-        self.recorded = False
-        self._carry_out(Event(Op.FREE, n, Phase.FORWARD, "between steps") for n in self.units)
+        self.facts.keeps_graph = False
+        self._carry_out(
+            [Event(Op.FREE, unit, Phase.FORWARD, "between steps") for unit in self.units]
+        )
         for state in self.units.values():
-            state.shelve()
+            state.end_step()
+        self.facts.gathered.clear()
 
     def before_write(self, unit: str) -> None:
         """Every rank writes shards of a unit at rest next; a peer may still compute with them."""
-        if self.units[unit].gathered:  # ahead of its use, and what travels would be old
-            self._carry_out([Event(Op.FREE, unit, Phase.FORWARD, "written")])
+        # Where it was gathered ahead of its use, what travels would be old.
+        self._carry_out([Event(Op.FREE, unit, Phase.FORWARD, "written")])
         if self._cursor.ended:
             self.await_readers()
         else:
@@ -334,40 +295,31 @@ class Runtime:
 
     def await_readers(self) -> None:
         """Shared parameters are written next: wait for a forward pass that had no other end."""
-        if self._read:
-            self.comm.fence(Label("fence", "forward"))
-            self._read = False
+        if self._peers_may_read:
+            self._fence("forward")
 
-    def _release_all(self, phase: Phase, pinned: Collection[str] = ()) -> None:
-        """Free every unit, but for those that a step pinned whose backward pass is to come."""
+    def _fence(self, reason: str) -> None:
+        """Wait until every rank is here, so until none computes with shared parameters."""
+        self.comm.fence(Label("fence", reason))
+        self._peers_may_read = False
+
+    def update_trained(self) -> None:
+        """From now on those parameters are trained whose ``requires_grad`` is set now."""
+        self.trained.take_up()
+        if self.trained.units == self.facts.trained:
+            return
+        self.facts.trained = self.trained.units
+        self.schedules.turn_to(self.trained.units)
+        if not self._cursor.ended:  # what it still has to do was decided for other units
+            self._cursor.improvise()
+
+    # ---- passes that stop --------------------------------------------------------------------
+
+    def show_shards(self) -> None:
+        """At once after an exception: parameters and ``.grad`` are those of units at rest."""
         for name, state in self.units.items():
-            state.pinned = state.pinned and (state.depth > 0 or name in pinned)
-            for bucket in state.buckets:
-                bucket.expire()
-        self._carry_out(Event(Op.FREE, name, phase, "the step is over") for name in self.units)
-
-    def _ended(self) -> None:
-        cursor, mode = self._cursor, self._cursor.mode
-        cursor.ended = True
-        self.steps_done += mode != "forward"
-        if cursor.improvised and self._skip is None:
-            order = cursor.recorded()  # without a forward pass: a second one through one graph
-            if order.forward and order != self.schedules.orders[mode]:
-                self._re_record(mode, order)
-        self.schedules.ran.add(mode)
-
-    def _re_record(self, mode: Mode, order: Order) -> None:
-        known = mode in self.schedules.ran
-        if known and mode not in self._warned and self.comm.rank == 0:
-            self._warned.add(mode)
-            log.warning(
-                "the order of units changed in step %d (%s): the new one is used from now on. "
-                "A model whose order changes often gains nothing from prefetch; "
-                "set prefetch=sw.Prefetch(forward=0, backward=0). This is said once.",
-                self.steps_done,
-                mode,
-            )
-        self.schedules.set_order(mode, order)
+            if not self.facts.forward[name]:  # a call of the user's goes on in it
+                state.show_shards()
 
     def abandon(self, why: str) -> None:
         """Forget a pass that stopped before it had a gradient: nothing is gathered."""
@@ -380,21 +332,11 @@ class Runtime:
         self._abandon()
         for state in self.units.values():
             state.drop_gradients()
-        self._settling.clear()
+        self.facts.reducing.clear()
         self.trained.owe(reduced=True)
 
     def _abandon(self) -> None:
         for state in self.units.values():
             state.abandon()
-        self._endless.clear()
-        self.recorded, self._cursor.ended = False, True
-
-    def take_up_trained(self) -> None:
-        """Parameters whose ``requires_grad`` is set are those that are trained, from now on."""
-        units = self.trained.units
-        self.trained.take_up()
-        if self.trained.units == units:
-            return
-        self.schedules.turn_to(self.trained.units)
-        if not self._cursor.ended:  # what it still has to do was decided for other units
-            self._cursor.improvise()
+        self.facts.forget_pass()
+        self._cursor.ended = True

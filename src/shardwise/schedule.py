@@ -30,6 +30,7 @@ from shardwise.strategies import Placement
 __all__ = [
     "Cue",
     "Event",
+    "Mode",
     "Op",
     "Order",
     "Phase",
@@ -38,6 +39,10 @@ __all__ = [
     "Weight",
     "events",
 ]
+
+
+Mode = str
+"""``"train"``; ``"accumulate"`` and ``"last"`` micro-batch; ``"forward"`` without gradients."""
 
 
 class Op(StrEnum):
@@ -140,8 +145,6 @@ class Policy:
         casts: computing needs another dtype than is stored, so even whole parameters are
             "gathered" (cast; nothing is sent).
         held: units that are gathered when the step begins.
-        kept: units that stay gathered between their forward and backward use under a placement
-            that frees; ``None`` = those that would be gathered again at once.
     """
 
     placement: Placement
@@ -149,7 +152,6 @@ class Policy:
     reduces: bool = True
     casts: bool = False
     held: frozenset[str] = frozenset()
-    kept: frozenset[str] | None = None
 
     @property
     def gathers(self) -> bool:
@@ -327,13 +329,9 @@ def _releases(writer: _Writer, position: int, cue: Cue) -> bool:
     policy, placement = writer.policy, writer.policy.placement
     if not policy.gathers or placement.resident or cue.unit not in writer.gathered:
         return False
-    again = writer.next_use[position]
     if not placement.frees:
-        return policy.reduces and again is None
-    crosses = again is not None and writer.cues[again].phase is not cue.phase
-    if policy.kept is None or not crosses:
-        return not _comes_next(writer, position)
-    return cue.unit not in policy.kept
+        return policy.reduces and writer.next_use[position] is None
+    return not _comes_next(writer, position)
 
 
 def _comes_next(writer: _Writer, position: int) -> bool:

@@ -11,14 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.cursor import Step, steps
-from shardwise.schedule import Event, Order, Policy, Weight, events
+from shardwise.schedule import Event, Mode, Order, Policy, Weight, events
 from shardwise.unit_state import UnitState
 
-__all__ = ["Mode", "Schedules"]
-
-Mode = str
-"""``"train"``; ``"accumulate"`` and ``"last"`` micro-batch; ``"forward"`` without gradients."""
-
+__all__ = ["Schedules"]
 
 KINDS = 16
 """Kinds of steps that are kept. Which units are trained may be drawn anew at every step."""
@@ -42,10 +38,12 @@ class Schedules:
     Attributes:
         orders: by mode, of the kind of step that is taken now.
         ran: the modes in which such a step was taken.
+        steps_done: backward passes that have ended.
     """
 
     def __init__(self, units: Mapping[str, UnitState], policy: Policy, order: Order) -> None:
         self._units, self._policy = units, policy
+        self.steps_done, self._warned = 0, set[Mode]()
         forward = Order(order.forward)
         first = {"train": order, "accumulate": order, "last": order, "forward": forward}
         self._kinds: dict[frozenset[str], _Kind] = {}  # by trained units, the last used is last
@@ -80,6 +78,23 @@ class Schedules:
         """Let ``mode`` have another order from now on."""
         self.orders[mode] = order
         self._scripts.pop(mode, None)
+
+    def ran_in(self, mode: Mode, order: Order | None) -> bool:
+        """A step in ``mode`` is over; ``order``: what came instead of what was expected.
+
+        Returns:
+            Whether an order changed that a step had followed, for the first time in this mode.
+        """
+        self.steps_done += mode != "forward"
+        known = mode in self.ran
+        self.ran.add(mode)
+        if order is None or order == self.orders[mode]:
+            return False
+        self.set_order(mode, order)
+        first = known and mode not in self._warned
+        if first:
+            self._warned.add(mode)
+        return first
 
     def _policy_of(self, mode: Mode) -> Policy:
         stays = not self._policy.placement.frees

@@ -35,8 +35,7 @@ from shardwise.optim.optimizer_hooks import OptimizerHooks
 from shardwise.options import Options
 from shardwise.recompute import check_own_checkpointing, checkpoint_units
 from shardwise.runtime import Runtime
-from shardwise.schedule import Order, Policy
-from shardwise.schedules import Mode
+from shardwise.schedule import Mode, Order, Policy
 from shardwise.state import StateHooks, local_state, whole_copy
 from shardwise.strategies import Placement
 from shardwise.unit_state import UnitState
@@ -144,11 +143,12 @@ class Sharded:
             last: reduce at the end of this backward pass what has been collected so far. Losses
                 are not rescaled: divide each by the number of micro-batches yourself.
         """
-        before, self.runtime.reduces = self.runtime.reduces, last
+        facts = self.runtime.facts
+        before, facts.reduces = facts.reduces, last
         try:
             yield
         finally:
-            self.runtime.reduces = before
+            facts.reduces = before
 
     def no_sync(self) -> AbstractContextManager[None]:
         """``accumulate(last=False)``, by the name that DDP gave it."""
@@ -358,7 +358,7 @@ class Sharded:
     def _at_rest(self, asked: str) -> None:
         self._hooks.check_idle(asked)
         self._background.finish_copy()
-        self.runtime.let_go()
+        self.runtime.end_step()
 
     def _state_asked(self) -> bool:
         if not self._hooks.backward.suspended:  # inside full_params() a state dict is a plain one
@@ -383,4 +383,4 @@ class Sharded:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were accumulated and not reduced."""
-        self.runtime.drop_gradients("drop_gradients() was called")
+        self._hooks.backward.drop_gradients("drop_gradients() was called")

@@ -95,6 +95,9 @@ class Trained:
                 bucket.gradients.trained = frozenset(mine)
                 bucket.trainable = bucket.trainable or bool(mine)
             state.trainable = [b for b in state.buckets if b.gradients.trained or b in self._owing]
+            state.wholly_trained = all(
+                len(b.gradients.trained) == len(b.params) for b in state.buckets
+            )
         self.buckets = [bucket for state in self._states for bucket in state.trainable]
         self.copies = list(dict.fromkeys(b.spec.replicate for b in self.buckets))
         self.units = frozenset(state.name for state in self._states if state.trainable)

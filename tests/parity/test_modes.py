@@ -190,14 +190,15 @@ def sums_instead_of_averaging(patch: pytest.MonkeyPatch) -> None:
 def loses_gradients(patch: pytest.MonkeyPatch, lost: Callable[[Runtime], bool]) -> None:
     collect = Runtime.collect
 
-    def forgetful(runtime: Runtime, state: Any, bucket: Any, index: int, grad: Tensor) -> None:
-        collect(runtime, state, bucket, index, torch.zeros_like(grad) if lost(runtime) else grad)
+    def forgetful(runtime: Runtime, state: Any, bucket: Any, index: int, grad: Tensor) -> bool:
+        grad = torch.zeros_like(grad) if lost(runtime) else grad
+        return collect(runtime, state, bucket, index, grad)
 
     patch.setattr(Runtime, "collect", forgetful)
 
 
 def drops_the_last_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    loses_gradients(patch, lambda runtime: runtime.reduces)
+    loses_gradients(patch, lambda runtime: runtime.facts.reduces)
 
 
 def drops_the_last_rank(patch: pytest.MonkeyPatch) -> None:

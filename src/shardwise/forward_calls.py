@@ -1,0 +1,162 @@
+"""Forward calls, as the backward pass comes back to them: which of them it is in.
+
+Autograd tells when it comes to a node of the graph and when a parameter's gradient is there. It
+does not tell when a module's backward pass begins or ends. A ``ForwardCall`` ties them together:
+the backward pass of a call begins at a node that made its outputs, and it has ended when autograd
+comes to a node that made its inputs. Every call below is drawn as ``input ─▶ call ─▶ output``;
+the backward pass goes from right to left.
+
+A plain block: one node begins it, another ends it.
+
+    x ─▶ node a ─▶ [ block ] ─▶ node b ─▶ loss         enter at b, leave at a
+
+One node ends a call and begins another one. Autograd tells of both at once, so the calls that
+end there are left first.
+
+    x ─▶ [ block 0 ] ─▶ node a ─▶ [ block 1 ] ─▶ node b ─▶ loss
+                                                       at a: leave block 1, enter block 0
+
+An input that is a leaf (``x.requires_grad_()``). Its gradient and those of the parameters come in
+any order, so both are waited for.
+
+    leaf x ─▶ [ block ] ─▶ node b                      leave when x and every parameter have theirs
+
+Nothing that requires gradients goes in: an embedding of integers, or frozen inputs. The call has
+ended when each of its parameters is trained and has its gradient, or when autograd comes to a
+node that is older than the call. Each node has a number, and later ones have higher numbers.
+
+    ids ─▶ [ embedding ] ─▶ node 7 ─▶ …                leave with the weight's gradient,
+    node 3 ─▶ [ block ] ─▶ …                           or at node 3, if the call began at 5
+
+A tied weight: its gradient is the sum over all uses, so it is complete at the last one only. The
+embedding has to be left by numbers, and while another call of the unit waits for its backward
+pass, complete gradients end no call.
+
+    ids ─▶ [ embedding ] ─▶ … ─▶ [ head, same weight ] ─▶ loss
+
+A call without such inputs that has calls inside it ends after them, at the latest with the pass.
+
+    ids ─▶ [ model: [ embedding ] ─▶ [ block ] ] ─▶ loss
+
+A second backward pass through a retained graph enters and leaves the same calls once more. Only
+nodes of the graph hold a call, so a graph that is thrown away takes its calls along.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+__all__ = ["ForwardCall", "ForwardCalls"]
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class ForwardCall:
+    """A forward call of ``unit`` (``None``: of the model around its units).
+
+    Attributes:
+        parent: the call around it, whose backward pass begins first.
+        first_node: autograd's number at its beginning; the nodes of its graph are not below it.
+        input_nodes: the numbers of the nodes that made its inputs.
+        end_is_seen: its inputs require gradients, so autograd tells when they are there.
+        has_calls_inside: units were called inside it; its backward pass ends after theirs.
+        is_open: its backward pass is under way.
+        inputs_done: the gradients of its inputs are there, those of its parameters not all.
+    """
+
+    unit: str | None
+    parent: ForwardCall | None
+    first_node: int = 0
+    input_nodes: set[int] = field(default_factory=set)
+    end_is_seen: bool = False
+    has_calls_inside: bool = False
+    is_open: bool = False
+    inputs_done: bool = False
+
+    @property
+    def ends_unseen(self) -> bool:
+        """Can its end be seen neither from its inputs nor from calls inside it?"""
+        return not self.end_is_seen and not self.has_calls_inside
+
+
+class ForwardCalls:
+    """The forward calls of a model whose backward pass is to come or under way.
+
+    Args:
+        enter: called with a unit when the backward pass of one of its calls begins.
+        leave: the same when it has ended.
+    """
+
+    def __init__(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
+        self._enter, self._leave = enter, leave
+        self._to_come: dict[str, WeakSet[ForwardCall]] = defaultdict(WeakSet)  # or open
+        self._open: list[ForwardCall] = []  # the first that began comes first
+
+    def expect(self, call: ForwardCall) -> None:
+        """A forward call has ended; its outputs carry gradients."""
+        if call.parent is not None:
+            call.parent.has_calls_inside = True
+        if call.unit is not None:
+            self._to_come[call.unit].add(call)
+
+    def expects(self, unit: str) -> bool:
+        """Is the backward pass of a call of ``unit`` to come, or under way?"""
+        return bool(self._to_come[unit]) or any(call.unit == unit for call in self._open)
+
+    def come_to(self, call: ForwardCall, node: int) -> None:
+        """Autograd is at ``node``, which made an output of ``call``."""
+        for ended in [one for one in reversed(self._open) if node in one.input_nodes]:
+            self.leave(ended)
+        for ended in [one for one in reversed(self._open) if one.first_node > node]:
+            if ended.ends_unseen:
+                self.leave(ended)
+        around: list[ForwardCall] = []
+        parent: ForwardCall | None = call
+        while parent is not None:
+            around.append(parent)
+            parent = parent.parent
+        for one in reversed(around):
+            self._begin(one)
+
+    def _begin(self, call: ForwardCall) -> None:
+        if call.unit is None or call.is_open:
+            return
+        call.is_open, call.inputs_done = True, False
+        self._open.append(call)
+        self._enter(call.unit)
+
+    def leave(self, call: ForwardCall) -> None:
+        """The unit of ``call`` has computed all its gradients."""
+        if not call.is_open or call.unit is None:
+            return
+        call.is_open = False
+        self._to_come[call.unit].discard(call)
+        self._open.remove(call)
+        self._leave(call.unit)
+
+    def inputs_complete(self, call: ForwardCall, parameters_complete: bool) -> None:
+        """The gradients of its inputs are there; those of its parameters, perhaps."""
+        if parameters_complete:
+            self.leave(call)
+        else:
+            call.inputs_done = True
+
+    def parameters_complete(self, unit: str, all_trained: bool) -> None:
+        """Every gradient of a unit is there; ``all_trained``: no parameter is without one."""
+        for call in [one for one in self._open if one.unit == unit]:
+            if call.inputs_done or (call.ends_unseen and all_trained):
+                self.leave(call)
+
+    def leave_all(self, units: Sequence[str]) -> None:
+        """The backward pass is over: the calls whose end was not seen end now, in this order."""
+        for call in sorted(self._open, key=lambda call: units.index(call.unit or "")):
+            self.leave(call)
+
+    def forget(self) -> None:
+        """The pass has stopped. A call whose graph is used after all begins again."""
+        for call in self._open:
+            call.is_open = False
+        self._open.clear()
+        self._to_come.clear()
