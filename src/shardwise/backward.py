@@ -129,7 +129,7 @@ class Backward:
 
     def _end(self, token: _Token) -> None:
         self._token = None  # the traceback of an exception would hold the token
-        self.calls.leave_all(tuple(reversed(self.runtime.units)))
+        self.calls.leave_all(tuple(self.runtime.units)[::-1])
         self.runtime.end_backward(self._keeps_graph)
         self._begun = False
         self._hook_before(self.runtime.facts.keeps_graph)

@@ -55,10 +55,6 @@ class Facts:
         computing = self.forward[unit] > 0 or self.backward[unit] > 0
         return computing or self.keeps_graph or unit in self.pinned
 
-    def calls(self, phase: Phase) -> Counter[str]:
-        """For each unit, its calls in this phase."""
-        return self.forward if phase is Phase.FORWARD else self.backward
-
     def note(self, event: Event) -> None:
         """An event is carried out now."""
         op, unit = event.op, event.unit

@@ -94,8 +94,10 @@ class Runtime:
             listed: ``False``: the call is a recomputation in the backward pass, which no schedule
                 lists.
         """
-        self.facts.calls(phase)[unit] += 1
-        if phase is Phase.BACKWARD:
+        if phase is Phase.FORWARD:
+            self.facts.forward[unit] += 1
+        else:
+            self.facts.backward[unit] += 1
             self.units[unit].begin_backward()
         if listed:
             self._cue(Cue(Op.ENTER, unit, phase))
@@ -104,7 +106,8 @@ class Runtime:
 
     def exit(self, unit: str, phase: Phase, listed: bool = True) -> None:
         """A call of ``unit`` has ended, or its backward pass has."""
-        self.facts.calls(phase)[unit] -= 1
+        calls = self.facts.forward if phase is Phase.FORWARD else self.facts.backward
+        calls[unit] -= 1
         if listed:
             self._cue(Cue(Op.EXIT, unit, phase))
 
