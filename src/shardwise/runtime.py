@@ -153,8 +153,8 @@ class Runtime:
         for listener in self.listeners:
             listener(event)
 
-    def _end(self, phase: Phase, frees: bool, keep: Collection[str] = ()) -> None:
-        """A pass is over: what it left open is closed, and its order is that of the next."""
+    def _finish(self, phase: Phase, frees: bool, keep: Collection[str] = ()) -> None:
+        """A pass is over: what is in flight is settled, and every unit freed if ``frees``."""
         if frees:
             self.facts.unpin(keep)
             for state in self.units.values():
@@ -184,7 +184,7 @@ class Runtime:
         if self._cursor.mode == "forward":
             self._cue(Cue(Op.END, "", Phase.FORWARD))
             self._fence("forward")
-            self._end(Phase.FORWARD, frees=True, keep=self._pinned)
+            self._finish(Phase.FORWARD, frees=True, keep=self._pinned)
             self._learn()
             self._cursor = cursor
 
@@ -237,7 +237,7 @@ class Runtime:
         self._carry_out(step.after)
         facts.keeps_graph = facts.keeps_graph and kept
         # Between micro-batches a unit that no use frees stays gathered.
-        self._end(Phase.BACKWARD, frees=facts.reduces or self.policy.placement.frees)
+        self._finish(Phase.BACKWARD, frees=facts.reduces or self.policy.placement.frees)
         self._deliver(used)
         self._learn()
 
