@@ -148,7 +148,7 @@ def fork_server() -> ForkServerContext:
     """Forks processes that have imported torch already, and what its optimizers and FSDP import."""
     context = mp.get_context("forkserver")
     ours = ["shardwise.sharded", "shardwise.comm.connect"]
-    context.set_forkserver_preload([*ours, "numpy.testing", "torch._dynamo"])
+    context.set_forkserver_preload([*ours, "pytest", "numpy.testing", "torch._dynamo"])
     return context
 
 
