@@ -16,6 +16,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.train.job import Job
 from shardwise.train.recipe import keys, read_recipe, resolved
+from tests.forked import forked
 from tests.train.tiny import recipe_file
 
 Two = tuple[Path, subprocess.CompletedProcess[str]]
@@ -302,6 +303,7 @@ def test_two_processes_train_as_one_does(two: Two, tmp_path: Path) -> None:
 
 
 @pytest.mark.spawn
+@forked
 def test_torchrun_is_as_good(two: Two, tmp_path: Path) -> None:
     command = ("-m", "shardwise.cli", "train", str(recipe_file(tmp_path)))
     done = run("torch.distributed.run", *STANDALONE, *command)
@@ -310,6 +312,7 @@ def test_torchrun_is_as_good(two: Two, tmp_path: Path) -> None:
 
 
 @pytest.mark.spawn
+@forked
 def test_a_rank_s_error_is_all_that_is_said(tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path)
     done = run("shardwise.cli", "train", str(recipe), "--nproc", "2", "data.source=/nowhere")
@@ -320,6 +323,7 @@ def test_a_rank_s_error_is_all_that_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.spawn
+@forked
 def test_a_rank_s_error_is_said_under_torchrun_too(tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path)
     command = ("-m", "shardwise.cli", "train", str(recipe), "data.source=/nowhere")
@@ -361,6 +365,7 @@ main()
 
 
 @pytest.mark.spawn
+@forked
 def test_killed_in_the_middle_of_a_step_all_ranks_start_again_and_go_on_exactly(
     two: Two, tmp_path: Path
 ) -> None:
@@ -375,20 +380,23 @@ def test_killed_in_the_middle_of_a_step_all_ranks_start_again_and_go_on_exactly(
 
 
 @pytest.mark.spawn
+@forked
 def test_a_rehearsed_crash_costs_what_was_not_saved_and_the_same_command_goes_on(
-    two: Two, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two: Two, tmp_path: Path
 ) -> None:
-    command = (str(recipe_file(tmp_path)), "checkpoint.save_every=2")
-    done = run("shardwise.cli", "train", *command, "--nproc", "2", "--kill-rank", "1@3")
+    command = ("shardwise.cli", "train", str(recipe_file(tmp_path)), "checkpoint.save_every=2")
+    done = run(*command, "--nproc", "2", "--kill-rank", "1@3")
     assert done.returncode == 1
     assert done.stderr.startswith("error: rank 1 (process ")
     assert "was killed by SIGKILL" in done.stderr
-    assert ended(*command) == 0  # on one process: the ranks may be others
-    assert "resumed at step 2, sample 24" in capsys.readouterr().out
+    again = run(*command)  # on one process: the ranks may be others
+    assert again.returncode == 0
+    assert "resumed at step 2, sample 24" in again.stdout
     assert losses(tmp_path) == pytest.approx(losses(two[0]), rel=1e-5)
 
 
 @pytest.mark.spawn
+@forked
 def test_what_is_replaced_is_replaced_once_and_not_again_after_a_crash(
     two: Two, tmp_path: Path
 ) -> None:
@@ -403,8 +411,9 @@ def test_what_is_replaced_is_replaced_once_and_not_again_after_a_crash(
 
 
 @pytest.mark.spawn
+@forked
 def test_signals_to_the_launcher_save_and_stop_all_ranks_and_the_run_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     changes = ("run.steps=40", "run.log_every=1", "checkpoint.save_every=0", "sample.tokens=0")
     command = ("train", str(recipe_file(tmp_path)), *changes, "run.eval_every=0")
@@ -432,14 +441,16 @@ def test_signals_to_the_launcher_save_and_stop_all_ranks_and_the_run_goes_on(
     assert stopped.startswith("stopped at step ")
     assert stopped.endswith("/40, checkpoint saved; rerun the same command to resume")
     step = int(stopped.split()[3].partition("/")[0])
-    assert ended(*command[1:]) == 0  # on one process: the ranks may be others
-    assert f"resumed at step {step}, sample {12 * step}" in capsys.readouterr().out
+    again = run("shardwise.cli", *command)  # on one process: the ranks may be others
+    assert again.returncode == 0
+    assert f"resumed at step {step}, sample {12 * step}" in again.stdout
     lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     assert [r["step"] for r in records if r["record"] == "stepped"] == list(range(1, 41))
 
 
 @pytest.mark.spawn
+@forked
 def test_under_torchrun_a_run_that_is_told_to_end_saves_too(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     script.write_text(SLOW, "utf-8")
