@@ -48,7 +48,8 @@ def command(
         click.Option(["--json"], type=path, help="write the report to this file"),
         click.Option(["--plot"], type=path, help="draw the report into this file (PNG)"),
     ]
-    return click.Command(name, callback=measure, params=[*options], help=run.__doc__)
+    text = (run.__doc__ or "").partition("\n\n")[0]
+    return click.Command(name, callback=measure, params=[*options], help=text)
 
 
 def log(text: str) -> None:

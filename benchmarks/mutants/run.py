@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass
@@ -18,6 +18,7 @@ from queue import Queue
 from time import monotonic
 from typing import Self
 
+from benchmarks.harness.command import Log, setting
 from benchmarks.harness.machine import this_machine
 from benchmarks.harness.report import Column, Report, Table
 from benchmarks.mutants import tester
@@ -33,17 +34,15 @@ IMPORTED = (
 )  # fmt: skip
 LONGEST = 1800.0  # seconds for the tests of a folder as it is
 
-Log = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Config:
     """What is tried."""
 
-    folders: tuple[str, ...] = FOLDERS
-    sample: int = 200  # mutants
-    seed: int = 0  # of the random sample
-    jobs: int = 2  # mutants at a time
+    folder: tuple[str, ...] = setting(FOLDERS, "of the package")
+    sample: int = setting(200, "mutants", least=1)
+    seed: int = setting(0, "of the random sample")
+    jobs: int = setting(2, "mutants at a time", least=1)
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ class Tester:
         self._stack.close()
 
 
-def run(config: Config, log: Log) -> Report:
-    """Try a random sample of the mutants of some folders.
+def run(config: Config, log: Log) -> Iterator[Report]:
+    """Change the engine's code at random places; do the tests of its folders notice?
 
     Raises:
         RuntimeError: the tests of a folder fail before anything is changed.
@@ -100,12 +99,12 @@ def run(config: Config, log: Log) -> Report:
     """
     every = [
         (folder, mutant)
-        for folder in config.folders
+        for folder in config.folder
         for file in sources(ROOT, folder)
         for mutant in mutants_of(file, (ROOT / file).read_text("utf-8"))
     ]
     if not every:
-        raise ValueError(f"{PACKAGE} has no code in {', '.join(config.folders)}")
+        raise ValueError(f"{PACKAGE} has no code in {', '.join(config.folder)}")
     chosen = random.Random(config.seed).sample(every, min(config.sample, len(every)))  # noqa: S311
     testers: Queue[Tester] = Queue()
     with ExitStack() as stack, ThreadPoolExecutor(config.jobs) as pool:
@@ -114,7 +113,10 @@ def run(config: Config, log: Log) -> Report:
         folders = sorted({folder for folder, _ in chosen})
         limits = dict(pool.map(lambda folder: (folder, _limit(testers, folder, log)), folders))
         tried = pool.map(lambda each: _outcome(testers, each[0], each[1], limits, log), chosen)
-        return report_of(list(tried), config)
+        outcomes = []
+        for outcome in tried:
+            outcomes.append(outcome)
+            yield report_of(outcomes, config)
 
 
 def _limit(testers: Queue[Tester], folder: str, log: Log) -> float:
@@ -155,7 +157,7 @@ def report_of(outcomes: Sequence[Outcome], config: Config) -> Report:
     columns = (Column("file"), Column("mutants"), Column("killed"), Column("share", ".0%"))
     files = sorted({(each.folder, each.mutant.file) for each in outcomes})
     groups = {file: [o for o in outcomes if o.mutant.file == file] for _, file in files}
-    groups |= {f"{f}, all": [o for o in outcomes if o.folder == f] for f in config.folders}
+    groups |= {f"{f}, all": [o for o in outcomes if o.folder == f] for f in config.folder}
     groups["all"] = list(outcomes)
     counts = {name: (len(some), sum(o.killed for o in some)) for name, some in groups.items()}
     rows = [(name, all_, killed, killed / all_) for name, (all_, killed) in counts.items() if all_]

@@ -24,7 +24,6 @@ class Program:
 
     name: str  # of the function that does it
     about: str  # its docstring, one line
-    kind: str  # of the file in which it stands
     run: Callable[[Engine], Values]  # computes under an engine what must be equal to plain PyTorch
     tolerance: float  # relative and absolute, of floats and tensors
 
@@ -38,9 +37,8 @@ def program(
     """Register a function as a program."""
 
     def register(run: Callable[[Engine], Values]) -> Callable[[Engine], Values]:
-        kind = run.__module__.rpartition(".")[2]
         about = (run.__doc__ or "").strip().rstrip(".")
-        PROGRAMS[run.__name__] = Program(run.__name__, about, kind, run, tolerance)
+        PROGRAMS[run.__name__] = Program(run.__name__, about, run, tolerance)
         return run
 
     return register

@@ -83,7 +83,7 @@ def test_mutants_are_killed_where_a_test_fails_or_hangs(
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    report = run(Config(("a",), sample=10, jobs=1), lambda _: None)
+    *_, report = run(Config(("a",), sample=10, jobs=1), lambda _: None)
     assert report.tables[0].rows == (
         ("src/shardwise/a.py", 3, 2, 2 / 3),
         ("a, all", 3, 2, 2 / 3),

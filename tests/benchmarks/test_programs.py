@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from benchmarks.harness.machine import this_machine
 from benchmarks.programs.program import PROGRAMS
-from benchmarks.programs.report import Outcome, Report, lines
-from benchmarks.programs.run import difference, run
+from benchmarks.programs.run import Config, difference, report_of, run
 
 
 def test_each_program_says_what_it_does_in_a_line() -> None:
@@ -24,20 +23,21 @@ def test_a_difference_is_named_and_a_small_one_is_none() -> None:
     assert "length" in difference(plain, plain | {"losses": [1.0]}, 2e-5)
 
 
+@pytest.mark.spawn
 def test_a_program_that_ends_badly_does_not_stop_the_next() -> None:
     spoken: list[str] = []
-    report = run(2, ["weight_penalty", "sgd"], ["shardwise"], spoken.append)
-    assert [outcome.verdict for outcome in report.outcomes] == ["refused", "equal"]
+    config = Config(only=("weight_penalty", "sgd"), engines=("shardwise",))
+    (report,) = run(config, spoken.append)
+    assert [row[1] for row in report.tables[0].rows] == ["refused", "equal"]
     assert len(spoken) == 2
 
 
-def test_the_table_has_a_line_for_each_program_and_says_what_went_wrong() -> None:
-    outcomes = (
-        Outcome("shardwise", "sgd", "loops", "SGD", "equal"),
-        Outcome("fsdp2", "sgd", "loops", "SGD", "error", "RuntimeError: mixed"),
+def test_the_table_has_a_row_for_each_program_and_says_what_went_wrong() -> None:
+    verdicts = {"shardwise": {"sgd": ("equal", "")}, "fsdp2": {"sgd": ("error", "mixed")}}
+    report = report_of(verdicts, world=2)
+    assert report.tables[0].rows == (("sgd: SGD with momentum", "equal", "error"),)
+    assert report.notes == (
+        "shardwise: 1 programs: 1 equal",
+        "fsdp2: 1 programs: 1 error",
+        "fsdp2, sgd: error: mixed",
     )
-    report = Report(this_machine(), 2, outcomes)
-    text = lines(report)
-    assert "sgd  equal          error          SGD" in text
-    assert "fsdp2: 1 programs: 1 error" in text
-    assert text[-1] == "fsdp2, sgd: error: RuntimeError: mixed"
