@@ -103,8 +103,13 @@ class Sharded:
 
     def _build(self) -> None:
         units = choose_units(self.model, self.wrap)
-        mesh = Mesh.of(self.comm, self.placement.splits)
-        specs = {u.name: specs_of(u, self.options, mesh, self.placement) for u in units}
+        placements = self._placements(units)
+        meshes = {placement: self._mesh(placement) for placement in placements.values()}
+        specs = {
+            unit.name: specs_of(unit, self.options, meshes[placement], placement)
+            for unit in units
+            for placement in [placements[unit.name]]
+        }
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
         params = [member.param for unit in units for member in unit.members]
         self._optimizer_hooks = OptimizerHooks(params, self._before_step, self.comm)
@@ -117,6 +122,14 @@ class Sharded:
             placement="sharded" if self.placement.splits else "replicated",
         )
         self._start(states)
+
+    def _placements(self, units: Units) -> dict[str, Placement]:
+        """Where each unit lives, by its name."""
+        return {unit.name: self.placement for unit in units}
+
+    def _mesh(self, placement: Placement) -> Mesh:
+        """The axes of the units that live there."""
+        return Mesh.of(self.comm, placement.splits)
 
     def _start(self, states: dict[str, UnitState]) -> None:
         brackets = {module: unit.name for unit in self.units for module in unit.modules}
