@@ -379,10 +379,10 @@ def _table(layout: Layout) -> list[str]:
         ranks, unit = layout.owners(slot), slot.row if slot.keeps_rows else 1
         span = f"{ranks[0]}–{ranks[-1]}" if ranks else "none"
         owned = (layout.owned(slot, rank) for rank in ranks[:8])
-        told = ", ".join([str((hi - lo) // unit) for lo, hi in owned] + ["…"] * (len(ranks) > 8))
-        told += "" if slot.keeps_rows else " elements"
+        rows = ", ".join([str((hi - lo) // unit) for lo, hi in owned] + ["…"] * (len(ranks) > 8))
+        rows += "" if slot.keeps_rows else " elements"
         numbers = (str(slot.shape), f"{slot.start}–{slot.stop}", str(slot.atom), span)
-        lines.append((ascii_lowercase[k : k + 1], slot.name, *numbers, told))
+        lines.append((ascii_lowercase[k : k + 1], slot.name, *numbers, rows))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 

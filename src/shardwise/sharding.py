@@ -97,9 +97,9 @@ class Sharding:
         comm = self.comm
         ranges = [self.layout.owned(self.slot, rank) for rank in range(comm.size)]
         sizes = [stop - start for start, stop in ranges]
-        mine = torch.empty(max(sizes), dtype=part.dtype, device=part.device)
-        mine[: part.numel()] = part.reshape(-1)
-        rows = comm.gather_rows(mine, Label("read", self.name))
+        padded = torch.empty(max(sizes), dtype=part.dtype, device=part.device)
+        padded[: part.numel()] = part.reshape(-1)
+        rows = comm.gather_rows(padded, Label("read", self.name))
         pieces = [row[:size] for row, size in zip(rows.unbind(), sizes, strict=True)]
         return torch.cat(pieces).view(self.shape).to(part.device)
 

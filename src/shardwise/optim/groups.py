@@ -68,18 +68,18 @@ def resolved(
         return dict(group)
     _check_options(group, policy)
     members = {id(m.param): m for bucket in buckets for m in bucket.members}
-    found: dict[int, Member] = {}
+    selected: dict[int, Member] = {}
     for entry in [given] if isinstance(given, str | Tensor) else given:
         if isinstance(entry, str):
             some = _matching(entry, members.values())
-            found |= {key: m for m in some if (key := id(m.param)) not in taken}
+            selected |= {key: m for m in some if (key := id(m.param)) not in taken}
         else:
             param = entry[1] if isinstance(entry, tuple) else entry
             if id(param) not in members:
                 raise _foreign(param)
-            found[id(param)] = members[id(param)]
-    _check_dtypes(found.values())
-    pairs = [(member.name, member.param) for member in found.values()]
+            selected[id(param)] = members[id(param)]
+    _check_dtypes(selected.values())
+    pairs = [(member.name, member.param) for member in selected.values()]
     # torch gives an empty group no names, and then refuses to have it beside one with names.
     return {**group, "params": pairs, "param_names": [name for name, _ in pairs]}
 
@@ -118,14 +118,14 @@ def _matching(pattern: str, members: Iterable[Member]) -> list[Member]:
     """The trainable parameters one of whose names matches."""
     trainable = [member for member in members if member.param.requires_grad]
     whole = re.compile(pattern).fullmatch
-    found = [member for member in trainable if any(map(whole, member.aliases))]
-    if not found:
+    matching = [member for member in trainable if any(map(whole, member.aliases))]
+    if not matching:
         like = nearest(pattern, [name for member in trainable for name in member.aliases])
         raise ConfigError(
             f"no trainable parameter has a name that {pattern!r} matches; the nearest are {like}. "
             "A pattern must match the whole name: r'.*\\.bias' finds the bias of every module."
         )
-    return found
+    return matching
 
 
 def _foreign(param: object) -> OptimizerError:

@@ -89,7 +89,7 @@ class _Params:
     """The parameters of one model in an optimizer."""
 
     facts: list[tuple[int, int]]  # which lists they were sought in, and how long those were
-    mine: list[nn.Parameter]
+    own: list[nn.Parameter]
     plain: list[tuple[str, nn.Parameter]]  # those that no sharded model has, by name or shape
 
 
@@ -109,7 +109,7 @@ class OptimizerHooks:
         self, params: Iterable[nn.Parameter], before_step: Callable[[], None], comm: Comm
     ) -> None:
         self._ranks, self._speaks = comm.size, comm.size > 1 and comm.rank == 0
-        self._mine = {id(param) for param in params}
+        self._own_ids = {id(param) for param in params}
         self._before_step = weakref.WeakMethod(before_step)
         #: In order of their first step.
         self._known: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
@@ -160,9 +160,9 @@ class OptimizerHooks:
         facts = [(id(params), len(params)) for params in lists]
         known = self._params.get(optimizer)
         if known is None or known.facts != facts:
-            mine = [param for params in lists for param in params if id(param) in self._mine]
-            known = self._params[optimizer] = _Params(facts, mine, _plain(optimizer))
-        return known.mine
+            own = [param for params in lists for param in params if id(param) in self._own_ids]
+            known = self._params[optimizer] = _Params(facts, own, _plain(optimizer))
+        return known.own
 
     def _warn_of_plain(self, optimizer: Optimizer) -> None:
         """Say once that it also updates parameters whose gradients nobody averages."""
@@ -198,13 +198,13 @@ class OptimizerHooks:
 
 
 def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    found = []
+    plain = []
     for group in optimizer.param_groups:
         params = group["params"]
         names = group.get("param_names") or [f"one of shape {tuple(p.shape)}" for p in params]
         pairs = zip(names, params, strict=True)
-        found += [pair for pair in pairs if pair[1].requires_grad and sharding_of(pair[1]) is None]
-    return found
+        plain += [pair for pair in pairs if pair[1].requires_grad and sharding_of(pair[1]) is None]
+    return plain
 
 
 def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None:

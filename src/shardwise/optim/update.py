@@ -51,17 +51,17 @@ def runs(ranges: Sequence[tuple[int, int]], keys: Sequence[Any], piece: int) -> 
         keys: per slot, what must be equal within a run; ``None`` leaves the slot out.
         piece: elements of one rank's piece; a run does not cross its multiples.
     """
-    found: list[Run] = []
+    listed: list[Run] = []
     for position, ((begin, end), key) in enumerate(zip(ranges, keys, strict=True)):
         if key is None:
             continue
         for start, stop in cut_at_multiples(begin, end, piece):
-            last = found[-1] if found else None
+            last = listed[-1] if listed else None
             if last and last.stop == start and last.key == key and start % piece:
-                found[-1] = Run(last.start, stop, last.first, key)
+                listed[-1] = Run(last.start, stop, last.first, key)
             else:
-                found.append(Run(start, stop, position, key))
-    return found
+                listed.append(Run(start, stop, position, key))
+    return listed
 
 
 class Key(NamedTuple):
