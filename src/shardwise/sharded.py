@@ -105,11 +105,8 @@ class Sharded:
         units = choose_units(self.model, self.wrap)
         placements = self._placements(units)
         meshes = {placement: self._mesh(placement) for placement in placements.values()}
-        specs = {
-            unit.name: specs_of(unit, self.options, meshes[placement], placement)
-            for unit in units
-            for placement in [placements[unit.name]]
-        }
+        pairs = zip(units, placements.values(), strict=True)
+        specs = {u.name: specs_of(u, self.options, meshes[p], p) for u, p in pairs}
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
         params = [member.param for unit in units for member in unit.members]
         self._optimizer_hooks = OptimizerHooks(params, self._before_step, self.comm)

@@ -38,22 +38,17 @@ class Sharding:
     """Where a parameter's elements are.
 
     Attributes:
-        slot: its place in its bucket, with its first full name and its whole shape.
-        unit: its unit's name.
-        placement: ``"fully_sharded"`` or ``"replicated"`` (the optimizer sees all of it).
-        layout: of its bucket.
-        comm: the ranks that have the other ranges.
-        engine: the model's, while it is sharded.
-        lent: what was read from the parameter and shares the shard's memory, by ``id``.
+        name, shape: its first full name, and the whole parameter's shape.
         start, stop: the range of the flattened parameter that this rank stores.
     """
 
-    slot: Slot
-    unit: str
-    placement: str
-    layout: Layout = field(repr=False)
-    comm: Comm = field(repr=False)
+    slot: Slot  # its place in its bucket
+    unit: str  # its unit's name
+    placement: str  # "fully_sharded" or "replicated" (the optimizer sees all of it)
+    layout: Layout = field(repr=False)  # of its bucket
+    comm: Comm = field(repr=False)  # the ranks that have the other ranges
     engine: weakref.ref[Engine] | None = field(default=None, repr=False)
+    #: What was read from the parameter and shares the shard's memory, by ``id``.
     lent: weakref.WeakValueDictionary[int, Tensor] = field(
         default_factory=weakref.WeakValueDictionary, repr=False
     )
