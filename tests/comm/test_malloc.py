@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from shardwise.comm.malloc import in_huge_pages
+from tests.forked import forked
 
 
+@forked
 def test_freed_memory_stays_mapped() -> None:
     """Writing again to what was freed comes to fault in no page.
 
@@ -51,6 +53,7 @@ def in_a_new_process(text: str) -> str:
     return done.stdout.strip()
 
 
+@forked
 def test_what_was_freed_can_be_given_back() -> None:
     """Even where it is kept mapped, and something that stays lies above it."""
     assert int(in_a_new_process(HELD)) < 8 << 20

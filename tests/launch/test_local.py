@@ -14,6 +14,7 @@ import pytest
 
 from shardwise.errors import ShardwiseError
 from shardwise.launch.local import EXIT_STOPPED, available_cores, default_environment, start
+from tests.forked import forked
 
 # What each rank runs: a short script, not torch, so that a test takes about a second.
 FAIL = """
@@ -124,6 +125,7 @@ def test_nothing_but_the_reason_is_said(capfd: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 9)]
 )
+@forked
 def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, status: int) -> None:
     rank = f"""
 import os, time
@@ -212,6 +214,7 @@ def both_heard(folder: Path, *numbers: int) -> bool:
     return [(folder / rank).read_text() for rank in ("0", "1")] == [wanted, wanted]
 
 
+@forked
 def test_a_signal_to_save_and_one_to_stop_reach_every_rank(tmp_path: Path) -> None:
     with launched(tmp_path) as launcher:
         launcher.send_signal(signal.SIGUSR1)
@@ -221,6 +224,7 @@ def test_a_signal_to_save_and_one_to_stop_reach_every_rank(tmp_path: Path) -> No
     assert both_heard(tmp_path, signal.SIGUSR1, signal.SIGTERM)
 
 
+@forked
 def test_the_first_interrupt_asks_to_stop_and_the_second_interrupts(tmp_path: Path) -> None:
     with launched(tmp_path, "twice") as launcher:
         launcher.send_signal(signal.SIGINT)
@@ -240,6 +244,7 @@ time.sleep(300)
 """
 
 
+@forked
 def test_if_the_launcher_is_killed_the_ranks_die_though_they_are_suspended(tmp_path: Path) -> None:
     launcher = subprocess.Popen(python(LAUNCHER, NOTED, str(tmp_path)))
     wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
@@ -251,6 +256,7 @@ def test_if_the_launcher_is_killed_the_ranks_die_though_they_are_suspended(tmp_p
     wait_for(lambda: not any(map(is_alive, pids)))
 
 
+@forked
 def test_suspended_and_continued_the_ranks_are_so_too(tmp_path: Path) -> None:
     """Ctrl-Z reaches the launcher alone: each rank has a session of its own."""
     with launched(tmp_path) as launcher:
