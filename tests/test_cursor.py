@@ -6,6 +6,7 @@ from shardwise.cursor import Cursor, Step, steps
 from shardwise.order import mirror
 from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, Weight, events
 from shardwise.strategies import Placement
+from tests.test_schedule import everywhere
 
 FORWARD = tuple(
     Cue(op, unit, Phase.FORWARD) for unit in ("a", "b", "c") for op in (Op.ENTER, Op.EXIT)
@@ -16,7 +17,7 @@ END = Cue(Op.END, "", Phase.BACKWARD)
 
 def script(order: Order = ORDER) -> tuple[Step, ...]:
     weights = {cue.unit: Weight(100, 100) for cue in order.forward}
-    return steps(events(order, Policy(Placement.named("full_shard")), weights))
+    return steps(events(order, Policy(everywhere(Placement.named("full_shard"))), weights))
 
 
 def enter(unit: str, phase: Phase = Phase.FORWARD) -> Cue:
@@ -38,7 +39,7 @@ def test_a_step_that_follows_gets_each_cues_events_in_order() -> None:
         assert step is not None
         taken += [*step.before, Event(*cue), *step.after]
     weights = {unit: Weight(100, 100) for unit in "abc"}
-    assert tuple(taken) == events(ORDER, Policy(Placement.named("full_shard")), weights)
+    assert tuple(taken) == events(ORDER, Policy(everywhere(Placement.named("full_shard"))), weights)
     assert not cursor.improvised
 
 

@@ -18,7 +18,7 @@ ACCUMULATES = replace(TRAINED, reduces=False)
 
 
 def policy(strategy: str) -> Policy:
-    return Policy(Placement.named(strategy))
+    return Policy({"a": Placement.named(strategy)})
 
 
 def listed(events: Iterable[Event]) -> str:
@@ -125,15 +125,13 @@ def test_after_a_backward_pass_what_is_in_flight_is_settled_in_its_order_then_un
 ):
     facts = replace(TRAINED, reducing=["c", "b"])
     phase = Phase.BACKWARD
-    assert (
-        listed(end_events(facts, "ab", phase, frees=True)) == "settle c, settle b, free a, free b"
-    )
-    assert listed(end_events(facts, "ab", phase, frees=False)) == "settle c, settle b"
+    assert listed(end_events(facts, "ab", phase)) == "settle c, settle b, free a, free b"
+    assert listed(end_events(facts, "", phase)) == "settle c, settle b"
 
 
 def test_a_forward_pass_without_gradients_ends_no_reduce_of_a_backward_pass_around_it() -> None:
     facts = replace(TRAINED, reducing=["c"])
-    assert listed(end_events(facts, "ab", Phase.FORWARD, frees=True)) == "free a, free b"
+    assert listed(end_events(facts, "ab", Phase.FORWARD)) == "free a, free b"
 
 
 def test_what_is_carried_out_is_a_fact() -> None:

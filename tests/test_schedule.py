@@ -8,7 +8,8 @@ a root with three or four layers, gathers, frees ("reshard") and reduces ("post_
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from types import FrameType
@@ -40,6 +41,11 @@ FULL = Placement.named("full_shard")
 ZERO2 = Placement.named("shard_grad_op")
 ZERO1 = Placement.named("zero1")
 DDP = Placement.named("no_shard")
+
+
+def everywhere(placement: Placement) -> Mapping[str, Placement]:
+    """Every unit lives there."""
+    return defaultdict(lambda: placement)
 
 
 def layers(count: int) -> Order:
@@ -78,7 +84,7 @@ def units_ahead(count: int) -> int:
 
 def policy(forward: int, backward: int, **changes: object) -> Policy:
     prefetch = Prefetch(units_ahead(forward), units_ahead(backward))
-    return replace(Policy(FULL, prefetch), **changes)  # type: ignore[arg-type]
+    return replace(Policy(everywhere(FULL), prefetch), **changes)  # type: ignore[arg-type]
 
 
 def test_forward_without_prefetch_gathers_each_unit_when_it_is_entered() -> None:
@@ -106,7 +112,7 @@ def test_backward_gathers_one_ahead_what_was_freed() -> None:
 
 
 def test_backward_with_reshard_false_gathers_nothing() -> None:
-    found = listed(layers(3), policy(0, 1, placement=ZERO2))
+    found = listed(layers(3), policy(0, 1, placements=everywhere(ZERO2)))
     assert table(found, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
         reduce layers.2
         reduce layers.1
@@ -208,7 +214,7 @@ def test_backward_pre_gathers_before_this_units_gradients_and_post_after_them() 
         reduce layers.1
     """)
     )
-    post = Policy(FULL, Prefetch(0, units_ahead(1), when="post"))
+    post = Policy(everywhere(FULL), Prefetch(0, units_ahead(1), when="post"))
     assert table(listed(layers(2), post), Phase.BACKWARD, *both).startswith(
         rows("""
         enter root
@@ -235,7 +241,7 @@ def test_never_more_gathers_in_flight_than_the_limit(limit: int) -> None:
     unlimited = Prefetch(10**9, 10**9, limit=limit)
     flying: set[str] = set()
     most = 0
-    for event in listed(layers(6), Policy(FULL, unlimited)):
+    for event in listed(layers(6), Policy(everywhere(FULL), unlimited)):
         if event.op is Op.GATHER:
             flying.add(event.unit)
         elif event.op is Op.ENTER:
@@ -247,7 +253,7 @@ def test_never_more_gathers_in_flight_than_the_limit(limit: int) -> None:
 def test_prefetch_depth_is_in_bytes() -> None:
     order = layers(4)
     heavy = {**weights(order), "layers.1": Weight(300, 300)}
-    found = events(order, Policy(FULL, Prefetch(250, 0)), heavy)
+    found = events(order, Policy(everywhere(FULL), Prefetch(250, 0)), heavy)
     assert table(found, Phase.FORWARD, Op.GATHER, Op.ENTER).startswith(
         rows("""
         gather root
@@ -276,22 +282,22 @@ def test_settle_ends_every_reduce_and_one_stays_in_flight() -> None:
 
 
 def test_no_shard_gathers_and_frees_nothing_and_reduces_once() -> None:
-    found = listed(layers(2), Policy(DDP))
+    found = listed(layers(2), Policy(everywhere(DDP)))
     assert {event.op for event in found} == {Op.ENTER, Op.EXIT, Op.END, Op.REDUCE, Op.SETTLE}
 
 
 def test_zero1_gathers_once_and_gives_back_at_the_end() -> None:
-    found = listed(layers(2), Policy(ZERO1))
+    found = listed(layers(2), Policy(everywhere(ZERO1)))
     assert table(found, Phase.FORWARD, Op.GATHER).count("gather") == 3
     assert table(found, Phase.BACKWARD, Op.GATHER) == ""
     assert [event.op for event in found[-4:]] == [Op.SETTLE, Op.FREE, Op.FREE, Op.FREE]
 
 
 def test_while_accumulating_nothing_is_reduced_and_zero2_stays_gathered() -> None:
-    accumulate = listed(layers(2), Policy(ZERO2, reduces=False))
+    accumulate = listed(layers(2), Policy(everywhere(ZERO2), reduces=False))
     assert not [e for e in accumulate if e.op in (Op.REDUCE, Op.SETTLE, Op.FREE)]
     held = frozenset({"root", "layers.0", "layers.1"})
-    last = listed(layers(2), Policy(ZERO2, held=held))
+    last = listed(layers(2), Policy(everywhere(ZERO2), held=held))
     assert not [e for e in last if e.op is Op.GATHER]
     assert len([e for e in last if e.op is Op.FREE]) == 3
 
@@ -353,7 +359,7 @@ def test_a_forward_pass_alone_ends_with_everything_free() -> None:
     order = Order(layers(2).forward)
     for placement in (FULL, ZERO2, ZERO1):
         gathered = set()
-        for event in listed(order, Policy(placement)):
+        for event in listed(order, Policy(everywhere(placement))):
             if event.op is Op.GATHER:
                 gathered.add(event.unit)
             elif event.op is Op.FREE:
@@ -365,7 +371,7 @@ def test_a_forward_pass_alone_ends_with_everything_free() -> None:
 @pytest.mark.parametrize("depth", [0, 100, 250, 10**6])
 def test_every_use_lies_between_a_gather_and_a_free(placement: Placement, depth: int) -> None:
     gathered: set[str] = set() if placement.splits else {"root", *(f"layers.{i}" for i in range(5))}
-    for event in listed(layers(5), Policy(placement, Prefetch(depth, depth))):
+    for event in listed(layers(5), Policy(everywhere(placement), Prefetch(depth, depth))):
         if event.op is Op.GATHER:
             assert event.unit not in gathered
             gathered.add(event.unit)
@@ -409,7 +415,7 @@ def test_in_any_order_what_is_needed_next_is_gathered_next_and_kept_and_reduced_
 ) -> None:
     cues = [*order.forward, *order.backward]
     gathered, around, reduced, at = set[str](), list[str](), list[str](), 0
-    built = listed(order, Policy(placement, Prefetch(depth, depth, when)))
+    built = listed(order, Policy(everywhere(placement), Prefetch(depth, depth, when)))
     for number, event in enumerate(built):
         if event.op is Op.GATHER:
             assert event.unit == wanted_next(cues[at:], list(gathered))
@@ -461,9 +467,8 @@ def test_a_schedule_of_twice_the_units_is_twice_the_work(
     placement: Placement, depth: int | None
 ) -> None:
     """A model that deviates at every step has it built at every step."""
-    once, twice = (
-        lines_run(layers(n), Policy(placement, Prefetch(depth, depth))) for n in (50, 100)
-    )
+    policy = Policy(everywhere(placement), Prefetch(depth, depth))
+    once, twice = (lines_run(layers(n), policy) for n in (50, 100))
     assert twice < 2.1 * once
 
 

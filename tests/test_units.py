@@ -402,7 +402,11 @@ def test_bytes_are_those_of_each_parameters_dtype() -> None:
 
 def test_padding_and_placement_are_columns_once_they_are_known() -> None:
     units = choose_units(odd_convnet())
-    placed = replace(units, padding=dict.fromkeys(names(units), 1_000), placement="sharded")
+    placed = replace(
+        units,
+        padding=dict.fromkeys(names(units), 1_000),
+        placements=dict.fromkeys(names(units), "sharded"),
+    )
     lines = [line.split() for line in str(placed).splitlines()]
     assert lines[0][-2:] == ["padding", "placement"]
     assert lines[1] == ["(root)", "OddConvNet", "140", "560", "140", "1,000", "sharded"]

@@ -77,7 +77,9 @@ def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs
 
 
 def _digest(buckets: Iterable[BucketSpec]) -> str:
-    text = repr([(spec.layout, spec.dtypes, [m.aliases for m in spec.members]) for spec in buckets])
+    text = repr(
+        [(s.layout, s.placement, s.dtypes, [m.aliases for m in s.members]) for s in buckets]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

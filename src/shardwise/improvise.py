@@ -105,7 +105,8 @@ def improvise(policy: Policy, facts: Facts, cue: Cue, last: bool) -> list[Event]
         return [Event(Op.GATHER, unit, phase, "on demand")] if op is Op.ENTER else []
     averages = last and phase is Phase.BACKWARD and facts.reduces
     listed: list[Event] = []
-    if policy.placement.frees or (averages and not policy.placement.resident):
+    placement = policy.placements[unit]
+    if placement.frees or (averages and not placement.resident):
         listed.append(Event(Op.FREE, unit, phase, "on demand"))
     if averages and unit in facts.trained:
         listed.append(Event(Op.REDUCE, unit, phase, "on demand"))
@@ -129,9 +130,8 @@ def reduces_left_over(facts: Facts, collected: Iterable[str]) -> list[Event]:
     return [Event(Op.REDUCE, unit, Phase.BACKWARD, "left over") for unit in left]
 
 
-def end_events(facts: Facts, units: Iterable[str], phase: Phase, frees: bool) -> list[Event]:
-    """After the end of a pass: settle every reduce in flight, then free every unit."""
+def end_events(facts: Facts, freed: Iterable[str], phase: Phase) -> list[Event]:
+    """After the end of a pass: settle every reduce in flight, then free these units."""
     settled = facts.reducing if phase is Phase.BACKWARD else ()
     listed = [Event(Op.SETTLE, unit, phase, "left over") for unit in settled]
-    freed = units if frees else ()
     return listed + [Event(Op.FREE, unit, phase, "the step is over") for unit in freed]

@@ -73,7 +73,9 @@ class Runtime:
         self.trained = Trained(units.values(), comm, precision.stored)
         self.facts = Facts(trained=self.trained.units)
         #: Nothing is gathered where parameters are whole at rest, so nobody is told of it.
-        self._told = frozenset(Op) if policy.gathers else frozenset(Op) - {Op.GATHER, Op.FREE}
+        self._untold = {
+            (op, unit) for unit in units if not policy.gathers(unit) for op in (Op.GATHER, Op.FREE)
+        }
         self._peers_may_read = False  # a peer may still compute with shared parameters
         self._pinned: frozenset[str] = frozenset()  # before the forward pass without gradients
         self.listeners: list[Callable[[Event], None]] = []
@@ -146,20 +148,19 @@ class Runtime:
             if is_due(event, self.facts):
                 self.facts.note(event)
                 ACTS[event.op](self.units[event.unit])
-                if self.listeners and event.op in self._told:
+                if self.listeners and event[:2] not in self._untold:
                     self._tell(event)
 
     def _tell(self, event: Event) -> None:
         for listener in self.listeners:
             listener(event)
 
-    def _finish(self, phase: Phase, frees: bool, keep: Collection[str] = ()) -> None:
-        """A pass is over: what is in flight is settled, and every unit freed if ``frees``."""
-        if frees:
-            self.facts.unpin(keep)
-            for state in self.units.values():
-                state.expire()
-        self._carry_out(end_events(self.facts, self.units, phase, frees))
+    def _finish(self, phase: Phase, freed: Collection[str], keep: Collection[str] = ()) -> None:
+        """A pass is over: what is in flight is settled, and units are freed, with their pins."""
+        self.facts.unpin({*keep, *(self.units.keys() - freed)})
+        for unit in freed:
+            self.units[unit].expire()
+        self._carry_out(end_events(self.facts, freed, phase))
 
     # ---- the forward pass --------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class Runtime:
         if self._cursor.mode == "forward":
             self._cue(Cue(Op.END, "", Phase.FORWARD))
             self._fence("forward")
-            self._finish(Phase.FORWARD, frees=True, keep=self._pinned)
+            self._finish(Phase.FORWARD, self.units, keep=self._pinned)
             self._learn()
             self._cursor = cursor
 
@@ -237,7 +238,8 @@ class Runtime:
         self._carry_out(step.after)
         facts.keeps_graph = facts.keeps_graph and kept
         # Between micro-batches a unit that no use frees stays gathered.
-        self._finish(Phase.BACKWARD, frees=facts.reduces or self.policy.placement.frees)
+        freed = [n for n in self.units if facts.reduces or self.policy.placements[n].frees]
+        self._finish(Phase.BACKWARD, freed)
         self._deliver(used)
         self._learn()
 

@@ -139,7 +139,7 @@ class Policy:
     """Everything besides the order that a schedule depends on.
 
     Attributes:
-        placement: the strategy.
+        placements: where each unit lives, by its name.
         prefetch: how far ahead units are gathered.
         reduces: gradients leave the rank in this step (``False`` while accumulating).
         casts: computing needs another dtype than is stored, so even whole parameters are
@@ -147,16 +147,15 @@ class Policy:
         held: units that are gathered when the step begins.
     """
 
-    placement: Placement
+    placements: Mapping[str, Placement]
     prefetch: Prefetch = Prefetch()
     reduces: bool = True
     casts: bool = False
     held: frozenset[str] = frozenset()
 
-    @property
-    def gathers(self) -> bool:
-        """Is a unit at rest something else than what it computes with?"""
-        return self.placement.splits or self.casts
+    def gathers(self, unit: str) -> bool:
+        """Is the unit at rest something else than what it computes with?"""
+        return self.placements[unit].splits or self.casts
 
 
 @dataclass
@@ -184,7 +183,8 @@ class _Writer:
         self.largest = max((weight.gathered for weight in self.weights.values()), default=0)
         # Positions of cues. One that is past, or whose unit is gathered by now, is stale.
         self.not_open = list(first_uses.values())
-        self.not_gathered = [at for unit, at in first_uses.items() if unit not in self.gathered]
+        wanted = (unit for unit in first_uses if self.policy.gathers(unit))
+        self.not_gathered = [first_uses[unit] for unit in wanted if unit not in self.gathered]
         heapify(self.not_open)
         heapify(self.not_gathered)
 
@@ -258,7 +258,7 @@ def events(order: Order, policy: Policy, weights: Mapping[str, Weight]) -> tuple
 
 
 def _enter(writer: _Writer, position: int, cue: Cue) -> None:
-    if writer.policy.gathers and cue.unit not in writer.gathered:
+    if writer.policy.gathers(cue.unit) and cue.unit not in writer.gathered:
         again = cue.unit in writer.used
         writer.gather(cue.unit, cue.phase, "needed again" if again else "first use")
     if cue.phase is Phase.FORWARD or writer.policy.prefetch.when == "pre":
@@ -287,20 +287,21 @@ def _exit(writer: _Writer, position: int, cue: Cue) -> None:
 def _end(writer: _Writer, cue: Cue) -> None:
     writer.events.append(Event(*cue))
     writer.settle(0, cue.phase, "the optimizer may run next")
-    if not _stays_gathered(writer.policy):
-        for unit in sorted(writer.gathered):
+    for unit in sorted(writer.gathered):
+        if not _stays_gathered(writer.policy, unit):
             writer.free(unit, None, cue.phase, "the step is over")
 
 
-def _stays_gathered(policy: Policy) -> bool:
+def _stays_gathered(policy: Policy, unit: str) -> bool:
     """Between micro-batches nothing changes the parameters, so only ``frees`` lets them go."""
-    return not policy.gathers or (not policy.reduces and not policy.placement.frees)
+    frees = policy.reduces or policy.placements[unit].frees
+    return not (policy.gathers(unit) and frees)
 
 
 def _prefetch(writer: _Writer, position: int, reason: str) -> None:
     prefetch, cue = writer.policy.prefetch, writer.cues[position]
     budget = prefetch.forward if cue.phase is Phase.FORWARD else prefetch.backward
-    if not writer.policy.gathers or budget == 0:
+    if budget == 0:
         return
     budget = writer.largest if budget is None else budget
     if cue.unit in writer.ahead:  # used now, so not ahead of its use
@@ -326,8 +327,9 @@ def _first_to_gather(writer: _Writer, position: int) -> Cue | None:
 
 
 def _releases(writer: _Writer, position: int, cue: Cue) -> bool:
-    policy, placement = writer.policy, writer.policy.placement
-    if not policy.gathers or placement.resident or cue.unit not in writer.gathered:
+    policy, placement = writer.policy, writer.policy.placements[cue.unit]
+    gathered = policy.gathers(cue.unit) and cue.unit in writer.gathered
+    if placement.resident or not gathered:
         return False
     if not placement.frees:
         return policy.reduces and writer.next_use[position] is None

@@ -97,6 +97,6 @@ class Schedules:
         return first
 
     def _policy_of(self, mode: Mode) -> Policy:
-        stays = not self._policy.placement.frees
-        held = frozenset(self._units) if mode == "last" and stays else frozenset()
+        stay = (name for name in self._units if not self._policy.placements[name].frees)
+        held = frozenset(stay if mode == "last" else ())
         return replace(self._policy, reduces=mode != "accumulate", held=held)

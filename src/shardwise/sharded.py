@@ -116,7 +116,7 @@ class Sharded:
         self.units = replace(
             units,
             padding=self.layout.padding(),
-            placement="sharded" if self.placement.splits else "replicated",
+            placements={n: p.words for n, p in placements.items()},
         )
         self._start(states)
 
@@ -132,7 +132,8 @@ class Sharded:
         brackets = {module: unit.name for unit in self.units for module in unit.modules}
         precision = self.options.precision
         casts = any(b.dtypes.stored is not b.dtypes.compute for b in self.buckets)
-        policy = Policy(self.placement, self.options.prefetch, casts=casts)
+        placements = {bucket.unit: bucket.spec.placement for bucket in self.buckets}
+        policy = Policy(placements, self.options.prefetch, casts=casts)
         first = order.guess(self.model, brackets)
         participates = self.options.divergence == "participate"
         self._brackets = brackets

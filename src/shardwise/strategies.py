@@ -24,6 +24,10 @@ class Placement:
     resident: bool  # the full bucket keeps its memory between uses (its values may be stale)
     frees: bool  # a unit is freed after each use, not only at its last
 
+    @property
+    def words(self) -> str:
+        return "sharded" if self.splits else "replicated"
+
     @classmethod
     def named(cls, name: str | int | Enum) -> Placement:
         """The preset of this name; any case, ``-`` for ``_``, and the field's other names.

@@ -102,12 +102,12 @@ class Units(Sequence[Unit]):
     Attributes:
         units: the units.
         padding: bytes of padding by unit name, once layouts exist.
-        placement: ``"sharded"`` or ``"replicated"``, once a strategy is chosen.
+        placements: ``"sharded"`` or ``"replicated"``, by unit, once a strategy is chosen.
     """
 
     units: tuple[Unit, ...]
     padding: Mapping[str, int] | None = None
-    placement: str | None = None
+    placements: Mapping[str, str] | None = None
 
     @overload
     def __getitem__(self, index: int) -> Unit: ...
@@ -130,8 +130,8 @@ class Units(Sequence[Unit]):
         }
         if self.padding is not None:
             columns["padding"] = _summed(self.padding[unit.name] for unit in self)
-        if self.placement is not None:
-            columns["placement"] = [*([self.placement] * len(self)), ""]
+        if self.placements is not None:
+            columns["placement"] = [*(self.placements[unit.name] for unit in self), ""]
         return _aligned(columns)
 
 

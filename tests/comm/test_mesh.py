@@ -14,14 +14,16 @@ from shardwise.comm import threads
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.options import Options
+from shardwise.schedule import Op
 from shardwise.strategies import Placement
+from shardwise.units import Units
 from tests import nets
 from tests.copies import clones, equal, seeded
 from tests.ranks import run_threads
 from tests.steps import train
 
 T = TypeVar("T")
-FULL = Placement.named("full_shard")
+FULL, COPIED = Placement.named("full_shard"), Placement.named("no_shard")
 
 
 def on_a_grid(build: Callable[[], nn.Module], fn: Callable[[sw.Sharded, Mesh], T]) -> list[T]:
@@ -81,6 +83,27 @@ def test_each_axis_carries_the_lower_bound_and_the_schedule_says_so() -> None:
         assert "reduce-scatter + reduce-scatter + all-gather" in str(schedule)
 
     on_a_grid(nets.decoder, rank)
+
+
+def test_units_that_live_in_different_places_train_alike() -> None:
+    """Some are split, others are copied, and the norm is that of all of them."""
+
+    class Mixed(sw.Sharded):
+        def _placements(self, units: Units) -> dict[str, Placement]:
+            return {unit.name: FULL if at % 2 else COPIED for at, unit in enumerate(units)}
+
+    def rank(comm: Comm, model: nn.Module, kind: type[sw.Sharded]) -> dict[str, Tensor]:
+        sharded = kind(model, FULL, None, comm, Options())
+        if kind is Mixed:
+            assert str(sharded.units).count("replicated") == -(-len(sharded.units) // 2)
+            gathered = {e.unit for e in sharded.schedule.events if e.op is Op.GATHER}
+            assert gathered == {unit.name for unit in sharded.units[1::2]}
+        return steps(sharded, comm.rank)
+
+    models = [[seeded(nets.decoder) for _ in range(3)] for _ in range(2)]
+    expected = run_threads(3, lambda c: rank(c, models[0][c.rank], sw.Sharded))
+    mixed = run_threads(3, lambda c: rank(c, models[1][c.rank], Mixed))
+    assert all(equal(one, expected[0]) for one in mixed)
 
 
 def test_a_checkpoint_of_a_grid_is_one_of_its_model(tmp_path: Path) -> None:

@@ -174,15 +174,11 @@ class FlatState:
         return self.bucket.shard is self.shard
 
     def flat_gradient(self, gradients: Sequence[Tensor | None]) -> FlatGradient:
-        """The gradients of these slots in one piece, copied only where it must be.
+        """The gradients of these slots, or ``None``, in one piece.
 
-        A backward pass leaves each parameter a view of one buffer that is laid out like the shard,
-        and that buffer is what a fused kernel should read. Whether the gradients still are its
-        views is seen by their addresses: inside the memory of a living storage there is nobody
-        else's. Where the user put other tensors in their place, they are copied together.
-
-        Args:
-            gradients: of each slot, in the shape of its shard; ``None`` where there is none.
+        A backward pass leaves each parameter a view of one buffer that is laid out like the shard.
+        Addresses tell whether gradients still are its views: inside the memory of a living storage
+        there is nothing else. Where the user put other tensors in their place, they are copied.
         """
         own = self._memory_of(gradients)
         if own is not None:

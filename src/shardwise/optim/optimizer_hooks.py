@@ -58,9 +58,8 @@ _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 class Shown(dict[str, Any]):
     """The keyword arguments of a step, and parameters that show their plain class meanwhile.
 
-    Of a plain tensor torch reads attributes fast, and fused kernels take it. torch calls no hook
-    after a step that raised; so these tensors are plain for as long as the arguments of that step
-    exist, and are guarded again however the step ended.
+    torch reads attributes of a plain tensor fast, and fused kernels take it. It calls no hook after
+    a step that raised; so tensors are plain for as long as the arguments of that step exist.
     """
 
     tensors: Sequence[Tensor] = ()

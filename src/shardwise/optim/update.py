@@ -91,21 +91,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Update:
-    """One step.
+    """One step."""
 
-    Attributes:
-        calls: in any order.
-        views: the runs of each bucket's flat gradient; ``None`` where there are none.
-        ranks: of every run, which rank sums the gradients of the piece that it lies in.
-        params: every parameter that is updated, whether or not this rank has elements of it.
-        counted: of each bucket, what to add to its counts of steps, if anything.
-    """
-
-    calls: Sequence[Call]
-    views: Sequence[Views | None]
-    ranks: Sequence[int]
-    params: Sequence[nn.Parameter]
-    counted: Sequence[Tensor | None]
+    calls: Sequence[Call]  # in any order
+    views: Sequence[Views | None]  # of each bucket's flat gradient: its runs; None without runs
+    ranks: Sequence[int]  # of every run, which rank sums the gradients of its piece
+    params: Sequence[nn.Parameter]  # that are updated, also where this rank has no elements of it
+    counted: Sequence[Tensor | None]  # of each bucket, what to add to its counts of steps
 
     @property
     def lasts(self) -> bool:
