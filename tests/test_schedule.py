@@ -499,3 +499,15 @@ def test_prefetch_refuses_what_cannot_work() -> None:
         Prefetch(when="before")
     with pytest.raises(ConfigError, match="limit is 0"):
         Prefetch(limit=0)
+
+
+def test_a_gather_says_whether_its_unit_was_used_before() -> None:
+    gathers = [
+        e for e in listed(layers(2), Policy(everywhere(FULL), Prefetch(0, 0))) if e.op is Op.GATHER
+    ]
+    assert [(e.unit, e.reason) for e in gathers] == [
+        ("root", "first use"),
+        ("layers.0", "first use"),
+        ("layers.1", "first use"),
+        ("layers.0", "needed again"),
+    ]

@@ -204,3 +204,8 @@ def test_results_come_in_rank_order() -> None:
         return comm.rank
 
     assert threads.run(3, slow_first) == [0, 1, 2]
+
+
+def test_ranks_whose_facts_differ_are_told_so() -> None:
+    with pytest.raises(RanksDisagree, match="do not agree on 1 of their facts"):
+        threads.run(2, lambda comm: comm.agree({"layout": str(comm.rank)}))
