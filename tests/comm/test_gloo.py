@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm import watchdog
 from shardwise.comm.connect import over
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
@@ -27,6 +29,18 @@ SOON = 60.0  # seconds: on a busy machine, too, and far below the time limit of 
 TRANSPORTS = ["messages", "memory"]
 
 pytestmark = pytest.mark.spawn
+
+
+def look_soon() -> None:
+    """What a rank does after 1.5 seconds of waiting, it does at once."""
+    watchdog.TICK = watchdog.PATIENCE = 0.05
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + SOON
+    while not path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def gather(comm: Comm, unit: str, n: int = 128) -> None:
@@ -138,6 +152,7 @@ def try_differences(
     rank: int, world: int, folder: str, transport: str
 ) -> dict[str, tuple[float, str, float, str]]:
     """For each: seconds until the error, its text, and the same for the next call."""
+    look_soon()
     with gloo_group(rank, world, folder):
         results = {}
         for difference in DIFFERENCES:
@@ -203,15 +218,18 @@ def test_what_was_gathered_ahead_does_not_keep_a_rank_from_raising(transport: st
 
 
 def be_slow(rank: int, world: int, folder: str, transport: str) -> list[str]:
+    look_soon()
+    raised = Path(folder, "raised")
     with gloo_group(rank, world, folder), over(dist.group.WORLD, transport=transport) as patient:
         gather(patient, "blocks.0")
         if rank == 1:
-            time.sleep(1.8)
+            time.sleep(0.3)
         gather(patient, "blocks.1")
         with over(dist.group.WORLD, timeout=1.0, transport=transport) as impatient:
             if rank == 1:
-                time.sleep(2.2)
+                wait_for(raised)
             late = error_of(lambda: gather(impatient, "blocks.2"))[1]
+            raised.touch()
         gather(patient, "blocks.3")
         return [late]
 
@@ -227,15 +245,16 @@ def test_a_slow_rank_is_waited_for_until_the_time_limit(transport: str) -> None:
 
 
 def come_alone(rank: int, world: int, folder: str, transport: str) -> tuple[str, int]:
-    before = threading.active_count()
+    before, raised = threading.active_count(), Path(folder, "raised")
     with gloo_group(rank, world, folder):
         if rank == 0:
             with pytest.raises(RanksDisagree) as error:
-                over(dist.group.WORLD, timeout=1.0, transport=transport)
+                over(dist.group.WORLD, timeout=0.5, transport=transport)
             text = str(error.value)
+            raised.touch()
         else:
             text = ""
-            time.sleep(3)
+            wait_for(raised)
         return text, threading.active_count() - before
 
 

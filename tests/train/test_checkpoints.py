@@ -24,7 +24,14 @@ from shardwise.train.requests import Requests
 from tests.train.runs import Watched, checkpoint, digest, losses, saved, steps
 from tests.train.tiny import documents, tiny_recipe
 
-SHORT = ("run.steps=6", "run.eval_every=0", "sample.tokens=0", "checkpoint.save_every=2")
+SHORT = (
+    "run.steps=6",
+    "run.eval_every=0",
+    "sample.tokens=0",
+    "checkpoint.save_every=2",
+    "batch.micro=6",
+    "model.layers=1",
+)
 
 
 def recipe_in(folder: Path, *overrides: str) -> Recipe:
@@ -155,7 +162,7 @@ def test_a_checkpoint_is_a_model_that_transformers_loads(tmp_path: Path, watched
 
 
 def test_a_file_asks_all_ranks_to_save_and_go_on(tmp_path: Path, watched: Watched) -> None:
-    recipe = recipe_in(tmp_path, "checkpoint.save_every=0")
+    recipe = recipe_in(tmp_path, "checkpoint.save_every=0", "batch.micro=2")
     asks = Path(recipe.run.folder) / "save"
     outcome = watched.run(recipe, 3, when(2, asks.touch))
     assert (outcome.step, outcome.stopped) == (6, False)
@@ -164,7 +171,7 @@ def test_a_file_asks_all_ranks_to_save_and_go_on(tmp_path: Path, watched: Watche
 
 
 def test_a_file_asks_all_ranks_to_save_and_stop(tmp_path: Path, watched: Watched) -> None:
-    recipe = recipe_in(tmp_path, "checkpoint.save_every=0")
+    recipe = recipe_in(tmp_path, "checkpoint.save_every=0", "batch.micro=2")
     asks = Path(recipe.run.folder) / "stop"
     outcome = watched.run(recipe, 3, when(2, asks.touch))
     assert (outcome.step, outcome.stopped) == (3, True)
@@ -183,7 +190,7 @@ def test_what_was_asked_of_a_run_that_is_over_is_not_asked_of_the_next(
 
 
 def test_a_rank_of_which_nobody_thinks_can_ask_too(tmp_path: Path, watched: Watched) -> None:
-    recipe = recipe_in(tmp_path, "checkpoint.save_every=0")
+    recipe = recipe_in(tmp_path, "checkpoint.save_every=0", "batch.micro=2")
     asked = Requests()
     watched.run(recipe, 3, when(4, asked.save), lambda c: asked if c.rank == 2 else Requests())
     assert saved(recipe) in (["step-4"], ["step-5"])
@@ -357,7 +364,7 @@ def test_overwrite_begins_anew_where_the_text_is_another(tmp_path: Path, watched
 
 
 def test_a_finished_run_says_so_and_trains_no_more(tmp_path: Path, watched: Watched) -> None:
-    recipe = recipe_in(tmp_path)
+    recipe = recipe_in(tmp_path, "batch.micro=2")
     watched.run(recipe, 2)
     before = {path: path.stat().st_mtime_ns for path in Path(recipe.run.folder).rglob("*")}
     watched.told.clear()

@@ -28,7 +28,7 @@ from tests.train.runs import (
 )
 from tests.train.tiny import tiny_recipe
 
-SHORT = ("run.steps=6", "sample.tokens=0", "checkpoint.save_every=2")
+SHORT = ("run.steps=6", "sample.tokens=0", "checkpoint.save_every=2", "batch.micro=2")
 
 
 def recipe_in(folder: Path, *overrides: str) -> Recipe:
@@ -64,12 +64,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 def test_killed_in_any_micro_batch_it_comes_to_the_same_bits(
     tmp_path: Path, watched: Watched
 ) -> None:
-    whole = recipe_in(tmp_path / "whole", "batch.micro=2")
+    whole = recipe_in(tmp_path / "whole")
     watched.run(whole, 2)
     rows = watched.rows(6)
     for number in (1, 2, 3):
         watched.trained.clear()
-        cut = recipe_in(tmp_path / f"cut {number}", "batch.micro=2")
+        cut = recipe_in(tmp_path / f"cut {number}")
         watched.killed(cut, 2, at=(4, 1, number))
         watched.told.clear()
         outcome = watched.run(cut, 2)
@@ -132,7 +132,7 @@ def test_where_it_goes_on_is_said_with_the_number_of_the_sample(
 def test_other_worlds_and_strategies_see_the_same_rows_and_losses(
     tmp_path: Path, watched: Watched
 ) -> None:
-    whole = recipe_in(tmp_path / "whole", "run.steps=10", "optimizer.lr=3e-3")
+    whole = recipe_in(tmp_path / "whole", "run.steps=10", "optimizer.lr=3e-3", "batch.micro=1")
     watched.run(whole, 4)
     rows = watched.rows(10)
     watched.trained.clear()
@@ -153,7 +153,7 @@ def test_other_worlds_and_strategies_see_the_same_rows_and_losses(
 
 
 def test_state_goes_through_other_worlds_bit_by_bit(tmp_path: Path, watched: Watched) -> None:
-    recipe = recipe_in(tmp_path, "run.steps=3")
+    recipe = recipe_in(tmp_path, "run.steps=3", "batch.micro=1")
     watched.run(recipe, 4)
     folder = Folder(Path(recipe.run.folder))
 
