@@ -28,31 +28,37 @@ from tests.parity.sharded import How, Sharded, assert_close, off, on_threads
 # Small steps: a one-element parameter that crosses zero has no maximum to compare with.
 SGD: MakeOptimizer = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 ADAM: MakeOptimizer = partial(torch.optim.Adam, lr=0.01, eps=1e-4)
-TOLERANCES = [(SGD, 1e-5), (ADAM, 2e-5)]
+each_optimizer = pytest.mark.parametrize(
+    ("optimizer", "tolerance"), [(SGD, 1e-5), (ADAM, 2e-5)], ids=["SGD", "Adam"]
+)
 MIXES_ROWS = Net(nets.odd_convnet, nets.odd_convnet_batch)
 AWKWARD = [net for net in NETS if net != MIXES_ROWS and net.build is not nets.decoder]
 WORLDS = (1, 2, 3, 4, 5)
 
 
+@each_optimizer
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("net", AWKWARD, ids=str)
-def test_ranks_equal_one_large_batch_up_to_rounding(net: Net, world: int) -> None:
-    for optimizer, tolerance in TOLERANCES:
-        recipe = Recipe.of(net, optimizer, steps=3)
-        ranks, large = on_threads(world, recipe, How()), large_batch(recipe, world)
-        assert_losses_close(ranks, large, 1e-6)
-        assert_close(ranks, large, tolerance)
+def test_ranks_equal_one_large_batch_up_to_rounding(
+    net: Net, world: int, optimizer: MakeOptimizer, tolerance: float
+) -> None:
+    recipe = Recipe.of(net, optimizer, steps=3)
+    ranks, large = on_threads(world, recipe, How()), large_batch(recipe, world)
+    assert_losses_close(ranks, large, 1e-6)
+    assert_close(ranks, large, tolerance)
 
 
+@each_optimizer
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_model_built_on_the_meta_device_equals_one_large_batch(world: int) -> None:
+def test_a_model_built_on_the_meta_device_equals_one_large_batch(
+    world: int, optimizer: MakeOptimizer, tolerance: float
+) -> None:
     net = Net(nets.tied_decoder, nets.tied_decoder_batch)
-    for optimizer, tolerance in TOLERANCES:
-        recipe = Recipe(lambda: built_on_meta(net), net.batch, optimizer, steps=3)
-        large = large_batch(recipe, world, made_whole(net))
-        ranks = on_threads(world, recipe, How(each_rank=init_of))
-        assert_losses_close(ranks, large, 1e-6)
-        assert_close(ranks, large, tolerance)
+    recipe = Recipe(lambda: built_on_meta(net), net.batch, optimizer, steps=3)
+    large = large_batch(recipe, world, made_whole(net))
+    ranks = on_threads(world, recipe, How(each_rank=init_of))
+    assert_losses_close(ranks, large, 1e-6)
+    assert_close(ranks, large, tolerance)
 
 
 def test_micro_batches_on_ranks_equal_one_large_batch_up_to_rounding() -> None:
@@ -62,14 +68,16 @@ def test_micro_batches_on_ranks_equal_one_large_batch_up_to_rounding() -> None:
     assert_close(ranks, large, 1e-5)
 
 
+@each_optimizer
 @pytest.mark.parametrize("world", WORLDS)
-def test_batch_norm_that_does_not_see_its_batch_equals_one_large_batch(world: int) -> None:
-    for optimizer, tolerance in TOLERANCES:
-        recipe = Recipe.of(MIXES_ROWS, optimizer)
-        ranks = on_threads(world, recipe, How(dress=nn.Module.eval))
-        large = large_batch(recipe, world, recipe.model().eval())
-        assert_losses_close(ranks, large, 1e-6)
-        assert_close(ranks, large, tolerance)
+def test_batch_norm_that_does_not_see_its_batch_equals_one_large_batch(
+    world: int, optimizer: MakeOptimizer, tolerance: float
+) -> None:
+    recipe = Recipe.of(MIXES_ROWS, optimizer)
+    ranks = on_threads(world, recipe, How(dress=nn.Module.eval))
+    large = large_batch(recipe, world, recipe.model().eval())
+    assert_losses_close(ranks, large, 1e-6)
+    assert_close(ranks, large, tolerance)
 
 
 def test_batch_norm_that_sees_its_batch_does_not() -> None:
