@@ -17,6 +17,7 @@ from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
 from shardwise.checkpoint.background import Background, Saving
 from shardwise.checkpoint.collectives import raise_on_all
+from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.one_file import SavedFile, save_one_file
 from shardwise.checkpoint.optimizer_state import Given, Optimizers
 from shardwise.checkpoint.optimizer_state_dict import optimizer_state, put_optimizer_state
@@ -29,7 +30,6 @@ from shardwise.checkpoint.options import (
     check_known,
 )
 from shardwise.checkpoint.state_dict import StateDict, model_state, put_model_state
-from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.training_state import Training
 from shardwise.errors import ConfigError
 from shardwise.runtime import Runtime

@@ -31,10 +31,10 @@ from shardwise.checkpoint.collectives import (
 )
 from shardwise.checkpoint.disk import explained, host
 from shardwise.checkpoint.failpoints import hit
+from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Saved, SaveRequest
 from shardwise.checkpoint.save import Task, begin, finish, give_up
 from shardwise.checkpoint.staging import Copying, Pool, Watched, budget_of
-from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.writer import Part, Writer
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError

@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 from shardwise.checkpoint import manifest, training_state
 from shardwise.checkpoint.collectives import (
     all_gather_object,
+    broadcast_object,
     joined_message,
     raise_on_all,
     run_on_rank_0,
@@ -37,11 +37,11 @@ from shardwise.checkpoint.folder import (
 )
 from shardwise.checkpoint.gathered import read_from_rank_0
 from shardwise.checkpoint.load_plan import LoadPlan, OpenCheckpoint, open_checkpoint
+from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Loaded, LoadOptions
-from shardwise.checkpoint.read_requests import ReadRequest, read_into
+from shardwise.checkpoint.read_requests import read_into
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.run_folder import read_manifest, saved_in
-from shardwise.checkpoint.target import ShardedModel
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
 
@@ -56,16 +56,22 @@ def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loade
     comm.fence(Label("fence", "load"))  # nobody still reads the memory that is filled next
     with ExitStack() as stack:
         from_rank_0_alone = _only_rank_0_sees(comm, path)
+        opened = raise_on_all(
+            comm,
+            "opening",
+            lambda: (
+                None if from_rank_0_alone and comm.rank else _opened(path, options, stack, comm)
+            ),
+        )
         if from_rank_0_alone:
-            checkpoint = _opened_by_rank_0(comm, path, options, stack)
+            encoded = broadcast_object(comm, opened.encode() if opened else [], "what is stored")
+            checkpoint = opened or OpenCheckpoint.decode(encoded)
         else:
-            checkpoint = raise_on_all(
-                comm, "opening", lambda: _opened(path, options, stack, comm.rank)
-            )
+            assert opened is not None
+            checkpoint = opened
             _check_identity(comm, checkpoint)
         plan = raise_on_all(comm, "comparing", lambda: _fitted(sharded, checkpoint, options))
-        read = partial(read_from_rank_0, comm) if from_rank_0_alone else partial(_fill, comm)
-        raise_on_all(comm, "reading", lambda: _read(checkpoint, plan, read))
+        raise_on_all(comm, "reading", lambda: _read(comm, checkpoint, plan, from_rank_0_alone))
         report = raise_on_all(comm, "restoring", lambda: _restored(checkpoint, plan, options))
     for bucket in sharded.buckets:
         bucket.expire()
@@ -95,27 +101,13 @@ def _glance(path: str | Path) -> str:
     return "" if manifest is None else f"{manifest.kind} {manifest.token}"
 
 
-def _opened_by_rank_0(
-    comm: Comm, path: str | Path, options: LoadOptions, stack: ExitStack
-) -> OpenCheckpoint:
-    """A collective."""
-    opened: list[OpenCheckpoint] = []
-
-    def open_it() -> str:
-        opened.append(_opened(path, options, stack, 0))
-        return opened[0].encode()
-
-    text = run_on_rank_0(comm, "opening", open_it)
-    return opened[0] if opened else OpenCheckpoint.decode(text)
-
-
-def _opened(path: str | Path, options: LoadOptions, stack: ExitStack, rank: int) -> OpenCheckpoint:
+def _opened(path: str | Path, options: LoadOptions, stack: ExitStack, comm: Comm) -> OpenCheckpoint:
     with _understood(path):
         checkpoint = open_checkpoint(path, options, stack)
     source = checkpoint.source
     if source.manifest is None:
         _check_foreign(source)
-    elif rank == 0:
+    elif comm.rank == 0:
         for name, record in source.manifest.files.items():
             if not name.endswith(".safetensors"):  # config.json: others read what we do not
                 for _ in source.read(name, 0, record.size):
@@ -256,17 +248,12 @@ def _understood(path: str | Path, so_far: str = "Nothing of it was used") -> Ite
         ) from error
 
 
-def _fill(comm: Comm, source: CheckpointReader, requests: list[ReadRequest]) -> None:
-    read_into(source, requests, comm.rank, comm.size)
-
-
-def _read(
-    checkpoint: OpenCheckpoint,
-    plan: LoadPlan,
-    read: Callable[[CheckpointReader, list[ReadRequest]], object],
-) -> None:
+def _read(comm: Comm, checkpoint: OpenCheckpoint, plan: LoadPlan, from_rank_0_alone: bool) -> None:
     try:
-        read(checkpoint.source, plan.requests)
+        if from_rank_0_alone:
+            read_from_rank_0(comm, checkpoint.source, plan.requests)
+        else:
+            read_into(checkpoint.source, plan.requests, comm.rank, comm.size)
     except CheckpointError as error:
         raise type(error)(
             f"{error} {REPLACED}: load another checkpoint before you use it."

@@ -8,18 +8,17 @@ then it is a list of ranges to read, and a few values to hand over when they hav
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint import training_state
-from shardwise.checkpoint.local_shards import param_shards, persistent_buffers
+from shardwise.checkpoint.local_shards import ShardedModel, param_shards, persistent_buffers
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizer_state import Named, Restored
 from shardwise.checkpoint.options import Loaded, LoadOptions
@@ -27,7 +26,6 @@ from shardwise.checkpoint.read_requests import ReadRequest, request_for
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import DTYPES, PACKED, Stored, code_of
 from shardwise.checkpoint.save_plan import BUFFER, MODEL, OPTIMIZER, RANKS, RNG
-from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.training_state import Document, Training
 from shardwise.errors import CheckpointError, nearest
 
@@ -192,25 +190,23 @@ class OpenCheckpoint:
     states: Mapping[str, TensorLocation]
     own: Mapping[str, TensorLocation]
 
-    def encode(self) -> str:
-        """As a text for ranks that do not see the folder, of which ``manifest`` is there."""
+    def encode(self) -> list[Any]:
+        """As JSON for ranks that do not see the folder, of which ``manifest`` is there."""
         assert self.source.manifest is not None
-        tensors = [self.weights, self.states, self.own]
-        named = [{n: [p.file, *p.stored] for n, p in some.items()} for some in tensors]
         manifest = self.source.manifest.encode().decode()
         document = self.source.bytes(training_state.NAME).decode() if self.document else ""
-        return json.dumps([str(self.source.folder), manifest, document, *named])
+        return [str(self.source.folder), manifest, document, self.weights, self.states, self.own]
 
     @classmethod
-    def decode(cls, text: str) -> OpenCheckpoint:
+    def decode(cls, encoded: Sequence[Any]) -> OpenCheckpoint:
         """What ``encode`` gave; nothing of it is opened."""
-        folder, manifest, document, *named = json.loads(text)
+        folder, manifest, document, *tensors = encoded
         weights, states, own = (
             {
                 name: TensorLocation(file, Stored(dtype, tuple(shape), *ends))
-                for name, (file, dtype, shape, *ends) in some.items()
+                for name, (file, (dtype, shape, *ends)) in some.items()
             }
-            for some in named
+            for some in tensors
         )
         source = CheckpointReader(Path(folder), Manifest.decode(manifest.encode(), folder))
         decoded = Document.decode(document.encode(), folder) if document else None

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,28 @@ from torch import Tensor, nn
 from shardwise.buffers import Bucket
 from shardwise.checkpoint.plan import Entry, Held
 from shardwise.checkpoint.safetensors_format import code_of
+from shardwise.comm.protocol import Comm
 from shardwise.layout import Layout, Slot
 from shardwise.sharding import Sharding
+from shardwise.strategies import Placement
 from shardwise.torch_internals import buffers_of
 from shardwise.units import Member
 
 log = logging.getLogger("shardwise")
+
+
+class ShardedModel(Protocol):
+    """A sharded model's handle, as checkpoints see it: the engine's parts, no front door.
+
+    Attributes:
+        loaded_token: of the checkpoint that was loaded last, which no save removes; or ``""``.
+    """
+
+    model: nn.Module
+    comm: Comm
+    placement: Placement
+    buckets: tuple[Bucket, ...]
+    loaded_token: str
 
 
 @dataclass(frozen=True, eq=False)

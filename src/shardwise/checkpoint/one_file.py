@@ -27,8 +27,8 @@ from shardwise.checkpoint.disk import (
     written_by_library,
 )
 from shardwise.checkpoint.folder import new_token
+from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.state_dict import StateDict, model_state
-from shardwise.checkpoint.target import ShardedModel
 from shardwise.errors import CheckpointError
 
 log = logging.getLogger("shardwise")

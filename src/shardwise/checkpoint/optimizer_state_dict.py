@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.collectives import raise_on_all, run_on_rank_0
-from shardwise.checkpoint.local_shards import param_shards
+from shardwise.checkpoint.local_shards import ShardedModel, param_shards
 from shardwise.checkpoint.optimizer_state import (
     AS_BUILT,
     ByName,
@@ -30,7 +30,6 @@ from shardwise.checkpoint.optimizer_state import (
     record_of,
 )
 from shardwise.checkpoint.state_dict import StateDict, offered, receive, warn_of_copies
-from shardwise.checkpoint.target import ShardedModel
 from shardwise.errors import CheckpointError
 
 ADDED_LATER = frozenset({"maximize", "decoupled_weight_decay"})

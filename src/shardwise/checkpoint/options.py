@@ -15,6 +15,11 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.listing import size
 
 KINDS = ("full", "sharded", "local")
+CHOICES = {
+    "copied_by": ("return", "next_step"),
+    "when_busy": ("wait", "skip"),
+    "keep_best": ("lowest", "highest", None),
+}
 
 
 def kind_of(word: object) -> str:
@@ -82,25 +87,17 @@ class SaveOptions:
                 "no folder of kind 'local' is written any more: pass kind='sharded', or, on hosts "
                 "that share no disk, kind='full'."
             )
-        for name, value in (
-            ("max_file_size", self.max_file_size),
-            ("save_total_limit", self.save_total_limit),
-        ):
-            if value is not None and value < 1:
+        for name in ("max_file_size", "save_total_limit"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
         if self.snapshot_bytes is not None and self.snapshot_bytes < BLOCK:
             raise ConfigError(
                 f"snapshot_bytes is {self.snapshot_bytes:,}; at least {BLOCK:,} are needed "
                 f"({size(BLOCK)}, one block of a file)."
             )
-        if self.copied_by not in ("return", "next_step"):
-            raise ConfigError(f"copied_by is {self.copied_by!r}; choose 'return' or 'next_step'.")
-        if self.when_busy not in ("wait", "skip"):
-            raise ConfigError(f"when_busy is {self.when_busy!r}; choose 'wait' or 'skip'.")
-        if self.keep_best not in (None, "lowest", "highest"):
-            raise ConfigError(
-                f"keep_best is {self.keep_best!r}; choose 'lowest', 'highest' or None."
-            )
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name} is {value!r}; choose {' or '.join(map(repr, choices))}.")
 
     def small(self) -> dict[str, bytes]:
         """The further files as bytes."""

@@ -41,12 +41,12 @@ from shardwise.checkpoint.folder import (
     step_of,
 )
 from shardwise.checkpoint.gathered import write_gathered
+from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Saved, SaveOptions, SaveRequest
 from shardwise.checkpoint.publish import publish_files
 from shardwise.checkpoint.run_folder import Retention, apply_retention
 from shardwise.checkpoint.save_plan import SavePlan, plan_save
 from shardwise.checkpoint.segments import exchange_edges
-from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.training_state import Training
 from shardwise.checkpoint.writer import (
     Part,

@@ -22,6 +22,7 @@ from shardwise.checkpoint import checksum, manifest, training_state
 from shardwise.checkpoint.collectives import all_gather_object, raise_on_all
 from shardwise.checkpoint.local_shards import (
     LocalShard,
+    ShardedModel,
     own_rows,
     param_shards,
     persistent_buffers,
@@ -32,7 +33,6 @@ from shardwise.checkpoint.options import SaveOptions, SaveRequest
 from shardwise.checkpoint.plan import FilePlan, block_size, index_files, plan_files
 from shardwise.checkpoint.safetensors_format import is_plain
 from shardwise.checkpoint.segments import Segments
-from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ScheduleError

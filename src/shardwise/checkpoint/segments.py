@@ -36,12 +36,14 @@ class Segments:
 
     def __init__(self, plan: FilePlan, holdings: Mapping[str, LocalShard]) -> None:
         self.plan = plan
-        self._segments = sorted(_held(plan, holdings), key=lambda segment: segment.start)
-        self._starts = [segment.start for segment in self._segments]
+        self._segments: list[_Segment] = []
+        self._add(_held(plan, holdings))
 
     def add(self, moves: Iterable[tuple[Move, Tensor]]) -> None:
         """Take bytes that came from others."""
-        more = [_Segment(move.start, move.stop, data) for move, data in moves]
+        self._add(_Segment(move.start, move.stop, data) for move, data in moves)
+
+    def _add(self, more: Iterable[_Segment]) -> None:
         self._segments = sorted([*self._segments, *more], key=lambda segment: segment.start)
         self._starts = [segment.start for segment in self._segments]
 

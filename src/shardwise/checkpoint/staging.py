@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.optimizer_state import params_of
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.target import ShardedModel
 from shardwise.checkpoint.writer import Chunk
 from shardwise.errors import CheckpointError
 from shardwise.torch_internals import disable_torch_function, get_version

@@ -28,6 +28,7 @@ from shardwise.checkpoint.collectives import all_gather_object, run_on_rank_0
 from shardwise.checkpoint.load_plan import ModelPlan
 from shardwise.checkpoint.local_shards import (
     ParamShard,
+    ShardedModel,
     param_shards,
     persistent_buffers,
     warn_of_extra_state,
@@ -36,7 +37,6 @@ from shardwise.checkpoint.options import check_known, kind_of
 from shardwise.checkpoint.read_requests import ReadRequest
 from shardwise.checkpoint.reader import TensorLocation
 from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of, itemsize
-from shardwise.checkpoint.target import ShardedModel
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.listing import size
