@@ -153,7 +153,7 @@ def test_a_disk_that_fills_up_while_it_is_written(
     def fault() -> Callable[[], None]:
         kept.append(everything(disk / "step-1"))
         free = fill(disk, 102_400)
-        monkeypatch.setattr(writer, "free_bytes", lambda folder: 1 << 40)
+        monkeypatch.setattr("shardwise.checkpoint.disk.free_bytes", lambda folder: 1 << 40)
         monkeypatch.setattr(writer, "fallocate", os.ftruncate)
 
         def over() -> None:

@@ -43,11 +43,11 @@ TENSORS = [
 
 def read(data: bytes) -> dict[str, Stored]:
     length = length_of(data[:8], len(data), "file")
-    return dict(decode(data[8 : 8 + length], len(data), "file").tensors)
+    return decode(data[8 : 8 + length], len(data), "file")
 
 
 def test_safetensors_reads_what_is_encoded(tmp_path: Path) -> None:
-    header = encode(TENSORS, {"format": "pt"})
+    header = encode(TENSORS)
     assert len(header) % PAGE == 0
     data = bytes(range(24)) + bytes(10) + b"\7"
     (tmp_path / "x.safetensors").write_bytes(header + data)
@@ -72,7 +72,7 @@ def test_what_safetensors_writes_is_decoded() -> None:
 
 
 def test_names_of_any_language_survive() -> None:
-    header = encode([("größe/重み", "U8", (1,))], {})
+    header = encode([("größe/重み", "U8", (1,))])
     assert list(read(header + b"\0")) == ["größe/重み"]
 
 
@@ -165,7 +165,7 @@ def test_a_thousand_broken_headers_are_errors_or_harmless() -> None:
 
 def test_a_header_that_no_reader_would_accept_is_not_written() -> None:
     with pytest.raises(CheckpointError, match="readers accept 100,000,000"):
-        encode([("x" * 60_000_000, "U8", (1,)), ("y" * 60_000_000, "U8", (1,))], {})
+        encode([("x" * 60_000_000, "U8", (1,)), ("y" * 60_000_000, "U8", (1,))])
 
 
 def test_a_file_without_its_header_is_refused_by_safetensors_too(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_all_that_safetensors_knows_is_known(tmp_path: Path) -> None:
         with safe_open(others(tmp_path / code, x=(code, [8], bits)), "pt") as opened:
             assert list(opened.keys()) == ["x"]
         with CheckpointReader.open(tmp_path / code) as source:
-            assert source.header(code).tensors["x"].dtype == code
+            assert source.header(code)["x"].dtype == code
     assert set(BITS) - set(DTYPES) == {"F6_E2M3", "F6_E3M2"}
 
 

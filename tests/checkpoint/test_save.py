@@ -267,11 +267,10 @@ def _plain(name: str) -> str:
 def test_a_full_disk_is_found_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardwise.checkpoint import writer
 
     saved(DECODER, 2, tmp_path / "step-2")
     before = tensors(tmp_path / "step-2", "model")
-    monkeypatch.setattr(writer, "free_bytes", lambda folder: 100_000)
+    monkeypatch.setattr("shardwise.checkpoint.disk.free_bytes", lambda folder: 100_000)
     with pytest.raises(sw.CheckpointError, match=r"needs 2\d\d\.\d KiB, and .* has 97.7 KiB free"):
         saved(DECODER, 2, tmp_path / "step-2")
     assert names(tmp_path) == ["latest", "step-2"]
@@ -345,7 +344,7 @@ def test_a_disk_that_fills_while_writing_keeps_the_earlier_checkpoint(
 
     saved(DECODER, 2, small_disk / "step-2")
     before = tensors(small_disk / "step-2", "optimizer")
-    monkeypatch.setattr(writer, "free_bytes", lambda folder: 1 << 40)
+    monkeypatch.setattr("shardwise.checkpoint.disk.free_bytes", lambda folder: 1 << 40)
     monkeypatch.setattr(writer, "fallocate", os.ftruncate)
     (small_disk / "filler").write_bytes(bytes(450_000))
     with pytest.raises(sw.CheckpointError, match="the disk is full"):

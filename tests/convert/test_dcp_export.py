@@ -19,7 +19,6 @@ import shardwise as sw
 from shardwise.checkpoint.dcp import export_dcp, import_checkpoint
 from shardwise.comm.protocol import Comm
 from shardwise.convert import dcp_export as exported
-from shardwise.convert import destination
 from shardwise.convert.dcp_export import default_options
 from tests.checkpoint.runs import tensors
 from tests.convert import theirs
@@ -134,7 +133,7 @@ def test_a_disk_that_is_full_is_told(
     monkeypatch.setattr(exported, "save", full)
     with pytest.raises(sw.CheckpointError, match=r"unexpected pos 64 vs 0\. Look whether the disk"):
         export_dcp(tmp_path / "step-2", tmp_path / "dcp")
-    monkeypatch.setattr(destination, "free_bytes", lambda folder: 100)
+    monkeypatch.setattr("shardwise.checkpoint.disk.free_bytes", lambda folder: 100)
     with pytest.raises(sw.CheckpointError, match="while it is written"):
         export_dcp(tmp_path / "step-2", tmp_path / "dcp")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-2"]

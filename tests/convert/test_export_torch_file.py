@@ -9,7 +9,6 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint.reader import CheckpointReader
-from shardwise.convert import destination
 from shardwise.convert.export import ExportOptions, export_torch_file
 from tests.checkpoint.recorded import record
 from tests.checkpoint.runs import same, saved
@@ -72,7 +71,7 @@ def test_a_disk_that_is_full_is_told_before_and_while_writing(
             with pytest.raises(sw.CheckpointError, match=r"unexpected pos.*the disk is full"):
                 export_torch_file(source, tmp_path / "model.pt")
         nbytes = sum(p.stored.stop - p.stored.start for p in source.tensors("model").values())
-        monkeypatch.setattr(destination, "free_bytes", lambda folder: 2 * nbytes - 1)
+        monkeypatch.setattr("shardwise.checkpoint.disk.free_bytes", lambda folder: 2 * nbytes - 1)
         with pytest.raises(sw.CheckpointError, match="while it is written"):
             export_torch_file(source, tmp_path / "model.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2"]

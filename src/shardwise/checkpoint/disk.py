@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwise.errors import CheckpointError
+from shardwise.listing import size
 
 T = TypeVar("T")
 
@@ -82,24 +83,6 @@ def retried(what: str, act: Callable[[], T], naps: Iterator[float] | None = None
                 time.sleep(nap)
 
 
-@contextlib.contextmanager
-def written_by_library(path: Path, act: str) -> Iterator[None]:
-    """``explained``, for what torch and safetensors raise where a disk is full: no ``OSError``.
-
-    Args:
-        act: what to do elsewhere, such as ``"save"``.
-    """
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"writing {path} failed: {error}. Look whether the disk is full, or {act} elsewhere. "
-            "What was there before is as it was."
-        ) from error
-
-
 def is_unreadable(error: CheckpointError) -> bool:
     """Did the disk refuse to read? Else it did read, and the bytes are not those expected."""
     return isinstance(error.__cause__, OSError)
@@ -135,6 +118,16 @@ def free_bytes(folder: Path) -> int:
     """Bytes that this user may still write to the file system of ``folder``."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
+
+
+def check_room(folder: Path, needed: int, what: str) -> None:
+    """Raises ``CheckpointError`` where ``what`` needs more bytes than are free."""
+    if needed > (free := free_bytes(folder)):
+        raise CheckpointError(
+            f"{what} needs {size(needed)}, and {folder} has {size(free)} free, so it was not "
+            "begun. Free space, lower save_total_limit, or choose another disk. Complete "
+            "checkpoints that were there before are as they were."
+        )
 
 
 def sync_folder(folder: Path) -> None:

@@ -19,13 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwise.checkpoint.collectives import check_same_on_all, raise_on_all, run_on_rank_0
-from shardwise.checkpoint.disk import (
-    MODE,
-    explained,
-    make_folder,
-    sync_folder,
-    written_by_library,
-)
+from shardwise.checkpoint.disk import MODE, explained, make_folder, sync_folder
 from shardwise.checkpoint.folder import new_token
 from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.state_dict import StateDict, model_state
@@ -83,8 +77,15 @@ def write_one_file(path: Path, states: Mapping[str, Any]) -> tuple[int, int]:
     try:
         with explained(f"writing {path}"):
             make_folder(path.parent)
-            with written_by_library(path, "save"):
+            try:
                 (save_safetensors if is_safetensors else torch.save)(tensors, unfinished)
+            except OSError:
+                raise
+            except Exception as error:  # how these libraries say that a disk is full
+                raise CheckpointError(
+                    f"writing {path} failed: {error}. Look whether the disk is full, or save "
+                    "elsewhere. What was there before is as it was."
+                ) from error
             with unfinished.open("rb") as file:
                 os.fsync(file.fileno())
             nbytes = unfinished.stat().st_size

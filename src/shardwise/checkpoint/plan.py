@@ -232,7 +232,7 @@ def _file_names(stem: str, count: int) -> list[str]:
 
 
 def _plan(name: str, entries: Sequence[Entry], block: int) -> FilePlan:
-    header = encode([(e.name, e.dtype, e.shape) for e in entries], {"format": "pt"})
+    header = encode([(e.name, e.dtype, e.shape) for e in entries])
     tensors, at = {}, len(header)
     for entry in entries:
         tensors[entry.name] = Stored(entry.dtype, entry.shape, at, at + entry.nbytes)

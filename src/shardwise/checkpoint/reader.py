@@ -22,7 +22,6 @@ from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.run_folder import check_complete
 from shardwise.checkpoint.safetensors_format import (
     CAP,
-    Header,
     Stored,
     decode,
     inside,
@@ -154,7 +153,7 @@ class CheckpointReader:
                     f"{self.folder}: {name} is missing, and the index says that it holds tensors. "
                     "Fetch it again, or load another checkpoint."
                 )
-            for tensor, stored in self.header(name).tensors.items():
+            for tensor, stored in self.header(name).items():
                 if tensor in locations:
                     raise DamagedCheckpoint(
                         f"{self.folder}: {locations[tensor].file} and {name} both hold {tensor!r}, "
@@ -163,7 +162,7 @@ class CheckpointReader:
                 locations[tensor] = TensorLocation(name, stored)
         return locations
 
-    def header(self, name: str) -> Header:
+    def header(self, name: str) -> dict[str, Stored]:
         """A file's header, checked against the file's size."""
         file = self._file(name)
         length = length_of(bytes(file.read(0, min(8, file.size))), file.size, file.title)

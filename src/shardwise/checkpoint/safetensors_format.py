@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,19 +97,9 @@ class Stored(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True)
-class Header:
-    """A file's tensors, in the order of their bytes, and its free text."""
-
-    tensors: Mapping[str, Stored]
-    metadata: Mapping[str, str]
-
-
-def encode(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> bytes:
+def encode(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
     """The header of a file that holds these ``(name, dtype, shape)``, in this order, gapless."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape in tensors:
         end = at + prod(shape) * itemsize(dtype)
@@ -149,16 +138,10 @@ def length_of(prefix: bytes, size: int, file: str) -> int:
     return length
 
 
-def decode(text: bytes, size: int, file: str) -> Header:
-    """Read the JSON of a header, and check it against the size of its file.
-
-    Raises:
-        CheckpointError: it is malformed, or says what cannot be.
-    """
+def decode(text: bytes, size: int, file: str) -> dict[str, Stored]:
+    """A header's tensors, in the order of their bytes, checked against the size of the file."""
     try:
-        entries = json.loads(
-            text.decode(), object_pairs_hook=_without_repeats, parse_constant=_no_constant
-        )
+        entries = json.loads(text.decode(), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise _bad(file, f"its header is not JSON ({str(error)[:200]})") from None
     if not isinstance(entries, dict):
@@ -170,7 +153,7 @@ def decode(text: bytes, size: int, file: str) -> Header:
     tensors = {name: _stored(name, entry, first, file) for name, entry in entries.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
     _check_gapless(ordered, first, size, file)
-    return Header(ordered, metadata)
+    return ordered
 
 
 def _stored(name: str, entry: Any, first: int, file: str) -> Stored:
@@ -220,10 +203,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(entries) != len(pairs):
         raise ValueError("a name occurs twice")
     return entries
-
-
-def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no number")
 
 
 def _bad(file: str, fact: str) -> DamagedCheckpoint:

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from shardwise.checkpoint import checksum
 from shardwise.checkpoint.checksum import Piece
-from shardwise.checkpoint.disk import MODE, explained, free_bytes, host
+from shardwise.checkpoint.disk import MODE, check_room, explained, host
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.plan import FilePlan, cut_at_blocks
 from shardwise.errors import CheckpointError
-from shardwise.listing import size
 
 VECTORS = 512  # pieces of memory in one system call; Linux allows 1,024
 
@@ -66,13 +65,7 @@ def allocate(folder: Path, files: Sequence[FilePlan], more: int) -> None:
     Args:
         more: bytes of what else will be written.
     """
-    needed, free = sum(file.size for file in files) + more, free_bytes(folder)
-    if needed > free:
-        raise CheckpointError(
-            f"this checkpoint needs {size(needed)}, and {folder.parent} has {size(free)} free, "
-            "so it was not begun. Free space, lower save_total_limit, or save elsewhere. Complete "
-            "checkpoints that were there before are as they were."
-        )
+    check_room(folder.parent, sum(file.size for file in files) + more, "this checkpoint")
     for file in files:
         opened = os.open(folder / file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, MODE)
         try:

@@ -22,7 +22,7 @@ from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.plan import cut_at_blocks
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.run_folder import check_complete, read_manifest
-from shardwise.checkpoint.safetensors_format import DTYPES, Stored
+from shardwise.checkpoint.safetensors_format import DTYPES
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.errors import CheckpointError
@@ -193,8 +193,7 @@ def _tensors(source: CheckpointReader, name: str, problems: list[str]) -> Listin
     if header is None and source.manifest is not None:
         with CheckpointReader(source.folder, None) as unchecked:
             header = _tried([], lambda: unchecked.header(name))
-    tensors: Mapping[str, Stored] = {} if header is None else header.tensors
-    return {tensor: TensorLocation(name, stored) for tensor, stored in tensors.items()}
+    return {tensor: TensorLocation(name, stored) for tensor, stored in (header or {}).items()}
 
 
 def _scalars(source: CheckpointReader, listing: Listing, problems: list[str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
 from shardwise.checkpoint.training_state import Document
-from shardwise.convert.destination import Destination, check_room, workplace
+from shardwise.convert.destination import Destination, check_room_beside, workplace
 from shardwise.convert.export import mapped, stored_tensors
 from shardwise.convert.writer import Converted
 from shardwise.errors import CheckpointError
@@ -55,7 +55,7 @@ def export_dcp(
     with CheckpointReader.open(folder) as source:
         named.check(None if source.manifest is None else source.folder)
         states, places = _states(source, with_optimizer)
-        check_room(final, sum(p.stored.stop - p.stored.start for p in places.values()))
+        check_room_beside(final, sum(p.stored.stop - p.stored.start for p in places.values()))
         with workplace(final) as work, explained(f"writing {final}"):
             unfinished = work / "unfinished"
             _write(states, unfinished, _LatePlanner(lambda name: _read(source, places[name])))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardwise.checkpoint.disk import explained, free_bytes
+from shardwise.checkpoint.disk import check_room, explained
 from shardwise.checkpoint.folder import (
     Partial,
     check_replaceable,
@@ -22,7 +22,6 @@ from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.run_folder import read_manifest
 from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.errors import CheckpointError
-from shardwise.listing import size
 
 
 @dataclass(frozen=True)
@@ -123,13 +122,8 @@ def workplace(final: Path) -> Iterator[Path]:
         partial.abandon()
 
 
-def check_room(final: Path, needed: int) -> None:
-    """Raises ``CheckpointError`` where ``needed`` bytes beside ``final`` are more than are free."""
+def check_room_beside(final: Path, needed: int) -> None:
+    """``check_room`` on the disk where ``final`` will be, whose parents need not be there yet."""
     folder = next(path for path in final.parents if path.is_dir())
     with explained(f"looking at the disk of {final}", reads=True):
-        free = free_bytes(folder)
-    if needed > free:
-        raise CheckpointError(
-            f"{final.name} needs {size(needed)} while it is written, and {folder} has "
-            f"{size(free)} free, so it was not begun. Free space, or name another disk."
-        )
+        check_room(folder, needed, f"what {final.name} takes while it is written")

@@ -31,7 +31,7 @@ from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.checkpoint.writer import Chunk
 from shardwise.convert.catalogue import OF_TORCH, stem_of
 from shardwise.convert.companions import CONFIG, companions, with_dtype
-from shardwise.convert.destination import Destination, check_room, workplace
+from shardwise.convert.destination import Destination, check_room_beside, workplace
 from shardwise.convert.writer import Converted, Progress, entry_of, write_folder
 from shardwise.errors import CheckpointError
 
@@ -117,7 +117,7 @@ def export_torch_file(
         )
     named.check()
     plans = _plans(stored_tensors(source, False), chosen)
-    check_room(named.path, 2 * sum(plan.size for plan in plans[MODEL]))
+    check_room_beside(named.path, 2 * sum(plan.size for plan in plans[MODEL]))
     with workplace(named.path) as folder:
         options = replace(chosen, max_file_size=1 << 62, overwrite=False)
         made = export(source, folder / "weights", options, progress)
