@@ -42,7 +42,7 @@ def damaged_run(tmp_path: Path) -> Path:
 
 
 def test_the_newest_is_the_one_that_was_saved_last(damaged_run: Path) -> None:
-    assert saved_in(damaged_run).path == damaged_run / "step-10"
+    assert saved_in(damaged_run).complete[0].path == damaged_run / "step-10"
     assert saved_in(damaged_run).skipped == ()
     sw.shard(nn.Linear(3, 3)).save(damaged_run / "step-5")  # by a run that went back
     found = [(path.name, made.metric) for path, made in saved_in(damaged_run).complete]
@@ -61,7 +61,7 @@ def test_broken_ones_are_passed_over_with_the_reason(damaged_run: Path) -> None:
 
 def test_one_that_a_crash_between_two_renames_left_nameless_counts(damaged_run: Path) -> None:
     lost = (damaged_run / "step-10").rename(damaged_run / "step-10.replaced-0123456789abcdef")
-    assert saved_in(damaged_run).path == damaged_run / "step-10"
+    assert saved_in(damaged_run).complete[0].path == damaged_run / "step-10"
     report = sw.shard(nn.Linear(3, 3)).resume(damaged_run, training=sw.Training())
     assert report is not None
     assert (report.path, report.step) == (lost, 10)
@@ -77,7 +77,7 @@ def test_every_file_that_is_wrong_is_named(damaged_run: Path) -> None:
 
 
 def test_a_run_that_is_not_there_has_none(tmp_path: Path) -> None:
-    assert saved_in(tmp_path / "no").path is None
+    assert saved_in(tmp_path / "no").complete == ()
     assert read_manifest(tmp_path) is None
 
 
@@ -213,7 +213,7 @@ def test_a_clock_that_is_behind_does_not_make_a_new_one_old(
     sharded.save(tmp_path / "step-2", save_total_limit=1)
     assert names(tmp_path) == ["latest", "step-2"]
     sharded.save(tmp_path / "step-3")
-    assert saved_in(tmp_path).path == tmp_path / "step-3"
+    assert saved_in(tmp_path).complete[0].path == tmp_path / "step-3"
     assert publish.moment_of(tmp_path / "model") == "1970-01-01T00:00:00.000000+00:00"
 
 

@@ -44,11 +44,6 @@ class SavedCheckpoints:
     complete: tuple[Checkpoint, ...]
     skipped: tuple[tuple[Path, str], ...]
 
-    @property
-    def path(self) -> Path | None:
-        """The newest complete one's."""
-        return self.complete[0].path if self.complete else None
-
 
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a checkpoint; ``None`` where there is none.

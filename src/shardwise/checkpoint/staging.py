@@ -180,11 +180,17 @@ class Watched:
             self._seen = [(name, value, _version(value)) for name, value in named]
 
     def changed(self) -> str:
-        """What was written to since; ``""`` if nothing was."""
+        """Why what was copied cannot be kept: what was written to since. ``""`` if nothing was."""
         with disable_torch_function():
             names = [name for name, value, version in self._seen if _version(value) != version]
+        if not names:
+            return ""
         more = f" and {len(names) - 1:,} more" * (len(names) > 1)
-        return f"{names[0]}{more}" if names else ""
+        return (
+            f"{names[0]}{more} changed after save_async(copied_by='next_step') was called and "
+            "before an optimizer stepped, so what was copied may be torn, and is not kept. Change "
+            "it after saving.wait(), or pass copied_by='return'."
+        )
 
 
 def _named(sharded: ShardedModel, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:

@@ -102,9 +102,9 @@ class Document:
             step, world = fields["step"], int(fields["world"])
             parts = {key: json_codec.decode(fields[key]) for key in _VALUES}
             return cls(None if step is None else int(step), world, fields["optimizers"], **parts)
+        except CheckpointError:
+            raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise DamagedCheckpoint(
                 f"{where} is damaged ({type(error).__name__}: {error}). Load another checkpoint, "
                 "or only the weights of this one."
@@ -112,9 +112,7 @@ class Document:
 
 
 _VALUES = ("scheduler", "scaler", "position", "config", "local")
-
-
-_ALIKE = ("scheduler", "scaler", "position")  # rank 0's are stored, for all ranks
+_ALIKE = _VALUES[:3]  # rank 0's are stored, for all ranks
 
 
 def values_of(training: Training) -> dict[str, Any]:
@@ -171,43 +169,42 @@ def capture_rng(device: torch.device) -> dict[str, Tensor]:
 
     numpy's global generator is left out where the user put another than the Mersenne Twister.
     """
-    states = {"torch": torch.get_rng_state(), "python": _python()}
-    ours = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one
-    if ours["bit_generator"] == "MT19937":
-        words, position = ours["state"]["key"], int(ours["state"]["pos"])
-        states["numpy"] = _packed(words, position, bool(ours["has_gauss"]), float(ours["gauss"]))
+    _, words, waiting = random.getstate()
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": _packed(words[:_WORDS], words[_WORDS], waiting is not None, waiting or 0.0),
+    }
+    of_numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one
+    if of_numpy["bit_generator"] == "MT19937":
+        inner = of_numpy["state"]
+        states["numpy"] = _packed(
+            inner["key"], inner["pos"], of_numpy["has_gauss"], of_numpy["gauss"]
+        )
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device.type).get_rng_state(device)
     return states
 
 
 def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set this process's generators to what ``capture_rng`` found."""
+    """Set this process's generators to what ``capture_rng`` returned."""
     torch.set_rng_state(states["torch"])
     words, position, waits, number = _unpacked(states["python"])
     random.setstate((3, (*words.tolist(), position), number if waits else None))
     if "numpy" in states:
-        words, position, waits, number = _unpacked(states["numpy"])
-        state = ("MT19937", words, position, int(waits), number)
-        np.random.set_state(state)  # noqa: NPY002 - the global one
+        np.random.set_state(("MT19937", *_unpacked(states["numpy"])))  # noqa: NPY002 - global
     if device.type in states:
         module = torch.get_device_module(device.type)
         module.set_rng_state(states[device.type], device)
 
 
-def _python() -> Tensor:
-    _, words, waiting = random.getstate()
-    state = np.array(words[:_WORDS], dtype=np.uint32)
-    return _packed(state, words[_WORDS], waiting is not None, waiting or 0.0)
-
-
-def _packed(words: np.ndarray, position: int, waits: bool, number: float) -> Tensor:
-    data = words.astype("<u4").tobytes() + _TAIL.pack(position, waits, number)
+def _packed(words: Sequence[int], position: int, waits: bool, number: float) -> Tensor:
+    tail = _TAIL.pack(int(position), bool(waits), float(number))
+    data = np.array(words, dtype="<u4").tobytes() + tail
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _unpacked(state: Tensor) -> tuple[np.ndarray, int, bool, float]:
+def _unpacked(state: Tensor) -> tuple[np.ndarray, int, int, float]:
     data = state.numpy().tobytes()
     words = np.frombuffer(data, dtype="<u4", count=_WORDS).astype(np.uint32)
     position, waits, number = _TAIL.unpack_from(data, 4 * _WORDS)
-    return words, position, bool(waits), number
+    return words, position, waits, number

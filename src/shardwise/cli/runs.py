@@ -136,12 +136,12 @@ def checkpoint_of(path: Path) -> Path:
     checkpoints = saved_in(folder)
     for broken, reason in checkpoints.skipped:
         log.warning("SKIPPED %s, which is not complete: %s", broken, reason)
-    if checkpoints.path is None:
+    if not checkpoints.complete:
         raise CheckpointError(
             f"{folder} holds no complete checkpoint: {len(checkpoints.skipped)} are broken. "
             f"`shardwise inspect {path}` lists them. Name another run."
         )
-    return checkpoints.path
+    return checkpoints.complete[0].path
 
 
 def _listed(path: Path) -> Listed:
