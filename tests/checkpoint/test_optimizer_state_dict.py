@@ -236,7 +236,7 @@ GOOD = {"params": NAMES, **{key: GROUP[key] for key in GROUP if key != "params"}
         ({"state": {}, "param_groups": [{"lr": 1.0}]}, "by parameter name is needed"),
         ({"state": {}, "param_groups": [1]}, "by parameter name is needed"),
         ({"state": [1], "param_groups": [GOOD]}, "by parameter name is needed"),
-        ({"state": {"0.bias": 1}, "param_groups": [GOOD]}, "'0.bias' is a int, no dict"),
+        ({"state": {"0.bias": 1}, "param_groups": [GOOD]}, "by parameter name is needed"),
         ({"state": {"0.bias": {1: 1}}, "param_groups": [GOOD]}, "under the key 1"),
         (
             {"state": {"lost": {"step": torch.ones(())}}, "param_groups": [GOOD]},

@@ -228,7 +228,7 @@ def load_optimizer_state_dict(
 
 
 def save_file(
-    self: Sharded, path: str | Path, names: Callable[[str], bool] | None = None, **how: Any
+    self: Sharded, path: str | Path, names: Callable[[str], bool] | None = None
 ) -> SavedFile:
     """Write the whole model as one file, which rank 0 must have room for. A collective.
 
@@ -237,17 +237,10 @@ def save_file(
     Args:
         path: ends with ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``.
         names: which tensors; ``None`` is all.
-        how: nothing else can be chosen.
 
     Raises:
-        ConfigError: it was tried.
         CheckpointError: on every rank alike; what was there before under this name still is.
     """
-    if how:
-        raise ConfigError(
-            f"save_file() has no option {', '.join(how)}: the file is whole, and rank 0's alone. "
-            "Leave it out; state_dict() gives the other kinds."
-        )
     policy = StateDict("full", rank0_only=True, names=names)
     _between_steps(self, "save_file() was called")
     return save_one_file(self, path, policy)

@@ -8,7 +8,7 @@ all of them, and a strategy, a number of ranks or a choice of units is nothing b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -95,18 +95,17 @@ class ParamShard:
 
 def param_shards(buckets: Iterable[Bucket]) -> list[ParamShard]:
     """Every parameter, in the order of slots: what a rank holds of a bucket is one range."""
-    return [shard for bucket in buckets for shard in _shards_of(bucket)]
-
-
-def _shards_of(bucket: Bucket) -> Iterator[ParamShard]:
-    spec = bucket.spec
-    bucket.adopt()
-    views = spec.rest_views(bucket.shard)
-    for index in sorted(range(len(views)), key=lambda k: (spec.slots[k].start, spec.slots[k].stop)):
-        sharding = spec.sharding(index)
-        split = sharding if sharding.placement == "fully_sharded" else None
-        held = _held(spec.layout, spec.slots[index], spec.shard.size * spec.replicate.size)
-        yield ParamShard(spec.members[index], held, views[index], sharding.start, split)
+    shards = []
+    for bucket in buckets:
+        bucket.adopt()
+        spec = bucket.spec
+        views, slots = spec.rest_views(bucket.shard), spec.slots
+        for k in sorted(range(len(views)), key=lambda k: (slots[k].start, slots[k].stop)):
+            sharding = spec.sharding(k)
+            split = sharding if sharding.placement == "fully_sharded" else None
+            held = _held(spec.layout, slots[k], spec.shard.size * spec.replicate.size)
+            shards.append(ParamShard(spec.members[k], held, views[k], sharding.start, split))
+    return shards
 
 
 @lru_cache(maxsize=1 << 14)  # every save of a run has the same layout

@@ -63,8 +63,7 @@ def is_alive(partial: Path) -> bool:
     Its lock says so at once if it was made on this host. Another host's counts as alive until
     nothing in it changed for ``SILENCE`` seconds.
 
-    A folder without a lock is what an exchange of names or a removal left, or it is so young that
-    its maker finds it gone and makes it again.
+    One without a lock is what an exchange of names or a removal left, or its maker makes it again.
     """
     try:
         lock = os.open(partial / LOCK, os.O_RDWR)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from pydantic import BaseModel, StrictStr, ValidationError
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -192,25 +193,26 @@ def _record(states: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return record_of(kind, states["param_groups"], values)
 
 
+class _Group(BaseModel):
+    params: list[StrictStr]
+
+
+class _ByNames(BaseModel):
+    state: dict[StrictStr, dict[Any, Any]]
+    param_groups: list[_Group]
+
+
 def _check_form(states: object) -> None:
-    groups = states.get("param_groups") if isinstance(states, Mapping) else None
-    state = states.get("state") if isinstance(states, Mapping) else None
-    by_names = isinstance(groups, list) and all(
-        isinstance(group, Mapping) and _are_names(list(group)) and _are_names(group.get("params"))
-        for group in groups
-    )
-    if not by_names or not isinstance(state, Mapping) or not _are_names(list(state)):
+    try:
+        by_names = _ByNames.model_validate(states)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
         raise CheckpointError(
             "an optimizer state dict by parameter name is needed on rank 0, with a state by names "
             "and param_groups whose params list names; a plain optimizer's has numbers there. Pass "
-            "by_name(state, names), or what optimizer_state_dict() gave."
-        )
-    for name, one in state.items():
-        if not isinstance(one, Mapping):
-            raise CheckpointError(f"the state of {name!r} is a {type(one).__qualname__}, no dict.")
-        for key in one:
+            f"by_name(state, names), or what optimizer_state_dict() gave. ({place}: {first['msg']})"
+        ) from None
+    for name, state in by_names.state.items():
+        for key in state:
             check_key(key, name)
-
-
-def _are_names(names: object) -> bool:
-    return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)

@@ -99,6 +99,11 @@ class SaveOptions:
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"{name} is {value!r}; choose {' or '.join(map(repr, choices))}.")
 
+    @property
+    def is_live(self) -> bool:
+        """Do forward passes change buffers before all is copied?"""
+        return self.copied_by == "next_step"
+
     def small(self) -> dict[str, bytes]:
         """The further files as bytes."""
         return {k: v.encode() if isinstance(v, str) else v for k, v in self.files.items()}

@@ -29,7 +29,7 @@ from shardwise.checkpoint.local_shards import (
     weights,
 )
 from shardwise.checkpoint.optimizer_state import Named, optimizer_shards
-from shardwise.checkpoint.options import SaveOptions, SaveRequest
+from shardwise.checkpoint.options import SaveRequest
 from shardwise.checkpoint.plan import FilePlan, block_size, index_files, plan_files
 from shardwise.checkpoint.safetensors_format import is_plain
 from shardwise.checkpoint.segments import Segments
@@ -107,17 +107,19 @@ def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, 
         buffers = _differing_buffers(comm, model)
         own = {**local_state.own, **{BUFFER + name: value for name, value in buffers.items()}}
         rows = own_rows(own, comm.rank, comm.size)
-        groups[RANKS] = [row.clone() for row in rows] if _is_live(options) else rows
+        groups[RANKS] = [row.clone() for row in rows] if options.is_live else rows
         local = all_gather_object(comm, values["local"], "values of each rank")
         small[training_state.NAME] = training_state.document(
             training.step, values, local_state.records, local
         )
     plans: dict[str, Sequence[FilePlan]] = {}
     segments: list[Segments] = []
-    block = block_size([h.entry for group in groups.values() for h in group])
+    block = block_size([shard.entry for group in groups.values() for shard in group])
     for stem, group in groups.items():
-        plans[stem], some_segments = _files(stem, group, options, block)
-        segments += some_segments
+        by_name = {shard.entry.name: shard for shard in group}
+        entries, is_gathered = [shard.entry for shard in group], options.kind == "full"
+        plans[stem] = plan_files(stem, entries, options.max_file_size, is_gathered, block)
+        segments += [Segments(plan, by_name) for plan in plans[stem]]
     small |= index_files(plans)
     every = tuple(plan for some in plans.values() for plan in some)
     return SavePlan(every, tuple(segments), small, local_state.aliases, block)
@@ -126,8 +128,8 @@ def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, 
 def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
     options = request.options
     shards, aliases = weights(sharded.buckets, sharded.model)
-    live = _is_live(options)
-    groups = {MODEL: [h.clone() if live and h.entry.everywhere else h for h in shards]}
+    live = options.is_live
+    groups = {MODEL: [s.clone() if live and s.entry.everywhere else s for s in shards]}
     small = {**_model_config(sharded.model), **_checked(options.small())}
     if request.training is None:
         return _LocalState(groups, aliases, small, (), {})
@@ -151,37 +153,21 @@ def _check_reduced(buckets: Sequence[Bucket]) -> None:
             )
 
 
-def _is_live(options: SaveOptions) -> bool:
-    """Do forward passes change buffers before all is copied?"""
-    return options.copied_by == "next_step"
-
-
-def _files(
-    stem: str, group: Sequence[LocalShard], options: SaveOptions, block: int
-) -> tuple[Sequence[FilePlan], list[Segments]]:
-    """The files of one stem, and this rank's bytes of them."""
-    by_name = {holding.entry.name: holding for holding in group}
-    entries, gathered = [holding.entry for holding in group], options.kind == "full"
-    plans = plan_files(stem, entries, options.max_file_size, gathered, block)
-    return plans, [Segments(plan, by_name) for plan in plans]
-
-
 def _differing_buffers(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
     """Persistent buffers that not all ranks have alike, such as statistics of batch norm."""
     buffers = {names[0]: buffer for names, buffer in persistent_buffers(model) if buffer.numel()}
     if not buffers or comm.size == 1:
         return {}
-    sums = {name: checksum.crc32(_bytes(buffer)) for name, buffer in buffers.items()}
+    sums = {}
+    for name, buffer in buffers.items():
+        data = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        sums[name] = checksum.crc32(data)
     sums_by_rank = all_gather_object(comm, sums, "checksums of buffers")
     return {
         name: buffer
         for name, buffer in buffers.items()
         if any(other.get(name) != sums_by_rank[0].get(name) for other in sums_by_rank)
     }
-
-
-def _bytes(value: Tensor) -> Any:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _model_config(model: nn.Module) -> dict[str, bytes]:

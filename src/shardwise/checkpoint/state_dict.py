@@ -102,10 +102,10 @@ class StateDict:
         value = value.detach()
         return value.cpu() if self.offload_to_cpu and not value.is_cpu else value.clone()
 
-    def part(self, value: Tensor, shard: ParamShard) -> Tensor:
-        """This rank's part of a parameter, or of state of the same shape, in the form asked for."""
+    def part(self, value: Tensor, shard: ParamShard | None) -> Tensor:
+        """A whole tensor, or this rank's part of a parameter or its state, as it was asked for."""
         part = self.put(value)
-        if self.kind == "sharded" and shard.sharding is not None:
+        if self.kind == "sharded" and shard is not None and shard.sharding is not None:
             part.sharding = shard.sharding  # type: ignore[attr-defined]
             part.__class__ = ShardTensor
         return part
@@ -131,56 +131,35 @@ def model_state(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
         ``"sharded"``: name → this rank's part, as a ``ShardTensor`` where ranks have different
         ones. ``"local"``: name → the same as a plain tensor.
     """
-    asked = [bucket.unit for bucket in sharded.buckets if _wants(bucket, how)]
-    sharded.comm.agree({**how.facts(), "units of it": ", ".join(asked)})
+    comm = sharded.comm
+    buckets = [b for b in sharded.buckets if any(how.wants(m.aliases) for m in b.members)]
+    comm.agree({**how.facts(), "units of it": ", ".join(bucket.unit for bucket in buckets)})
     if how.names is None:
         warn_of_extra_state(sharded.model, "state dict")
-    states = _full(sharded, how) if how.kind == "full" else _parts(sharded, how)
+    states: dict[str, Any] = {}
+    kept = comm.rank == 0 or not how.rank0_only
+    for names, value, shard in _tensors(sharded.model, buckets, how.kind):
+        if kept and (chosen := [name for name in names if how.wants([name])]):
+            states |= dict.fromkeys(chosen, how.part(value, shard))
+    if how.kind == "full" and not how.rank0_only:
+        warn_of_copies(comm, states.values())
     order = {name: k for k, name in enumerate(_names(sharded.model))}
     return dict(sorted(states.items(), key=lambda item: order[item[0]]))
 
 
-def _full(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
-    kept = sharded.comm.rank == 0 or not how.rank0_only
-    states: dict[str, Any] = {}
-    for bucket in sharded.buckets:
-        if _wants(bucket, how):
-            states |= _whole(bucket, how) if kept else _nothing(bucket)
-    if kept:
-        for names, buffer in persistent_buffers(sharded.model):
-            if how.wants(names):
-                states |= dict.fromkeys(filter(lambda n: how.wants([n]), names), how.put(buffer))
-    if not how.rank0_only:
-        warn_of_copies(sharded.comm, states.values())
-    return states
-
-
-def _wants(bucket: Bucket, how: StateDict) -> bool:
-    return any(how.wants(member.aliases) for member in bucket.members)
-
-
-def _whole(bucket: Bucket, how: StateDict) -> dict[str, Tensor]:
-    wholes: dict[str, Tensor] = {}
-    for member, value in zip(bucket.members, bucket.whole(), strict=True):
-        if names := [name for name in member.aliases if how.wants([name])]:
-            wholes |= dict.fromkeys(names, how.put(value))
-    return wholes
-
-
-def _nothing(bucket: Bucket) -> dict[str, Tensor]:
-    bucket.whole()  # the others need this rank's part
-    return {}
-
-
-def _parts(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
-    parts: dict[str, Any] = {}
-    for shard in param_shards(sharded.buckets):
-        for name in filter(lambda n: how.wants([n]), shard.member.aliases):
-            parts[name] = how.part(shard.value, shard)
-    for names, buffer in persistent_buffers(sharded.model):
-        for name in filter(lambda n: how.wants([n]), names):
-            parts[name] = how.put(buffer)
-    return parts
+def _tensors(
+    model: nn.Module, buckets: Sequence[Bucket], kind: str
+) -> Iterator[tuple[tuple[str, ...], Tensor, ParamShard | None]]:
+    """All names of a tensor, its value, and where that is this rank's part of a parameter."""
+    if kind == "full":
+        for bucket in buckets:  # gathered on all ranks: the others need this rank's part
+            for member, whole in zip(bucket.members, bucket.whole(), strict=True):
+                yield member.aliases, whole, None
+    else:
+        for shard in param_shards(buckets):
+            yield shard.member.aliases, shard.value, shard
+    for names, buffer in persistent_buffers(model):
+        yield names, buffer, None
 
 
 def _names(model: nn.Module) -> Iterator[str]:
