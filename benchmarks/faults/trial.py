@@ -121,8 +121,7 @@ def _flaws(checkpoint: Path) -> Iterator[str]:
                 yield f"{checkpoint.name} has no manifest"
                 return
             for name in source.manifest.files:
-                for _ in source.read(name, 0, source.manifest.files[name].size):
-                    pass  # raises where bytes are not those that were written
+                source.check(name, 0, source.manifest.files[name].size)
             if extra := {path.name for path in source.folder.iterdir()} - {
                 NAME,
                 ".lock",  # goes just after the rename

@@ -75,7 +75,7 @@ def test_many_small_tensors_fit_in_few_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than one system call takes, in less than one block each."""
-    values = {f"t{k:04d}": torch.full((900,), float(k)) for k in range(1_000)}
+    values = {f"t{k:04d}": torch.full((900,), float(k)) for k in range(2_500)}
     sw.shard(_Holder(values)).save(tmp_path / "a")
     calls: list[int] = []
     read = os.preadv

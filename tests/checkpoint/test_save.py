@@ -413,7 +413,7 @@ def test_gradients_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
         ({"max_file_sise": 3}, "nearest is 'max_file_size'"),
         ({"max_file_size": 0}, "at least 1"),
         ({"save_total_limit": 0}, "at least 1"),
-        ({"keep_best": "best"}, "'lowest', 'highest'"),
+        ({"keep_best": "best"}, "'lowest' or 'highest'"),
         ({"kind": "local"}, "pass kind='sharded', or"),
     ],
 )

@@ -77,51 +77,53 @@ class CheckedFile:
     def read(self, start: int, stop: int) -> Bytes:
         """A copy of the bytes ``[start, stop)``, checked."""
         copy = np.empty(stop - start, np.uint8)
-        at = start
-        while at < stop:
-            data = self.some(at, stop)
-            copy[at - start : at - start + len(data)] = data
-            at += len(data)
+        self.read_into(start, copy)
         return copy
 
-    def some(self, start: int, stop: int) -> Bytes:
-        """The first bytes of ``[start, stop)``, checked; the next call overwrites them."""
-        kept = self.kept
+    def check(self, start: int, stop: int) -> None:
+        """Read all blocks of ``[start, stop)``, and compare them with their checksums."""
+        for number in range(start // self.block, -(-stop // self.block)):
+            self._block(number)
+
+    def read_into(self, start: int, *into: Bytes) -> None:
+        """Fill arrays, one after the other, with the bytes from ``start`` on, checked.
+
+        Whole blocks go straight there, also where they are of several arrays.
+        """
         if self.sums is None:
-            kept.owner, data = None, kept.buffer[: min(stop - start, self.block)]
-            self._fill(start, data)
-            return data
-        number = start // self.block
-        first, last = number * self.block, min(self.size, (number + 1) * self.block)
+            self._fill(start, *into)
+            return
+        left, stop = deque(into), start + sum(map(len, into))
+        while start < stop:
+            number = start // self.block
+            first, last = self._ends(number)
+            end = min(stop, last)
+            pieces = taken(left, end - start)
+            if (start, end) == (first, last) and not self._keeps(number):
+                self._fill(start, *pieces)
+                self._check(number, *pieces)
+            else:
+                data = self._block(number)[start - first :]
+                for piece in pieces:
+                    piece[:], data = data[: len(piece)], data[len(piece) :]
+            start = end
+
+    def _block(self, number: int) -> Bytes:
+        """One block, checked; the next one overwrites it."""
+        first, last = self._ends(number)
+        data = self.kept.buffer[: last - first]
         if not self._keeps(number):
-            kept.owner = None
-            self._fill(first, kept.buffer[: last - first])
-            self._check(number, kept.buffer[: last - first])
-            kept.owner, kept.number = self, number
-        return kept.buffer[start - first : min(stop, last) - first]
+            self.kept.owner = None
+            self._fill(first, data)
+            self._check(number, data)
+            self.kept.owner, self.kept.number = self, number
+        return data
+
+    def _ends(self, number: int) -> tuple[int, int]:
+        return number * self.block, min(self.size, (number + 1) * self.block)
 
     def _keeps(self, number: int) -> bool:
         return self.kept.owner is self and self.kept.number == number
-
-    def is_block(self, at: int, stop: int) -> bool:
-        """Does a whole block begin at ``at`` and end before ``stop``, and is it not here yet?"""
-        if self.sums is None:
-            return True
-        return (
-            at % self.block == 0
-            and stop >= min(self.size, at + self.block)
-            and not self._keeps(at // self.block)
-        )
-
-    def end_of(self, at: int, stop: int) -> int:
-        """Up to where ``block_into`` reads at once."""
-        return stop if self.sums is None else min(stop, at + self.block)
-
-    def block_into(self, at: int, pieces: Sequence[Bytes]) -> None:
-        """Read the block at ``at`` straight to where it belongs."""
-        self._fill(at, *pieces)
-        if self.sums is not None:
-            self._check(at // self.block, *pieces)
 
     def _fill(self, at: int, *pieces: Bytes) -> None:
         retried(f"reading {self.title}", lambda: self._read(at, deque(pieces)), self.kept.naps)
@@ -143,11 +145,10 @@ class CheckedFile:
             at += done
 
     def _check(self, number: int, *pieces: Bytes) -> None:
-        assert self.sums is not None
         crc = 0
-        for piece in pieces:
+        for piece in pieces if self.sums is not None else ():
             crc = checksum.crc32(piece, crc)
-        if crc != self.sums[number]:
+        if self.sums is not None and crc != self.sums[number]:
             first, length = number * self.block, sum(map(len, pieces))
             raise DamagedCheckpoint(
                 f"{self.title} is damaged: bytes {first:,} to {first + length:,} are not those "

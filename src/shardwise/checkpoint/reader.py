@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from shardwise.checkpoint.checked_file import Bytes, CheckedFile, Kept, taken
+from shardwise.checkpoint.checked_file import Bytes, CheckedFile, Kept
 from shardwise.checkpoint.disk import check_is_folder, explained, retried
 from shardwise.checkpoint.folder import resolve
 from shardwise.checkpoint.manifest import NAME, Manifest
@@ -187,35 +186,13 @@ class CheckpointReader:
                 f"{self.folder / name} is not JSON ({str(error)[:200]}). Fetch or write it again."
             ) from None
 
-    def read(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Bytes]]:
-        """Bytes ``[start, stop)`` of a file, checked: ``(place in the file, some of them)``.
-
-        What is yielded is overwritten by the next.
-        """
-        file = self._file(name)
-        while start < stop:
-            data = file.some(start, stop)
-            yield start, data
-            start += len(data)
+    def check(self, name: str, start: int, stop: int) -> None:
+        """Compare bytes ``[start, stop)`` of a file with their checksums."""
+        self._file(name).check(start, stop)
 
     def read_into(self, name: str, start: int, *into: Bytes) -> None:
-        """Fill arrays, one after the other, with the bytes from ``start`` on, checked.
-
-        Whole blocks go straight there, also where they are of several arrays.
-        """
-        file, at, left = self._file(name), start, deque(into)
-        stop = start + sum(map(len, into))
-        while at < stop:
-            if file.is_block(at, stop):
-                count = file.end_of(at, stop) - at
-                file.block_into(at, taken(left, count))
-            else:
-                data = file.some(at, stop)
-                count, done = len(data), 0
-                for piece in taken(left, count):
-                    piece[:] = data[done : done + len(piece)]
-                    done += len(piece)
-            at += count
+        """Fill arrays, one after the other, with the bytes from ``start`` on, checked."""
+        self._file(name).read_into(start, *into)
 
     def _file(self, name: str) -> CheckedFile:
         if name not in self._files:

@@ -253,9 +253,7 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
 def _error_of(source: CheckpointReader, file: str, start: int, stop: int) -> CheckpointError | None:
     """What is raised when these bytes are read; with no bytes, when the file is opened."""
     try:
-        source.read_into(file, start)  # opens it
-        for _ in source.read(file, start, stop):
-            pass
+        source.check(file, start, stop)
     except CheckpointError as error:
         return error
     return None
