@@ -110,6 +110,13 @@ class StateDict:
             part.__class__ = ShardTensor
         return part
 
+    def chosen(
+        self, names: Sequence[str], value: Tensor, shard: ParamShard | None = None
+    ) -> dict[str, Tensor]:
+        """The value as it was asked for, under those of its names that were; maybe none."""
+        wanted = [name for name in names if self.wants([name])]
+        return dict.fromkeys(wanted, self.part(value, shard)) if wanted else {}
+
 
 # Set here, because a frozen class has no instances while it is being made.
 StateDict.FULL = StateDict("full")
@@ -137,29 +144,26 @@ def model_state(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
     if how.names is None:
         warn_of_extra_state(sharded.model, "state dict")
     states: dict[str, Any] = {}
-    kept = comm.rank == 0 or not how.rank0_only
-    for names, value, shard in _tensors(sharded.model, buckets, how.kind):
-        if kept and (chosen := [name for name in names if how.wants([name])]):
-            states |= dict.fromkeys(chosen, how.part(value, shard))
+    kept = how.kind != "full" or comm.rank == 0 or not how.rank0_only
+    for bucket in buckets if how.kind == "full" else ():
+        states |= _whole(bucket, how, kept)
+    for shard in param_shards(buckets) if how.kind != "full" else ():
+        states |= how.chosen(shard.member.aliases, shard.value, shard)
+    for names, buffer in persistent_buffers(sharded.model) if kept else ():
+        states |= how.chosen(names, buffer)
     if how.kind == "full" and not how.rank0_only:
         warn_of_copies(comm, states.values())
     order = {name: k for k, name in enumerate(_names(sharded.model))}
     return dict(sorted(states.items(), key=lambda item: order[item[0]]))
 
 
-def _tensors(
-    model: nn.Module, buckets: Sequence[Bucket], kind: str
-) -> Iterator[tuple[tuple[str, ...], Tensor, ParamShard | None]]:
-    """All names of a tensor, its value, and where that is this rank's part of a parameter."""
-    if kind == "full":
-        for bucket in buckets:  # gathered on all ranks: the others need this rank's part
-            for member, whole in zip(bucket.members, bucket.whole(), strict=True):
-                yield member.aliases, whole, None
-    else:
-        for shard in param_shards(buckets):
-            yield shard.member.aliases, shard.value, shard
-    for names, buffer in persistent_buffers(model):
-        yield names, buffer, None
+def _whole(bucket: Bucket, how: StateDict, kept: bool) -> dict[str, Tensor]:
+    """Copies of the bucket's tensors, which no name outlives: one bucket is whole at a time."""
+    states: dict[str, Tensor] = {}
+    wholes = bucket.whole()  # on all ranks: the others need this rank's part
+    for member, whole in zip(bucket.members, wholes, strict=True) if kept else ():
+        states |= how.chosen(member.aliases, whole)
+    return states
 
 
 def _names(model: nn.Module) -> Iterator[str]:
