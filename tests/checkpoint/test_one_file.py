@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -176,16 +175,6 @@ def test_a_file_of_no_known_kind_is_refused(tmp_path: Path) -> None:
         return said(sw.CheckpointError, lambda: sharded.save_file(tmp_path / "model"))
 
     assert "(torch.load) or .safetensors" in on_ranks(2, TIED.build, rank)[1]
-
-
-@pytest.mark.parametrize("how", [{"kind": "sharded"}, {"rank0_only": False}], ids=str)
-def test_it_is_whole_and_of_rank_0_whatever_is_asked(how: Any, tmp_path: Path) -> None:
-    def rank(comm: Comm, model: nn.Module) -> str:
-        sharded = sw.shard(model, comm=comm)
-        return said(sw.ConfigError, lambda: sharded.save_file(tmp_path / "model.pt", **how))
-
-    assert f"no option {next(iter(how))}" in on_ranks(2, TIED.build, rank)[1]
-    assert not list(tmp_path.iterdir())
 
 
 def test_chosen_names_alone(tmp_path: Path) -> None:
