@@ -26,7 +26,7 @@ from shardwise.checkpoint.read_requests import ReadRequest, request_for
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import DTYPES, PACKED, Stored, code_of
 from shardwise.checkpoint.save_plan import BUFFER, MODEL, OPTIMIZER, RANKS, RNG
-from shardwise.checkpoint.training_state import Document, Training
+from shardwise.checkpoint.training_state import Document, Stateful, Training
 from shardwise.errors import CheckpointError, nearest
 
 NEAREST = 20
@@ -283,11 +283,8 @@ class LoadPlan:
         document = self._checkpoint.document
         if document is None:
             return
-        for owner, values in (
-            (training.scheduler, document.scheduler),
-            (training.scaler, document.scaler),
-        ):
-            if owner is not None and values is not None:
+        for _, owner, values in _stateful(training, document):
+            if values is not None:
                 owner.load_state_dict(values)
         if self._rng:
             training_state.restore_rng(self._rng, self._comm.device)
@@ -345,13 +342,14 @@ def _absent(checkpoint: OpenCheckpoint, options: LoadOptions) -> list[str]:
         return []
     if document is None:
         return ["training state: none is stored"]
-    asked = {"scheduler": training.scheduler, "scaler": training.scaler}
-    stored = {"scheduler": document.scheduler, "scaler": document.scaler}
-    return [
-        f"{name}: its state is not stored"
-        for name, owner in asked.items()
-        if owner is not None and stored[name] is None
-    ]
+    asked = _stateful(training, document)
+    return [f"{name}: its state is not stored" for name, _, state in asked if state is None]
+
+
+def _stateful(training: Training, document: Document) -> list[tuple[str, Stateful, Any]]:
+    """Name, owner, and stored state of what the caller wants restored."""
+    asked = (("scheduler", training.scheduler), ("scaler", training.scaler))
+    return [(name, owner, getattr(document, name)) for name, owner in asked if owner is not None]
 
 
 def _unfit(checkpoint: OpenCheckpoint, problems: Sequence[str]) -> CheckpointError:

@@ -22,7 +22,7 @@ from shardwise.checkpoint.folder import LATEST, Partial, publish, resolve, step_
 from shardwise.checkpoint.manifest import NAME, FileRecord, Manifest, record_of
 from shardwise.checkpoint.plan import BLOCK, FilePlan
 from shardwise.checkpoint.run_folder import read_manifest
-from shardwise.checkpoint.writer import Part, check_hosts, pieces_of, write_header
+from shardwise.checkpoint.writer import Part, check_hosts, write_header
 from shardwise.errors import CheckpointError
 from shardwise.version import __version__
 
@@ -68,7 +68,9 @@ def publish_files(
 
 
 def _finished(folder: Path, file: FilePlan, parts: Iterable[Part]) -> FileRecord:
-    pieces = [*write_header(folder, file), *pieces_of(parts, file.name)]
+    pieces = write_header(folder, file)
+    for part in parts:
+        pieces += part.pieces.get(file.name, ())
     blocks = checksum.block_checksums(pieces, file.size, file.name, file.block)
     return record_of(blocks, file.size)
 

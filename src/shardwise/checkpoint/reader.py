@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -72,11 +72,6 @@ class CheckpointReader:
         """The same checkpoint, opened for another thread."""
         return replace(self, _files={}, _kept=Kept())
 
-    @property
-    def title(self) -> str:
-        """The folder's name, for messages."""
-        return str(self.folder)
-
     def has(self, name: str) -> bool:
         """Is there a file of this name? In a checkpoint of ours: one that the manifest lists."""
         if self.manifest is not None:
@@ -125,22 +120,7 @@ class CheckpointReader:
                 f"{index[lost[0]]!r:.80}, and it is not. The index or the file is of another "
                 "model; fetch both again."
             )
-        if stem == "model":
-            self._check_ties(locations)
         return locations
-
-    def _check_ties(self, locations: Mapping[str, TensorLocation]) -> None:
-        if self.manifest is None:
-            return
-        for alias, name in self.manifest.aliases.items():
-            if alias in locations or name not in locations:
-                fact = (
-                    f"{alias!r:.200} is stored, too" if alias in locations else "that is not stored"
-                )
-                raise DamagedCheckpoint(
-                    f"{self.folder / NAME} ties {alias!r:.200} to {name!r:.200}, and {fact}. It "
-                    "does not fit the files beside it; load another checkpoint."
-                )
 
     def tensors_in(self, names: Iterable[str]) -> dict[str, TensorLocation]:
         """Every tensor of some files, by name."""

@@ -32,14 +32,8 @@ class Checkpoint(NamedTuple):
     manifest: Manifest
 
 
-@dataclass(frozen=True)
-class SavedCheckpoints:
-    """What a run's folder holds under the names ``step-N``.
-
-    Attributes:
-        complete: the newest first.
-        skipped: those that are not complete, each with the reason.
-    """
+class SavedCheckpoints(NamedTuple):
+    """The folders ``step-N`` of a run: complete ones, the newest first; others with the reason."""
 
     complete: tuple[Checkpoint, ...]
     skipped: tuple[tuple[Path, str], ...]

@@ -204,11 +204,6 @@ def write_header(folder: Path, file: FilePlan) -> list[Piece]:
     return [(lo, hi, checksum.crc32(file.header[lo:hi])) for lo, hi in ends]
 
 
-def pieces_of(parts: Iterable[Part], name: str) -> list[Piece]:
-    """What all ranks wrote of one file."""
-    return [piece for part in parts for piece in part.pieces.get(name, ())]
-
-
 def check_hosts(folder: Path, names: Iterable[str], parts: Sequence[Part]) -> None:
     """Read one piece of each file back for every host that wrote to it. Rank 0's, after all synced.
 

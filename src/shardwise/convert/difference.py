@@ -118,7 +118,11 @@ class _Side:
     def known_to(self, other: _Side) -> dict[TensorKey, TensorLocation]:
         """All tensors, and tied ones by those further names by which the other stores them."""
         stored = {(MODEL, alias): (MODEL, name) for alias, name in self.aliases.items()}
-        ties = {alias: self.tensors[key] for alias, key in stored.items() if alias in other.tensors}
+        ties = {
+            alias: self.tensors[key]
+            for alias, key in stored.items()
+            if alias in other.tensors and key in self.tensors
+        }
         return {**self.tensors, **ties}
 
 
