@@ -9,8 +9,6 @@ part of each block.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,33 +19,12 @@ from shardwise.checkpoint.read_requests import ReadRequest
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.save_plan import SavePlan
 from shardwise.checkpoint.segments import Segments, exchange_edges, rounds
-from shardwise.checkpoint.writer import Chunk, Part, Writer
+from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm, Label
 
 
-def write_gathered(comm: Comm, folder: Path, contents: SavePlan) -> Part:
-    """Write everything from rank 0. A collective; what goes wrong is said in the part."""
-    if comm.rank:
-        for _ in _chunks(comm, contents):
-            pass  # what rank 0 needs of this rank was sent
-        return Part({})
-    failed: Part | None = None
-    with ExitStack() as stack:
-        writer = stack.enter_context(Writer(folder, 0, contents.total(0)))
-        for chunk in _chunks(comm, contents):
-            try:
-                if failed is None:
-                    writer.write(chunk)
-            except Exception as error:  # noqa: BLE001 - the others go on sending: so must this rank
-                failed = Part.failed(error)
-        try:
-            return failed or writer.finish()
-        except Exception as error:  # noqa: BLE001 - raised on all ranks
-            return Part.failed(error)
-
-
-def _chunks(comm: Comm, contents: SavePlan) -> Iterator[Chunk]:
-    """Rank 0's bytes of every file, in order, as they arrive; on other ranks none."""
+def gathered(comm: Comm, contents: SavePlan) -> Iterator[Chunk]:
+    """Rank 0's bytes of every file, in order, as they arrive; on other ranks none. Collectives."""
     for segments in contents.segments:
         plan = segments.plan
         at = len(plan.header)

@@ -73,7 +73,7 @@ def _local(
     names = [s.member.name for s in named.places if how.wants(s.member.aliases)]
     alike: ByName = {name: copy.deepcopy(values.get(name, {})) for name in names}
     for name in names:
-        alike[name] |= {key: how.put(value) for key, value in scalars.get(name, {}).items()}
+        alike[name] |= {key: how.part(value) for key, value in scalars.get(name, {}).items()}
     groups = [
         {key: copy.deepcopy(value) for key, value in group.items()}
         for group in groups_of(optimizer, named)
@@ -93,7 +93,7 @@ def _gather(sharded: ShardedModel, parts: ByName, into: ByName, how: StateDict) 
             wholes = bucket.whole_of_parts(values, dtype)
             for name, value, whole in zip(names, values, wholes, strict=True):
                 if kept and value is not None:
-                    into[name][key] = how.put(whole)
+                    into[name][key] = how.part(whole)
 
 
 def _of_dtype(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -40,7 +40,7 @@ from shardwise.checkpoint.folder import (
     remove_stale_partials,
     step_of,
 )
-from shardwise.checkpoint.gathered import write_gathered
+from shardwise.checkpoint.gathered import gathered
 from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Saved, SaveOptions, SaveRequest
 from shardwise.checkpoint.publish import publish_files
@@ -48,11 +48,7 @@ from shardwise.checkpoint.run_folder import Retention, apply_retention
 from shardwise.checkpoint.save_plan import SavePlan, plan_save
 from shardwise.checkpoint.segments import exchange_edges
 from shardwise.checkpoint.training_state import Training
-from shardwise.checkpoint.writer import (
-    Part,
-    Writer,
-    allocate,
-)
+from shardwise.checkpoint.writer import Part, allocate, write_part
 from shardwise.errors import CheckpointError
 
 log = logging.getLogger("shardwise")
@@ -92,10 +88,10 @@ def save(sharded: ShardedModel, request: SaveRequest) -> Saved:
     comm = sharded.comm
     task = begin(sharded, request)
     try:
-        if request.options.kind == "full":
-            part = write_gathered(comm, task.folder, task.contents)
-        else:
-            part = write_part(task, comm.rank)
+        contents = task.contents
+        is_full = request.options.kind == "full"
+        chunks = gathered(comm, contents) if is_full else contents.chunks(comm.rank)
+        part = write_part(task.folder, comm.rank, contents.total(comm.rank), chunks)
         parts = [Part.decode(some) for some in all_gather_object(comm, part, "parts of a save")]
         removed = raise_on_all(comm, "publishing", lambda: finish(task, parts))
     except BaseException:
@@ -173,17 +169,6 @@ def _make_folder(final: Path, token: str, contents: SavePlan) -> Partial:
         raise
     hit("folder made", 0)
     return partial
-
-
-def write_part(task: Task, rank: int) -> Part:
-    """Phase 4: this rank's bytes. What goes wrong is said in the part, for all to know."""
-    try:
-        with Writer(task.folder, rank, task.contents.total(rank)) as writer:
-            for chunk in task.contents.chunks(rank):
-                writer.write(chunk)
-            return writer.finish()
-    except Exception as error:  # noqa: BLE001 - raised on all ranks
-        return Part.failed(error)
 
 
 # --- rank 0, which keeps the folder ----------------------------------------------------------

@@ -97,14 +97,13 @@ class StateDict:
         """What every rank must ask for alike, as short texts to compare."""
         return {"kind of state dict": self.kind, "rank0_only": str(self.rank0_only)}
 
-    def put(self, value: Tensor) -> Tensor:
-        """Where it shall be, in memory of its own: a view would keep its whole bucket."""
-        value = value.detach()
-        return value.cpu() if self.offload_to_cpu and not value.is_cpu else value.clone()
+    def part(self, value: Tensor, shard: ParamShard | None = None) -> Tensor:
+        """A whole tensor, or this rank's part of a parameter or its state, as it was asked for.
 
-    def part(self, value: Tensor, shard: ParamShard | None) -> Tensor:
-        """A whole tensor, or this rank's part of a parameter or its state, as it was asked for."""
-        part = self.put(value)
+        In memory of its own: a view would keep its whole bucket.
+        """
+        value = value.detach()
+        part = value.cpu() if self.offload_to_cpu and not value.is_cpu else value.clone()
         if self.kind == "sharded" and shard is not None and shard.sharding is not None:
             part.sharding = shard.sharding  # type: ignore[attr-defined]
             part.__class__ = ShardTensor

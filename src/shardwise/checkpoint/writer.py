@@ -156,6 +156,29 @@ class Writer:
             self._opened = os.open(self.folder / name, os.O_RDWR)
 
 
+def write_part(folder: Path, rank: int, total: int, chunks: Iterable[Chunk]) -> Part:
+    """Write all chunks, ``total`` bytes. What goes wrong is in the part, for all ranks to know.
+
+    After an error the other chunks are still taken: those of other ranks come by collectives.
+    """
+    failed: Part | None = None
+    if not total:  # this rank may not even see the folder
+        for _ in chunks:
+            pass
+        return Part({})
+    with Writer(folder, rank, total) as writer:
+        for chunk in chunks:
+            try:
+                if failed is None:
+                    writer.write(chunk)
+            except Exception as error:  # noqa: BLE001 - raised on all ranks
+                failed = Part.failed(error)
+        try:
+            return failed or writer.finish()
+        except Exception as error:  # noqa: BLE001 - raised on all ranks
+            return Part.failed(error)
+
+
 def _write_at(file: int, buffers: Sequence[memoryview], at: int) -> None:
     for k in range(0, len(buffers), VECTORS):
         some = list(buffers[k : k + VECTORS])
