@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import gathered, load, segments, writer
+from shardwise.checkpoint import load, segments, writer
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import adamw, same, saved, steps, tensors
@@ -67,8 +67,8 @@ def test_little_is_on_its_way_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
         exchange(comm, files)
         most.append(sum(move.stop - move.start for file in files for move in file.plan.moves))
 
-    monkeypatch.setattr(gathered, "rounds", small)
-    monkeypatch.setattr(gathered, "exchange_edges", watched)
+    monkeypatch.setattr(segments, "rounds", small)
+    monkeypatch.setattr(segments, "exchange_edges", watched)
     saved(DECODER, 2, tmp_path / "step-2", kind="full")
     assert len(most) > 6
     assert sum(most) > 2 * 3 * 4 * 2000

@@ -35,11 +35,10 @@ from shardwise.checkpoint.folder import (
     steps_to_resume,
     target_of,
 )
-from shardwise.checkpoint.gathered import read_from_rank_0
 from shardwise.checkpoint.load_plan import LoadPlan, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Loaded, LoadOptions
-from shardwise.checkpoint.read_requests import read_into
+from shardwise.checkpoint.read_requests import read_from_rank_0, read_into
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.run_folder import read_manifest, saved_in
 from shardwise.comm.protocol import Comm, Label

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.plan import BLOCK
+from shardwise.checkpoint.collectives import all_gather_object
+from shardwise.checkpoint.plan import BLOCK, cut_at_blocks
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
+from shardwise.comm.protocol import Comm, Label
 
 WINDOW = 16 << 20
 """Bytes of a file that one thread reads at once: a multiple of every size that blocks have."""
@@ -150,3 +152,44 @@ def _convert(source: CheckpointReader, request: ReadRequest) -> None:
         data = buffer[: part.numel() * item]
         source.read_into(file, first + k * item, data)
         part.copy_(torch.from_numpy(data).view(request.dtype))
+
+
+def read_from_rank_0(comm: Comm, source: CheckpointReader, requests: Iterable[ReadRequest]) -> None:
+    """Fill every rank's ``requests`` from files that rank 0 alone can read. A collective.
+
+    Args:
+        source: the checkpoint; other ranks than 0 take only sizes from it.
+    """
+    by_file: dict[str, list[ReadRequest]] = {}
+    for request in requests:
+        by_file.setdefault(request.place.file, []).append(request)
+    asked = all_gather_object(comm, list(by_file), "files that are read")
+    for name in sorted({name for names in asked for name in names}):
+        assert source.manifest is not None  # a folder of this kind has one
+        size, length = source.manifest.files[name].size, source.manifest.block
+        for start, stop in cut_at_blocks(0, size, length):
+            # The last byte says whether rank 0 could read the others.
+            block = torch.zeros(stop - start + 1, dtype=torch.uint8)
+            try:
+                if comm.rank == 0:
+                    source.read_into(name, start, block[:-1].numpy())
+                    block[-1] = 1
+            finally:
+                sent = block.to(comm.device)
+                comm.broadcast(sent, 0, Label("broadcast", name)).wait()
+            if not sent[-1]:
+                return
+            for request in by_file.get(name, ()):
+                _take(request, start, sent[:-1])
+
+
+def _take(request: ReadRequest, start: int, block: Tensor) -> None:
+    """Copy what is wanted of the bytes that begin at ``start`` of the file.
+
+    Tensors lie at multiples of their item size, so no element is cut in two.
+    """
+    first, item = request.at[1], request.dtype.itemsize
+    begin, end = max(start, first), min(start + len(block), first + request.nbytes)
+    if begin < end:
+        part = block[begin - start : end - start].view(request.dtype)
+        request.out[(begin - first) // item : (end - first) // item].copy_(part)

@@ -40,13 +40,12 @@ from shardwise.checkpoint.folder import (
     remove_stale_partials,
     step_of,
 )
-from shardwise.checkpoint.gathered import gathered
 from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Saved, SaveOptions, SaveRequest
 from shardwise.checkpoint.publish import publish_files
 from shardwise.checkpoint.run_folder import Retention, apply_retention
 from shardwise.checkpoint.save_plan import SavePlan, plan_save
-from shardwise.checkpoint.segments import exchange_edges
+from shardwise.checkpoint.segments import exchange_edges, gathered
 from shardwise.checkpoint.training_state import Training
 from shardwise.checkpoint.writer import Part, allocate, write_part
 from shardwise.errors import CheckpointError
@@ -90,7 +89,7 @@ def save(sharded: ShardedModel, request: SaveRequest) -> Saved:
     try:
         contents = task.contents
         is_full = request.options.kind == "full"
-        chunks = gathered(comm, contents) if is_full else contents.chunks(comm.rank)
+        chunks = gathered(comm, contents.segments) if is_full else contents.chunks(comm.rank)
         part = write_part(task.folder, comm.rank, contents.total(comm.rank), chunks)
         parts = [Part.decode(some) for some in all_gather_object(comm, part, "parts of a save")]
         removed = raise_on_all(comm, "publishing", lambda: finish(task, parts))

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.local_shards import LocalShard
-from shardwise.checkpoint.plan import FilePlan, Move
+from shardwise.checkpoint.plan import FilePlan, Move, cut_at_blocks
 from shardwise.checkpoint.safetensors_format import itemsize
+from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm, Label
 
 ROUND = 16 << 20
@@ -123,3 +124,25 @@ def _totals(moves: Iterable[Move], world: int) -> list[int]:
     for move in moves:
         totals[move.source] += move.stop - move.start
     return totals
+
+
+def gathered(comm: Comm, files: Iterable[Segments]) -> Iterator[Chunk]:
+    """All bytes of every file, in order, as they arrive on rank 0; none on others. Collectives.
+
+    They arrive a few megabytes at a time, so no rank holds more of the model than its shard.
+    """
+    for segments in files:
+        plan = segments.plan
+        at = len(plan.header)
+        for some in rounds(plan.moves, comm.size):
+            part = segments.with_moves(plan.moves[some.start : some.stop])
+            exchange_edges(comm, [part])
+            stop = part.plan.moves[-1].stop
+            yield from _between(part, at, stop) if comm.rank == 0 else ()
+            at = stop
+        yield from _between(segments, at, plan.size) if comm.rank == 0 else ()
+
+
+def _between(segments: Segments, start: int, stop: int) -> Iterator[Chunk]:
+    for first, last in cut_at_blocks(start, stop, segments.plan.block):
+        yield Chunk(segments.plan.name, first, last, tuple(segments.between(first, last)))
