@@ -29,7 +29,7 @@ from shardwise.checkpoint.collectives import (
     joined_message,
     leave_part,
 )
-from shardwise.checkpoint.disk import explained, host
+from shardwise.checkpoint.disk import explained, host, text_of
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Saved, SaveRequest
@@ -121,7 +121,7 @@ class Saving:
         try:
             self._thread.start()
         except RuntimeError as failure:  # check raises it, on all ranks
-            self._wrong = _text_of(failure)
+            self._go_wrong(failure)
             self._copied.set()
         if watched is None:
             self.finish_copy()
@@ -139,12 +139,18 @@ class Saving:
                 self._wrong = self._wrong or self._watched.changed()
             hit("snapshot taken", self._comm.rank)
         except Exception as failure:  # noqa: BLE001 - check raises it, on all ranks
-            self._wrong = self._wrong or _text_of(failure)
+            self._go_wrong(failure)
         except BaseException:
             self._wrong = "it was interrupted"
             raise
         finally:
             self._copied.set()
+
+    def _go_wrong(self, failure: BaseException) -> None:
+        """``check`` raises it, on all ranks; one that is not ours is logged in full."""
+        if not isinstance(failure, CheckpointError):
+            log.error("saving in the background", exc_info=failure)
+        self._wrong = self._wrong or text_of(failure)
 
     def cancel(self) -> None:
         """Give it up, on this rank: nothing is published, and what was written goes."""
@@ -192,7 +198,7 @@ class Saving:
             self._leave(self._write())
             self._ended = True
         except BaseException as failure:  # noqa: BLE001 - the main thread raises it
-            self._wrong = self._wrong or _text_of(failure)
+            self._go_wrong(failure)
             self._copying.drain()
             with suppress(Exception):  # else the others wait for it in vain, and then say so
                 self._leave(Part({}, self._wrong))
@@ -232,14 +238,6 @@ def _stream_beside(device: torch.device) -> torch.Stream | None:
     stream = torch.Stream(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     return stream
-
-
-def _text_of(failure: BaseException) -> str:
-    """What the other ranks hear of it; an error that is not ours is logged in full."""
-    if isinstance(failure, CheckpointError):
-        return str(failure)
-    log.error("saving in the background", exc_info=failure)
-    return f"{type(failure).__name__}: {failure}"
 
 
 class Background:

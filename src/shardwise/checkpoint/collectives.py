@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from shardwise import errors
-from shardwise.checkpoint.disk import explained, write_file
+from shardwise.checkpoint.disk import explained, text_of, write_file
 from shardwise.comm.desync import by_ranks, differing_facts, named
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, RanksDisagree, ShardwiseError
@@ -84,16 +84,15 @@ def raise_on_all(comm: Comm, what: str, act: Callable[[], T]) -> T:
     """
     result: list[T] = []
     failure: Exception | None = None
-    kind, text = "", ""
+    outcome = "", ""
     try:
         result.append(act())
     except RanksDisagree:  # then nobody can be told
         raise
     except Exception as error:  # noqa: BLE001 - raised again, on all ranks
-        failure, kind, text = error, CheckpointError.__name__, f"{type(error).__name__}: {error}"
-        if isinstance(error, ShardwiseError):
-            kind, text = type(error).__name__, str(error)
-    outcomes = all_gather_object(comm, (kind, text), what)
+        kind = type(error) if isinstance(error, ShardwiseError) else CheckpointError
+        failure, outcome = error, (kind.__name__, text_of(error))
+    outcomes = all_gather_object(comm, outcome, what)
     if kinds := {kind for kind, _ in outcomes if kind}:
         texts = {rank: text for rank, (kind, text) in enumerate(outcomes) if kind}
         error_class = getattr(errors, kinds.pop() if len(kinds) == 1 else "", CheckpointError)

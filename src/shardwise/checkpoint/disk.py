@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.listing import size
 
 T = TypeVar("T")
@@ -81,6 +81,12 @@ def retried(what: str, act: Callable[[], T], naps: Iterator[float] | None = None
                 if nap is None:
                     raise
                 time.sleep(nap)
+
+
+def text_of(error: BaseException) -> str:
+    """What other ranks hear of an error: the message of one of ours; the class, too, of another."""
+    ours = isinstance(error, ShardwiseError)
+    return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 def is_unreadable(error: CheckpointError) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import checksum
 from shardwise.checkpoint.checksum import Piece
-from shardwise.checkpoint.disk import MODE, check_room, explained, host
+from shardwise.checkpoint.disk import MODE, check_room, explained, host, text_of
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.plan import FilePlan, cut_at_blocks
 from shardwise.errors import CheckpointError
@@ -45,12 +45,6 @@ class Part(NamedTuple):
     pieces: Mapping[str, Sequence[Piece]]
     error: str = ""
     host: str = ""
-
-    @classmethod
-    def failed(cls, error: Exception) -> Part:
-        """What a rank that could not write has to say."""
-        ours = isinstance(error, CheckpointError)
-        return cls({}, str(error) if ours else f"{type(error).__name__}: {error}")
 
     @classmethod
     def decode(cls, fields: Sequence[Any]) -> Part:
@@ -172,11 +166,11 @@ def write_part(folder: Path, rank: int, total: int, chunks: Iterable[Chunk]) -> 
                 if failed is None:
                     writer.write(chunk)
             except Exception as error:  # noqa: BLE001 - raised on all ranks
-                failed = Part.failed(error)
+                failed = Part({}, text_of(error))
         try:
             return failed or writer.finish()
         except Exception as error:  # noqa: BLE001 - raised on all ranks
-            return Part.failed(error)
+            return Part({}, text_of(error))
 
 
 def _write_at(file: int, buffers: Sequence[memoryview], at: int) -> None:
