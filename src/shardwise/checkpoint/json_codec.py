@@ -129,8 +129,8 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$frozenset": lambda items: frozenset(map(decode, items)),
     "$deque": lambda items: deque(map(decode, items)),
     "$bytes": lambda text: base64.b64decode(text, validate=True),
-    "$array": lambda found: _decode_tensor(found).numpy(),
+    "$array": lambda fields: _decode_tensor(fields).numpy(),
     "$tensor": _decode_tensor,
     "$dict": _pairs,
-    "$counter": lambda found: Counter(_pairs(found)),
+    "$counter": lambda pairs: Counter(_pairs(pairs)),
 }
