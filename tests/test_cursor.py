@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.cursor import Cursor, Step, steps
 from shardwise.order import mirror
-from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, Weight, events
+from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, UnitBytes, events
 from shardwise.strategies import Placement
 from tests.test_schedule import everywhere
 
@@ -16,8 +16,8 @@ END = Cue(Op.END, "", Phase.BACKWARD)
 
 
 def script(order: Order = ORDER) -> tuple[Step, ...]:
-    weights = {cue.unit: Weight(100, 100) for cue in order.forward}
-    return steps(events(order, Policy(everywhere(Placement.named("full_shard"))), weights))
+    nbytes = {cue.unit: UnitBytes(100, 100) for cue in order.forward}
+    return steps(events(order, Policy(everywhere(Placement.named("full_shard"))), nbytes))
 
 
 def enter(unit: str, phase: Phase = Phase.FORWARD) -> Cue:
@@ -38,8 +38,8 @@ def test_a_step_that_follows_gets_each_cues_events_in_order() -> None:
         step = cursor.match(cue, None)
         assert step is not None
         taken += [*step.before, Event(*cue), *step.after]
-    weights = {unit: Weight(100, 100) for unit in "abc"}
-    assert tuple(taken) == events(ORDER, Policy(everywhere(Placement.named("full_shard"))), weights)
+    nbytes = {unit: UnitBytes(100, 100) for unit in "abc"}
+    assert tuple(taken) == events(ORDER, Policy(everywhere(Placement.named("full_shard"))), nbytes)
     assert not cursor.improvised
 
 

@@ -32,7 +32,7 @@ from shardwise.schedule import (
     Phase,
     Policy,
     Prefetch,
-    Weight,
+    UnitBytes,
     events,
 )
 from shardwise.strategies import Placement
@@ -58,8 +58,8 @@ def layers(count: int) -> Order:
     return Order(tuple(cues), mirror(cues))
 
 
-def weights(order: Order, nbytes: int = 100) -> dict[str, Weight]:
-    return {cue.unit: Weight(nbytes, nbytes) for cue in order.forward}
+def weights(order: Order, nbytes: int = 100) -> dict[str, UnitBytes]:
+    return {cue.unit: UnitBytes(nbytes, nbytes) for cue in order.forward}
 
 
 def listed(order: Order, policy: Policy) -> tuple[Event, ...]:
@@ -252,7 +252,7 @@ def test_never_more_gathers_in_flight_than_the_limit(limit: int) -> None:
 
 def test_prefetch_depth_is_in_bytes() -> None:
     order = layers(4)
-    heavy = {**weights(order), "layers.1": Weight(300, 300)}
+    heavy = {**weights(order), "layers.1": UnitBytes(300, 300)}
     found = events(order, Policy(everywhere(FULL), Prefetch(250, 0)), heavy)
     assert table(found, Phase.FORWARD, Op.GATHER, Op.ENTER).startswith(
         rows("""
@@ -304,7 +304,7 @@ def test_while_accumulating_nothing_is_reduced_and_zero2_stays_gathered() -> Non
 
 def test_a_frozen_unit_is_gathered_and_freed_and_never_reduced() -> None:
     order = layers(2)
-    found = events(order, policy(0, 1), {**weights(order), "layers.0": Weight(100, 0)})
+    found = events(order, policy(0, 1), {**weights(order), "layers.0": UnitBytes(100, 0)})
     assert "reduce layers.0" not in table(found, Phase.BACKWARD, Op.REDUCE)
     assert "free layers.0" in table(found, Phase.BACKWARD, Op.FREE)
 

@@ -8,7 +8,7 @@ import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.schedule import Weight
+from shardwise.schedule import UnitBytes
 from shardwise.unit_state import UnitState
 from tests.nets import mostly_frozen, mostly_frozen_batch
 from tests.steps import assert_at_rest, train
@@ -36,12 +36,12 @@ def test_all_buckets_are_gathered_and_freed_together() -> None:
     assert not any(bucket.gathered for bucket in state.buckets)
 
 
-def test_its_weight_is_that_of_all_buckets_and_of_trainable_gradients_padding_included() -> None:
+def test_its_bytes_are_those_of_all_buckets_and_of_trainable_gradients_padding_included() -> None:
     precision = sw.Precision(compute=torch.bfloat16, wire=torch.float64)
     sharded = sw.shard(mostly_frozen(), comm=FakeComm(0, 2), precision=precision)
     state = sharded.runtime.units["blocks.0"]
     frozen, trainable = (bucket.layout.numel for bucket in state.buckets)
-    assert state.weight() == Weight(2 * (frozen + trainable), 8 * trainable, 4 * trainable)
+    assert state.nbytes() == UnitBytes(2 * (frozen + trainable), 8 * trainable, 4 * trainable)
 
 
 def test_it_is_complete_when_every_gradient_of_its_last_visit_has_come() -> None:

@@ -19,7 +19,14 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 
-__all__ = ["Group", "as_group", "has_forward", "holds_parameters", "pick_by_structure", "stacks"]
+__all__ = [
+    "Group",
+    "as_group",
+    "has_forward",
+    "holds_parameters",
+    "partial_roots",
+    "pick_by_structure",
+]
 
 Group = tuple[nn.Module, ...]
 """Modules that share one unit: entering any of them needs all of its parameters."""
@@ -53,8 +60,8 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
     return _disjoint([*blocks, *(part for part in others if 16 * _elements(part) >= largest)])
 
 
-def stacks(
-    model: nn.Module, brackets: Collection[nn.Module], own: Iterable[nn.Parameter]
+def partial_roots(
+    model: nn.Module, entry_modules: Collection[nn.Module], own: Iterable[nn.Parameter]
 ) -> set[nn.Module]:
     """Modules around units that hold parameters of the root, too.
 
@@ -62,15 +69,15 @@ def stacks(
 
     Args:
         model: the root.
-        brackets: the modules that stand for units.
+        entry_modules: the modules that stand for units.
         own: the parameters of the root's unit.
     """
     mine = {id(param) for param in own}
     return {
         module
         for module in model.modules()
-        if module not in brackets
-        and any(part in brackets for part in module.modules())
+        if module not in entry_modules
+        and any(part in entry_modules for part in module.modules())
         and any(id(param) in mine for param in module.parameters())
     }
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from shardwise.backward import Backward
-from shardwise.blocks import as_group, has_forward, stacks
+from shardwise.blocks import as_group, has_forward, partial_roots
 from shardwise.compiling import shield
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.forward_calls import ForwardCall
@@ -48,10 +48,10 @@ class Frame:
     unit: str | None
     call: ForwardCall | None  # None: no gradients, or a recomputation of a call that has one
     inputs: frozenset[Node]
-    python_frame: FrameType  # on a stack for as long as the call goes on
+    python: FrameType  # Python's frame, which is on a stack for as long as the call goes on
     handled: BaseException | None  # what the caller was handling already when it began
-    cued: bool = True  # False in a recomputation, which the schedule does not list
-    resume: Any = None  # of the outermost frame: the cursor to go on with
+    listed: bool  # False: a recomputation, which no schedule lists
+    resume: Any  # of the outermost call: the cursor to go on with
 
 
 class Hooks:
@@ -59,7 +59,7 @@ class Hooks:
 
     Args:
         model: the root.
-        brackets: the modules whose forward uses a unit, with the unit's name.
+        entry_modules: the modules whose forward uses a unit, with the unit's name.
         runtime: who is told.
         casts: dtypes of the model's floating-point inputs and outputs (``None``: as they are).
     """
@@ -67,14 +67,15 @@ class Hooks:
     def __init__(
         self,
         model: nn.Module,
-        brackets: Mapping[nn.Module, str],
+        entry_modules: Mapping[nn.Module, str],
         runtime: Runtime,
         casts: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
     ) -> None:
-        self.model, self.brackets, self.runtime, self.casts = model, brackets, runtime, casts
-        self._root = runtime.units.get(brackets.get(model, ""))
+        self.model, self.entry_modules = model, entry_modules
+        self.runtime, self.casts = runtime, casts
+        self._root = runtime.units.get(entry_modules.get(model, ""))
         own = [] if self._root is None else [p for b in self._root.buckets for p in b.params]
-        self._stacks = stacks(model, brackets, own)
+        self._partial_roots = partial_roots(model, entry_modules, own)
         #: What the user's code calls: the model, or the parts of one that has no forward.
         self._outermost = frozenset((model,) if has_forward(model) else as_group(model))
         self.backward = Backward(runtime)
@@ -86,7 +87,7 @@ class Hooks:
     def install(self) -> None:
         """Put every hook in place."""
         self.registered.install()
-        for module in dict.fromkeys((self.model, *self.brackets, *self._stacks)):
+        for module in dict.fromkeys((self.model, *self.entry_modules, *self._partial_roots)):
             self._handles += [
                 module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
                 module.register_forward_hook(self._after, always_call=True),
@@ -156,8 +157,8 @@ class Hooks:
             return None
         if self._frames and self._may_begin(module):
             self._abandon_stopped()
-        unit = self.brackets.get(module)
-        if self._root is not None and module in self._stacks:
+        unit = self.entry_modules.get(module)
+        if self._root is not None and module in self._partial_roots:
             unit = self._root.name
             if self.runtime.facts.forward[self._root.name]:  # as usual, the model is being called
                 return None
@@ -167,17 +168,31 @@ class Hooks:
         """Might this be the first call of a pass, though others seem to be open?"""
         return module in self._outermost or self._frames[0].module not in self._outermost
 
-    def _enter(self, module: nn.Module, unit: str | None, given: Any, call: FrameType) -> Any:
-        if graph_task() != -1 and self.backward.running:
-            self._recompute(self._frame(module, unit, given, call))
-            return None
-        resume = None if self._frames else self._begin(unit)
-        frame = self._frame(module, unit, given, call)
-        frame.resume = resume
+    def _enter(self, module: nn.Module, unit: str | None, given: Any, python: FrameType) -> Any:
+        recomputes = graph_task() != -1 and self.backward.running
+        resume = None if self._frames or recomputes else self._begin(unit)
+        call, inputs = self._expected(unit, recomputes), frozenset[Node]()
+        if call is not None:
+            inputs = frozenset(makers(given))
+        handled = sys.exc_info()[1]
+        frame = Frame(module, unit, call, inputs, python, handled, not recomputes, resume)
         self._frames.append(frame)
         if unit is not None:
-            self.runtime.enter(unit, Phase.FORWARD)
-        return self._cast_inputs(module, given)
+            self.runtime.enter(unit, Phase.FORWARD, frame.listed)
+        return None if recomputes else self._cast(module, given, self.casts[0])
+
+    def _expected(self, unit: str | None, recomputes: bool) -> ForwardCall | None:
+        """The call that begins, if the backward pass comes back to it.
+
+        In a recomputation (activation checkpointing) only if the first call ran without gradients
+        (the reentrant kind). Else autograd knows the first one, and the unit only has to be whole.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        if recomputes and (unit is None or self.backward.calls.expects(unit)):
+            return None
+        parent = self._frames[-1].call if self._frames else None
+        return ForwardCall(unit, parent, next_sequence_number())
 
     def _begin(self, unit: str | None) -> Any:
         if is_transformed():
@@ -192,36 +207,15 @@ class Hooks:
     def _abandon_stopped(self) -> None:
         """Forget calls that have ended without telling us: torch tells of no KeyboardInterrupt."""
         going_on = len(self._frames)
-        while going_on and not _goes_on(self._frames[going_on - 1].python_frame):
+        while going_on and not _goes_on(self._frames[going_on - 1].python):
             going_on -= 1
         stopped = self._frames[going_on:]
         del self._frames[going_on:]
-        if stopped and not going_on and stopped[0].cued:
+        if stopped and not going_on and stopped[0].listed:
             self.backward.abandon("a forward pass stopped before its end")
         for frame in reversed(stopped) if going_on else ():
             self._failed(frame)
         self.backward.abandon_stopped()
-
-    def _frame(self, module: nn.Module, unit: str | None, given: Any, frame: FrameType) -> Frame:
-        handled = sys.exc_info()[1]
-        if not torch.is_grad_enabled():
-            return Frame(module, unit, None, frozenset(), frame, handled)
-        parent = self._frames[-1].call if self._frames else None
-        call = ForwardCall(unit, parent, next_sequence_number())
-        return Frame(module, unit, call, frozenset(makers(given)), frame, handled)
-
-    def _recompute(self, frame: Frame) -> None:
-        """A forward call inside the backward pass: activation checkpointing.
-
-        A unit whose first call is remembered (non-reentrant) only has to be whole. One whose
-        first call ran without gradients (reentrant) is met by autograd now for the first time.
-        """
-        frame.cued, unit = False, frame.unit
-        if unit is None or self.backward.calls.expects(unit):
-            frame.call = None
-        self._frames.append(frame)
-        if unit is not None:
-            self.runtime.enter(unit, Phase.FORWARD, listed=False)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.backward.suspended or not self._frames:
@@ -234,45 +228,47 @@ class Hooks:
         if sys.exc_info()[1] is not frame.handled:
             self._failed(frame)
             return None
-        if frame.unit is not None and frame.cued:
-            self._pin(frame.unit, output)
         self._expect_backward(frame, output)
         if frame.unit is not None:
-            self.runtime.exit(frame.unit, Phase.FORWARD, frame.cued)
-        if frame.cued and not self._frames:
+            self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
+        if frame.listed and not self._frames:
             self.runtime.end_forward(frame.resume)
-        return self._cast_outputs(module, output)
+        return self._cast(module, output, self.casts[1])
 
     def _failed(self, frame: Frame) -> None:
         """The call raised. Early-stopped recomputations do so, and mean no harm."""
-        if frame.cued and not self._frames:
+        if frame.listed and not self._frames:
             self.backward.abandon("a forward pass raised an exception")
         elif frame.unit is not None:  # the model may catch it and go on
-            self.runtime.exit(frame.unit, Phase.FORWARD, frame.cued)
-
-    def _pin(self, unit: str, output: Any) -> None:
-        """An output that is a view of a parameter keeps the unit whole until the step ends."""
-        homes = self.runtime.units[unit].homes
-        if any(storage_key(t) in homes for t in tensors(output)):
-            self.runtime.facts.pinned.add(unit)
+            self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
 
     def _expect_backward(self, frame: Frame, output: Any) -> None:
-        """Ask autograd to tell when it comes back through this call."""
-        if frame.call is None:
-            return
-        nodes = [node for node in makers(output, with_bases=True) if node not in frame.inputs]
-        if nodes:
-            self.backward.expect(frame.call, nodes, frame.inputs)
-        elif frame.unit is not None and hides(output):  # it stays whole until the step ends
+        """Ask autograd to tell when it comes back; where it cannot, pin the unit.
+
+        So does an output that is a view of a parameter: the unit stays whole until the step ends.
+        """
+        pins = frame.listed and frame.unit is not None and self._shows(frame.unit, output)
+        if frame.call is not None:
+            nodes = [n for n in makers(output, with_bases=True) if n not in frame.inputs]
+            if nodes:
+                self.backward.expect(frame.call, nodes, frame.inputs)
+            pins = pins or (not nodes and hides(output))
+        if pins and frame.unit is not None:
             self.runtime.facts.pinned.add(frame.unit)
+
+    def _shows(self, unit: str, output: Any) -> bool:
+        homes = self.runtime.units[unit].homes
+        return any(storage_key(tensor) in homes for tensor in tensors(output))
 
     # ---- other methods ---------------------------------------------------------------------
 
     def unit_of(self, module: nn.Module) -> str | None:
         """The unit that ``module`` itself reads: its own, or that of a module around it."""
-        if module in self.brackets:
-            return self.brackets[module]
-        inside = {self.brackets[part] for part in module.modules() if part in self.brackets}
+        if module in self.entry_modules:
+            return self.entry_modules[module]
+        inside = {
+            self.entry_modules[part] for part in module.modules() if part in self.entry_modules
+        }
         mine = {id(param) for param in module.parameters()}
         holders = (
             name
@@ -305,17 +301,9 @@ class Hooks:
         replaced = self._after(module, args, output)
         return output if replaced is None else replaced
 
-    # ---- casts at the model's border -------------------------------------------------------
-
-    def _cast_inputs(self, module: nn.Module, given: Any) -> Any:
-        if module not in self._outermost or self.casts[0] is None:
-            return None
-        return cast(given, self.casts[0])
-
-    def _cast_outputs(self, module: nn.Module, output: Any) -> Any:
-        if module not in self._outermost or self.casts[1] is None:
-            return None
-        return cast(output, self.casts[1])
+    def _cast(self, module: nn.Module, tree: Any, dtype: torch.dtype | None) -> Any:
+        """What goes into or comes out of the model, in its dtype; ``None``: as it is."""
+        return None if dtype is None or module not in self._outermost else cast(tree, dtype)
 
 
 def _goes_on(call: FrameType) -> bool:

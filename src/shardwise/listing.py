@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwise.bucket import BucketSpec
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
-from shardwise.schedule import Event, Op, Weight
+from shardwise.schedule import Event, Op, UnitBytes
 
 __all__ = ["Layouts", "Schedule", "size"]
 
@@ -28,14 +28,14 @@ class Schedule:
 
     Attributes:
         events: the step, in order.
-        weights: bytes of each unit.
+        nbytes: what each unit takes.
         strategy, mode: what it is the schedule of.
         world: ranks that take part.
         meshes: the axes of each unit.
     """
 
     events: tuple[Event, ...]
-    weights: Mapping[str, Weight]
+    nbytes: Mapping[str, UnitBytes]
     strategy: str
     mode: str
     world: int
@@ -45,14 +45,14 @@ class Schedule:
         """Bytes that one rank sends for ``event``."""
         if event.op not in (Op.GATHER, Op.REDUCE):
             return 0
-        weight, (shard, replicate) = self.weights[event.unit], self.meshes[event.unit]
+        unit, (shard, replicate) = self.nbytes[event.unit], self.meshes[event.unit]
         if event.op is Op.GATHER:
-            return 0 if shard.memory.shared else _to_others(weight.gathered, shard)
-        of_copies = (weight.gradients + weight.mean) // shard.size
-        return _to_others(weight.gradients, shard) + _to_others(of_copies, replicate)
+            return 0 if shard.memory.shared else _to_others(unit.gathered, shard)
+        of_copies = (unit.gradients + unit.mean) // shard.size
+        return _to_others(unit.gradients, shard) + _to_others(of_copies, replicate)
 
     def __str__(self) -> str:
-        width = max([len(_name(unit)) for unit in self.weights], default=6)
+        width = max([len(_name(unit)) for unit in self.nbytes], default=6)
         lines = [self._title()]
         phase, depth = None, 0
         for event in self.events:
@@ -78,12 +78,12 @@ class Schedule:
         name = "" if event.op is Op.END else _name(event.unit)
         text = f"{'  ' * max(depth, 0)}{event.op:<6}  {name:<{width}}"
         if event.op is Op.GATHER and self.meshes[event.unit].shard.size > 1:
-            full = size(self.weights[event.unit].gathered)
+            full = size(self.nbytes[event.unit].gathered)
             shared = self.meshes[event.unit].shard.memory.shared
             sends = "memory is shared" if shared else f"sends {size(self.sent(event))}"
             text += f"  # all-gather, {full}, {sends}: {event.reason}"
         elif event.op is Op.REDUCE:
-            full = size(self.weights[event.unit].gradients)
+            full = size(self.nbytes[event.unit].gradients)
             how, sends = _reduction(self.meshes[event.unit]), size(self.sent(event))
             text += f"  # {how}, {full}, sends {sends}: {event.reason}"
         elif event.reason:

@@ -20,22 +20,22 @@ from shardwise.torch_internals import tree_map_only
 
 __all__ = ["guess", "mirror", "rehearse"]
 
-Brackets = Mapping[nn.Module, str]
+EntryModules = Mapping[nn.Module, str]
 """The modules whose forward uses a unit, with the unit's name."""
 
 
-def guess(model: nn.Module, brackets: Brackets) -> Order:
+def guess(model: nn.Module, entry_modules: EntryModules) -> Order:
     """The order of registration: right for most models, harmless where it is wrong."""
-    forward = tuple(_walk(model, brackets))
+    forward = tuple(_walk(model, entry_modules))
     return Order(forward, mirror(forward))
 
 
-def _walk(module: nn.Module, brackets: Brackets) -> Iterator[Cue]:
-    unit = brackets.get(module)
+def _walk(module: nn.Module, entry_modules: EntryModules) -> Iterator[Cue]:
+    unit = entry_modules.get(module)
     if unit is not None:
         yield Cue(Op.ENTER, unit, Phase.FORWARD)
     for child in module.children():
-        yield from _walk(child, brackets)
+        yield from _walk(child, entry_modules)
     if unit is not None:
         yield Cue(Op.EXIT, unit, Phase.FORWARD)
 
@@ -47,7 +47,7 @@ def mirror(forward: Sequence[Cue]) -> tuple[Cue, ...]:
 
 
 def rehearse(
-    model: nn.Module, brackets: Brackets, args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module, entry_modules: EntryModules, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Order:
     """Run ``model`` on the meta device and note which units it enters.
 
@@ -66,7 +66,7 @@ def rehearse(
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     cues: list[Cue] = []
-    handles = [hook for item in brackets.items() for hook in _listen(*item, cues)]
+    handles = [hook for item in entry_modules.items() for hook in _listen(*item, cues)]
     called = tree_map_only(Tensor, lambda t: t.to("meta"), (tuple(args), dict(kwargs)))
     try:
         with torch.no_grad():

@@ -36,7 +36,7 @@ __all__ = [
     "Phase",
     "Policy",
     "Prefetch",
-    "Weight",
+    "UnitBytes",
     "events",
 ]
 
@@ -91,8 +91,8 @@ class Order(NamedTuple):
     backward: tuple[Cue, ...] = ()
 
 
-class Weight(NamedTuple):
-    """What a unit weighs, in bytes.
+class UnitBytes(NamedTuple):
+    """What a unit takes, in bytes.
 
     Attributes:
         gathered: its parameters, as computed in.
@@ -169,7 +169,7 @@ class _Writer:
 
     cues: tuple[Cue, ...]
     policy: Policy
-    weights: Mapping[str, Weight]
+    nbytes: Mapping[str, UnitBytes]
     events: list[Event] = field(default_factory=list)
     gathered: set[str] = field(default_factory=set)
     ahead: set[str] = field(default_factory=set)  # gathered, not entered yet
@@ -180,7 +180,7 @@ class _Writer:
 
     def __post_init__(self) -> None:
         self.next_use, first_uses = _uses(self.cues)
-        self.largest = max((weight.gathered for weight in self.weights.values()), default=0)
+        self.largest = max((unit.gathered for unit in self.nbytes.values()), default=0)
         # Positions of cues. One that is past, or whose unit is gathered by now, is stale.
         self.not_open = list(first_uses.values())
         wanted = (unit for unit in first_uses if self.policy.gathers(unit))
@@ -194,7 +194,7 @@ class _Writer:
     def gather(self, unit: str, phase: Phase, reason: str) -> None:
         self.gathered.add(unit)
         self.ahead.add(unit)
-        self.ahead_bytes += self.weights[unit].gathered
+        self.ahead_bytes += self.nbytes[unit].gathered
         self.add(Op.GATHER, unit, phase, reason)
 
     def enter(self, unit: str) -> None:
@@ -202,7 +202,7 @@ class _Writer:
         self.open[unit] += 1
         if unit in self.ahead:
             self.ahead.remove(unit)
-            self.ahead_bytes -= self.weights[unit].gathered
+            self.ahead_bytes -= self.nbytes[unit].gathered
 
     def exit(self, unit: str, again: int | None) -> None:
         self.open[unit] -= 1
@@ -232,13 +232,13 @@ def _uses(cues: Sequence[Cue]) -> tuple[list[int | None], dict[str, int]]:
     return next_use, upcoming
 
 
-def events(order: Order, policy: Policy, weights: Mapping[str, Weight]) -> tuple[Event, ...]:
+def events(order: Order, policy: Policy, nbytes: Mapping[str, UnitBytes]) -> tuple[Event, ...]:
     """One step as a list.
 
     Args:
         order: the cues, forward and backward.
         policy: placement, prefetch and mode.
-        weights: what each unit weighs, by name.
+        nbytes: what each unit takes, by name.
 
     Returns:
         The cues in their order, with every gather, free, reduce and settle between them, and
@@ -246,7 +246,7 @@ def events(order: Order, policy: Policy, weights: Mapping[str, Weight]) -> tuple
     """
     end = Cue(Op.END, "", Phase.BACKWARD if order.backward else Phase.FORWARD)
     cues = (*order.forward, *order.backward, end)
-    writer = _Writer(cues, policy, weights, gathered=set(policy.held))
+    writer = _Writer(cues, policy, nbytes, gathered=set(policy.held))
     for position, cue in enumerate(cues):
         if cue.op is Op.ENTER:
             _enter(writer, position, cue)
@@ -305,11 +305,11 @@ def _prefetch(writer: _Writer, position: int, reason: str) -> None:
         return
     budget = writer.largest if budget is None else budget
     if cue.unit in writer.ahead:  # used now, so not ahead of its use
-        budget += writer.weights[cue.unit].gathered
+        budget += writer.nbytes[cue.unit].gathered
     while (wanted := _first_to_gather(writer, position)) is not None:
         if wanted.phase is not cue.phase:
             return
-        if writer.ahead_bytes + writer.weights[wanted.unit].gathered > budget:
+        if writer.ahead_bytes + writer.nbytes[wanted.unit].gathered > budget:
             return
         if prefetch.limit is not None and len(writer.ahead) >= prefetch.limit:
             return
@@ -346,4 +346,4 @@ def _comes_next(writer: _Writer, position: int) -> bool:
 def _is_reduced(writer: _Writer, cue: Cue) -> bool:
     if cue.phase is Phase.FORWARD or not writer.policy.reduces:
         return False
-    return writer.weights[cue.unit].gradients > 0
+    return writer.nbytes[cue.unit].gradients > 0

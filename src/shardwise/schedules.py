@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.cursor import Step, steps
-from shardwise.schedule import Event, Mode, Order, Policy, Weight, events
+from shardwise.schedule import Event, Mode, Order, Policy, UnitBytes, events
 from shardwise.unit_state import UnitState
 
 __all__ = ["Schedules"]
@@ -60,13 +60,13 @@ class Schedules:
         self._kinds[trained] = kind
         self.orders, self._scripts, self.ran = kind.orders, kind.scripts, kind.ran
 
-    def weights(self) -> dict[str, Weight]:
+    def nbytes(self) -> dict[str, UnitBytes]:
         """Bytes of each unit: gathered parameters, and gradients."""
-        return {name: state.weight() for name, state in self._units.items()}
+        return {name: state.nbytes() for name, state in self._units.items()}
 
     def events(self, mode: Mode) -> tuple[Event, ...]:
         """The schedule of ``mode``, as it stands now."""
-        return events(self.orders[mode], self._policy_of(mode), self.weights())
+        return events(self.orders[mode], self._policy_of(mode), self.nbytes())
 
     def script(self, mode: Mode) -> tuple[Step, ...]:
         """The same, cut at its cues."""

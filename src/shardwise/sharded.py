@@ -129,17 +129,17 @@ class Sharded:
         return Mesh.of(self.comm, placement.splits)
 
     def _start(self, states: dict[str, UnitState]) -> None:
-        brackets = {module: unit.name for unit in self.units for module in unit.modules}
+        entry_modules = {module: unit.name for unit in self.units for module in unit.modules}
         precision = self.options.precision
         casts = any(b.dtypes.stored is not b.dtypes.compute for b in self.buckets)
         placements = {bucket.unit: bucket.spec.placement for bucket in self.buckets}
         policy = Policy(placements, self.options.prefetch, casts=casts)
-        first = order.guess(self.model, brackets)
+        first = order.guess(self.model, entry_modules)
         participates = self.options.divergence == "participate"
-        self._brackets = brackets
+        self._entry_modules = entry_modules
         self.runtime = Runtime(states, self.comm, policy, precision, first, participates)
         self._hooks = Hooks(
-            self.model, brackets, self.runtime, (precision.compute, precision.output)
+            self.model, entry_modules, self.runtime, (precision.compute, precision.output)
         )
         self._state = StateHooks(self.model, self.buckets, self._state_asked)
         self._dress()
@@ -213,7 +213,7 @@ class Sharded:
         self._idle("rehearse() was called")
         self._hooks.backward.suspended = True  # else they would gather
         try:
-            rehearsed = order.rehearse(self.model, self._brackets, args, kwargs)
+            rehearsed = order.rehearse(self.model, self._entry_modules, args, kwargs)
         finally:
             self._hooks.backward.suspended = False
         for mode in ("train", "accumulate", "last"):
@@ -346,9 +346,9 @@ class Sharded:
     def schedule_of(self, mode: Mode) -> Schedule:
         """The schedule of ``"train"``, ``"accumulate"``, ``"last"`` or ``"forward"``."""
         schedules = self.runtime.schedules
-        listed, weights = schedules.events(mode), schedules.weights()
+        listed, nbytes = schedules.events(mode), schedules.nbytes()
         meshes = {b.unit: Mesh(b.spec.shard, b.spec.replicate) for b in self.buckets}
-        return Schedule(listed, weights, self.placement.name, mode, self.comm.size, meshes)
+        return Schedule(listed, nbytes, self.placement.name, mode, self.comm.size, meshes)
 
     def numel(self, *, trainable_only: bool = False) -> int:
         """Elements of the whole model's parameters; ``parameter.numel()`` is this rank's part."""

@@ -7,7 +7,7 @@ import contextlib
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Label
 from shardwise.errors import RanksDisagree
-from shardwise.schedule import Weight
+from shardwise.schedule import UnitBytes
 
 __all__ = ["UnitState"]
 
@@ -119,9 +119,9 @@ class UnitState:
         for bucket in self.buckets:
             bucket.gradients.drop()
 
-    def weight(self) -> Weight:
+    def nbytes(self) -> UnitBytes:
         """Bytes, padding included."""
         gathered = sum(b.layout.numel * b.dtypes.compute.itemsize for b in self.buckets)
         gradients = sum(b.layout.numel * b.dtypes.wire.itemsize for b in self.trainable)
         mean = sum(b.layout.numel * b.dtypes.stored.itemsize for b in self.trainable)
-        return Weight(gathered, gradients, mean)
+        return UnitBytes(gathered, gradients, mean)
