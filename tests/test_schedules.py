@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise import schedules
 from shardwise.order import mirror
-from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, Weight
+from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, UnitBytes
 from shardwise.schedules import Schedules
 from shardwise.strategies import Placement
 from shardwise.unit_state import UnitState
@@ -13,10 +13,10 @@ NAMES = ("a", "b")
 
 
 class Unit(UnitState):
-    """Without buckets, but not without weight."""
+    """Without buckets, but not without bytes."""
 
-    def weight(self) -> Weight:
-        return Weight(100, 100, 100)
+    def nbytes(self) -> UnitBytes:
+        return UnitBytes(100, 100, 100)
 
 
 def order_of(*names: str) -> Order:
