@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.train.job import Job
-from shardwise.train.recipe import keys, read_recipe, resolved
+from shardwise.train.recipe import keys, read_recipe, to_yaml
 from tests.forked import forked
 from tests.train.tiny import recipe_file
 
@@ -100,7 +100,7 @@ def test_a_batch_that_does_not_divide_ends_before_ranks_are_started(
 ) -> None:
     assert failed(str(recipe_file(tmp_path)), "--nproc", "5") == 1
     assert (
-        "batch.rows is 12, and 5 ranks do not divide it; start 4 or 6 ranks"
+        "batch.rows is 12, which is not divisible by 5 ranks; start 4 or 6 ranks"
         in capsys.readouterr().err
     )
 
@@ -110,7 +110,7 @@ def test_a_folder_in_use_ends_before_ranks_are_started(
 ) -> None:
     recipe = recipe_file(tmp_path)
     (tmp_path / "run").mkdir()
-    before = resolved(read_recipe(recipe, ["run.seed=1"]))
+    before = to_yaml(read_recipe(recipe, ["run.seed=1"]))
     (tmp_path / "run" / "recipe.yaml").write_text(before, "utf-8")
     assert failed(str(recipe), "--nproc", "2") == 1
     said = capsys.readouterr().err
@@ -156,7 +156,7 @@ def test_what_the_system_refuses_is_one_sentence(
     assert line.startswith("error: /proc/x cannot be used: No such file or directory.")
     recipe = recipe_file(tmp_path)
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
-    (tmp_path / "run" / "recipe.yaml").write_text(resolved(read_recipe(recipe)), "utf-8")
+    (tmp_path / "run" / "recipe.yaml").write_text(to_yaml(read_recipe(recipe)), "utf-8")
     assert failed(str(recipe)) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {tmp_path}/run/metrics.jsonl cannot be used: Is a directory.")
@@ -197,14 +197,14 @@ def ended(*arguments: str) -> object:
 
 def at_step(step: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Do ``act`` while the gradients of ``step`` are computed."""
-    gradients = Job.gradients
+    gradients = Job.forward_backward
 
     def then(job: Job, number: int) -> float:
         if number + 1 == step:
             act()
         return gradients(job, number)
 
-    monkeypatch.setattr(Job, "gradients", then)
+    monkeypatch.setattr(Job, "forward_backward", then)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -343,8 +343,8 @@ start([sys.executable, "-c", *sys.argv[1:]], 2, 1, lambda fact: print("crashed",
 SLOW = """
 import time
 from shardwise.train.job import Job
-gradients = Job.gradients
-Job.gradients = lambda job, step: (time.sleep(0.1), gradients(job, step))[1]
+gradients = Job.forward_backward
+Job.forward_backward = lambda job, step: (time.sleep(0.1), gradients(job, step))[1]
 from shardwise.cli import main
 main()
 """

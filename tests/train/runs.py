@@ -20,7 +20,7 @@ from shardwise.train.config import Recipe
 from shardwise.train.job import Job
 from shardwise.train.loop import Outcome, train
 from shardwise.train.metrics import Busy, Record, Stepped
-from shardwise.train.requests import Requests
+from shardwise.train.requests import SignalRequests
 
 
 class Killed(Exception):
@@ -57,14 +57,14 @@ class Watched:
             path.touch()
 
         self.monkeypatch.setattr(Batches, "step", step)
-        self.monkeypatch.setattr("shardwise.train.loop.draw", draw)
+        self.monkeypatch.setattr("shardwise.train.loop.plot_loss", draw)
 
     def run(
         self,
         recipe: Recipe,
         world: int,
         heard: Callable[[Record], None] = lambda _: None,
-        ask: Callable[[Comm], Requests] = lambda _: Requests(),
+        ask: Callable[[Comm], SignalRequests] = lambda _: SignalRequests(),
     ) -> Outcome:
         """One run on ``world`` threads; ``heard`` sees what rank 0 says, ``ask`` what is asked."""
 
@@ -74,7 +74,7 @@ class Watched:
                 heard(record)
 
         outcomes = threads.run(world, lambda comm: train(recipe, comm, emit, ask(comm)))
-        assert len({(o.step, o.stopped, o.trouble) for o in outcomes}) == 1
+        assert len({(o.step, o.stopped, o.save_error) for o in outcomes}) == 1
         return outcomes[0]
 
     def killed(self, recipe: Recipe, world: int, at: tuple[int, int, int]) -> None:

@@ -12,9 +12,9 @@ from shardwise.train.batches import (
     Batches,
     Rows,
     accumulation,
+    evenly_spaced,
     permutation,
-    share,
-    spread,
+    rank_batches,
 )
 from shardwise.train.config import BatchConfig
 
@@ -62,8 +62,8 @@ def test_rows_are_micro_times_accumulation_times_ranks(micro: int, ranks: int, w
 @pytest.mark.parametrize(
     ("rows", "micro", "ranks", "fact", "advice"),
     [
-        (32, 5, 2, "batch.micro 5 × 2 ranks = 10 does not divide it", "batch.micro 4 or 8"),
-        (4, 8, 1, "batch.micro 8 × 1 rank = 8 does not divide it", "batch.micro 4"),
+        (32, 5, 2, "not divisible by batch.micro 5 × 2 ranks = 10", "batch.micro 4 or 8"),
+        (4, 8, 1, "not divisible by batch.micro 8 × 1 rank = 8", "batch.micro 4"),
     ],
 )
 def test_a_micro_batch_that_does_not_divide_names_those_that_do(
@@ -83,7 +83,7 @@ def test_ranks_that_do_not_divide_the_batch_are_told_how_many_do(
     with pytest.raises(ConfigError) as caught:
         accumulation(BatchConfig(rows=rows, micro=1), 3)
     assert str(caught.value) == (
-        f"batch.rows is {rows}, and 3 ranks do not divide it; start {starts}, or begin a run with "
+        f"batch.rows is {rows}, which is not divisible by 3 ranks; start {starts}, or begin a run with "
         f"batch.rows {begins}."
     )
 
@@ -137,14 +137,14 @@ def test_no_row_is_preferred() -> None:
 
 @pytest.mark.parametrize(("count", "wanted"), [(3, [0, 3, 6]), (10, list(range(10))), (99, None)])
 def test_rows_are_spread_evenly(count: int, wanted: list[int] | None) -> None:
-    assert spread(10, count).tolist() == (wanted or list(range(10)))
+    assert evenly_spaced(10, count).tolist() == (wanted or list(range(10)))
 
 
 @given(count=st.integers(0, 40), micro=st.integers(1, 5), ranks=st.integers(1, 5))
 def test_validation_rows_are_shared_out_once_in_equally_many_passes(
     count: int, micro: int, ranks: int
 ) -> None:
-    parts = [share(np.arange(count), micro, rank, ranks) for rank in range(ranks)]
+    parts = [rank_batches(np.arange(count), micro, rank, ranks) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     assert all(len(batch) == micro for part in parts for batch in part)
     real = [i for part in parts for batch in part for i in batch.tolist() if i >= 0]

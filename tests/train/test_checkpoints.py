@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.checkpoints import is_due
 from shardwise.train.config import CheckpointConfig, Recipe
 from shardwise.train.metrics import Complete, Evaluated, Record, Resumed, Saved, Stepped, Warned
-from shardwise.train.requests import Requests
+from shardwise.train.requests import SignalRequests
 from tests.train.runs import Watched, checkpoint, digest, losses, saved, steps
 from tests.train.tiny import documents, tiny_recipe
 
@@ -137,8 +137,8 @@ def test_the_best_so_far_is_remembered_when_the_run_goes_on(
     wanted = [s.step for s in watched.kind(Saved)]
     watched.told.clear()
     cut = recipe_in(tmp_path / "cut", *changes, "optimizer.lr=3", "optimizer.warmup=4")
-    stop = Requests()
-    watched.run(cut, 2, when(4, stop.stop), lambda c: stop if c.rank == 0 else Requests())
+    stop = SignalRequests()
+    watched.run(cut, 2, when(4, stop.stop), lambda c: stop if c.rank == 0 else SignalRequests())
     watched.run(cut, 2)
     asked = [s.step for s in watched.kind(Saved) if s.step != 5]
     assert asked == [step for step in wanted if step != 5]
@@ -191,8 +191,10 @@ def test_what_was_asked_of_a_run_that_is_over_is_not_asked_of_the_next(
 
 def test_a_rank_of_which_nobody_thinks_can_ask_too(tmp_path: Path, watched: Watched) -> None:
     recipe = recipe_in(tmp_path, "checkpoint.save_every=0", "batch.micro=2")
-    asked = Requests()
-    watched.run(recipe, 3, when(4, asked.save), lambda c: asked if c.rank == 2 else Requests())
+    asked = SignalRequests()
+    watched.run(
+        recipe, 3, when(4, asked.save), lambda c: asked if c.rank == 2 else SignalRequests()
+    )
     assert saved(recipe) in (["step-4"], ["step-5"])
 
 
@@ -206,7 +208,7 @@ def test_a_save_that_fails_does_not_end_the_run(
     recipe = recipe_in(tmp_path, f"checkpoint.asynchronous={background}")
     with failing("half of the data written"):
         outcome = watched.run(recipe, 2)
-    assert (outcome.step, outcome.trouble) == (6, "")
+    assert (outcome.step, outcome.save_error) == (6, "")
     (said,) = watched.kind(Warned)
     assert said.message.startswith("NOT SAVED, and the run goes on: ")
     assert "the disk is full" in said.message
@@ -224,7 +226,7 @@ def test_a_last_save_that_fails_is_the_run_s_trouble(
     recipe = recipe_in(tmp_path, "checkpoint.save_every=6", f"checkpoint.asynchronous={background}")
     with failing("data written"):
         outcome = watched.run(recipe, 2)
-    assert "the disk is full" in outcome.trouble
+    assert "the disk is full" in outcome.save_error
     assert saved(recipe) == []
     assert (Path(recipe.run.folder) / "model.safetensors").is_file()
 
@@ -431,7 +433,7 @@ def test_what_is_no_checkpoint_of_the_trainer_is_refused(tmp_path: Path, watched
         f"run.folder={tmp_path / 'new'}",
         f"checkpoint.resume={Path(first.run.folder) / 'model.safetensors'}",
     )
-    with pytest.raises((ConfigError, CheckpointError), match="does not say where a run was"):
+    with pytest.raises((ConfigError, CheckpointError), match="it has no step of a run"):
         watched.run(new, 1)
 
 

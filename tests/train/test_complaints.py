@@ -6,16 +6,16 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from shardwise.train.complaints import Where, complaints
+from shardwise.train.complaints import ValueOrigins, error_messages
 from shardwise.train.config import Recipe
 
-WHERE = Where("r.yaml", {}, {})
+WHERE = ValueOrigins("r.yaml", {}, {})
 
 
-def told(text: str, where: Where = WHERE) -> list[str]:
+def told(text: str, where: ValueOrigins = WHERE) -> list[str]:
     with pytest.raises(ValidationError) as caught:
         Recipe.model_validate(yaml.safe_load(text))
-    return list(complaints(caught.value, where))
+    return list(error_messages(caught.value, where))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,8 @@ def test_each_kind_of_mistake_has_its_sentence(text: str, said: str) -> None:
 def test_a_value_is_blamed_on_its_line_or_on_its_override() -> None:
     lines = {("model",): 1, ("model", "width"): 2}
     text = "model: {width: x}"
-    assert told(text, Where("r.yaml", lines, {}))[0].startswith("r.yaml:2: model.width is 'x'")
-    overridden = Where("r.yaml", lines, {"model.width": "x"})
+    assert told(text, ValueOrigins("r.yaml", lines, {}))[0].startswith(
+        "r.yaml:2: model.width is 'x'"
+    )
+    overridden = ValueOrigins("r.yaml", lines, {"model.width": "x"})
     assert told(text, overridden)[0].startswith("override --model.width is 'x'")

@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.txt").symlink_to(tmp_path / "nothing")
     assert message(tmp_path) == (
         f"data.source {str(tmp_path)!r}: {tmp_path / 'a.txt'} cannot be read (No such file or "
-        "directory). Mend that, or name a source without it."
+        "directory). Repair it, or name a source without it."
     )
 
 
@@ -146,8 +146,8 @@ def test_a_document_stays_on_its_side_when_others_come() -> None:
 
 
 @pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
-def test_neither_side_is_ever_empty(share: float) -> None:
-    parts = split(corpus(documents(60)), share)
+def test_neither_side_is_ever_empty(rank_batches: float) -> None:
+    parts = split(corpus(documents(60)), rank_batches)
     assert min(len(parts.training), len(parts.validation)) == 1
 
 

@@ -10,7 +10,7 @@ import shardwise as sw
 from shardwise.train import tokenizer as bpe
 from shardwise.train.config import ModelConfig
 from shardwise.train.decoder import Decoder
-from shardwise.train.export import WEIGHTS, described
+from shardwise.train.export import WEIGHTS, config_files
 from shardwise.train.folder import Folder
 from tests.train.tiny import documents
 
@@ -20,13 +20,13 @@ SHAPE = ModelConfig(width=24, layers=2, heads=6, kv_heads=2, hidden=40, rope_the
 def exported(path: Path, tied: bool) -> Decoder:
     config = SHAPE.model_copy(update={"tied": tied})
     folder = Folder(path)
-    obtained = bpe.obtain(folder, documents(), 300)
+    obtained = bpe.load_or_train(folder, documents(), 300)
     for name, text in obtained.files.items():
         folder.write_text(name, text)
     tokenizer = bpe.load(obtained.text)
     model = Decoder(config, 300, context=32)
     sw.shard(model).save_file(path / WEIGHTS)
-    for name, value in described(config, 300, 32, bpe.end_id(tokenizer), torch.float32).items():
+    for name, value in config_files(config, 300, 32, bpe.end_id(tokenizer), torch.float32).items():
         folder.write_json(name, value)
     return model
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train import folder as of_folder
-from shardwise.train.folder import RECIPE, Folder, kept
+from shardwise.train.folder import RECIPE, Folder, locate
 
 
 def names(folder: Path) -> list[str]:
@@ -22,28 +22,28 @@ def checkpoint(folder: Path, name: str) -> Path:
 
 
 def test_a_new_folder_is_made(tmp_path: Path) -> None:
-    with Folder.held(tmp_path / "a" / "b") as folder:
+    with Folder.locked(tmp_path / "a" / "b") as folder:
         assert folder.path.is_dir()
 
 
 def test_nobody_else_holds_it_while_the_block_lasts(tmp_path: Path) -> None:
-    second = Folder.held(tmp_path, patience=0.0)
-    with Folder.held(tmp_path), pytest.raises(ConfigError, match="is in use by another"), second:
+    second = Folder.locked(tmp_path, timeout=0.0)
+    with Folder.locked(tmp_path), pytest.raises(ConfigError, match="is in use by another"), second:
         pass
-    with Folder.held(tmp_path, patience=0.0):
+    with Folder.locked(tmp_path, timeout=0.0):
         pass
 
 
 def test_a_new_folder_in_which_nothing_was_written_goes_again(tmp_path: Path) -> None:
     place = tmp_path / "new"
-    with Folder.held(place) as folder:
+    with Folder.locked(place) as folder:
         assert folder.path.is_dir()
     assert not place.exists()
     place.mkdir()
-    with Folder.held(place):
+    with Folder.locked(place):
         pass
     assert place.is_dir()
-    with Folder.held(tmp_path / "used") as folder:
+    with Folder.locked(tmp_path / "used") as folder:
         folder.write_text("a", "")
     assert (tmp_path / "used" / "a").exists()
 
@@ -60,16 +60,16 @@ def test_a_lock_that_went_with_its_folder_is_taken_anew(
             path.rmdir()
 
     monkeypatch.setattr(of_folder, "_acquire", acquire)
-    with Folder.held(place) as folder:
+    with Folder.locked(place) as folder:
         folder.write_text("a", "")
     assert taken == [place, place]
     assert (place / "a").exists()
 
 
 def test_it_is_free_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), Folder.held(tmp_path):
+    with pytest.raises(KeyError), Folder.locked(tmp_path):
         raise KeyError
-    with Folder.held(tmp_path, patience=0.0):
+    with Folder.locked(tmp_path, timeout=0.0):
         pass
 
 
@@ -95,7 +95,7 @@ def test_an_earlier_run_is_moved_and_goes_only_when_that_is_said(tmp_path: Path)
     assert names(tmp_path) == ["notes.txt", RECIPE, "replaced-1"]
     moved = contents(tmp_path / "replaced-1")
     assert moved == {name: text for name, text in before.items() if name != "notes.txt"}
-    folder.drop_replaced()
+    folder.remove_replaced()
     assert contents(tmp_path) == {"notes.txt": "old notes.txt", RECIPE: "new"}
 
 
@@ -107,7 +107,7 @@ def test_of_what_lies_with_a_replaced_run_only_the_run_is_removed(tmp_path: Path
     folder = Folder(tmp_path)
     with folder.replacing_run():
         pass
-    folder.drop_replaced()
+    folder.remove_replaced()
     assert contents(tmp_path / "replaced-1") == {"checkpoints/step-12/thesis.txt": ""}
     with folder.replacing_run():
         pass
@@ -120,7 +120,7 @@ def test_a_run_whose_checkpoints_lie_behind_a_link_is_not_moved(tmp_path: Path) 
     (tmp_path / "run" / RECIPE).touch()
     (tmp_path / "run" / "checkpoints").symlink_to("../scratch")
     folder = Folder(tmp_path / "run")
-    with pytest.raises(ConfigError, match="is a link, so the run there cannot be moved aside"):
+    with pytest.raises(ConfigError, match="is a link, so its run cannot be moved"):
         folder.replacing_run().__enter__()
     assert names(tmp_path / "run") == ["checkpoints", RECIPE]
 
@@ -171,8 +171,8 @@ def test_a_crash_at_any_moment_of_moving_leaves_the_earlier_run_as_it_was(
         if not crashes(Folder(place), at):
             assert at == 5  # four are moved, and what holds them gets its name
             return
-        assert kept(place, RECIPE).read_text("utf-8") == f"old {RECIPE}"
-        with Folder.held(place):
+        assert locate(place, RECIPE).read_text("utf-8") == f"old {RECIPE}"
+        with Folder.locked(place):
             after = contents(place)
         assert {name: after[name] for name in before} == before
         assert set(after) - set(before) <= {".lock", "tokenizer.json"}
@@ -184,7 +184,7 @@ def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
     folder.write_text("a.txt", "old")
 
     def interrupted() -> None:
-        with folder.replacing("a.txt") as path:
+        with folder.atomic_write("a.txt") as path:
             path.write_text("ne", "utf-8")
             raise KeyboardInterrupt
 

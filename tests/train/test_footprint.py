@@ -19,7 +19,7 @@ def counted(folder: Path, world: int, strategy: str) -> dict[str, Bytes]:
 
     def rank(comm: Comm) -> dict[str, Bytes]:
         job = build(recipe, comm, rows(), VOCABULARY)
-        job.gradients(0)
+        job.forward_backward(0)
         job.optimizer.step()
         return {row.kind: row for row in footprint(job.sharded, job.optimizer, comm).rows}
 
@@ -58,8 +58,8 @@ def test_what_a_strategy_splits_is_a_share_on_each_rank(
 ) -> None:
     for kind, row in counted(tmp_path, 3, strategy).items():
         assert len(row.per_rank) == 3
-        share = max(row.per_rank) / row.whole
-        assert share == pytest.approx(1 / 3 if kind in split else 1, rel=0.1), (kind, row)
+        rank_batches = max(row.per_rank) / row.whole
+        assert rank_batches == pytest.approx(1 / 3 if kind in split else 1, rel=0.1), (kind, row)
 
 
 def test_buffers_are_whole_on_every_rank(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from pyarrow import parquet
 
 from shardwise.errors import ConfigError
 from shardwise.train import formats
-from shardwise.train.formats import Unusable, documents
+from shardwise.train.formats import Skipped, documents
 
 ROW = b'{"text": "row"}\n'
 
 
-def read(file: Path, column: str = "text", most: float = inf) -> list[str]:
-    return [row for row in documents(file, column, most) if isinstance(row, str)]
+def read(file: Path, column: str = "text", max_bytes: float = inf) -> list[str]:
+    return [row for row in documents(file, column, max_bytes) if isinstance(row, str)]
 
 
 def left_out(file: Path, column: str = "text") -> list[tuple[str, str, int]]:
@@ -28,7 +28,7 @@ def left_out(file: Path, column: str = "text") -> list[tuple[str, str, int]]:
     return [
         (row.reason, row.where.removeprefix(str(file)), row.rows)
         for row in documents(file, column, inf)
-        if isinstance(row, Unusable)
+        if isinstance(row, Skipped)
     ]
 
 
@@ -105,7 +105,7 @@ def test_a_nest_without_end_is_not_json(tmp_path: Path) -> None:
 def test_a_row_that_is_too_long_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "ROW", 20)
+    monkeypatch.setattr(formats, "MAX_ROW", 20)
     path = made(tmp_path, "a.jsonl", ROW + b"x" * 99 + b"\n" + ROW)
     assert read(path) == ["row", "row"]
     assert left_out(path) == [("longer than 20 bytes", ":2", 1)]
@@ -176,15 +176,15 @@ def test_a_field_that_holds_no_text_is_not_proposed(tmp_path: Path) -> None:
         ("messages", "'messages' is list, not text"),
     ):
         assert message(path, column) == (
-            f"{path}:1: {fact}. Fields there: messages (list). None holds text; write what is to "
-            "be learnt into one field, as text."
+            f"{path}:1: {fact}. Fields there: messages (list). No field is text; write the text "
+            "to train on into one field."
         )
 
 
 def test_a_wrong_field_is_found_without_reading_all_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "TRIED", 3)
+    monkeypatch.setattr(formats, "MAX_TRIED_ROWS", 3)
     path = made(tmp_path, "a.jsonl", b'{"body": "a"}\n' * 3 + ROW)
     assert message(path).startswith(f"{path}:1: no field 'text'.")
 
@@ -227,7 +227,7 @@ def test_a_big_file_is_read_no_further_than_it_is_wanted(
 ) -> None:
     write(tmp_path / name)
     tracemalloc.start()
-    list(islice(documents(tmp_path / name, "text", most=300_000), 300))
+    list(islice(documents(tmp_path / name, "text", max_bytes=300_000), 300))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < BIG // 2

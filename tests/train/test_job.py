@@ -17,7 +17,7 @@ from shardwise.train.batches import Rows
 from shardwise.train.config import Recipe, ShardingConfig
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.job import Job, build, parameter_groups, wrap_of
-from shardwise.train.rates import rate
+from shardwise.train.rates import learning_rate
 from tests.train.tiny import tiny_recipe
 
 VOCABULARY = 40
@@ -35,11 +35,11 @@ def trained(job: Job) -> Losses:
     """(this rank's share of the loss, gradient norm) of a few steps."""
     found = []
     for step in range(3):
-        share = job.gradients(step)
-        norm, _ = job.tamed(step)
+        rank_batches = job.forward_backward(step)
+        norm, _ = job.clip_and_set_lr(step)
         job.optimizer.step()
         job.optimizer.zero_grad()
-        found.append((share, norm))
+        found.append((rank_batches, norm))
     return found
 
 
@@ -49,7 +49,7 @@ def run(recipe: Recipe, world: int) -> Losses:
     for of_ranks in zip(*by_rank, strict=True):
         assert len({norm for _, norm in of_ranks}) == 1
     return [
-        (sum(share for share, _ in of_ranks), of_ranks[0][1])
+        (sum(rank_batches for rank_batches, _ in of_ranks), of_ranks[0][1])
         for of_ranks in zip(*by_rank, strict=True)
     ]
 
@@ -72,7 +72,7 @@ def plain(recipe: Recipe) -> Losses:
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         for group in optimizer.param_groups:
-            group["lr"] = rate(step, recipe.run.steps, config)
+            group["lr"] = learning_rate(step, recipe.run.steps, config)
         optimizer.step()
         optimizer.zero_grad()
         found.append((loss.item(), norm.item()))
@@ -133,9 +133,9 @@ def test_the_rate_of_the_step_is_the_optimizer_s(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     job = build(recipe, LocalComm(), rows(), VOCABULARY)
     for step in range(3):
-        job.gradients(step)
-        _, lr = job.tamed(step)
-        assert lr == rate(step, recipe.run.steps, recipe.optimizer)
+        job.forward_backward(step)
+        _, lr = job.clip_and_set_lr(step)
+        assert lr == learning_rate(step, recipe.run.steps, recipe.optimizer)
         assert {group["lr"] for group in job.optimizer.param_groups} == {lr}
         job.optimizer.step()
         job.optimizer.zero_grad()

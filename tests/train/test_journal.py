@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from shardwise.train.journal import Journal, kept
+from shardwise.train.journal import MetricsLog, lines_until
 from shardwise.train.metrics import Evaluated, Stepped, Warned
 
 
@@ -16,9 +16,9 @@ def stepped(step: int) -> Stepped:
     return Stepped(step, 9, 5.0 - step, 1e-3, 1.0, 100.0, 2**20, 1.0)
 
 
-def begun(folder: Path, after: int = 0) -> Journal:
-    journal = Journal(folder / "metrics.jsonl")
-    journal.begin(after)
+def begun(folder: Path, after: int = 0) -> MetricsLog:
+    journal = MetricsLog(folder / "metrics.jsonl")
+    journal.start(after)
     return journal
 
 
@@ -46,10 +46,10 @@ def test_what_is_said_before_the_run_begins_waits_for_where_that_is(tmp_path: Pa
     for step in (1, 2, 3):
         first(stepped(step))
     before = first.path.read_bytes()
-    again = Journal(first.path)
+    again = MetricsLog(first.path)
     again(Warned("waits"))
     assert first.path.read_bytes() == before
-    again.begin(2)
+    again.start(2)
     assert [json.loads(line).get("step") for line in open_lines(first.path)] == [1, 2, None]
 
 
@@ -74,8 +74,8 @@ def test_a_run_that_begins_anew_begins_an_empty_file(tmp_path: Path) -> None:
 
 def test_a_torn_line_and_all_after_it_is_cut(tmp_path: Path) -> None:
     whole = '{"record": "stepped", "step": 1}'
-    assert list(kept([whole, '{"record": "stepp', whole], 9)) == [json.loads(whole)]
-    assert list(kept([whole, "17"], 9)) == [json.loads(whole)]
+    assert list(lines_until([whole, '{"record": "stepp', whole], 9)) == [json.loads(whole)]
+    assert list(lines_until([whole, "17"], 9)) == [json.loads(whole)]
 
 
 def test_a_loss_that_was_no_number_is_none_when_read_back(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_the_model_that_is_saved_is_the_one_that_was_validated(tmp_path: Path) -
             logits: torch.Tensor = theirs(ids).logits
             return logits
 
-    again = Validation(data.validation, 7, 1).measure(Logits(), LocalComm(), 4)
+    again = Validation(data.validation, 7, 1).evaluate(Logits(), LocalComm(), 4)
     assert last.evaluated
     assert again.loss == pytest.approx(last.evaluated.loss, rel=1e-6)
 
@@ -131,7 +131,7 @@ def test_another_run_in_the_same_folder_is_refused_unless_it_may(tmp_path: Path)
 
 def test_a_batch_that_does_not_divide_stops_before_anything_is_written(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
-    with pytest.raises(ConfigError, match="rows is 12, and 5 ranks do not divide it"):
+    with pytest.raises(ConfigError, match="rows is 12, which is not divisible by 5 ranks"):
         run(recipe, 5)
     assert not Path(recipe.run.folder).exists()
 

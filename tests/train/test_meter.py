@@ -5,17 +5,17 @@ from collections.abc import Iterable
 
 import pytest
 
-from shardwise.train.meter import Meter, resident_bytes
+from shardwise.train.meter import Throughput, resident_bytes
 
 
-def metered(durations: Iterable[float], tokens: int = 100) -> Meter:
+def metered(durations: Iterable[float], tokens: int = 100) -> Throughput:
     """A meter whose steps took this long by its clock, with ten seconds between them."""
     now = 0.0
 
     def clock() -> float:
         return now
 
-    meter = Meter(clock)
+    meter = Throughput(clock)
     for duration in durations:
         with meter.step(tokens):
             now += duration

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.image import imread
 
 from shardwise.train.metrics import Evaluated, Record, Stepped
-from shardwise.train.plot import draw, smoothed
+from shardwise.train.plot import plot_loss, smoothed
 
 
 def run(steps: int) -> list[Record]:
@@ -19,13 +19,13 @@ def run(steps: int) -> list[Record]:
 
 @pytest.mark.parametrize("records", [[], run(2), run(200)])
 def test_the_picture_is_drawn_whatever_there_is(records: list[Record], tmp_path: Path) -> None:
-    draw(records, "a run", tmp_path / "loss.png")
+    plot_loss(records, "a run", tmp_path / "loss.png")
     assert imread(tmp_path / "loss.png").shape[:2] == (675, 1200)
 
 
 def test_the_same_run_gives_the_same_picture(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
-        draw(run(50), "a run", tmp_path / name)
+        plot_loss(run(50), "a run", tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 

@@ -7,7 +7,7 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.train.batches import accumulation
 from shardwise.train.config import Recipe
-from shardwise.train.recipe import flat, keys, read_recipe, resolved
+from shardwise.train.recipe import flatten, keys, read_recipe, to_yaml
 
 
 def written(folder: Path, text: str, name: str = "r.yaml") -> Path:
@@ -84,8 +84,8 @@ def test_a_key_written_twice_is_refused(tmp_path: Path) -> None:
             "r.yaml:2: this is not valid YAML: the line is indented with",
         ),
         ("run:\n  a: b: c", "r.yaml", "r.yaml:2: this is not valid YAML: 'a: b: c' cannot be read"),
-        ("a: \x01", "r.yaml", "characters that are not text"),
-        ("a: &a {b: *a}", "r.yaml", "nested without end"),
+        ("a: \x01", "r.yaml", "it holds control characters"),
+        ("a: &a {b: *a}", "r.yaml", "nested too deeply"),
         ("- 1\n", "r.yaml", "must be a table of sections"),
         ("= 3", "r.toml", "r.toml:1: this is not valid TOML: '= 3' cannot be read at column 1"),
         ("[run]\nsteps =", "r.toml", "after 'steps =' a value, a bracket or a quote is missing"),
@@ -142,7 +142,7 @@ def test_an_override_without_a_value_says_how_to_write_one(tmp_path: Path) -> No
         (["--restart", "2"], "did you mean --restarts?"),
         (["--dry-run"], "there is no key or option --dry-run. `shardwise train --help` lists all."),
         (["--bf16"], "there is no key or option --bf16; did you mean sharding.precision?"),
-        (["other.yaml"], "'other.yaml' is one argument too many"),
+        (["other.yaml"], "'other.yaml' is an unexpected argument"),
     ],
 )
 def test_what_was_meant_for_the_command_is_answered_with_its_options(
@@ -182,7 +182,7 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     recipe = read_recipe(
         written(tmp_path, "sharding: {precision: bf16, wrap: [Block]}\nsample: {prompt: 'no'}\n")
     )
-    assert read_recipe(written(tmp_path, resolved(recipe), "again.yaml")) == recipe
+    assert read_recipe(written(tmp_path, to_yaml(recipe), "again.yaml")) == recipe
 
 
 def test_the_demo_runs_again_and_on_its_two_processes() -> None:
@@ -200,6 +200,10 @@ def test_keys_are_every_leaf_once() -> None:
 
 
 def test_a_tree_is_flat_by_dotted_names() -> None:
-    assert flat({"a": {"b": 1, "c": {"d": [2]}}, "e": None}) == {"a.b": 1, "a.c.d": [2], "e": None}
-    whole = flat(Recipe().model_dump())
+    assert flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": None}) == {
+        "a.b": 1,
+        "a.c.d": [2],
+        "e": None,
+    }
+    whole = flatten(Recipe().model_dump())
     assert set(whole) == {key.name for key in keys()}

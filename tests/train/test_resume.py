@@ -14,7 +14,7 @@ from shardwise.train.data import prepare
 from shardwise.train.folder import Folder
 from shardwise.train.job import build
 from shardwise.train.metrics import Evaluated, Resumed, Saved, Stepped, Stopped
-from shardwise.train.requests import Ask, Requests
+from shardwise.train.requests import Request, SignalRequests
 from tests.ranks import run_threads
 from tests.train.runs import (
     Watched,
@@ -35,22 +35,22 @@ def recipe_in(folder: Path, *overrides: str) -> Recipe:
     return tiny_recipe(folder, *SHORT, *overrides)
 
 
-class Signalled(Requests):
+class Signalled(SignalRequests):
     """What a rank is asked for whom a signal to stop reaches during step ``at``."""
 
     at = 0
 
-    def take(self, step: int) -> Ask:
+    def take(self, step: int) -> Request:
         if step == self.at:
             self.stop()
         return super().take(step)
 
 
-def stop_of(rank: int, step: int) -> Callable[[Comm], Requests]:
+def stop_of(rank: int, step: int) -> Callable[[Comm], SignalRequests]:
     """Only this rank is asked to stop."""
     asked = Signalled()
     asked.at = step
-    return lambda comm: asked if comm.rank == rank else Requests()
+    return lambda comm: asked if comm.rank == rank else SignalRequests()
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_killed_in_any_micro_batch_it_comes_to_the_same_bits(
         watched.killed(cut, 2, at=(4, 1, number))
         watched.told.clear()
         outcome = watched.run(cut, 2)
-        assert (outcome.step, outcome.stopped, outcome.trouble) == (6, False, "")
+        assert (outcome.step, outcome.stopped, outcome.save_error) == (6, False, "")
         assert steps(watched.told) == [3, 4, 5, 6]
         assert losses(cut) == losses(whole)
         assert watched.rows(6) == rows

@@ -11,7 +11,7 @@ from shardwise.train import tokenizer as bpe
 from shardwise.train.config import ModelConfig, SampleConfig
 from shardwise.train.decoder import Decoder
 from shardwise.train.job import build
-from shardwise.train.sample import continued, sample
+from shardwise.train.sample import generate, sample
 from tests.train.test_job import VOCABULARY, rows
 from tests.train.tiny import documents, tiny_recipe
 
@@ -20,7 +20,7 @@ SHAPE = ModelConfig(width=16, layers=2, heads=4, kv_heads=2, hidden=24)
 
 def generated(model: Decoder, count: int, temperature: float, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = continued(model, torch.tensor([3, 4]), count, temperature, generator).tolist()
+    ids: list[int] = generate(model, torch.tensor([3, 4]), count, temperature, generator).tolist()
     return ids
 
 
@@ -67,7 +67,7 @@ def test_every_rank_of_a_sharded_model_writes_the_same(
 
 
 def test_text_ends_at_the_end_token() -> None:
-    tokenizer = bpe.load(bpe.learn(documents(), 300))
+    tokenizer = bpe.load(bpe.train(documents(), 300))
     model = Decoder(SHAPE, vocabulary=300, context=32)
     with torch.no_grad():  # every logit is 0 but the one that follows from the norm's scale
         model.model.embed_tokens.weight.zero_()
@@ -76,9 +76,9 @@ def test_text_ends_at_the_end_token() -> None:
 
 
 def test_the_prompt_is_not_repeated() -> None:
-    tokenizer = bpe.load(bpe.learn(documents(), 300))
+    tokenizer = bpe.load(bpe.train(documents(), 300))
     model = Decoder(SHAPE, vocabulary=300, context=32)
     text = sample(model, tokenizer, SampleConfig(prompt="def", tokens=3), 0, torch.device("cpu"))
     prompt = torch.tensor(tokenizer.encode("def").ids)
-    ids = continued(model, prompt, 3, 0.0, torch.Generator())[len(prompt) :].tolist()
+    ids = generate(model, prompt, 3, 0.0, torch.Generator())[len(prompt) :].tolist()
     assert text == tokenizer.decode(ids)

@@ -7,8 +7,8 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
 from shardwise.train.folder import RECIPE
-from shardwise.train.recipe import resolved
-from shardwise.train.start import Start, decide, differences
+from shardwise.train.recipe import to_yaml
+from shardwise.train.start import Start, decide_start, differences
 from tests.train.tiny import tiny_recipe
 
 
@@ -16,7 +16,7 @@ def earlier(recipe: Recipe, *, finished: int | None = None, saved: int | None = 
     """A folder as a run of ``recipe`` leaves it."""
     folder = Path(recipe.run.folder)
     folder.mkdir(parents=True)
-    (folder / RECIPE).write_text(resolved(recipe), "utf-8")
+    (folder / RECIPE).write_text(to_yaml(recipe), "utf-8")
     last = f'{{"record": "finished", "steps": {finished}}}' if finished else '{"record": "x"}'
     (folder / "metrics.jsonl").write_text('{"record": "prepared"}\n' + last + "\n", "utf-8")
     if saved is not None:
@@ -26,7 +26,7 @@ def earlier(recipe: Recipe, *, finished: int | None = None, saved: int | None = 
 
 def test_where_there_is_nothing_it_begins_afresh_and_nothing_is_written(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
-    assert decide(recipe) is Start.AFRESH
+    assert decide_start(recipe) is Start.NEW
     assert not Path(recipe.run.folder).exists()
 
 
@@ -34,14 +34,14 @@ def test_hidden_files_are_nothing(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     Path(recipe.run.folder).mkdir()
     (Path(recipe.run.folder) / ".recipe.123.yaml").touch()
-    assert decide(recipe) is Start.AFRESH
+    assert decide_start(recipe) is Start.NEW
 
 
 def test_what_was_stopped_or_killed_goes_on_whether_it_had_saved_or_not(tmp_path: Path) -> None:
     for name, saved in (("a", 2), ("b", None)):
         recipe = tiny_recipe(tmp_path / name)
         earlier(recipe, saved=saved)
-        assert decide(recipe) is Start.GO_ON
+        assert decide_start(recipe) is Start.RESUME
 
 
 def test_what_was_interrupted_goes_on_by_the_same_command_also_where_it_says_overwrite(
@@ -49,32 +49,32 @@ def test_what_was_interrupted_goes_on_by_the_same_command_also_where_it_says_ove
 ) -> None:
     recipe = tiny_recipe(tmp_path, "run.overwrite=true")
     earlier(recipe, saved=2)
-    assert decide(recipe) is Start.GO_ON
-    assert decide(tiny_recipe(tmp_path, "run.overwrite=true", "run.seed=1")) is Start.AFRESH
+    assert decide_start(recipe) is Start.RESUME
+    assert decide_start(tiny_recipe(tmp_path, "run.overwrite=true", "run.seed=1")) is Start.NEW
     anew = ("run.overwrite=true", "checkpoint.resume=never")
-    assert decide(tiny_recipe(tmp_path, *anew)) is Start.AFRESH
-    assert decide(tiny_recipe(tmp_path, *anew), restarted=True) is Start.GO_ON
+    assert decide_start(tiny_recipe(tmp_path, *anew)) is Start.NEW
+    assert decide_start(tiny_recipe(tmp_path, *anew), restarted=True) is Start.RESUME
 
 
 def test_a_run_of_which_nothing_says_what_it_is_may_be_overwritten(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, "run.overwrite=true")
     (earlier(recipe) / RECIPE).write_text("a: [", "utf-8")
-    assert decide(recipe) is Start.AFRESH
+    assert decide_start(recipe) is Start.NEW
 
 
 def test_what_is_finished_is_finished(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     earlier(recipe, finished=4)
-    assert decide(recipe) is Start.FINISHED
-    assert decide(tiny_recipe(tmp_path, "run.overwrite=true")) is Start.AFRESH
+    assert decide_start(recipe) is Start.FINISHED
+    assert decide_start(tiny_recipe(tmp_path, "run.overwrite=true")) is Start.NEW
 
 
 def test_what_is_finished_goes_on_to_more_steps_from_a_checkpoint_only(tmp_path: Path) -> None:
     earlier(tiny_recipe(tmp_path / "a"), finished=4, saved=4)
-    assert decide(tiny_recipe(tmp_path / "a", "run.steps=6")) is Start.GO_ON
+    assert decide_start(tiny_recipe(tmp_path / "a", "run.steps=6")) is Start.RESUME
     earlier(tiny_recipe(tmp_path / "b"), finished=4)
     with pytest.raises(ConfigError, match=r"finished with 4 steps and has no checkpoint"):
-        decide(tiny_recipe(tmp_path / "b", "run.steps=6"))
+        decide_start(tiny_recipe(tmp_path / "b", "run.steps=6"))
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_what_is_finished_goes_on_to_more_steps_from_a_checkpoint_only(tmp_path:
 def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, override: str) -> None:
     earlier(tiny_recipe(tmp_path))
     name = override.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"cannot go on with: {name} was .* --run\.overwrite"):
-        decide(tiny_recipe(tmp_path, override))
+    with pytest.raises(ConfigError, match=rf"cannot resume: {name} was .* --run\.overwrite"):
+        decide_start(tiny_recipe(tmp_path, override))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, override: 
 )
 def test_how_it_is_computed_shown_and_saved_may_change(tmp_path: Path, override: str) -> None:
     earlier(tiny_recipe(tmp_path))
-    assert decide(tiny_recipe(tmp_path, override)) is Start.GO_ON
+    assert decide_start(tiny_recipe(tmp_path, override)) is Start.RESUME
 
 
 def test_a_key_that_an_earlier_version_did_not_know_had_its_default(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_key_that_an_earlier_version_did_not_know_had_its_default(tmp_path: Pa
 def test_an_earlier_run_is_left_alone_where_nothing_may_be_resumed(tmp_path: Path) -> None:
     earlier(tiny_recipe(tmp_path))
     with pytest.raises(ConfigError, match=r"checkpoint\.resume is never; .* --run\.overwrite true"):
-        decide(tiny_recipe(tmp_path, "checkpoint.resume=never"))
+        decide_start(tiny_recipe(tmp_path, "checkpoint.resume=never"))
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "a: [", "\x00"])
@@ -136,7 +136,7 @@ def test_a_recipe_that_cannot_be_read_is_refused(tmp_path: Path, text: str) -> N
     recipe = tiny_recipe(tmp_path)
     (earlier(recipe) / RECIPE).write_text(text, "utf-8")
     with pytest.raises(ConfigError, match=r"cannot be read as a recipe"):
-        decide(recipe)
+        decide_start(recipe)
 
 
 def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path) -> None:
@@ -144,20 +144,22 @@ def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path) -> None:
     Path(recipe.run.folder).mkdir()
     (Path(recipe.run.folder) / "config.json").touch()
     with pytest.raises(ConfigError, match=r"holds config\.json and no recipe\.yaml"):
-        decide(recipe)
+        decide_start(recipe)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, "run.overwrite=true")
     Path(recipe.run.folder).touch()
     with pytest.raises(ConfigError, match="is a file; name a folder"):
-        decide(recipe)
+        decide_start(recipe)
 
 
 def test_to_go_back_within_a_run_is_refused(tmp_path: Path) -> None:
     folder = earlier(tiny_recipe(tmp_path), saved=2)
     again = tiny_recipe(tmp_path, f"checkpoint.resume={folder / 'checkpoints' / 'step-2'}")
     with pytest.raises(ConfigError, match=r"lies in run\.folder"):
-        decide(again)
+        decide_start(again)
     with pytest.raises(ConfigError, match=r"lies in run\.folder"):  # it would be moved away
-        decide(again.model_copy(update={"run": again.run.model_copy(update={"overwrite": True})}))
+        decide_start(
+            again.model_copy(update={"run": again.run.model_copy(update={"overwrite": True})})
+        )

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.train.complaints import known
-from shardwise.train.synonyms import SYNONYMS, meant
+from shardwise.train.complaints import known_keys
+from shardwise.train.synonyms import SYNONYMS, suggestions
 
 OPTIONS = ["--nproc", "--restarts", "--kill-rank"]
 
@@ -31,28 +31,28 @@ OPTIONS = ["--nproc", "--restarts", "--kill-rank"]
     ],
 )
 def test_the_field_s_words_are_understood(word: str, key: str) -> None:
-    assert meant(word, [*known(), *OPTIONS])[0] == key
+    assert suggestions(word, [*known_keys(), *OPTIONS])[0] == key
 
 
 def test_every_synonym_leads_to_something_that_exists() -> None:
-    names = {*known(), *OPTIONS}
+    names = {*known_keys(), *OPTIONS}
     assert [word for word, keys in SYNONYMS.items() if not set(keys) <= names] == []
 
 
 def test_a_word_of_the_field_that_is_a_key_here_too_is_both() -> None:
-    assert meant("output", known()) == ["run.folder", "sharding.precision.output"]
+    assert suggestions("output", known_keys()) == ["run.folder", "sharding.precision.output"]
 
 
 def test_a_misspelt_key_is_found_by_its_letters_in_its_section_first() -> None:
-    assert meant("model.hedas", known()) == ["model.heads"]
-    assert meant("modle.width", known()) == ["model.width"]
-    assert meant("optimiser", known()) == ["optimizer"]
+    assert suggestions("model.hedas", known_keys()) == ["model.heads"]
+    assert suggestions("modle.width", known_keys()) == ["model.width"]
+    assert suggestions("optimiser", known_keys()) == ["optimizer"]
 
 
 def test_a_name_that_exists_in_several_sections_is_all_of_them() -> None:
-    assert meant("tokens", known()) == ["sample.tokens"]
-    assert meant("forward", known()) == ["sharding.prefetch.forward"]
+    assert suggestions("tokens", known_keys()) == ["sample.tokens"]
+    assert suggestions("forward", known_keys()) == ["sharding.prefetch.forward"]
 
 
 def test_what_is_like_nothing_is_answered_with_nothing() -> None:
-    assert meant("zorp", known()) == []
+    assert suggestions("zorp", known_keys()) == []

@@ -13,23 +13,23 @@ from tests.train.tiny import documents
 
 
 def test_the_same_text_gives_the_same_tokenizer() -> None:
-    assert bpe.learn(documents(), 300) == bpe.learn(documents(), 300)
+    assert bpe.train(documents(), 300) == bpe.train(documents(), 300)
 
 
 def test_the_vocabulary_is_what_was_asked_for() -> None:
-    assert bpe.load(bpe.learn(documents(), 290)).get_vocab_size() == 290
+    assert bpe.load(bpe.train(documents(), 290)).get_vocab_size() == 290
 
 
 @pytest.mark.parametrize("text", ["def f(x):\n\treturn x", " ümläut 漢字 🦙", "", "<|endoftext|>"])
 def test_every_text_decodes_to_itself(text: str) -> None:
-    tokenizer = bpe.load(bpe.learn(documents(), 300))
+    tokenizer = bpe.load(bpe.train(documents(), 300))
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert bpe.end_id(tokenizer) not in ids
 
 
 def test_documents_are_one_stream_with_an_end_after_each() -> None:
-    tokenizer = bpe.load(bpe.learn(documents(), 300))
+    tokenizer = bpe.load(bpe.train(documents(), 300))
     stream = bpe.encode(tokenizer, documents(200))
     end = bpe.end_id(tokenizer)
     assert stream.dtype == np.int32
@@ -41,20 +41,20 @@ def test_documents_are_one_stream_with_an_end_after_each() -> None:
 
 
 def test_no_documents_are_an_empty_stream() -> None:
-    assert len(bpe.encode(bpe.load(bpe.learn(documents(), 300)), [])) == 0
+    assert len(bpe.encode(bpe.load(bpe.train(documents(), 300)), [])) == 0
 
 
-def keep(folder: Folder, obtained: bpe.Obtained) -> None:
+def keep(folder: Folder, obtained: bpe.TrainedTokenizer) -> None:
     for name, text in obtained.files.items():
         folder.write_text(name, text)
 
 
 def test_a_tokenizer_is_used_again_for_the_same_text_and_size(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
-    first = bpe.obtain(folder, documents(), 300)
+    first = bpe.load_or_train(folder, documents(), 300)
     assert list(tmp_path.iterdir()) == []
     keep(folder, first)
-    again = bpe.obtain(folder, documents(), 300)
+    again = bpe.load_or_train(folder, documents(), 300)
     assert (first.text, first.files) == (again.text, again.files)
     assert (first.cached, again.cached) == (False, True)
     assert (tmp_path / "tokenizer.json").read_text("utf-8") == first.text
@@ -62,14 +62,14 @@ def test_a_tokenizer_is_used_again_for_the_same_text_and_size(tmp_path: Path) ->
 
 def test_other_text_or_size_or_a_changed_file_means_a_new_tokenizer(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
-    keep(folder, bpe.obtain(folder, documents(), 300))
-    assert not bpe.obtain(folder, documents(), 301).cached
-    assert not bpe.obtain(folder, documents(50), 300).cached
+    keep(folder, bpe.load_or_train(folder, documents(), 300))
+    assert not bpe.load_or_train(folder, documents(), 301).cached
+    assert not bpe.load_or_train(folder, documents(50), 300).cached
     (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
-    assert not bpe.obtain(folder, documents(), 300).cached
+    assert not bpe.load_or_train(folder, documents(), 300).cached
 
 
 def test_a_tokenizer_without_an_end_token_is_refused() -> None:
-    text = bpe.learn(documents(), 300).replace(bpe.END, "<other>")
+    text = bpe.train(documents(), 300).replace(bpe.END, "<other>")
     with pytest.raises(ConfigError, match=re.escape("no <|endoftext|> token")):
         bpe.end_id(bpe.load(text))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from shardwise.comm import threads
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.train.batches import Rows, spread
+from shardwise.train.batches import Rows, evenly_spaced
 from shardwise.train.metrics import Evaluated
 from shardwise.train.validation import Validation, unigram_entropy
 
@@ -43,13 +43,13 @@ def rows(count: int = 23) -> Rows:
 def measured(world: int, count: int = 7, micro: int = 2) -> list[tuple[Evaluated, int]]:
     def rank(comm: Comm) -> tuple[Evaluated, int]:
         model = Counting()
-        return Validation(rows(), count, micro).measure(model, comm, step=9), model.passes
+        return Validation(rows(), count, micro).evaluate(model, comm, step=9), model.passes
 
     return threads.run(world, rank)
 
 
 def test_the_loss_is_that_of_all_tokens_at_once() -> None:
-    batch = rows().take(spread(23, 7))
+    batch = rows().take(evenly_spaced(23, 7))
     logits = Counting().table[batch.ids].flatten(0, 1)
     wanted = F.cross_entropy(logits, batch.targets.flatten()).item()
     right = (logits.argmax(-1) == batch.targets.flatten()).double().mean().item()
@@ -78,10 +78,10 @@ def test_all_rows_are_used_if_there_are_fewer() -> None:
 
 def test_the_model_is_evaluated_and_then_as_before() -> None:
     model = Counting()
-    Validation(rows(), 4, 2).measure(model, LocalComm(), 0)
+    Validation(rows(), 4, 2).evaluate(model, LocalComm(), 0)
     assert model.trained == [False, False]
     assert model.training
-    Validation(rows(), 4, 2).measure(model.eval(), LocalComm(), 0)
+    Validation(rows(), 4, 2).evaluate(model.eval(), LocalComm(), 0)
     assert not model.training
 
 
@@ -102,5 +102,5 @@ def test_the_entropy_is_the_best_loss_without_context() -> None:
 
 def test_the_entropy_is_over_exactly_the_tokens_that_are_predicted() -> None:
     some = rows()
-    targets = some.take(spread(23, 7)).targets.numpy()
+    targets = some.take(evenly_spaced(23, 7)).targets.numpy()
     assert measured(3)[0][0].unigram_entropy == unigram_entropy(targets)

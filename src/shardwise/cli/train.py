@@ -23,8 +23,8 @@ from shardwise.train.batches import accumulation
 from shardwise.train.config import Recipe
 from shardwise.train.loop import train
 from shardwise.train.metrics import Complete, Emit, Record
-from shardwise.train.requests import Requests
-from shardwise.train.start import Attempt, Start, decide
+from shardwise.train.requests import SignalRequests
+from shardwise.train.start import Attempt, Start, decide_start
 
 __all__ = ["LaunchOptions", "run_train"]
 
@@ -72,7 +72,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) ->
     """Check what needs no data, model or processes; then launch the ranks."""
     ranks = options.nproc or 1
     accumulation(recipe.batch, ranks)
-    if decide(recipe) is Start.FINISHED:
+    if decide_start(recipe) is Start.FINISHED:
         _print(Complete(recipe.run.folder, recipe.run.steps))
         return
     command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
@@ -102,15 +102,15 @@ def _run_rank(recipe: Recipe, options: LaunchOptions, launch: Launch) -> None:
         raise
 
 
-def _requests(options: LaunchOptions, rank: int) -> Requests:
+def _requests(options: LaunchOptions, rank: int) -> SignalRequests:
     """This rank's requests, with the simulated crash if it is this rank's and the first attempt."""
     if options.kill_rank is None or launch_attempt(os.environ)[0]:
-        return Requests()
+        return SignalRequests()
     killed, step = options.kill_rank
-    return Requests(kill_at=step if killed == rank else 0)
+    return SignalRequests(kill_at=step if killed == rank else 0)
 
 
-def _run(recipe: Recipe, requests: Requests) -> None:
+def _run(recipe: Recipe, requests: SignalRequests) -> None:
     """This process's rank of the run."""
     attempt = Attempt(*launch_attempt(os.environ))
     with (
@@ -124,16 +124,17 @@ def _run(recipe: Recipe, requests: Requests) -> None:
         warnings.filterwarnings("ignore", "module forward hook with ``always_call=True``")
         output = _Output(report, requests)
         outcome = train(recipe, comm, output, requests, attempt)
-        state = f"{'stopped' if outcome.stopped else 'finished'} at step {outcome.step}"
-        if outcome.trouble:
+        ending = f"{'stopped' if outcome.stopped else 'finished'} at step {outcome.step}"
+        if outcome.save_error:
             raise CheckpointError(
-                f"the run is {state}, and the last checkpoint could not be saved: {outcome.trouble}"
+                f"the run is {ending}, and the last checkpoint could not be saved: "
+                f"{outcome.save_error}"
             )
         if output.error is not None:
             saved = " and saved; rerun the same command to resume" * outcome.stopped
             raise ShardwiseError(
                 f"the standard output cannot be written: {output.error.strerror}. The run is "
-                f"{state}{saved}."
+                f"{ending}{saved}."
             )
     if outcome.stopped:
         sys.exit(EXIT_STOPPED)
@@ -145,7 +146,7 @@ class _Output:
     Continuing would waste a run that nobody sees, and raising would lose its steps.
     """
 
-    def __init__(self, report: Emit, requests: Requests) -> None:
+    def __init__(self, report: Emit, requests: SignalRequests) -> None:
         self._report, self._requests = report, requests
         self.error: OSError | None = None
 

@@ -1,18 +1,17 @@
-"""The main job: a recipe in, a trained model out. Emits records, prints nothing.
+"""The trainer: reads a recipe, writes a trained model. Emits records, prints nothing.
 
 In reading order:
 
-    config      the typed tree                       recipe      a file and overrides → the tree
+    config      classes of the recipe                recipe      a file and overrides → config
     corpus      files → documents → two splits       tokenizer   documents → ids
-    data        the above, once, for all ranks       batches     ids → rows → who trains on which
+    data        both, read once by rank 0            batches     ids → rows → batches of each rank
     decoder     the model                            rates       step → learning rate
-    job         model, shards, optimizer: one step   loop        all steps, and what remains
+    job         model, shards, optimizer: one step   loop        all steps, and the results
     validation  the same rows at every world size    sample      text from a sharded model
-    start       afresh, on, or not at all            requests    save, or stop, as asked
-    checkpoints what is saved, and gone on from      desk        what rank 0 speaks through
+    start       new, resumed or finished             requests    to save or to stop
+    checkpoints saving and resuming                  desk        rank 0's folder, log and output
     metrics     records                              journal     metrics.jsonl
-    meter       speed and memory                     plot        loss.png
-    folder      where it is all written              footprint   bytes on each rank
-    export      as transformers loads it
-    exchange    small things that ranks tell each other
+    meter       throughput and memory                plot        loss.png
+    folder      the run's folder                     footprint   bytes on each rank
+    export      config files for transformers        exchange    broadcasts and gathers of values
 """

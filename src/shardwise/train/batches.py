@@ -1,9 +1,9 @@
-"""Which rows make which batch: a pure function of the seed and the sample's number.
+"""Which rows make which batch: a pure function of the seed and the sample's index.
 
-The ordinary way, a sampler per rank, gives every world size another order, loses the tail of
-each epoch, and must save its state to be resumed. Here sample number i of a run is the
-same row whatever the world size; a step's batch is a range of numbers, a rank takes its part of
-that range, and to resume one needs the step's number alone.
+A sampler per rank would give every world size another order, drop the tail of each epoch, and
+need its state saved to resume. Here sample i of a run is the same row at every world size. The
+batch of a step is a range of samples, each rank takes its part of the range, and resuming needs
+only the step.
 
     sample    0  1  2  3 │ 4  5  6  7 │ 8 …        rows = 4, one global batch a column
     world 1   ─── 0 ──── │            │            rank 0 takes all of it
@@ -24,9 +24,17 @@ from shardwise.errors import ConfigError
 from shardwise.train.config import BatchConfig
 from shardwise.train.tokenizer import Tokens
 
-__all__ = ["Batches", "MicroBatch", "Rows", "accumulation", "permutation", "share", "spread"]
+__all__ = [
+    "Batches",
+    "MicroBatch",
+    "Rows",
+    "accumulation",
+    "evenly_spaced",
+    "permutation",
+    "rank_batches",
+]
 
-IGNORED = -100  # a target that does not count, as F.cross_entropy has it
+IGNORED = -100  # ignore_index of F.cross_entropy
 
 Indices = NDArray[np.int64]
 
@@ -37,8 +45,7 @@ class MicroBatch:
 
     Attributes:
         ids: ``[rows, context]`` int64.
-        targets: ``[rows, context]`` int64: the id that follows each; ``IGNORED`` in rows that
-            only fill up the shape.
+        targets: ``[rows, context]`` int64, the id that follows each; ``IGNORED`` in padding rows.
     """
 
     ids: Tensor
@@ -53,8 +60,8 @@ class MicroBatch:
 class Rows:
     """A stream of tokens cut into rows. Every token but the first is a target exactly once.
 
-    Row i reads ``stream[i * context : (i + 1) * context]`` and predicts the same, one later;
-    what does not fill a row at the end is dropped.
+    Row i reads ``stream[i * context : (i + 1) * context]`` and predicts the same shifted by one.
+    Tokens at the end that do not fill a row are dropped.
     """
 
     stream: Tokens
@@ -69,7 +76,7 @@ class Rows:
         return len(self.stream) - len(self) * self.context - (len(self) > 0)
 
     def take(self, indices: Indices) -> MicroBatch:
-        """The rows of these indices. A negative one gives row 0 with all targets ignored."""
+        """The rows at ``indices``; a negative index gives a row whose targets are all ignored."""
         starts = np.maximum(indices, 0)[:, None] * self.context
         window = starts + np.arange(self.context + 1)
         tokens = torch.from_numpy(self.stream[window].astype(np.int64))
@@ -82,28 +89,28 @@ def accumulation(config: BatchConfig, ranks: int) -> int:
     """Micro-batches per rank and step: rows / (micro × ranks).
 
     Raises:
-        ConfigError: that is not a whole number.
+        ConfigError: the result is not a whole number.
     """
     rows, micro = config.rows, config.micro
     if rows % ranks:
         below, above = rows // ranks * ranks, -(-rows // ranks) * ranks
         raise ConfigError(
-            f"batch.rows is {rows}, and {ranks} ranks do not divide it; start "
+            f"batch.rows is {rows}, which is not divisible by {ranks} ranks; start "
             f"{_divisors_near(rows, ranks)} ranks, or begin a run with batch.rows "
             f"{f'{below} or ' if below else ''}{above}."
         )
     if rows % (micro * ranks):
         raise ConfigError(
-            f"batch.rows is {rows}, and batch.micro {micro} × {ranks} rank{'s' * (ranks != 1)} = "
-            f"{micro * ranks} does not divide it; use batch.micro "
+            f"batch.rows is {rows}, which is not divisible by batch.micro {micro} × {ranks} "
+            f"rank{'s' * (ranks != 1)} = {micro * ranks}; use batch.micro "
             f"{_divisors_near(rows // ranks, micro)}."
         )
     return rows // (micro * ranks)
 
 
-def _divisors_near(whole: int, number: int) -> str:
-    """The divisors of ``whole`` next to ``number``, which is none."""
-    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+def _divisors_near(total: int, number: int) -> str:
+    """The divisors of ``total`` nearest to ``number``, which is not one."""
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
     below = [n for n in divisors if n < number][-1:]
     above = [n for n in divisors if n > number][:1]
     return " or ".join(map(str, below + above))
@@ -112,15 +119,15 @@ def _divisors_near(whole: int, number: int) -> str:
 def permutation(rows: int, seed: int, epoch: int) -> Indices:
     """The order of ``rows`` rows in an epoch, ``[rows]``.
 
-    Rows are sorted by a hash of (seed, epoch, row) that is written out here, because no
-    library promises that its shuffle stays the same from version to version.
+    Rows are sorted by a hash of (seed, epoch, row), because no library promises that its shuffle
+    stays the same from version to version.
     """
-    start = _mix(np.array([seed], np.uint64) ^ _mix(np.array([epoch], np.uint64)))
+    start = _splitmix64(np.array([seed], np.uint64) ^ _splitmix64(np.array([epoch], np.uint64)))
     numbers = np.asarray(start + np.arange(rows, dtype=np.uint64), np.uint64)
-    return np.argsort(_mix(numbers), kind="stable")
+    return np.argsort(_splitmix64(numbers), kind="stable")
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64 (Steele et al. 2014): each input bit moves about half of the output bits."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -133,10 +140,10 @@ class Batches:
     """One rank's micro-batches of every step.
 
     Attributes:
-        rows: what there is to draw from.
+        rows: the training split.
         config: rows per step and per forward pass.
         seed: of the order.
-        rank, ranks: who asks.
+        rank, ranks: of this process.
     """
 
     rows: Rows
@@ -144,47 +151,47 @@ class Batches:
     seed: int
     rank: int
     ranks: int
-    _orders: dict[int, Indices] = field(default_factory=dict, repr=False)
+    _permutations: dict[int, Indices] = field(default_factory=dict, repr=False)
 
     @cached_property
     def accumulation(self) -> int:
         return accumulation(self.config, self.ranks)
 
     def samples(self, first: int, count: int) -> Indices:
-        """The rows of samples ``first … first + count``, ``[count]``; the same on every rank."""
-        epochs, places = np.divmod(np.arange(first, first + count), len(self.rows))
-        out = np.empty(count, np.int64)
+        """Row indices of ``count`` samples from ``first``, ``[count]``; the same on every rank."""
+        epochs, positions = np.divmod(np.arange(first, first + count), len(self.rows))
+        indices = np.empty(count, np.int64)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            out[here] = self._order(int(epoch))[places[here]]
-        return out
+            in_epoch = epochs == epoch
+            indices[in_epoch] = self._permutation(int(epoch))[positions[in_epoch]]
+        return indices
 
-    def _order(self, epoch: int) -> Indices:
-        if epoch not in self._orders:
-            self._orders.clear()  # one epoch's order at a time is enough
-            self._orders[epoch] = permutation(len(self.rows), self.seed, epoch)
-        return self._orders[epoch]
+    def _permutation(self, epoch: int) -> Indices:
+        if epoch not in self._permutations:
+            self._permutations.clear()  # keep one epoch's order only
+            self._permutations[epoch] = permutation(len(self.rows), self.seed, epoch)
+        return self._permutations[epoch]
 
     def step(self, step: int) -> list[MicroBatch]:
-        """This rank's part of step ``step`` (the first is 0), in micro-batches."""
-        whole = self.samples(step * self.config.rows, self.config.rows)
-        own = np.split(whole, self.ranks)[self.rank]
-        return [self.rows.take(piece) for piece in np.split(own, self.accumulation)]
+        """This rank's micro-batches of step ``step``, counted from 0."""
+        indices = self.samples(step * self.config.rows, self.config.rows)
+        rank_indices = np.split(indices, self.ranks)[self.rank]
+        return [self.rows.take(batch) for batch in np.split(rank_indices, self.accumulation)]
 
 
-def spread(rows: int, count: int) -> Indices:
-    """``count`` rows spread evenly over all, or all of them if there are fewer."""
+def evenly_spaced(rows: int, count: int) -> Indices:
+    """``count`` evenly spaced row indices of ``rows``, or all if there are fewer."""
     count = min(rows, count)
     return np.arange(count) * rows // max(count, 1)
 
 
-def share(indices: Indices, micro: int, rank: int, ranks: int) -> list[Indices]:
-    """One rank's part of ``indices``, in equally many micro-batches of ``micro`` on every rank.
+def rank_batches(indices: Indices, micro: int, rank: int, ranks: int) -> list[Indices]:
+    """One rank's part of ``indices``, in micro-batches of ``micro``.
 
-    Where there are too few, -1 stands for a row that does not count: every rank then makes the
-    same number of forward passes, which sharded parameters need.
+    Padding rows are -1: they give every rank the same number of forward passes, which sharded
+    parameters need.
     """
-    at_once = micro * ranks
-    padding = -len(indices) % at_once
-    filled = np.concatenate([indices, np.full(padding, -1, np.int64)])
-    return [filled[start + rank * micro :][:micro] for start in range(0, len(filled), at_once)]
+    global_batch = micro * ranks
+    padding = -len(indices) % global_batch
+    padded = np.concatenate([indices, np.full(padding, -1, np.int64)])
+    return [padded[start + rank * micro :][:micro] for start in range(0, len(padded), global_batch)]

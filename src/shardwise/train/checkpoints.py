@@ -1,8 +1,8 @@
-"""What a run saves, and what it goes on from.
+"""Saving and resuming a run.
 
-The order of the data is a function of the seed and the step, and the learning rate one of the
-step, so beside parameters and optimizer state a run *is* the number of its steps. The rest of
-what is stored is there to refuse: the recipe, and a fingerprint of the tokens.
+The order of the data is a function of the seed and the step, and so is the learning rate. Beside
+parameters and optimizer state a run therefore needs only its step. The recipe and a fingerprint
+of the tokens are stored to refuse a checkpoint of a different run.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import Loaded, Saving, Training
-from shardwise.checkpoint import Saved as Written
+from shardwise.checkpoint import Saved as SaveReport
 from shardwise.checkpoint.disk import retried
 from shardwise.checkpoint.folder import steps
-from shardwise.checkpoint.training_state import NAME as DOCUMENT
+from shardwise.checkpoint.training_state import NAME as TRAINING_FILE
 from shardwise.checkpoint.training_state import Document
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from shardwise.train.config import CheckpointConfig
 from shardwise.train.data import Data
-from shardwise.train.exchange import text_from_rank_0
-from shardwise.train.export import companions
+from shardwise.train.exchange import broadcast_text
+from shardwise.train.export import config_texts
 from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.job import Job
 from shardwise.train.metrics import Record, Resumed, Saved, Warned, count
-from shardwise.train.recipe import flat
-from shardwise.train.start import OVERWRITE, Start, check_same
+from shardwise.train.recipe import flatten
+from shardwise.train.start import OVERWRITE_HINT, Start, check_same_run
 from shardwise.train.tokenizer import FILE
 
-__all__ = ["Checkpoints", "Point", "is_due"]
+__all__ = ["Checkpoints", "RunState", "is_due"]
 
 
 @dataclass(frozen=True)
-class Point:
-    """Where a run stands between two steps; the same on every rank.
+class RunState:
+    """The state of a run between two steps; the same on every rank.
 
     Attributes:
         step: steps taken.
-        validated: was the validation of this step, where one is due, made before it was saved?
+        validated: False if a validation of this step is due and has not run yet.
         best: the lowest validation loss so far.
     """
 
@@ -50,14 +50,14 @@ class Point:
     best: float | None = None
 
 
-POSITION = {"data", "sample", *(field.name for field in fields(Point))}
+STATE_KEYS = {"data", "sample", *(field.name for field in fields(RunState))}
 
 
 def is_due(config: CheckpointConfig, step: int, steps: int, best: bool) -> bool:
-    """Is there something to be saved after step ``step`` of ``steps``, unasked? Pure.
+    """Is a save due after step ``step`` of ``steps``, without a request? Pure.
 
     Args:
-        best: it was validated, and is better than all before it.
+        best: the step was validated, with the lowest loss so far.
     """
     if config.keep_best and best:
         return True
@@ -68,252 +68,256 @@ class Checkpoints:
     """Saves and resumes one run. All methods are collectives.
 
     Attributes:
-        trouble: why the last save failed; ``""`` if it did not.
+        save_error: why the last save failed; ``""`` if it did not.
     """
 
-    def __init__(self, job: Job, data: Data, say: Callable[[Record | None], None]) -> None:
-        self._job, self._data, self._say = job, data, say
+    def __init__(self, job: Job, data: Data, log: Callable[[Record | None], None]) -> None:
+        self._job, self._data, self._log = job, data, log
         self._folder = Path(job.recipe.run.folder).expanduser() / CHECKPOINTS
         self._saving: tuple[int, Saving] | None = None
-        self.trouble = ""
+        self.save_error = ""
 
-    # ---- to go on ----------------------------------------------------------------------------
+    # ---- resume ------------------------------------------------------------------------------
 
-    def resume(self, start: Start) -> tuple[Start, Point]:
-        """Load what the recipe says to go on from, and say so; step 0 if there is nothing.
+    def resume(self, start: Start) -> tuple[Start, RunState]:
+        """Load and log the checkpoint that the recipe resumes from; step 0 without one.
 
-        Nothing on the disk changes, but that damaged checkpoints are renamed once an older one is
-        loaded. What is refused is refused before it is loaded.
+        Nothing on the disk changes, except that damaged checkpoints are renamed after an older one
+        was loaded. A checkpoint is refused before it is loaded.
 
         Args:
             start: as decided from the folder.
 
         Returns:
-            Afresh where ``run.overwrite`` is true and the run cannot go on: its text is another
-            now, or all its checkpoints are damaged. And where the run stands.
+            ``start``, or ``Start.NEW`` if ``run.overwrite`` is true and the run cannot be resumed:
+            its text has changed, or all its checkpoints are damaged. And the state of the run.
 
         Raises:
-            CheckpointError: there are checkpoints, and all are damaged; or they do not fit, or the
-                disk does not let them be read.
-            ConfigError: they are another run's; only on rank 0, where that is found first.
+            CheckpointError: all checkpoints are damaged, or they do not fit, or cannot be read.
+            ConfigError: they are of a different run; raised on rank 0 only.
         """
         source = self._job.recipe.checkpoint.resume
-        start = self._judged(start)
-        report = self._newest(self._folder) if start is Start.GO_ON else None
-        if start is Start.GO_ON and report is None and _has_steps(self._folder):
-            start = Start.AFRESH
+        start = self._check_resumable(start)
+        report = self._load_newest(self._folder) if start is Start.RESUME else None
+        if start is Start.RESUME and report is None and _has_checkpoints(self._folder):
+            start = Start.NEW
         if report is None and source not in ("auto", "never"):
-            report = self._given(Path(source).expanduser())
-        return start, Point() if report is None else self._point(report)
+            report = self._load_given(Path(source).expanduser())
+        return start, RunState() if report is None else self._restore_state(report)
 
-    def _judged(self, start: Start) -> Start:
-        """Rank 0 looks whether the run in the folder may go on, before tensors are loaded."""
-        if self._job.sharded.comm.rank == 0 and start is Start.GO_ON:
+    def _check_resumable(self, start: Start) -> Start:
+        """Rank 0 checks that the run in the folder can be resumed, before tensors are loaded."""
+        if self._job.sharded.comm.rank == 0 and start is Start.RESUME:
             try:
                 self._check_newest(self._folder)
             except ConfigError:
                 if not self._job.recipe.run.overwrite:
                     raise
-                start = Start.AFRESH
+                start = Start.NEW
         text = start.value if self._job.sharded.comm.rank == 0 else None
-        return Start(text_from_rank_0(self._job.sharded.comm, text, "whether the run goes on"))
+        return Start(broadcast_text(self._job.sharded.comm, text, "whether the run goes on"))
 
-    def _newest(self, folder: Path) -> Loaded | None:
+    def _load_newest(self, folder: Path) -> Loaded | None:
         try:
             return self._job.sharded.resume(folder, self._job.optimizer, Training())
         except DamagedCheckpoint as error:  # all of them
             if self._job.recipe.run.overwrite and folder == self._folder:
                 return None
-            raise DamagedCheckpoint(f"{error} Or {OVERWRITE}") from None
+            raise DamagedCheckpoint(f"{error} Or {OVERWRITE_HINT}") from None
 
-    def _given(self, path: Path) -> Loaded:
-        """A run, a folder of checkpoints, or a checkpoint."""
+    def _load_given(self, path: Path) -> Loaded:
+        """Load from a run, a folder of checkpoints, or a checkpoint."""
         for run in (path / CHECKPOINTS, path):
-            if _has_steps(run):
+            if _has_checkpoints(run):
                 self._check_newest(run)
-                report = self._newest(run)
+                report = self._load_newest(run)
                 assert report is not None  # or it would have been refused
                 return report
-        document = _document(path)
+        document = _read_document(path)
         if document is None:
-            raise _of_no_run(path)
-        self._check(path, document)
+            raise _not_of_a_run(path)
+        self._check_document(path, document)
         return self._job.sharded.load(path, self._job.optimizer, Training())
 
     def _check_newest(self, folder: Path) -> None:
-        """Of a run, the newest checkpoint that is not damaged. Loading finds the same."""
+        """Check the newest checkpoint that is not damaged: the one that loading takes."""
         for path in steps(folder) if folder.is_dir() else []:
             with suppress(DamagedCheckpoint):
-                if (document := _document(path)) is not None:
-                    self._check(path, document)
+                if (document := _read_document(path)) is not None:
+                    self._check_document(path, document)
                     return
 
-    def _check(self, path: Path, document: Document) -> None:
-        """Raises ``ConfigError`` if this run cannot go on from there."""
+    def _check_document(self, path: Path, document: Document) -> None:
+        """Raises ``ConfigError`` if this run cannot resume from that checkpoint."""
         recipe, position = self._job.recipe, document.position
-        ours = isinstance(position, dict) and set(position) >= POSITION
-        if not ours or not isinstance(document.config, dict):
-            raise _of_no_run(path)
-        check_same(document.config, recipe, f"{_shown(path)} is of a run")
+        is_ours = isinstance(position, dict) and set(position) >= STATE_KEYS
+        if not is_ours or not isinstance(document.config, dict):
+            raise _not_of_a_run(path)
+        check_same_run(document.config, recipe, f"{_relative(path)} is of a run")
         if position["data"] != self._data.fingerprint:
             raise self._other_text(path, document)
         if position["step"] > recipe.run.steps:
             raise ConfigError(
-                f"{_shown(path)} has taken {count(position['step'], 'step')}, and run.steps is "
+                f"{_relative(path)} has taken {count(position['step'], 'step')}, and run.steps is "
                 f"{recipe.run.steps}; raise it, or name another folder with --run.folder."
             )
 
     def _other_text(self, path: Path, document: Document) -> ConfigError:
-        before, now = flat(document.config).get("data.source"), self._job.recipe.data.source
-        what = f"data.source was {before!r} and is {now!r}"
+        before, now = flatten(document.config).get("data.source"), self._job.recipe.data.source
+        reason = f"data.source was {before!r} and is {now!r}"
         if before == now:
-            what = f"what data.source {now!r} holds has changed since"
-        then, here = document.position.get("tokens"), self._data.tokens
-        if then and tuple(then) != here:
-            what += f", {sum(then):,} tokens then and {sum(here):,} now"
+            reason = f"what data.source {now!r} holds has changed since"
+        then, tokens = document.position.get("tokens"), self._data.tokens
+        if then and tuple(then) != tokens:
+            reason += f", {sum(then):,} tokens then and {sum(tokens):,} now"
         return ConfigError(
-            f"{_shown(path)} was trained on other text: {what}. One run has one text: give it that "
-            f"text again; or {OVERWRITE}"
+            f"{_relative(path)} was trained on other text: {reason}. A run cannot change its text: "
+            f"give it the earlier text again; or {OVERWRITE_HINT}"
         )
 
-    def _point(self, report: Loaded) -> Point:
+    def _restore_state(self, report: Loaded) -> RunState:
         document = report.document
         assert document is not None  # or it would have been refused
-        self._check(report.path, document)  # an older one, where the newest was damaged
-        point = Point(**{field.name: document.position[field.name] for field in fields(Point)})
-        for note in report.inexact:
-            self._say(Warned(note))
-        sample = point.step * self._job.recipe.batch.rows
-        self._say(Resumed(point.step, sample, _shown(report.path), document.world))
-        return point
+        self._check_document(report.path, document)  # an older one, where the newest was damaged
+        state = RunState(
+            **{field.name: document.position[field.name] for field in fields(RunState)}
+        )
+        for warning in report.inexact:
+            self._log(Warned(warning))
+        sample = state.step * self._job.recipe.batch.rows
+        self._log(Resumed(state.step, sample, _relative(report.path), document.world))
+        return state
 
-    # ---- to save -----------------------------------------------------------------------------
+    # ---- save --------------------------------------------------------------------------------
 
-    def save(self, point: Point, metric: float | None = None) -> bool:
-        """Save, or begin to; a failure is told, and training can go on.
+    def save(self, state: RunState, metric: float | None = None) -> bool:
+        """Save, or start an asynchronous save; a failure is logged and training continues.
 
         Args:
-            point: where the run stands.
+            state: of the run.
             metric: the validation loss, if this step was validated.
 
         Returns:
-            Whether it is saved, or on its way.
+            Whether the checkpoint is saved or being saved.
         """
         config = self._job.recipe.checkpoint
-        path = self._folder / f"step-{point.step}"
+        path = self._folder / f"step-{state.step}"
         try:
             if config.asynchronous:
-                self._begin(path, point, metric)
+                self._start_saving(path, state, metric)
             else:
-                written = self._job.sharded.save(path, *self._what(point, metric), **self._how())
-                self._done(point.step, written)
+                saved = self._job.sharded.save(
+                    path, *self._save_arguments(state, metric), **self._save_options()
+                )
+                self._report_saved(state.step, saved)
         except CheckpointError as error:
-            self.lost(error)
+            self.report_failure(error)
             return False
         return True
 
-    def look(self) -> None:
-        """How is what is on its way? Said when it is there."""
+    def poll(self) -> None:
+        """Log an asynchronous save that has completed or failed."""
         if self._saving is None:
             return
         step, saving = self._saving
         try:
-            if (written := saving.check()) is not None:
-                self._done(step, written)
+            if (saved := saving.check()) is not None:
+                self._report_saved(step, saved)
         except CheckpointError as error:
-            self.lost(error)
+            self.report_failure(error)
 
-    def settle(self) -> None:
-        """Wait for what is on its way."""
+    def wait(self) -> None:
+        """Wait for the asynchronous save, if any."""
         if self._saving is None:
             return
         step, saving = self._saving
         try:
-            self._done(step, saving.wait())
+            self._report_saved(step, saving.wait())
         except CheckpointError as error:
-            self.lost(error)
+            self.report_failure(error)
 
-    def lost(self, error: CheckpointError) -> None:
-        """A save failed. The engine may say so twice, once for each who asks."""
+    def report_failure(self, error: CheckpointError) -> None:
+        """Log a failed save, once: the engine may raise the same failure twice."""
         self._saving = None
-        if str(error) != self.trouble:
-            self.trouble = str(error)
-            self._say(Warned(f"NOT SAVED, and the run goes on: {error}"))
+        if str(error) != self.save_error:
+            self.save_error = str(error)
+            self._log(Warned(f"NOT SAVED, and the run goes on: {error}"))
 
-    def _begin(self, path: Path, point: Point, metric: float | None) -> None:
+    def _start_saving(self, path: Path, state: RunState, metric: float | None) -> None:
         # Between two steps this trainer changes nothing that is saved.
-        what, how = self._what(point, metric), self._how() | {"copied_by": "next_step"}
-        before = self._saving
+        arguments = self._save_arguments(state, metric)
+        options = self._save_options() | {"copied_by": "next_step"}
+        previous = self._saving
         try:
-            saving = self._job.sharded.save_async(path, *what, **how)
+            saving = self._job.sharded.save_async(path, *arguments, **options)
         except CheckpointError as error:
-            if before is None:
+            if previous is None:
                 raise
-            self.lost(error)  # the one before failed, and this one was not begun
-            before, saving = None, self._job.sharded.save_async(path, *what, **how)
-        assert saving is not None  # it waits for the one before
-        if before is not None:
-            self.look()
-        self._saving = (point.step, saving)
+            self.report_failure(error)  # of the previous save; this one was not started
+            previous, saving = None, self._job.sharded.save_async(path, *arguments, **options)
+        assert saving is not None  # save_async waits for the previous save
+        if previous is not None:
+            self.poll()
+        self._saving = (state.step, saving)
 
-    def _done(self, step: int, written: Written) -> None:
-        self._saving, self.trouble = None, ""
-        path, removed = _shown(written.path), written.removed
-        self._say(Saved(step, path, written.nbytes, written.seconds, removed))
+    def _report_saved(self, step: int, saved: SaveReport) -> None:
+        self._saving, self.save_error = None, ""
+        path, removed = _relative(saved.path), saved.removed
+        self._log(Saved(step, path, saved.nbytes, saved.seconds, removed))
 
-    def _what(self, point: Point, metric: float | None) -> tuple[Any, Training]:
+    def _save_arguments(self, state: RunState, metric: float | None) -> tuple[Any, Training]:
         recipe = self._job.recipe
-        position = asdict(point) | {
-            "sample": point.step * recipe.batch.rows,
+        position = asdict(state) | {
+            "sample": state.step * recipe.batch.rows,
             "data": self._data.fingerprint,
             "tokens": list(self._data.tokens),
         }
-        # Where it lies is not what it is: equal runs have equal checkpoints.
+        # Without the folder, so that equal runs have equal checkpoints.
         config = recipe.model_dump(mode="json", exclude={"run": {"folder"}})
-        known = metric if metric is not None and math.isfinite(metric) else None
-        training = Training(step=point.step, position=position, config=config, metric=known)
+        finite_metric = metric if metric is not None and math.isfinite(metric) else None
+        training = Training(step=state.step, position=position, config=config, metric=finite_metric)
         return self._job.optimizer, training
 
-    def _how(self) -> dict[str, Any]:
+    def _save_options(self) -> dict[str, Any]:
         config = self._job.recipe.checkpoint
         return {
             "save_total_limit": config.save_total_limit,
             "keep_best": "lowest" if config.keep_best else None,
-            "files": {FILE: self._data.tokenizer.to_str(), **companions(self._job, self._data)},
+            "files": {FILE: self._data.tokenizer.to_str(), **config_texts(self._job, self._data)},
         }
 
 
-def _has_steps(folder: Path) -> bool:
+def _has_checkpoints(folder: Path) -> bool:
     return folder.is_dir() and bool(steps(folder))
 
 
-def _document(path: Path) -> Document | None:
-    """What a checkpoint says of the run; ``None`` where it says nothing.
+def _read_document(path: Path) -> Document | None:
+    """The training state document of a checkpoint; ``None`` if it has none.
 
     Raises:
-        DamagedCheckpoint: what it says is damaged.
-        CheckpointError: a later version wrote it, or the disk does not let it be read.
+        DamagedCheckpoint: the document is damaged.
+        CheckpointError: a later version wrote it, or it cannot be read.
     """
-    file = path / DOCUMENT
-    data = retried(f"reading {file}", lambda: _bytes_of(file))
+    file = path / TRAINING_FILE
+    data = retried(f"reading {file}", lambda: _read_bytes(file))
     return None if data is None else Document.decode(data, str(file))
 
 
-def _bytes_of(file: Path) -> bytes | None:
+def _read_bytes(file: Path) -> bytes | None:
     try:
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _of_no_run(path: Path) -> ConfigError:
+def _not_of_a_run(path: Path) -> ConfigError:
     return ConfigError(
-        f"{path} is no checkpoint of `shardwise train`: it does not say where a run was. Name "
-        "another in checkpoint.resume."
+        f"{path} is not a checkpoint of `shardwise train`: it has no step of a run. Name another "
+        "in checkpoint.resume."
     )
 
 
-def _shown(path: Path) -> str:
-    """As the user would write it from here."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+def _relative(path: Path) -> str:
+    """``path`` relative to the working directory, if it lies below it."""
+    tokens = Path.cwd()
+    return str(path.relative_to(tokens) if path.is_relative_to(tokens) else path)

@@ -1,7 +1,6 @@
-"""What does not fit in a recipe, in its own words: file, line or override, key, and what to write.
+"""Error messages for a recipe: file and line or override, key, and the value to write instead.
 
-A schema library speaks of its classes and names no line. Its verdicts are translated here, one
-sentence for each value.
+pydantic's messages name classes and no lines. They are translated here, one sentence per value.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from shardwise.train.config import Recipe, keys
-from shardwise.train.synonyms import meant
+from shardwise.train.synonyms import suggestions
 
-__all__ = ["Where", "complaints", "did_you_mean", "known"]
+__all__ = ["ValueOrigins", "did_you_mean", "error_messages", "known_keys"]
 
-Place = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
-_MUST = {
+_RULES = {
     "int_parsing": "be a whole number",
     "int_type": "be a whole number",
     "int_from_float": "be a whole number",
@@ -38,31 +37,31 @@ _MUST = {
 }
 
 
-class Where(NamedTuple):
-    """Where values came from.
+class ValueOrigins(NamedTuple):
+    """The origin of each value.
 
     Attributes:
         path: the file.
-        lines: the line of each key, where that is known.
+        lines: the line of each key, if known.
         overrides: key → text, as given on the command line.
     """
 
     path: str
-    lines: Mapping[Place, int]
+    lines: Mapping[KeyPath, int]
     overrides: Mapping[str, str]
 
-    def __call__(self, place: Place, sentence: str = "") -> str:
-        """What is to blame for what is wrong at ``place``, which ``sentence`` may tell more of."""
-        name = ".".join(place)
-        if blamed := list(self._blamed(name, sentence)):
-            return f"override{'s' * (len(blamed) > 1)} {' '.join(blamed)}"
-        for length in range(len(place), 0, -1):  # a missing key has its section's line
-            if place[:length] in self.lines:
-                return f"{self.path}:{self.lines[place[:length]]}: {name}"
+    def __call__(self, key_path: KeyPath, sentence: str = "") -> str:
+        """The origin of the value at ``key_path``; ``sentence`` may name the keys involved."""
+        name = ".".join(key_path)
+        if overrides := list(self._overrides_of(name, sentence)):
+            return f"override{'s' * (len(overrides) > 1)} {' '.join(overrides)}"
+        for length in range(len(key_path), 0, -1):  # a missing key has its section's line
+            if key_path[:length] in self.lines:
+                return f"{self.path}:{self.lines[key_path[:length]]}: {name}"
         return f"{self.path}: {name}" if name else self.path
 
-    def _blamed(self, name: str, sentence: str) -> Iterator[str]:
-        """Overrides of this key, or in this section; of the whole recipe, those that it names."""
+    def _overrides_of(self, name: str, sentence: str) -> Iterator[str]:
+        """Overrides of this key or section; for the whole recipe those that ``sentence`` names."""
         for key, text in self.overrides.items():
             if key == name:
                 yield f"--{key}"
@@ -70,49 +69,52 @@ class Where(NamedTuple):
                 yield f"--{key} {text}"
 
 
-def complaints(error: ValidationError, where: Where) -> Iterator[str]:
-    """One sentence for each value that does not fit."""
-    problems: dict[Place, list[Mapping[str, Any]]] = {}
+def error_messages(error: ValidationError, origins: ValueOrigins) -> Iterator[str]:
+    """One sentence for each invalid value."""
+    by_key: dict[KeyPath, list[Mapping[str, Any]]] = {}
     for problem in error.errors():
-        problems.setdefault(_place(problem["loc"]), []).append(problem)
-    for place, some in problems.items():
-        yield _complaint(place, some, where)
+        by_key.setdefault(_key_path(problem["loc"]), []).append(problem)
+    for key_path, problems in by_key.items():
+        yield _message(key_path, problems, origins)
 
 
-def known() -> list[str]:
-    """The names of all keys, and of sections, which can be given as a whole."""
+def known_keys() -> list[str]:
+    """The names of all keys and sections."""
     names = [key.name for key in keys()]
     return list(dict.fromkeys([*names, *(name.rpartition(".")[0] for name in names)]))
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """The end of a sentence that says that there is no ``name``."""
-    if near := meant(name, names):
-        return f"; did you mean {' or '.join(near)}?"
+    """The end of a sentence that reports an unknown ``name``."""
+    if suggested := suggestions(name, names):
+        return f"; did you mean {' or '.join(suggested)}?"
     return ". `shardwise train --help` lists all."
 
 
-def _complaint(place: Place, problems: Sequence[Mapping[str, Any]], where: Where) -> str:
+def _message(
+    key_path: KeyPath, problems: Sequence[Mapping[str, Any]], origins: ValueOrigins
+) -> str:
     problem = problems[0]
     if problem["type"] in ("extra_forbidden", "invalid_key"):
-        return f"{where(place)}: there is no such key{did_you_mean('.'.join(place), known())}"
-    if problem["type"] == "value_error":  # our own sentence, raised inside the tree
+        hint = did_you_mean(".".join(key_path), known_keys())
+        return f"{origins(key_path)}: there is no such key{hint}"
+    if problem["type"] == "value_error":  # raised by a validator of ours
         sentence = str(problem["ctx"]["error"])
-        return f"{where(place, sentence)}: {sentence}"
-    must = _MUST.get(problem["type"], "") if len(problems) == 1 else ""
-    limits = {name: _plain(value) for name, value in problem.get("ctx", {}).items()}
-    then = f"it must {must.format(**limits)}" if must else _wanted(place)
+        return f"{origins(key_path, sentence)}: {sentence}"
+    rule = _RULES.get(problem["type"], "") if len(problems) == 1 else ""
+    limits = {name: _short_number(value) for name, value in problem.get("ctx", {}).items()}
+    advice = f"it must {rule.format(**limits)}" if rule else _expected(key_path)
     value = "empty" if problem["input"] is None else f"{problem['input']!r:.80}"
-    return f"{where(place)} is {value}; {then}."
+    return f"{origins(key_path)} is {value}; {advice}."
 
 
-def _plain(value: object) -> object:
+def _short_number(value: object) -> object:
     return f"{value:g}" if isinstance(value, float) else value
 
 
-def _wanted(place: Place) -> str:
-    """What belongs at ``place``, where no rule of one value says it: a table, or a list."""
-    name = ".".join(place)
+def _expected(key_path: KeyPath) -> str:
+    """The value that belongs at ``key_path``, if no rule says it: a table, a list, or other."""
+    name = ".".join(key_path)
     inner = [key.name for key in keys() if key.name.startswith(f"{name}.")]
     if inner:
         first = ", ".join(key.removeprefix(f"{name}.") for key in inner[:3])
@@ -123,15 +125,15 @@ def _wanted(place: Place) -> str:
     return f"expected {key.sentence if key else 'another value'}"
 
 
-def _place(loc: Iterable[str | int]) -> Place:
-    """The library's location, cut where it leaves the keys of the tree."""
-    place: list[str] = []
+def _key_path(loc: Iterable[str | int]) -> KeyPath:
+    """Pydantic's location without the parts that are not keys of the recipe."""
+    key_path: list[str] = []
     model: type[BaseModel] | None = Recipe
     for part in map(str, loc):
         if model is None:
             break
-        place.append(part)
+        key_path.append(part)
         field = model.model_fields.get(part)
         kind = None if field is None else field.annotation
         model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-    return tuple(place)
+    return tuple(key_path)

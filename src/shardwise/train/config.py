@@ -1,8 +1,8 @@
-"""The typed tree that a recipe is read into: frozen, complete, and with no unknown keys.
+"""The classes that a recipe is read into: frozen, complete, without unknown keys.
 
-The ordinary way, a dictionary passed around, trains at the default rate when a key is
-misspelt. Here every value has one place, one type and one sentence, and what depends on two
-values at once is checked before any process starts.
+A plain dictionary would train at the default rate when a key is misspelt. Here every value has one
+place, one type and one description, and conditions on two values are checked before any process
+starts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ DeviceName = Annotated[
 
 
 class Section(BaseModel):
-    """What all parts of the tree share: no unknown keys, no changes, no infinities."""
+    """Base of all sections: no unknown keys, no changes, no infinities."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
@@ -81,7 +81,7 @@ class Section(BaseModel):
         field = cls.model_fields[str(info.field_name)]
         if isinstance(value, bool) and field.annotation is not bool:
             raise ConfigError(
-                f"this is {value}, which is how YAML reads yes, no, on, off, true and false; "
+                f"this is {value}: YAML reads yes, no, on, off, true and false as booleans; "
                 "write a value, or put the word in quotes."
             )
         return value
@@ -104,7 +104,7 @@ class ModelConfig(Section):
         return self.width // self.heads
 
     def parameters(self, vocabulary: int) -> int:
-        """How many the decoder has: embedding, blocks, last norm, and a head if it is not tied."""
+        """Parameters of the decoder: embedding, blocks, last norm, and the head if not tied."""
         attention = 2 * self.width * (self.width + self.kv_heads * self.head_size)
         block = attention + 3 * self.width * self.hidden + 2 * self.width
         tables = vocabulary * self.width * (1 if self.tied else 2)
@@ -134,7 +134,7 @@ class TokenizerConfig(Section):
 
 
 class DataConfig(Section):
-    """The text."""
+    """The text to train on."""
 
     source: str = Field(
         "stdlib",
@@ -145,23 +145,23 @@ class DataConfig(Section):
     max_bytes: Positive | None = Field(
         None, description="stop reading after this much text; null = read all"
     )
-    validation: float = Field(0.03, gt=0, lt=1, description="share of documents held out")
+    validation: float = Field(0.03, gt=0, lt=1, description="fraction of documents held out")
     context: int = Field(256, ge=2, description="tokens in a row; documents are packed into rows")
 
 
 class BatchConfig(Section):
-    """How many rows make one step. Rows = micro × accumulation × ranks."""
+    """Batch sizes: rows = micro × accumulation × ranks."""
 
     rows: Positive = Field(16, description="global batch size, over all ranks")
     micro: Positive = Field(8, description="micro-batch size: rows in one forward pass of one rank")
 
 
 class OptimizerConfig(Section):
-    """AdamW with linear warm-up and a cosine down to a share of the peak."""
+    """AdamW with linear warm-up and cosine decay to a fraction of the peak."""
 
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     warmup: int = Field(20, ge=0, description="warm-up steps, from 0 to the peak")
-    floor: float = Field(0.1, ge=0, le=1, description="minimum learning rate, as a share of lr")
+    floor: float = Field(0.1, ge=0, le=1, description="minimum learning rate, as a fraction of lr")
     betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="on matrices only")
@@ -184,12 +184,12 @@ class PrefetchConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """Dtypes; the fields of ``shardwise.Precision``. null leaves each tensor as it is."""
+    """Dtypes; the fields of ``shardwise.Precision``. null keeps each tensor's dtype."""
 
     stored: DtypeName | None = Field(None, description="shards and optimizer state")
     compute: DtypeName | None = Field(None, description="gathered parameters and inputs")
-    wire: DtypeName | None = Field(None, description="gradients on their way")
-    sum: DtypeName | None = Field(None, description="what gradients are summed in")
+    wire: DtypeName | None = Field(None, description="gradients in collectives")
+    sum: DtypeName | None = Field(None, description="sums of gradients")
     buffers: DtypeName | None = Field(None, description="floating-point buffers")
     output: DtypeName | None = Field(None, description="outputs of the model")
     average: Literal["postdivide", "predivide", "sqrt", "avg"] | None = Field(
@@ -198,7 +198,7 @@ class PrecisionConfig(Section):
 
     def dtypes(self) -> dict[str, torch.dtype | None]:
         """The dtype fields by name."""
-        import torch  # a recipe is read, and its mistakes are told, without it
+        import torch  # a recipe is read and validated without it
 
         names = ("stored", "compute", "wire", "sum", "buffers", "output")
         values = {name: getattr(self, name) for name in names}
@@ -206,7 +206,7 @@ class PrecisionConfig(Section):
 
 
 def _short_precision(value: object) -> object:
-    """``fp32`` and ``bf16`` are the two that everybody means."""
+    """``fp32`` and ``bf16`` as a table of dtypes."""
     short: dict[str, dict[str, str]] = {"fp32": {}, "bf16": {"compute": "bfloat16"}}
     if isinstance(value, str) and value not in short:
         raise ConfigError(
@@ -226,14 +226,14 @@ def _known_strategy(value: str) -> str:
 
 
 class ShardingConfig(Section):
-    """What is handed to ``shardwise.shard``."""
+    """The arguments of ``shardwise.shard``."""
 
     strategy: Annotated[str, AfterValidator(_known_strategy)] = Field(
         "full_shard", description="no_shard, zero1, shard_grad_op or full_shard"
     )
     wrap: Annotated[str | list[str] | Positive, BeforeValidator(_whole_number)] = Field(
         "auto",
-        description="units: auto, module classes such as [Block], or a least parameter count",
+        description="units: auto, module classes such as [Block], or a minimum parameter count",
     )
     bucketing: Literal["block", "layer", "none"] = Field(
         "block", description="one collective per unit, per layer, or per parameter"
@@ -246,51 +246,53 @@ class ShardingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is saved to go on from, and where a run goes on."""
+    """Saving and resuming."""
 
     save_every: int = Field(
-        100, ge=0, description="steps between checkpoints, and one at the end; 0 = when asked"
+        100, ge=0, description="steps between checkpoints, and one at the end; 0 = on request"
     )
     save_total_limit: Positive | None = Field(
-        2, description="checkpoints to keep, the newest; null = all"
+        2, description="newest checkpoints to keep; null = all"
     )
     keep_best: bool = Field(
-        False, description="save at the lowest validation loss so far; the best stays, too"
+        False, description="save at the lowest validation loss so far, and keep that checkpoint"
     )
-    asynchronous: bool = Field(False, description="write while training goes on")
+    asynchronous: bool = Field(False, description="write while training continues")
     resume: str = Field(
         "auto",
         min_length=1,
-        description="auto = where the run in run.folder stopped; never; or another run or "
-        "checkpoint to begin with",
+        description="auto = the newest checkpoint in run.folder; never; or the path of another run "
+        "or checkpoint",
     )
 
 
 class SampleConfig(Section):
     """The text generated at the end."""
 
-    prompt: str = Field("def ", min_length=1, description="how the sample begins")
-    tokens: int = Field(96, ge=0, description="its length; 0 = no sample")
+    prompt: str = Field("def ", min_length=1, description="beginning of the sample")
+    tokens: int = Field(96, ge=0, description="length of the sample; 0 = no sample")
     temperature: float = Field(0.0, ge=0, description="0 = greedy decoding")
 
 
 class RunConfig(Section):
-    """How long, how often, and where to."""
+    """Length of the run, intervals, and the folder."""
 
-    folder: str = Field("runs/train", min_length=1, description="where everything is written")
+    folder: str = Field("runs/train", min_length=1, description="folder of all output")
     overwrite: bool = Field(
         False, description="delete an earlier run, checkpoints included; an interrupted one resumes"
     )
-    device: DeviceName | None = Field(None, description="cpu, cuda, xpu, hpu; null = what is there")
+    device: DeviceName | None = Field(
+        None, description="cpu, cuda, xpu, hpu; null = what is available"
+    )
     steps: Positive = Field(200, description="optimizer steps")
-    seed: int = Field(0, ge=0, lt=2**63, description="of the weights, the order and the sample")
-    log_every: Positive = Field(10, description="steps between lines")
+    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and sample")
+    log_every: Positive = Field(10, description="steps between log lines")
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 = only at the end")
-    eval_rows: Positive = Field(64, description="rows of the validation split that are used")
+    eval_rows: Positive = Field(64, description="rows of the validation split to use")
 
 
 class Recipe(Section):
-    """Everything that decides a run, apart from the number of processes."""
+    """Everything that defines a run, except the number of processes."""
 
     model: ModelConfig = ModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -322,7 +324,7 @@ class Recipe(Section):
 
 
 class Key(NamedTuple):
-    """One leaf of the tree: ``optimizer.lr``, its default, and its sentence."""
+    """One key such as ``optimizer.lr``, its default and its description."""
 
     name: str
     default: object
@@ -330,7 +332,7 @@ class Key(NamedTuple):
 
 
 def keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Key]:
-    """Every key that a recipe may hold, in reading order."""
+    """Every key of a recipe, in order of definition."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):

@@ -1,9 +1,8 @@
-"""Text from a place on disk, as documents, split for training and validation.
+"""Documents from files on disk, split for training and validation.
 
-Files are visited in the order of a hash of their names, so that a limit on bytes takes a
-fair sample and not everything up to the letter e, the same on every machine. A document belongs
-to the validation split if the hash of its *text* says so: copies of a text land on one side,
-and adding files moves nothing that was there before.
+Files are read in the order of a hash of their names, so that a limit on bytes takes a fair sample,
+the same on every machine. The hash of a document's *text* decides its split: copies of a text are
+in the same split, and adding files moves no other document.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
-from shardwise.train.formats import Unusable, documents
+from shardwise.train.formats import Skipped, documents
 from shardwise.train.metrics import LeftOut, count
 
 __all__ = ["Corpus", "Split", "read_corpus", "split"]
 
 STDLIB = "stdlib"
-# Tests are mostly data, encodings are tables of characters, and packages are not the library.
+# Tests are mostly data, encodings are character tables, packages are not the standard library.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages"}
-ENOUGH = 50  # with fewer documents, a share of a few per cent is no document at all
-LINE = 1000  # characters of a longest line that is kept whole where documents are cut
-NAMED = 3  # places that are named of all where something was left out
+MIN_DOCUMENTS = 50  # with fewer documents, a few per cent would be none
+MAX_LINE = 1000  # characters; longer lines are cut, too, where documents are cut
+MAX_PLACES = 3  # places named in a message about skipped text
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,12 @@ class Corpus:
     """Documents in reading order.
 
     Attributes:
-        name: where they came from, for people.
+        name: of the source, for messages.
         documents: the texts.
         nbytes: their size in UTF-8.
         files: files read.
-        left_out: what of them could not be used, by reason.
-        capped: reading stopped at the limit, so there is more.
+        left_out: files and rows that could not be used, by reason.
+        capped: reading stopped at the limit.
     """
 
     name: str
@@ -54,7 +53,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Split:
-    """Documents to learn from, and documents held out. No text is in both."""
+    """Documents to train on, and documents held out. No text is in both."""
 
     training: tuple[str, ...]
     validation: tuple[str, ...]
@@ -64,33 +63,33 @@ def read_corpus(config: DataConfig) -> Corpus:
     """The documents of ``config.source``, up to about ``config.max_bytes``.
 
     Raises:
-        ConfigError: nothing is there, a file cannot be read, no row has the field; with the names
-            that there are.
+        ConfigError: there are no files, a file cannot be read, or no row has the field; with the
+            fields that exist.
     """
-    reading = _Reading(math.inf if config.max_bytes is None else config.max_bytes)
-    at = Path(config.source)
+    reader = _Reader(math.inf if config.max_bytes is None else config.max_bytes)
+    path = Path(config.source)
     try:
         root, files = _files(config.source)
-        for at in sorted(files, key=lambda path: _hash(path.relative_to(root).as_posix())):
-            reading.take(at, config.field)
-            if reading.capped:
+        for path in sorted(files, key=lambda path: _hash(path.relative_to(root).as_posix())):
+            reader.take(path, config.field)
+            if reader.capped:
                 break
     except OSError as error:
         raise ConfigError(
-            f"data.source {config.source!r}: {error.filename or at} cannot be read "
-            f"({error.strerror or error}). Mend that, or name a source without it."
+            f"data.source {config.source!r}: {error.filename or path} cannot be read "
+            f"({error.strerror or error}). Repair it, or name a source without it."
         ) from error
-    left_out = tuple(reading.left_out.values())
-    if not reading.documents:
-        told = "".join(f" Left out: {out}." for out in left_out)
+    left_out = tuple(reader.left_out.values())
+    if not reader.documents:
+        skipped = "".join(f" Left out: {out}." for out in left_out)
         raise ConfigError(
             f"data.source {config.source!r} holds no text; {count(len(files), 'file')} "
-            f"{'was' if len(files) == 1 else 'were'} opened.{told} Name a file or a folder of "
+            f"{'was' if len(files) == 1 else 'were'} opened.{skipped} Name a file or a folder of "
             "text, JSONL or parquet."
         )
     name = "Python's standard library" if config.source == STDLIB else config.source
-    texts = tuple(reading.documents)
-    return Corpus(name, texts, reading.nbytes, reading.files, left_out, reading.capped)
+    texts = tuple(reader.documents)
+    return Corpus(name, texts, reader.nbytes, reader.files, left_out, reader.capped)
 
 
 def split(corpus: Corpus, share: float) -> Split:
@@ -103,16 +102,16 @@ def split(corpus: Corpus, share: float) -> Split:
         ConfigError: the corpus is too small to be divided.
     """
     texts: Sequence[str] = corpus.documents
-    if len(texts) < ENOUGH:
-        texts = tuple(_pieces(texts, size=max(1, corpus.nbytes // (4 * ENOUGH))))
+    if len(texts) < MIN_DOCUMENTS:
+        texts = tuple(_cut(texts, size=max(1, corpus.nbytes // (4 * MIN_DOCUMENTS))))
     hashes = [_hash(text) for text in texts]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
         raise ConfigError(
-            f"{corpus.name} ({corpus.nbytes:,} bytes) is one line, or one piece of text again and "
-            "again; cannot split off validation. Give it more text."
+            f"{corpus.name} ({corpus.nbytes:,} bytes) is one line, or one repeated piece of text, "
+            "and cannot be split for validation. Give it more text."
         )
-    # The lowest hash validates and the highest trains, however small the share.
+    # The lowest hash is always for validation and the highest for training.
     limit = min(max(int(share * 2**256).to_bytes(32, "big"), distinct[0]), distinct[-2])
     pairs = list(zip(texts, hashes, strict=True))
     return Split(
@@ -125,8 +124,8 @@ def _hash(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
-def _pieces(texts: Sequence[str], size: int) -> Iterator[str]:
-    """Each text cut into pieces of ``size`` characters or a line more."""
+def _cut(texts: Sequence[str], size: int) -> Iterator[str]:
+    """Each text in pieces of ``size`` characters, extended to the end of a line."""
     for text in texts:
         start = 0
         while start < len(text):
@@ -135,16 +134,16 @@ def _pieces(texts: Sequence[str], size: int) -> Iterator[str]:
             start = end
 
 
-def _end_of_piece(text: str, least: int) -> int:
-    """The first line end from ``least`` on; in a line that is very long, the last space."""
-    most = least + LINE
-    line = text.find("\n", least - 1, most)
+def _end_of_piece(text: str, start: int) -> int:
+    """The first line end from ``start`` on; in a very long line, the last space."""
+    latest = start + MAX_LINE
+    line = text.find("\n", start - 1, latest)
     if line >= 0:
         return line + 1
-    return len(text) if len(text) <= most else text.rfind(" ", least, most) + 1 or most
+    return len(text) if len(text) <= latest else text.rfind(" ", start, latest) + 1 or latest
 
 
-# --- where the files are ---------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------
 
 
 def _files(source: str) -> tuple[Path, list[Path]]:
@@ -166,34 +165,34 @@ def _files(source: str) -> tuple[Path, list[Path]]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """The files below ``root`` that are not hidden. Links are followed, each folder once."""
+    """The files below ``root`` that are not hidden. Links are followed; a folder is read once."""
 
     def fail(error: OSError) -> None:
         raise error
 
     seen: set[tuple[int, int]] = set()
     for folder, folders, names in os.walk(root, followlinks=True, onerror=fail):
-        at = Path(folder).stat()
-        if (at.st_dev, at.st_ino) in seen:
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in seen:
             folders.clear()
             continue
-        seen.add((at.st_dev, at.st_ino))
+        seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files = (Path(folder, name) for name in names if not name.startswith("."))
         yield from (path for path in files if path.is_file() or not path.exists())
 
 
 def _is_library(path: Path) -> bool:
-    # _sysconfigdata holds this machine's paths, which nobody wants to learn.
+    # _sysconfigdata holds paths of this machine, which should not be trained on.
     return not SKIPPED_FOLDERS & set(path.parts) and not path.name.startswith("_sysconfigdata")
 
 
-# --- what is in them -------------------------------------------------------------------------
+# --- documents -------------------------------------------------------------------------------
 
 
 @dataclass
-class _Reading:
-    """What was taken so far, up to ``limit`` bytes; ``left_out`` by its reason."""
+class _Reader:
+    """The documents read so far, up to ``limit`` bytes; ``left_out`` by its reason."""
 
     limit: float
     documents: list[str] = field(default_factory=list)
@@ -203,27 +202,27 @@ class _Reading:
     capped: bool = False
 
     def take(self, file: Path, column: str) -> None:
-        """Every document of one file; the one that goes over the limit is cut there."""
+        """Read every document of ``file``; the one that exceeds the limit is cut."""
         self.files += 1
-        for document in documents(file, column, most=self.limit - self.nbytes + 1):
-            if isinstance(document, Unusable):
-                self._leave_out(document)
+        for document in documents(file, column, max_bytes=self.limit - self.nbytes + 1):
+            if isinstance(document, Skipped):
+                self._skip(document)
             elif document.strip():
                 self._add(document)
             if self.capped:
                 return
 
     def _add(self, text: str) -> None:
-        room, data = self.limit - self.nbytes, text.encode("utf-8", "replace")
-        if len(data) > room:
+        bytes_left, data = self.limit - self.nbytes, text.encode("utf-8", "replace")
+        if len(data) > bytes_left:
             self.capped = True
-            data = data[: int(room)]
+            data = data[: int(bytes_left)]
         if data:
             self.documents.append(data.decode("utf-8", "ignore"))
             self.nbytes += len(data)
 
-    def _leave_out(self, it: Unusable) -> None:
-        before = self.left_out.get(it.reason, LeftOut(it.reason))
-        places = (*before.places, it.where)[:NAMED]
-        files, rows = before.files + (it.rows == 0), before.rows + it.rows
-        self.left_out[it.reason] = replace(before, files=files, rows=rows, places=places)
+    def _skip(self, skipped: Skipped) -> None:
+        previous = self.left_out.get(skipped.reason, LeftOut(skipped.reason))
+        places = (*previous.places, skipped.where)[:MAX_PLACES]
+        files, rows = previous.files + (skipped.rows == 0), previous.rows + skipped.rows
+        self.left_out[skipped.reason] = replace(previous, files=files, rows=rows, places=places)

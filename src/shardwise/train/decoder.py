@@ -30,35 +30,35 @@ __all__ = ["Block", "Decoder", "initialiser"]
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines, [length, size] each
 
-SPREAD = 0.02  # standard deviation of every matrix at the start, as in GPT-2
+INIT_STD = 0.02  # standard deviation of every matrix at the start, as in GPT-2
 
 
 class Projection(nn.Linear):
-    """A linear map without a bias that knows how wide to start.
+    """A linear map without bias, and the standard deviation of its first weights.
 
-    The spread belongs to the module, not to a loop over the whole model, so that a model built
-    on the meta device can be initialised one unit at a time.
+    The standard deviation is kept in the module, so that a model built on the meta device can be
+    initialised one unit at a time.
     """
 
-    def __init__(self, inputs: int, outputs: int, spread: float = SPREAD) -> None:
-        self.spread = spread
+    def __init__(self, inputs: int, outputs: int, std: float = INIT_STD) -> None:
+        self.std = std
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        nn.init.normal_(self.weight, std=self.spread, generator=generator)
+        nn.init.normal_(self.weight, std=self.std, generator=generator)
 
 
 class Embedding(nn.Embedding):
-    """Token vectors with the spread of the matrices, so that they can be tied to the head."""
+    """Token vectors, initialised like the matrices so that they can be tied to the head."""
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        nn.init.normal_(self.weight, std=SPREAD, generator=generator)
+        nn.init.normal_(self.weight, std=INIT_STD, generator=generator)
 
 
 class RMSNorm(nn.Module):
     """Divide by the root mean square, then scale. Computed in fp32, as Llama does.
 
-    In elementary operations on purpose: equal to `transformers` bit by bit.
+    Written in elementary operations to equal `transformers` bit by bit.
     """
 
     def __init__(self, width: int, eps: float) -> None:
@@ -80,8 +80,7 @@ class RMSNorm(nn.Module):
 class Rotary(nn.Module):
     """Rotary positions (Su et al. 2021, arXiv 2104.09864): a table of angles, not a parameter.
 
-    The table is a buffer that is never saved; ``reset_parameters`` computes it again wherever
-    the model is materialised.
+    The table is a buffer that is never saved; ``reset_parameters`` recomputes it.
     """
 
     cosine: Tensor
@@ -108,8 +107,8 @@ class Rotary(nn.Module):
         return self.cosine[:length], self.sine[:length]
 
 
-def turn(x: Tensor, angles: Angles) -> Tensor:
-    """Turn each pair (i, i + size/2) of ``[batch, heads, length, size]`` by its position."""
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Rotate each pair (i, i + size/2) of ``[batch, heads, length, size]`` by its position."""
     cosine, sine = (table.to(x.dtype) for table in angles)
     left, right = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-right, left), dim=-1) * sine
@@ -122,16 +121,18 @@ class Attention(nn.Module):
         super().__init__()
         self.size = config.head_size
         self.groups = config.heads // config.kv_heads
-        out = SPREAD / (2 * config.layers) ** 0.5  # each layer adds to the residual twice
+        residual_std = (
+            INIT_STD / (2 * config.layers) ** 0.5
+        )  # each layer adds to the residual twice
         self.q_proj = Projection(config.width, config.heads * self.size)
         self.k_proj = Projection(config.width, config.kv_heads * self.size)
         self.v_proj = Projection(config.width, config.kv_heads * self.size)
-        self.o_proj = Projection(config.heads * self.size, config.width, spread=out)
+        self.o_proj = Projection(config.heads * self.size, config.width, std=residual_std)
 
     def forward(self, x: Tensor, angles: Angles) -> Tensor:
         """``[batch, length, width]`` → the same."""
-        query = turn(self._heads(self.q_proj(x)), angles)
-        key = turn(self._heads(self.k_proj(x)), angles).repeat_interleave(self.groups, dim=1)
+        query = rotate(self._heads(self.q_proj(x)), angles)
+        key = rotate(self._heads(self.k_proj(x)), angles).repeat_interleave(self.groups, dim=1)
         value = self._heads(self.v_proj(x)).repeat_interleave(self.groups, dim=1)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -148,10 +149,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        out = SPREAD / (2 * config.layers) ** 0.5
+        residual_std = INIT_STD / (2 * config.layers) ** 0.5
         self.gate_proj = Projection(config.width, config.hidden)
         self.up_proj = Projection(config.width, config.hidden)
-        self.down_proj = Projection(config.hidden, config.width, spread=out)
+        self.down_proj = Projection(config.hidden, config.width, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, width]`` → the same."""
@@ -160,7 +161,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and SwiGLU, each added to what came in."""
+    """One layer: attention and SwiGLU, each with a residual connection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -176,8 +177,8 @@ class Block(nn.Module):
         return out
 
 
-class Trunk(nn.Module):
-    """Everything but the head: ids to vectors."""
+class DecoderModel(nn.Module):
+    """Everything except the head: ids to vectors."""
 
     def __init__(self, config: ModelConfig, vocabulary: int, context: int) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The language model: the ids of a row to the logits of what follows each of them.
+    """The language model: the ids of a row to logits of the next id at each position.
 
     Args:
         config: the shape.
@@ -208,7 +209,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, vocabulary: int, context: int) -> None:
         super().__init__()
         self.context = context
-        self.model = Trunk(config, vocabulary, context)
+        self.model = DecoderModel(config, vocabulary, context)
         self.lm_head = Projection(config.width, vocabulary)
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -220,10 +221,7 @@ class Decoder(nn.Module):
 
 
 def initialiser(generator: torch.Generator) -> Callable[[nn.Module], None]:
-    """What gives a module of a decoder its first values, drawn from ``generator`` alone.
-
-    Neither the process's generator nor its other users are touched.
-    """
+    """A function that initialises a module of the decoder, with ``generator`` only."""
 
     def init(module: nn.Module) -> None:
         if isinstance(module, Projection | Embedding):

@@ -1,7 +1,7 @@
-"""What rank 0 writes to and speaks through; on the other ranks, nothing.
+"""The run's folder, metrics log and output, on rank 0; a no-op on the other ranks.
 
-Every rank walks through the same calls in the same order, since most are collectives; that
-only rank 0 speaks and writes is decided here, and nowhere else.
+Every rank makes the same calls in the same order, since most are collectives. Only this file
+decides that rank 0 alone logs and writes.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from queue import Empty, SimpleQueue
 from shardwise.comm.protocol import Comm
 from shardwise.errors import RanksDisagree
 from shardwise.train.config import Recipe
-from shardwise.train.exchange import text_from_rank_0
-from shardwise.train.folder import JOURNAL, RECIPE, Folder
-from shardwise.train.journal import Journal
+from shardwise.train.exchange import broadcast_text
+from shardwise.train.folder import METRICS, RECIPE, Folder
+from shardwise.train.journal import MetricsLog
 from shardwise.train.metrics import Busy, Emit, Finished, Record, Saved, Warned
-from shardwise.train.recipe import resolved
-from shardwise.train.requests import Ask, TouchFiles
-from shardwise.train.start import FIRST, Attempt, Start, check_ours, decide
+from shardwise.train.recipe import to_yaml
+from shardwise.train.requests import FileRequests, Request
+from shardwise.train.start import FIRST_ATTEMPT, Attempt, Start, decide_start, holds_run
 
-__all__ = ["Desk"]
+__all__ = ["RunLogger"]
 
-Heard = SimpleQueue[tuple[Warned, bool]]  # and whether it is told already
-LONG = 2.0  # seconds that something takes before it is said what takes so long
+WarningQueue = SimpleQueue[tuple[Warned, bool]]  # and whether it was already emitted
+BUSY_AFTER = 2.0  # seconds
 
 
-class Desk:
-    """One rank's; see above. Use ``opened``."""
+class RunLogger:
+    """The logger of one rank; see above. Open it with ``open_run``."""
 
     def __init__(
         self,
@@ -38,67 +38,67 @@ class Desk:
         attempt: Attempt,
         emit: Emit,
         folder: Folder | None,
-        heard: Heard,
+        warnings: WarningQueue,
     ) -> None:
         self.folder = folder
         self._recipe, self._attempt = recipe, attempt
-        self._emit, self._heard = emit, heard
+        self._emit, self._warnings = emit, warnings
         if folder is not None:
-            self.journal = Journal(folder.path / JOURNAL)
-            self._touched = TouchFiles(folder.path)
-            self._touched.seen()  # what is there already was meant for a run that is over
+            self.metrics_log = MetricsLog(folder.path / METRICS)
+            self._file_requests = FileRequests(folder.path)
+            self._file_requests.poll()  # existing files were meant for an earlier run
 
     @classmethod
     @contextmanager
-    def opened(
-        cls, recipe: Recipe, comm: Comm, emit: Emit, attempt: Attempt = FIRST
-    ) -> Iterator[tuple[Desk, Start]]:
-        """The desk, and how the run begins. A collective that changes nothing in the folder.
+    def open_run(
+        cls, recipe: Recipe, comm: Comm, emit: Emit, attempt: Attempt = FIRST_ATTEMPT
+    ) -> Iterator[tuple[RunLogger, Start]]:
+        """The logger, and how the run starts. A collective that changes nothing in the folder.
 
         Raises:
-            ConfigError: on rank 0, as ``decide`` and ``Folder.held``.
+            ConfigError: on rank 0, by ``decide_start`` and ``Folder.locked``.
         """
         if comm.rank:
-            desk = cls(recipe, attempt, emit, None, SimpleQueue())
-            yield desk, Start(text_from_rank_0(comm, None, "beginning"))
+            logger = cls(recipe, attempt, emit, None, SimpleQueue())
+            yield logger, Start(broadcast_text(comm, None, "beginning"))
             return
-        check_ours(recipe)  # or making the folder and its lock would leave a trace
-        with Folder.held(recipe.run.folder) as folder, _overheard(emit) as heard:
-            again = attempt.number > 0 and folder.launch == attempt.launch
-            start = decide(recipe, restarted=again)
-            text_from_rank_0(comm, start.value, "beginning")
-            desk = cls(recipe, attempt, emit, folder, heard)
+        holds_run(recipe)  # raises before the folder and its lock are created
+        with Folder.locked(recipe.run.folder) as folder, _captured_warnings(emit) as warnings:
+            restarted = attempt.number > 0 and folder.launch_id == attempt.launch_id
+            start = decide_start(recipe, restarted=restarted)
+            broadcast_text(comm, start.value, "beginning")
+            logger = cls(recipe, attempt, emit, folder, warnings)
             try:
-                yield desk, start
+                yield logger, start
             except RanksDisagree:
-                raise  # what was heard last only follows from it
+                raise  # the last warnings are only its consequences
             except BaseException:
-                desk.say(None)
+                logger.log(None)
                 raise
-            desk.say(None)
+            logger.log(None)
 
-    def say(self, record: Record | None) -> None:
-        """Tell and record it, after what the engine has warned of since the last time."""
+    def log(self, record: Record | None) -> None:
+        """Emit and record warnings of the engine since the last call, then ``record``."""
         if self.folder is None:
             return
         while True:
             try:
-                warned, is_told = self._heard.get_nowait()
+                warned, is_emitted = self._warnings.get_nowait()
             except Empty:
                 break
-            self.journal(warned)
-            if not is_told:
+            self.metrics_log(warned)
+            if not is_emitted:
                 self._emit(warned)
         if record is not None:
-            self.journal(record)
+            self.metrics_log(record)
             self._emit(record)
         if isinstance(record, Saved | Finished):
-            self._drop_replaced()
+            self._remove_replaced()
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Inside, ``what`` is done; tells so once if it takes long, and does not record it."""
-        timer = threading.Timer(LONG, self._emit, [Busy(what, LONG)])
+        """Emit ``Busy`` once if the block takes longer than ``BUSY_AFTER``; not recorded."""
+        timer = threading.Timer(BUSY_AFTER, self._emit, [Busy(what, BUSY_AFTER)])
         timer.daemon = True
         if self.folder is not None:
             timer.start()
@@ -107,72 +107,73 @@ class Desk:
         finally:
             timer.cancel()
 
-    def _drop_replaced(self) -> None:
-        assert self.folder is not None  # it has just said something
+    def _remove_replaced(self) -> None:
+        assert self.folder is not None  # only rank 0 calls this
         try:
-            self.folder.drop_replaced()
+            self.folder.remove_replaced()
         except OSError as error:
-            why = f"{error.filename}: {error.strerror}"
-            self.say(Warned(f"the run that this one replaces stays: {why}"))
+            reason = f"{error.filename}: {error.strerror}"
+            self.log(Warned(f"the run that this one replaces could not be removed: {reason}"))
 
     def sync(self) -> None:
-        """Return when what was recorded is on the disk."""
+        """Flush the metrics log to the disk."""
         if self.folder is not None:
-            self.journal.sync()
+            self.metrics_log.sync()
 
-    def begin(self, start: Start, after: int, files: Mapping[str, str]) -> None:
-        """Everything is proven: from here on the folder is this run's, and what is said recorded.
+    def start_run(self, start: Start, step: int, files: Mapping[str, str]) -> None:
+        """Take over the folder for this run, and start the metrics log.
 
         Args:
-            start: afresh, in place of a run that may be there, or on with it.
-            after: the step that it goes on from.
+            start: new, which replaces an earlier run, or resumed.
+            step: the step that the run resumes from.
             files: of the tokenizer, by name.
         """
         if (folder := self.folder) is None:
             return
-        replaces = start is Start.AFRESH and folder.has(RECIPE)
+        replaces = start is Start.NEW and folder.has(RECIPE)
         with folder.replacing_run() if replaces else nullcontext():
-            folder.write_text(RECIPE, resolved(self._recipe))
+            folder.write_text(RECIPE, to_yaml(self._recipe))
             for name, text in files.items():
                 folder.write_text(name, text)
-            self.journal.begin(after)
-        folder.launch = self._attempt.launch
-        self.done()
+            self.metrics_log.start(step)
+        folder.launch_id = self._attempt.launch_id
+        self.clear_requests()
 
-    def asked(self) -> Ask:
-        """What files in the folder ask for."""
-        return Ask.NOTHING if self.folder is None else self._touched.seen()
+    def requested(self) -> Request:
+        """The request of files in the folder."""
+        return Request.NONE if self.folder is None else self._file_requests.poll()
 
-    def done(self) -> None:
-        """What files asked for is done."""
-        if self.folder is not None and (trouble := self._touched.forget()):
-            self.say(Warned(trouble))
+    def clear_requests(self) -> None:
+        """Remove the files whose request was handled."""
+        if self.folder is not None and (trouble := self._file_requests.remove_handled()):
+            self.log(Warned(trouble))
 
 
-class _Ears(logging.Handler):
-    """Warnings of the engine, for the next time that something is said.
+class _WarningHandler(logging.Handler):
+    """Queues warnings of the engine for the next ``log``.
 
-    Those of another thread are told at once: this one may be waiting, and they say for whom.
+    Warnings of other threads are emitted at once: this thread may be waiting for the rank that
+    they name.
     """
 
-    def __init__(self, tell: Emit) -> None:
+    def __init__(self, emit: Emit) -> None:
         super().__init__(logging.WARNING)
-        self.heard: Heard = SimpleQueue()
-        self._tell, self._thread = tell, threading.get_ident()
+        self.queue: WarningQueue = SimpleQueue()
+        self._emit, self._thread = emit, threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
-        warned, is_told = Warned(record.getMessage()), record.thread != self._thread
-        self.heard.put((warned, is_told))
-        if is_told:
-            self._tell(warned)
+        warned, is_emitted = Warned(record.getMessage()), record.thread != self._thread
+        self.queue.put((warned, is_emitted))
+        if is_emitted:
+            self._emit(warned)
 
 
 @contextmanager
-def _overheard(tell: Emit) -> Iterator[Heard]:
-    """The engine's warnings; without this they would go to stderr, and into no record."""
-    ears, log = _Ears(tell), logging.getLogger("shardwise")
-    log.addHandler(ears)
+def _captured_warnings(emit: Emit) -> Iterator[WarningQueue]:
+    """Warnings of the engine; without this they would go to stderr and not be recorded."""
+    handler, log = _WarningHandler(emit), logging.getLogger("shardwise")
+    log.addHandler(handler)
     try:
-        yield ears.heard
+        yield handler.queue
     finally:
-        log.removeHandler(ears)
+        log.removeHandler(handler)

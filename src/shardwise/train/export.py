@@ -1,6 +1,6 @@
-"""What lies beside a trained model's weights, so that `transformers` loads the folder as it is.
+"""The config files with which `transformers` loads the folder of a trained model.
 
-Names and shapes are Llama's already, so the weights need no conversion.
+Names and shapes are Llama's, so the weights need no conversion.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from shardwise.train.data import Data
 from shardwise.train.job import Job
 from shardwise.train.tokenizer import end_id, transformers_config
 
-__all__ = ["WEIGHTS", "companions", "described", "llama_config"]
+__all__ = ["WEIGHTS", "config_files", "config_texts", "llama_config"]
 
 WEIGHTS = "model.safetensors"
 
 
-def companions(job: Job, data: Data) -> dict[str, str]:
-    """Texts of the configuration, by the names of their files; ``tokenizer.json`` is another."""
+def config_texts(job: Job, data: Data) -> dict[str, str]:
+    """The texts of the config files by name, without ``tokenizer.json``."""
     recipe, tokenizer = job.recipe, data.tokenizer
     dtype = next(job.model.parameters()).dtype
     size, end = tokenizer.get_vocab_size(), end_id(tokenizer)
-    texts = described(recipe.model, size, recipe.data.context, end, dtype).items()
+    texts = config_files(recipe.model, size, recipe.data.context, end, dtype).items()
     return {name: json.dumps(value, indent=2) for name, value in texts}
 
 
-def described(
+def config_files(
     config: ModelConfig, vocabulary: int, context: int, end: int, dtype: torch.dtype
 ) -> dict[str, dict[str, object]]:
     """The JSON files beside the weights that `transformers` needs, by name."""
@@ -63,7 +63,7 @@ def llama_config(
         "mlp_bias": False,
         "max_position_embeddings": context,
         "rms_norm_eps": config.norm_eps,
-        # transformers 5 reads rope_parameters, everything older the two keys below it
+        # transformers 5 reads rope_parameters, older versions the two keys below
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "rope_theta": config.rope_theta,
         "rope_scaling": None,

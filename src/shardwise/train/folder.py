@@ -1,19 +1,18 @@
-"""The folder of one run: what may be written there, and how.
+"""The folder of one run: its files, its lock, and the replacement of an earlier run.
 
-A run that dies while writing must not leave half a file under a whole file's name, so each
-file is written beside its place and renamed into it. And two runs must not write to one folder,
-so whoever writes holds a lock on it, which ends with the process however that ends.
+Each file is written under a temporary name and renamed, so a crash leaves no partial file. A lock
+file keeps a second run from writing to the same folder; the system releases it with the process.
 
     run/
-      recipe.yaml  metrics.jsonl  tokenizer.json …    as they come
-      checkpoints/step-100  checkpoints/latest        to go on from
+      recipe.yaml  metrics.jsonl  tokenizer.json …    during the run
+      checkpoints/step-100  checkpoints/latest        to resume from
       model.safetensors  config.json  loss.png …      at the end
-      save  stop                                      made by the user, to ask for it
+      save  stop                                      requests, made by the user
       replaced-1/                                     an earlier run, until this one has saved
-      .replacing/                                     an earlier run that is just being moved
+      .replacing/                                     an earlier run that is being moved
 
-Nothing here changes until a start is proven valid, and an earlier run that is to be replaced is
-moved, not removed: it goes when the run that replaces it has saved its first good state.
+Nothing in the folder changes until the start is known to be valid. An earlier run is moved, and
+removed when the run that replaces it has saved its first checkpoint.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from shardwise.checkpoint.disk import MODE, make_folder
 from shardwise.checkpoint.folder import LATEST, remove, remove_stale_partials, steps
 from shardwise.errors import ConfigError
 
-__all__ = ["CHECKPOINTS", "JOURNAL", "RECIPE", "Folder", "kept", "named"]
+__all__ = ["CHECKPOINTS", "METRICS", "RECIPE", "Folder", "errors_naming", "locate"]
 
 RECIPE = "recipe.yaml"
-JOURNAL = "metrics.jsonl"
+METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
-# The journal first: a run that is half moved must not look like a finished one.
+# Metrics first: a partly moved run must not look like a finished one.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.cache.json")
 RESULTS = (
-    JOURNAL,
+    METRICS,
     "loss.png",
     "model.safetensors",
     "config.json",
@@ -48,12 +47,12 @@ RESULTS = (
     *TOKENIZER,
 )
 REPLACING, REPLACED = ".replacing", "replaced-"
-PATIENCE = 10.0  # seconds for which a run that is just ending may still hold the folder
+LOCK_TIMEOUT = 10.0  # seconds for which a run that is ending may still hold the lock
 
 
 @contextlib.contextmanager
-def named(path: Path) -> Iterator[None]:
-    """An ``OSError`` inside names ``path``: where a disk is full, the system names nothing."""
+def errors_naming(path: Path) -> Iterator[None]:
+    """Set ``path`` as the filename of an ``OSError``, which a full disk does not set."""
     try:
         yield
     except OSError as error:
@@ -61,32 +60,32 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
-def kept(path: Path, name: str) -> Path:
-    """The file ``name`` of the run in ``path``, also where a crash left it half moved."""
+def locate(path: Path, name: str) -> Path:
+    """The file ``name`` of the run in ``path``, even if a crash left the run partly moved."""
     moved = path / REPLACING / name
     return moved if moved.exists() else path / name
 
 
 class Folder:
-    """A run's folder. Only rank 0 holds one."""
+    """A run's folder. Only rank 0 has one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     @contextlib.contextmanager
-    def held(cls, path: str | Path, patience: float | None = None) -> Iterator[Folder]:
-        """The folder, made if need be, and nobody else's while the block lasts.
+    def locked(cls, path: str | Path, timeout: float | None = None) -> Iterator[Folder]:
+        """Create the folder if needed, and lock it for the block.
 
-        A replacement of an earlier run that a crash interrupted is undone; a folder that is made
-        here, and in which nothing is written, goes again.
+        A replacement of an earlier run that a crash interrupted is undone. A folder that was
+        created here is removed if nothing was written to it.
 
         Raises:
-            ConfigError: another process holds it, for longer than ``patience`` seconds (10).
+            ConfigError: another process holds the lock for more than ``timeout`` seconds (10).
         """
         folder = cls(Path(path).expanduser())
         is_new = not folder.path.exists()
-        lock = _locked(folder.path, PATIENCE if patience is None else patience)
+        lock = _open_locked(folder.path, LOCK_TIMEOUT if timeout is None else timeout)
         try:
             folder.restore()
             yield folder
@@ -100,71 +99,71 @@ class Folder:
         return self.path / CHECKPOINTS
 
     @property
-    def launch(self) -> str:
-        """What began the run here: the name that its launcher gave, or ``""``."""
+    def launch_id(self) -> str:
+        """The run id of the launcher that started this run, or ``""``."""
         return self.read_text(LOCK) or ""
 
-    @launch.setter
-    def launch(self, name: str) -> None:
-        with named(self.path / LOCK):
+    @launch_id.setter
+    def launch_id(self, name: str) -> None:
+        with errors_naming(self.path / LOCK):
             (self.path / LOCK).write_text(name, "utf-8")
 
     # ---- one run after another ---------------------------------------------------------------
 
     @contextlib.contextmanager
     def replacing_run(self) -> Iterator[None]:
-        """Move an earlier run to ``replaced-N``; the block writes what the new one begins with.
+        """Move an earlier run to ``replaced-N``; the block writes the new run's first files.
 
-        After an error, and after a crash at any moment, the earlier run is where it was.
+        After an error, or a crash at any moment, the earlier run is restored.
 
         Raises:
-            ConfigError: its checkpoints lie behind a link, which would not lead there any more.
+            ConfigError: the folder of its checkpoints is a link, which cannot be moved.
         """
         if self.checkpoints.is_symlink():
             raise ConfigError(
-                f"{self.checkpoints} is a link, so the run there cannot be moved aside for "
-                "a new one. Remove its checkpoints yourself, or name another folder with "
+                f"{self.checkpoints} is a link, so its run cannot be moved to make place for a "
+                "new one. Remove its checkpoints yourself, or name another folder with "
                 "--run.folder."
             )
-        moved = self.path / REPLACING
-        moved.mkdir()
-        with Folder(moved).replacing(RECIPE) as copy:  # the folder itself is never without one
+        replaced_run = self.path / REPLACING
+        replaced_run.mkdir()
+        with Folder(replaced_run).atomic_write(RECIPE) as copy:  # the folder always has a recipe
             shutil.copyfile(self.path / RECIPE, copy)
         try:
             for name in (*RESULTS, CHECKPOINTS):
                 if (self.path / name).exists():
-                    (self.path / name).rename(moved / name)
+                    (self.path / name).rename(replaced_run / name)
             yield
         except BaseException:
             self.restore()
             raise
-        moved.rename(self._free(REPLACED))
+        replaced_run.rename(self._unused_path(REPLACED))
 
     def restore(self) -> None:
-        """Move a run back that was about to be replaced, if there is one."""
-        moved = self.path / REPLACING
-        for path in sorted(moved.iterdir()) if moved.is_dir() else []:
+        """Undo an interrupted ``replacing_run``, if there is one."""
+        replaced_run = self.path / REPLACING
+        for path in sorted(replaced_run.iterdir()) if replaced_run.is_dir() else []:
             path.rename(self.path / path.name)
         with contextlib.suppress(FileNotFoundError):
-            moved.rmdir()
+            replaced_run.rmdir()
 
-    def drop_replaced(self) -> None:
-        """Remove the runs that this one replaces, and nothing else that lies with them."""
+    def remove_replaced(self) -> None:
+        """Remove the runs that this one replaces; other files in their folders stay."""
         for path in sorted(self.path.glob(f"{REPLACED}[0-9]*")):
             for name in (*RESULTS, RECIPE):
                 (path / name).unlink(missing_ok=True)
             _remove_checkpoints(path / CHECKPOINTS)
-            with contextlib.suppress(OSError):  # something else is in it
+            with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
 
-    def _free(self, prefix: str) -> Path:
+    def _unused_path(self, prefix: str) -> Path:
         number = 1
         while (path := self.path / f"{prefix}{number}").exists():
             number += 1
         return path
 
     def write_text(self, name: str, text: str) -> None:
-        with self.replacing(name) as path:
+        with self.atomic_write(name) as path:
             path.write_text(text, "utf-8")
 
     def write_json(self, name: str, value: object) -> None:
@@ -174,21 +173,21 @@ class Folder:
         return (self.path / name).exists()
 
     def read_text(self, name: str) -> str | None:
-        """The file's text, or ``None`` where there is none."""
+        """The file's text, or ``None`` if it does not exist or is not UTF-8."""
         try:
             return (self.path / name).read_text("utf-8")
         except (FileNotFoundError, UnicodeDecodeError):
             return None
 
     @contextlib.contextmanager
-    def replacing(self, name: str) -> Iterator[Path]:
-        """A path to write to; it becomes ``name`` if the block ends without an error."""
-        place = self.path / name
-        temporary = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
+    def atomic_write(self, name: str) -> Iterator[Path]:
+        """A temporary path; it is renamed to ``name`` if the block ends without an error."""
+        target = self.path / name
+        temporary = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
         try:
-            with named(place):
+            with errors_naming(target):
                 yield temporary
-                temporary.replace(place)
+                temporary.replace(target)
         finally:
             with contextlib.suppress(OSError):  # the error that led here says more
                 temporary.unlink(missing_ok=True)
@@ -202,18 +201,18 @@ def _remove_checkpoints(folder: Path) -> None:
         if (path / "manifest.json").is_file():
             remove(path)
     remove_stale_partials(folder)
-    with contextlib.suppress(OSError):  # something else is in it
+    with contextlib.suppress(OSError):  # not empty
         folder.rmdir()
 
 
-def _locked(path: Path, patience: float) -> int:
-    """The folder's lock, held; it may go with its folder while it is waited for."""
-    until = time.monotonic() + patience
+def _open_locked(path: Path, timeout: float) -> int:
+    """Lock the folder; again if the lock file was removed with its folder while waiting."""
+    deadline = time.monotonic() + timeout
     while True:
         make_folder(path)
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, MODE)
         try:
-            _acquire(lock, path, until)
+            _acquire(lock, path, deadline)
             if os.path.samestat(os.fstat(lock), (path / LOCK).stat()):
                 return lock
         except FileNotFoundError:
@@ -231,12 +230,12 @@ def _remove_empty(path: Path) -> None:
             path.rmdir()
 
 
-def _acquire(lock: int, path: Path, until: float) -> None:
+def _acquire(lock: int, path: Path, deadline: float) -> None:
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise ConfigError(
                     f"run.folder {path} is in use by another process; name another folder with "
                     "--run.folder, or end that process."

@@ -1,9 +1,7 @@
-"""Bytes of parameters, gradients, optimizer state and buffers, counted from the tensors.
+"""Bytes of parameters, gradients, optimizer state and buffers, measured from the tensors.
 
-A table computed from the model's size would repeat what the strategy promises. This one adds
-up the storages that exist when a step has ended, each once, so padding is in it, and
-memory that two tensors share is not in it twice; what ranks of one host share is divided among
-them.
+The table adds up the storages that exist at the end of a step, each once. So it includes padding,
+counts memory that tensors share once, and divides memory that ranks of one host share among them.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from torch.optim import Optimizer
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
 from shardwise.sharded import Sharded
-from shardwise.train.exchange import gathered
+from shardwise.train.exchange import all_gather_floats
 from shardwise.train.metrics import Bytes, Placed
 
 __all__ = ["footprint", "storage_bytes"]
@@ -25,47 +23,47 @@ KINDS = ("parameters", "gradients", "optimizer state", "buffers")
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory behind ``tensors``; what several of them share counts once."""
+    """Bytes of the storages of ``tensors``; a shared storage counts once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 def footprint(sharded: Sharded, optimizer: Optimizer, comm: Comm) -> Placed:
-    """Where the training state lies now, on every rank. A collective.
+    """Bytes of the training state on every rank. A collective.
 
-    Call it between ``optimizer.step()`` and ``zero_grad()``, where all four kinds exist.
+    Call it between ``optimizer.step()`` and ``zero_grad()``, when all four kinds exist.
     """
     model = sharded.model
-    here = (
-        sum(map(_at_rest, sharded.buckets)),
+    local = (
+        sum(map(_shard_bytes, sharded.buckets)),
         storage_bytes(p.grad for p in model.parameters() if p.grad is not None),
-        storage_bytes(_state(optimizer)),
+        storage_bytes(_state_tensors(optimizer)),
         storage_bytes(model.buffers()),
     )
-    everywhere = gathered(comm, here, "footprint").long().T.tolist()
-    whole = (*_whole(sharded, optimizer), here[-1])
+    per_rank = all_gather_floats(comm, local, "footprint").long().T.tolist()
+    unsharded = (*_unsharded(sharded, optimizer), local[-1])
     return Placed(
         tuple(
             Bytes(kind, tuple(ranks), total)
-            for kind, ranks, total in zip(KINDS, everywhere, whole, strict=True)
+            for kind, ranks, total in zip(KINDS, per_rank, unsharded, strict=True)
         )
     )
 
 
-def _at_rest(bucket: Bucket) -> int:
-    """Memory of a bucket's shard; of a bucket that all ranks map, this rank's part."""
+def _shard_bytes(bucket: Bucket) -> int:
+    """Bytes of a bucket's shard; of a bucket in shared memory, this rank's part."""
     nbytes = storage_bytes([bucket.shard])
     shared = bucket.home.aliased and bucket.home.shared
     return nbytes // bucket.spec.shard.size if shared else nbytes
 
 
-def _state(optimizer: Optimizer) -> Iterable[Tensor]:
+def _state_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _whole(sharded: Sharded, optimizer: Optimizer) -> tuple[int, int, int]:
-    """Parameters, gradients and optimizer state of one process that shards nothing."""
+def _unsharded(sharded: Sharded, optimizer: Optimizer) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state in one unsharded process."""
     parameters = gradients = state = 0
     for bucket in sharded.buckets:
         itemsize = bucket.dtypes.stored.itemsize
@@ -73,12 +71,12 @@ def _whole(sharded: Sharded, optimizer: Optimizer) -> tuple[int, int, int]:
             numel = bucket.layout.slot(member.name).numel
             parameters += numel * itemsize
             gradients += numel * itemsize * bucket.trainable
-            state += _whole_state(param, numel, optimizer)
+            state += _unsharded_state(param, numel, optimizer)
     return parameters, gradients, state
 
 
-def _whole_state(param: nn.Parameter, numel: int, optimizer: Optimizer) -> int:
-    """A tensor of the parameter's shape would be whole; a step count stays what it is."""
+def _unsharded_state(param: nn.Parameter, numel: int, optimizer: Optimizer) -> int:
+    """Tensors of the shard's shape count as unsharded; others, such as a step, as they are."""
     tensors = [t for t in optimizer.state.get(param, {}).values() if isinstance(t, Tensor)]
     return sum(
         (numel if tensor.shape == param.shape else tensor.numel()) * tensor.itemsize

@@ -1,9 +1,9 @@
-"""The model, sharded, with its optimizer and its batches: all that a step needs, and a step.
+"""The sharded model with its optimizer and batches, and one training step.
 
-The loss of a micro-batch is its *sum* over tokens, scaled so that gradients come out as the mean
-over the global batch's tokens however it is cut. The ordinary way, a mean per micro-batch and
-a mean of means, gives 1×4×1, 2×2×1 and 2×1×2 (micro × accumulation × ranks) different losses
-as soon as they hold different numbers of tokens.
+The loss of a micro-batch is its *sum* over tokens, scaled so that gradients are the mean over all
+tokens of the global batch, however it is divided. A mean of the micro-batches' means would give
+1×4×1, 2×2×1 and 2×1×2 (micro × accumulation × ranks) different losses whenever micro-batches have
+different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.sharded import Sharded, shard
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, Rows
 from shardwise.train.config import OptimizerConfig, Recipe, ShardingConfig
 from shardwise.train.decoder import Decoder, initialiser
-from shardwise.train.rates import rate
+from shardwise.train.rates import learning_rate
 from shardwise.wrap import Wrap
 
 __all__ = ["Job", "build", "parameter_groups", "wrap_of"]
@@ -31,7 +31,7 @@ __all__ = ["Job", "build", "parameter_groups", "wrap_of"]
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's end of a training run."""
+    """One rank's part of a training run."""
 
     recipe: Recipe
     model: Decoder
@@ -43,30 +43,30 @@ class Job:
     def tokens_per_step(self) -> int:
         return self.recipe.batch.rows * self.recipe.data.context
 
-    def gradients(self, step: int) -> float:
-        """Forward and backward of step ``step``; gradients are reduced.
+    def forward_backward(self, step: int) -> float:
+        """Forward and backward of step ``step``, with reduction of the gradients.
 
         Returns:
-            This rank's share of the mean loss; shares add up over ranks.
+            This rank's part of the mean loss, which is the sum over ranks.
         """
         micro_batches = self.batches.step(step)
-        share = torch.zeros((), device=self.sharded.comm.device)
+        rank_loss = torch.zeros((), device=self.sharded.comm.device)
         for number, batch in enumerate(micro_batches, start=1):
             with self.sharded.accumulate(last=number == len(micro_batches)):
-                mine = self._loss(batch)
-                # The engine takes the mean over ranks, and the ranks' shares add up.
-                (mine * self.sharded.comm.size).backward()
-                share += mine.detach()
-        return float(share)
+                loss = self._loss(batch)
+                # The engine averages over ranks, and the ranks' losses are to be summed.
+                (loss * self.sharded.comm.size).backward()
+                rank_loss += loss.detach()
+        return float(rank_loss)
 
-    def tamed(self, step: int) -> tuple[float, float]:
+    def clip_and_set_lr(self, step: int) -> tuple[float, float]:
         """Clip the gradients of step ``step``, and set its learning rate.
 
         Returns:
-            The gradient norm before clipping, and the rate.
+            The gradient norm before clipping, and the learning rate.
         """
         norm = self.sharded.clip_grad_norm_(self.recipe.optimizer.clip)
-        lr = rate(step, self.recipe.run.steps, self.recipe.optimizer)
+        lr = learning_rate(step, self.recipe.run.steps, self.recipe.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return float(norm), lr
@@ -105,22 +105,22 @@ def build(recipe: Recipe, comm: Comm, rows: Rows, vocabulary: int) -> Job:
 
 
 def wrap_of(config: ShardingConfig) -> Wrap:
-    """``auto``, ``none``, class names, or a least number of parameters, as a rule for units."""
+    """The wrap policy for ``auto``, ``none``, class names, or a minimum number of parameters."""
     if isinstance(config.wrap, int):
         return wraps.by_size(config.wrap)
-    simple = {"auto": wraps.automatic, "none": wraps.whole}
-    if isinstance(config.wrap, str) and config.wrap in simple:
-        return simple[config.wrap]()
+    policies = {"auto": wraps.automatic, "none": wraps.whole}
+    if isinstance(config.wrap, str) and config.wrap in policies:
+        return policies[config.wrap]()
     return wraps.by_class(config.wrap)
 
 
 def parameter_groups(
     parameters: Iterable[nn.Parameter], weight_decay: float
 ) -> list[dict[str, object]]:
-    """Matrices, which decay, and the rest (norms), which does not.
+    """Two parameter groups: matrices with weight decay, and norms without.
 
-    Shrinking a norm's scale towards 0 would shrink what it normalises, not regularise it.
-    A shard has its parameter's number of dimensions, so the rule holds on shards as well.
+    Decaying a norm's scale would shrink its output, not regularise it. A shard has the number of
+    dimensions of its parameter, so the rule holds for shards.
     """
     trained = [param for param in parameters if param.requires_grad]
     groups: list[dict[str, object]] = [

@@ -1,8 +1,8 @@
-"""`metrics.jsonl`: one JSON object per record, written as it happens, through every restart.
+"""`metrics.jsonl`: one JSON object per record, appended as it is emitted, over all restarts.
 
-A run that was killed has recorded steps that the run which goes on will take again. So the
-file is cut where that one begins, in one step, before anything is added to it; what is said
-before it is known where that is waits.
+A killed run has recorded steps that the resumed run repeats. So the file is cut at the step that
+the run resumes from, atomically, before anything is appended. Records that are logged before that
+step is known are queued.
 """
 
 from __future__ import annotations
@@ -15,72 +15,74 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from shardwise.train.folder import Folder, named
+from shardwise.train.folder import Folder, errors_naming
 from shardwise.train.metrics import Evaluated, Record, Stepped
 
-__all__ = ["Journal", "kept"]
+__all__ = ["MetricsLog", "lines_until"]
 
-DRAWN = {"stepped": Stepped, "evaluated": Evaluated}
+PLOTTED = {"stepped": Stepped, "evaluated": Evaluated}
 
 
-class Journal:
-    """The file, and the records of steps and validations in it, from the run's first step on.
+class MetricsLog:
+    """The file, and its records of steps and validations since the run's first step.
 
-    A line is whole or absent, so the file of a run that was killed can be read. What is not
-    finite is ``null``, since JSON has no infinity.
+    A line is complete or absent, so the file of a killed run can be read. Numbers that are not
+    finite are ``null``, since JSON has no infinity.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records: list[Record] = []
-        self._begun = False
+        self._started = False
 
-    def begin(self, after: int) -> None:
-        """Keep what was recorded up to step ``after``, and add from here on."""
-        with named(self.path):
+    def start(self, step: int) -> None:
+        """Keep the records up to step ``step``, and append from now on."""
+        with errors_naming(self.path):
             lines = self.path.read_text("utf-8", "replace") if self.path.exists() else ""
-        before = list(kept(lines.splitlines(), after))
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in before)
-        waiting, self._begun = self.records, True
-        self.records = [record for line in before if (record := _drawn(line)) is not None]
+        kept_lines = list(lines_until(lines.splitlines(), step))
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept_lines)
+        queued, self._started = self.records, True
+        self.records = [
+            record for line in kept_lines if (record := _plotted_record(line)) is not None
+        ]
         Folder(self.path.parent).write_text(self.path.name, text)
-        for record in waiting:
+        for record in queued:
             self(record)
 
     def __call__(self, record: Record) -> None:
         self.records.append(record)
-        if not self._begun:
+        if not self._started:
             return
         line = {"record": type(record).__name__.lower(), **asdict(record)}
         if isinstance(record, Evaluated):
             line["perplexity"] = record.perplexity
-        with named(self.path), self.path.open("a", encoding="utf-8") as file:
+        with errors_naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(line), ensure_ascii=False) + "\n")
 
     def sync(self) -> None:
-        """Return when what was recorded is on the disk: a checkpoint must not be ahead of it."""
-        with named(self.path), self.path.open("a") as file:
+        """Flush the file to the disk: a checkpoint must not be ahead of it."""
+        with errors_naming(self.path), self.path.open("a") as file:
             os.fsync(file.fileno())
 
 
-def kept(lines: Iterable[str], after: int) -> Iterator[dict[str, Any]]:
-    """The lines before the first that is torn or speaks of a step later than ``after``. Pure.
+def lines_until(lines: Iterable[str], step: int) -> Iterator[dict[str, Any]]:
+    """The lines before the first that is torn or speaks of a step later than ``step``. Pure.
 
-    Of a run that begins anew, ``after`` 0, there are none.
+    Of a run that begins anew, ``step`` 0, there are none.
     """
-    for line in lines if after else ():
+    for line in lines if step else ():
         try:
-            found = json.loads(line)
+            parsed = json.loads(line)
         except ValueError:
             return
-        if not isinstance(found, dict) or found.get("step", 0) > after:
+        if not isinstance(parsed, dict) or parsed.get("step", 0) > step:
             return
-        yield found
+        yield parsed
 
 
-def _drawn(line: Mapping[str, Any]) -> Record | None:
-    """A line as the record that it was, if it is one that the picture shows."""
-    kind = DRAWN.get(str(line.get("record")))
+def _plotted_record(line: Mapping[str, Any]) -> Record | None:
+    """The record of a line, if it is plotted."""
+    kind = PLOTTED.get(str(line.get("record")))
     if kind is None:
         return None
     values = {field.name: line.get(field.name) for field in fields(kind)}

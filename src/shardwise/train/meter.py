@@ -1,9 +1,9 @@
-"""How fast a run is, and how much memory this process has.
+"""Throughput of a run, and memory of this process.
 
-The first steps allocate and record, and validation is no training, so both would make a plain
-"tokens so far / seconds so far" wrong for minutes, and a slowdown would not show for hours. So only
-the last whole training steps are timed, and the first few of a run are left out once there are
-others. What lies between steps, on average, counts for the time that is left.
+Throughput is that of the last training steps only: an average over the whole run would be wrong
+for minutes, since the first steps allocate and record, and would hide a slowdown for hours. The
+first steps are dropped as soon as there are others. The mean time between steps (validation,
+saving) counts for the time that is left.
 """
 
 from __future__ import annotations
@@ -18,60 +18,60 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Meter", "memory_in_use", "resident_bytes"]
+__all__ = ["Throughput", "memory_in_use", "resident_bytes"]
 
-WARM_UP = 3  # steps that do not count
-RECENT = 20  # steps that do
+WARMUP_STEPS = 3  # dropped
+WINDOW = 20  # steps that are averaged
 
 
-class Meter:
-    """Times training steps. ``clock`` gives seconds."""
+class Throughput:
+    """Times training steps. ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._steps = 0
-        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # seconds and tokens of each
+        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds and tokens of each
         self._ended = clock()
-        self._between = 0.0  # seconds outside of steps, since the first
+        self._seconds_between = 0.0  # seconds outside of steps, since the first
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
-        """Time one step that trains on ``tokens`` tokens (over all ranks)."""
+        """Time one step on ``tokens`` tokens (over all ranks)."""
         start = self._clock()
         if self._steps:
-            self._between += start - self._ended
+            self._seconds_between += start - self._ended
         yield
         self._ended = self._clock()
-        if self._steps == WARM_UP:
+        if self._steps == WARMUP_STEPS:
             self._recent.clear()
         self._recent.append((self._ended - start, tokens))
         self._steps += 1
 
     @property
     def seconds_per_step(self) -> float:
-        """The mean of recent steps; the first three do not count as soon as there is a fourth."""
+        """The mean of recent steps; the first three are dropped when there is a fourth."""
         return sum(seconds for seconds, _ in self._recent) / max(1, len(self._recent))
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the same steps."""
+        """Tokens per second over the same steps."""
         seconds = sum(seconds for seconds, _ in self._recent)
         return sum(tokens for _, tokens in self._recent) / seconds if seconds else 0.0
 
     def seconds_left(self, steps: int) -> float:
-        """How long ``steps`` more will take, with as much between them as there was so far."""
-        return steps * (self.seconds_per_step + self._between / max(1, self._steps - 1))
+        """The estimated seconds of ``steps`` more steps and the time between them."""
+        return steps * (self.seconds_per_step + self._seconds_between / max(1, self._steps - 1))
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes that this process has: resident on a CPU, reserved on an accelerator."""
+    """Bytes of this process: resident on a CPU, reserved on an accelerator."""
     if device.type == "cpu":
         return resident_bytes()
     return int(torch.get_device_module(device).memory_reserved(device))
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now; its peak where the system tells no more."""
+    """Resident memory of this process in bytes; its peak where only that is known."""
     status = Path("/proc/self/status")  # not ru_maxrss: on Linux that starts with the parent's
     if status.exists():
         for line in status.read_text("ascii").splitlines():

@@ -1,8 +1,6 @@
-"""What a run has to say: records.
+"""Records: the events of a run that are printed, written to metrics.jsonl and plotted.
 
-The loop emits records and prints nothing; a terminal, a file and a picture each take
-what they need. The ordinary way, printing from inside the loop, has to ask in every line which
-rank it is on and whether somebody is looking.
+The loop emits records and prints nothing, so it needs no check for the rank or the terminal.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ def count(number: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What of the text could not be used, for one reason.
+    """Text that could not be used, for one reason.
 
     Attributes:
         reason: in a few words, such as ``not UTF-8``.
-        files, rows: how many. Of a file that is read as text, a row is a line.
+        files, rows: numbers of them; a row of a text file is a line.
         places: the first few.
     """
 
@@ -65,17 +63,17 @@ class Prepared:
     """The data is ready.
 
     Attributes:
-        source: where the text came from.
-        files, nbytes: what was read.
-        left_out: what of the files could not be used.
-        capped: there is more text than was read.
+        source: of the text.
+        files, nbytes: that were read.
+        left_out: text that could not be used.
+        capped: reading stopped at data.max_bytes.
         documents: in the training and the validation split.
-        tokens: the same, end tokens included.
-        rows: the same, of ``context`` tokens; what did not fill a row was dropped.
-        dropped: tokens dropped at the end of each split.
-        vocabulary: tokens that the tokenizer knows.
-        cached: the tokenizer was there already.
-        seconds: all of it.
+        tokens: in the two splits, end tokens included.
+        rows: of ``context`` tokens, in the two splits.
+        dropped: tokens at the end of each split that do not fill a row.
+        vocabulary: size of the tokenizer's vocabulary.
+        cached: the tokenizer of an earlier run was reused.
+        seconds: for reading, training the tokenizer and encoding.
     """
 
     source: str
@@ -95,14 +93,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Built:
-    """The model is built and sharded, and the shape of a step is known.
+    """The model is built and sharded.
 
     Attributes:
         parameters: of the whole model.
         strategy, ranks: how it is sharded.
         rows, micro, accumulation: rows = micro × accumulation × ranks.
         context: tokens in a row.
-        steps, epochs: how long it will train; epochs = passes over the training split.
+        steps, epochs: length of the run; epochs = passes over the training split.
     """
 
     parameters: int
@@ -121,12 +119,12 @@ class Stepped:
     """One optimizer step.
 
     Attributes:
-        step, steps: this one (the first is 1), and how many there will be.
+        step, steps: this one, counted from 1, and the last one.
         loss: mean over all tokens of the global batch, nats per token.
-        lr, grad_norm: as used in this step; the norm is that before clipping.
-        tokens_per_second: over all ranks, in recent steps; validation and saving do not count.
-        memory: bytes in use by the rank that uses most.
-        seconds_left: at that pace, with as much validation and saving as so far.
+        lr, grad_norm: of this step; the norm is that before clipping.
+        tokens_per_second: over all ranks, in recent steps, without validation and saving.
+        memory: bytes, of the rank that uses most.
+        seconds_left: estimated, with as much validation and saving as so far.
     """
 
     step: int
@@ -145,12 +143,12 @@ class Evaluated:
 
     Attributes:
         step: after which it was measured.
-        loss: nats per token, over exactly ``tokens`` tokens.
-        accuracy: share of tokens that were the likeliest.
+        loss: nats per token, the mean over ``tokens`` tokens.
+        accuracy: fraction of tokens with the highest logit.
         unigram_entropy: nats per token of the same tokens, from their own frequencies: the
-            lowest loss that is possible without looking at what came before.
-        tokens: that were predicted.
-        seconds: it took.
+            lowest possible loss of a model that ignores the context.
+        tokens: number of predicted tokens.
+        seconds: of the validation.
     """
 
     step: int
@@ -162,13 +160,13 @@ class Evaluated:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that overflows."""
+        """exp(loss); infinite if that overflows."""
         return math.inf if self.loss > 700 else math.exp(self.loss)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Text that the model wrote."""
+    """Text that the model generated."""
 
     prompt: str
     text: str
@@ -185,21 +183,21 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the training state lies, counted from its tensors at the end of the last step."""
+    """Bytes of the training state, measured from its tensors at the end of the last step."""
 
     rows: tuple[Bytes, ...]
 
 
 @dataclass(frozen=True)
 class Warned:
-    """Something that did not stop the run, and should be known."""
+    """A warning; the run continues."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Busy:
-    """Something has been under way for ``seconds``, and goes on."""
+    """A slow part has been running for ``seconds``, and continues."""
 
     what: str
     seconds: float
@@ -207,7 +205,7 @@ class Busy:
 
 @dataclass(frozen=True)
 class Finished:
-    """The run is over and everything is written; ``seconds`` since it was started or resumed."""
+    """The run is finished and written; ``seconds`` since it was started or resumed."""
 
     folder: str
     files: tuple[str, ...]
@@ -220,11 +218,11 @@ class Saved:
     """A checkpoint is complete.
 
     Attributes:
-        step: after which it stands; in the background, later ones may have been taken since.
+        step: of the checkpoint; during an asynchronous save later steps may have been taken.
         path: its folder.
         nbytes: of all its files, over all ranks.
-        seconds: from the beginning to the end of saving.
-        removed: names of older checkpoints that went.
+        seconds: from the start to the end of saving.
+        removed: names of older checkpoints that were removed.
     """
 
     step: int
@@ -236,12 +234,12 @@ class Saved:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The run goes on.
+    """The run was resumed.
 
     Attributes:
-        step, sample: taken, and trained on, so far; a sample is a row, in the order of training.
+        step, sample: steps taken and samples trained on so far; a sample is a row.
         path: of the checkpoint.
-        ranks: that saved it.
+        ranks: number of ranks that saved it.
     """
 
     step: int
@@ -252,7 +250,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The run was asked to stop. ``saved``: and can go on from here."""
+    """The run stopped on request. ``saved``: it can be resumed from here."""
 
     step: int
     steps: int
@@ -261,7 +259,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Complete:
-    """There is nothing to do: the run in ``folder`` has taken all its steps before."""
+    """There is nothing to do: the run in ``folder`` is finished."""
 
     folder: str
     steps: int

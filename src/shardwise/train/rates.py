@@ -1,7 +1,7 @@
-"""The learning rate of each step: up in a line, down along a cosine. A pure function.
+"""The learning rate of each step: linear warm-up, then cosine decay. A pure function.
 
-A scheduler object would hold a second count of steps, to be saved and resumed with the first;
-a function of the step's number has nothing to get out of step.
+A scheduler object would have a step count of its own to save and restore; a function of the step
+has no state.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 
 from shardwise.train.config import OptimizerConfig
 
-__all__ = ["rate"]
+__all__ = ["learning_rate"]
 
 
-def rate(step: int, steps: int, config: OptimizerConfig) -> float:
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """The learning rate of step ``step`` (the first is 0) of ``steps``.
 
     Step ``warmup`` is the first at the peak, and the last step is at ``floor × lr``

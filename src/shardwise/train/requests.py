@@ -1,9 +1,8 @@
-"""What a run is asked for while it runs: to save, or to save and stop.
+"""Requests to a running job: to save, or to save and stop.
 
-One rank that was asked is enough. What each of them heard travels with its loss, in the one
-collective that every step has anyway, so all ranks act at the same step and agreeing costs
-eight bytes and no message. The ordinary way, acting on a signal where it arrives, saves on
-one rank at step 9 and on another at step 10, or hangs.
+A request to one rank is enough. Each rank sends its request with its loss, in the collective that
+every step has anyway, so all ranks act at the same step for eight more bytes. Acting on a signal
+as it arrives would save on one rank at step 9 and on another at step 10, or hang.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-__all__ = ["Ask", "Requests", "TouchFiles", "agreed"]
+__all__ = ["FileRequests", "Request", "SignalRequests", "combined"]
 
 
-class Ask(enum.IntEnum):
-    """The greater includes the lesser."""
+class Request(enum.IntEnum):
+    """A greater value includes the lesser ones."""
 
-    NOTHING = 0
+    NONE = 0
     SAVE = 1
     STOP = 2
 
 
 @dataclass
-class Requests:
-    """What this process was asked for by signals since that was last looked at.
+class SignalRequests:
+    """Requests that signals made to this process since the last ``take``.
 
     Attributes:
-        kill_at: at the end of this step the process kills itself, as a rehearsal; 0 = never.
+        kill_at: at the end of this step the process kills itself, to test a crash; 0 = never.
     """
 
     kill_at: int = 0
@@ -40,59 +39,61 @@ class Requests:
     _stop: bool = False
 
     def save(self) -> None:
-        """Ask to save and go on. Safe in a signal handler."""
+        """Request to save and continue. Safe in a signal handler."""
         self._save = True
 
     def stop(self) -> None:
-        """Ask to save and stop. Safe in a signal handler."""
+        """Request to save and stop. Safe in a signal handler."""
         self._stop = True
 
-    def take(self, step: int) -> Ask:
-        """What was asked for; called at the end of each step. A stop is not forgotten."""
+    def take(self, step: int) -> Request:
+        """The current request, called at the end of each step; a stop request stays."""
         if step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         save, self._save = self._save, False
-        return Ask.STOP if self._stop else Ask.SAVE if save else Ask.NOTHING
+        return Request.STOP if self._stop else Request.SAVE if save else Request.NONE
 
 
-def agreed(heard: Iterable[float]) -> Ask:
-    """What all ranks do, of what each has heard. Pure."""
-    return Ask(int(max(heard)))
+def combined(requests: Iterable[float]) -> Request:
+    """The request that all ranks follow: the strongest of any rank's. Pure."""
+    return Request(int(max(requests)))
 
 
-class TouchFiles:
-    """Files in a run's folder that ask by being there: ``save`` and ``stop``. Rank 0 looks."""
+class FileRequests:
+    """Requests by files named ``save`` and ``stop`` in a run's folder. Rank 0 polls them."""
 
-    NAMES: ClassVar = {"save": Ask.SAVE, "stop": Ask.STOP}
+    NAMES: ClassVar = {"save": Request.SAVE, "stop": Request.STOP}
 
     def __init__(self, folder: Path) -> None:
-        self._asks = {folder / name: ask for name, ask in self.NAMES.items()}
-        self._seen: dict[Path, int] = {}
+        self._requests = {folder / name: request for name, request in self.NAMES.items()}
+        self._handled: dict[Path, int] = {}
 
-    def seen(self) -> Ask:
-        """What they ask for now."""
-        found = {path: time for path in self._asks if (time := _touched(path)) is not None}
-        self._seen |= found
-        return max((self._asks[path] for path in found), default=Ask.NOTHING)
+    def poll(self) -> Request:
+        """The strongest request of the files that exist now."""
+        present = {
+            path: time for path in self._requests if (time := _modified_ns(path)) is not None
+        }
+        self._handled |= present
+        return max((self._requests[path] for path in present), default=Request.NONE)
 
-    def forget(self) -> str:
-        """What was seen is done: remove those files; what went wrong, or ``""``.
+    def remove_handled(self) -> str:
+        """Remove the files that ``poll`` saw; returns an error message, or ``""``.
 
-        One that was touched since then asks again, and stays.
+        A file that was touched since then is a new request, and stays.
         """
-        seen, self._seen = self._seen, {}
-        for path, time in seen.items():
+        handled, self._handled = self._handled, {}
+        for path, modified_ns in handled.items():
             try:
-                if _touched(path) == time:
+                if _modified_ns(path) == modified_ns:
                     path.unlink()
             except OSError as error:
-                del self._asks[path]  # or it would ask again at every step
-                return f"{path} cannot be removed ({error.strerror}), and is not looked at again."
+                del self._requests[path]  # or it would request again at every step
+                return f"{path} cannot be removed ({error.strerror}), and is ignored from now on."
         return ""
 
 
-def _touched(path: Path) -> int | None:
-    """When, in nanoseconds; ``None`` where it is not there."""
+def _modified_ns(path: Path) -> int | None:
+    """The modification time in nanoseconds; ``None`` if there is no file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -1,8 +1,8 @@
-"""Text from a sharded model: the same forward passes on every rank.
+"""Generates text with a sharded model: the same forward passes on every rank.
 
-Under sharding a forward pass is a collective, so a rank that stopped early (it drew the end
-token, another one did not) would leave the others waiting. Every rank therefore makes exactly
-as many passes as were asked for, and what follows an end token is cut off afterwards.
+A forward pass of a sharded model is a collective, so a rank that stopped at an end token would
+leave the others waiting. Every rank makes the requested number of passes, and the text is cut at
+the end token afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardwise.train.config import SampleConfig
 
-__all__ = ["continued", "sample"]
+__all__ = ["generate", "sample"]
 
 
 def sample(
@@ -30,10 +30,10 @@ def sample(
     seed: int,
     device: torch.device,
 ) -> str:
-    """What the model writes after ``config.prompt``, without the prompt. A collective."""
+    """The model's continuation of ``config.prompt``, without the prompt. A collective."""
     prompt = tokenizer.encode(config.prompt).ids
     generator = torch.Generator().manual_seed(seed)
-    ids = continued(
+    ids = generate(
         model, torch.tensor(prompt, device=device), config.tokens, config.temperature, generator
     )
     new = ids[len(prompt) :].tolist()
@@ -42,32 +42,32 @@ def sample(
     return text
 
 
-def continued(
+def generate(
     model: Decoder, ids: Tensor, count: int, temperature: float, generator: torch.Generator
 ) -> Tensor:
-    """``ids`` and ``count`` more, ``[n] → [n + count]`` int64.
+    """``ids`` followed by ``count`` generated ids, ``[n] → [n + count]`` int64.
 
-    The model sees the last ``model.context`` ids. It is run anew for each id, without a cache:
-    that is 1/count as fast as it could be, and the model stays as simple as it is.
+    The model sees the last ``model.context`` ids. There is no KV cache, which keeps the model
+    simple and makes generation slow.
 
     Args:
         model: the decoder, sharded or not.
         ids: the prompt.
-        count: forward passes, and so new ids.
-        temperature: of the softmax; 0 takes the likeliest id.
-        generator: draws the ids, on the CPU, from equal logits equally on every rank.
+        count: number of generated ids and of forward passes.
+        temperature: of the softmax; 0 = greedy decoding.
+        generator: on the CPU, with the same state on every rank.
     """
     training = model.training
     model.eval()
     with torch.no_grad():
         for _ in range(count):
             logits = model(ids[None, -model.context :])[0, -1].float().cpu()
-            ids = torch.cat([ids, _drawn(logits, temperature, generator).to(ids.device)])
+            ids = torch.cat([ids, _draw_token(logits, temperature, generator).to(ids.device)])
     model.train(training)
     return ids
 
 
-def _drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+def _draw_token(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
     """One id, ``[vocabulary] → [1]``."""
     if temperature == 0:
         return logits.argmax(keepdim=True)

@@ -1,20 +1,20 @@
-"""How a run begins: afresh, where it stopped, or not at all since it is finished.
+"""How a run starts: new, resumed, or not at all because it is finished.
 
-Decided from the recipe and from what is in its folder, before anything is written, so that the
-launcher can ask before it starts a process, and rank 0 again. Nothing needs to be done by hand
-after a crash: whatever it left in the folder, the same command goes on.
+Decided from the recipe and the content of its folder, before anything is written. The launcher
+decides before it starts a process, and rank 0 decides again. After a crash the same command
+resumes, whatever the crash left in the folder.
 
     the folder holds                      checkpoint.resume auto      run.overwrite true
     ------------------------------------  --------------------------  ------------------
-    nothing                               afresh                      afresh
-    a run that was stopped or killed      goes on                     goes on
-    a finished run                        finished; more run.steps:   afresh
-                                          goes on
-    a run with another meaning            refused, naming the keys    afresh
+    nothing                               new                         new
+    a run that was stopped or killed      resumed                     resumed
+    a finished run                        finished; resumed if        new
+                                          run.steps was raised
+    a run with other identity keys        refused, naming the keys    new
     something else                        refused                     refused
 
-So an interrupted run goes on by the same command also where that says overwrite. Whatever is
-there, ``run.overwrite true`` with ``checkpoint.resume never`` begins afresh.
+So the same command resumes an interrupted run even with ``run.overwrite true``. Together with
+``checkpoint.resume never`` it always starts a new run.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ import yaml
 from shardwise.checkpoint.folder import steps
 from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
-from shardwise.train.folder import CHECKPOINTS, JOURNAL, RECIPE, kept
+from shardwise.train.folder import CHECKPOINTS, METRICS, RECIPE, locate
 from shardwise.train.metrics import count
-from shardwise.train.recipe import flat, keys
+from shardwise.train.recipe import flatten, keys
 
 __all__ = [
-    "FIRST",
-    "FIXED",
-    "OVERWRITE",
+    "FIRST_ATTEMPT",
+    "IDENTITY_KEYS",
+    "OVERWRITE_HINT",
     "Attempt",
     "Start",
-    "check_ours",
-    "check_same",
-    "decide",
+    "check_same_run",
+    "decide_start",
     "differences",
     "finished_steps",
+    "holds_run",
 ]
 
-FIXED = (
+IDENTITY_KEYS = (
     "model",
     "tokenizer",
     "data.field",
@@ -59,98 +59,99 @@ FIXED = (
     "sharding.precision.stored",
     "run.seed",
 )
-"""Keys and sections that make a run what it is. data.source is not one of them, since text may
-move; that it is the same text, a fingerprint says."""
+"""Keys and sections that identify a run. data.source is not one of them: the text may be moved,
+and a fingerprint of the tokens tells whether it is the same."""
 
-OVERWRITE = (
+OVERWRITE_HINT = (
     "name another folder with --run.folder, or start over with --run.overwrite true, which deletes "
     "that run."
 )
 
 
 class Start(enum.Enum):
-    """How a run begins."""
+    """How a run starts."""
 
-    AFRESH = "afresh"
-    GO_ON = "go on"
+    NEW = "new"
+    RESUME = "resume"
     FINISHED = "finished"
 
 
 class Attempt(NamedTuple):
-    """Which time a launcher starts the ranks of one run.
+    """The attempt of a launcher to run the ranks of one run.
 
     Attributes:
-        number: 0 for the first time.
-        launch: the launcher's name, the same each time; ``""`` without one.
+        number: 0 for the first attempt.
+        launch_id: the launcher's run id, the same for each attempt; ``""`` without a launcher.
     """
 
     number: int = 0
-    launch: str = ""
+    launch_id: str = ""
 
 
-FIRST = Attempt()
+FIRST_ATTEMPT = Attempt()
 
 
-def decide(recipe: Recipe, restarted: bool = False) -> Start:
-    """How a run of ``recipe`` begins; writes nothing.
+def decide_start(recipe: Recipe, restarted: bool = False) -> Start:
+    """How a run of ``recipe`` starts; writes nothing.
 
     Args:
-        restarted: the run in the folder is this one, whose ranks are started again.
+        restarted: the launcher has restarted the ranks of this run.
 
     Raises:
-        ConfigError: its folder holds something else, or a run that it cannot go on with.
+        ConfigError: its folder holds something else, or a run that it cannot resume.
     """
-    if not check_ours(recipe):
-        return Start.AFRESH
+    if not holds_run(recipe):
+        return Start.NEW
     path = Path(recipe.run.folder).expanduser()
-    _check_forward(recipe, path)
+    _check_resume_source(recipe, path)
     if recipe.run.overwrite and not restarted:
-        return Start.GO_ON if _is_interrupted(recipe, path) else Start.AFRESH
+        return Start.RESUME if _is_interrupted(recipe, path) else Start.NEW
     if recipe.checkpoint.resume == "never" and not restarted:
         raise ConfigError(
-            f"run.folder {path} holds an earlier run, and checkpoint.resume is never; {OVERWRITE}"
+            f"run.folder {path} holds an earlier run, and checkpoint.resume is never; "
+            f"{OVERWRITE_HINT}"
         )
-    check_same(_read(kept(path, RECIPE)), recipe, f"run.folder {path} holds an earlier run")
-    done = finished_steps(path)
-    if done is not None and done >= recipe.run.steps:
+    check_same_run(_read(locate(path, RECIPE)), recipe, f"run.folder {path} holds an earlier run")
+    finished = finished_steps(path)
+    if finished is not None and finished >= recipe.run.steps:
         return Start.FINISHED
     saved = path / CHECKPOINTS
-    if done is not None and not (saved.is_dir() and steps(saved)):
+    if finished is not None and not (saved.is_dir() and steps(saved)):
         raise ConfigError(
-            f"run.folder {path} holds a run that is finished with {count(done, 'step')} and has no "
-            f"checkpoint, so it cannot go on to {recipe.run.steps}; {OVERWRITE}"
+            f"run.folder {path} holds a run that finished with {count(finished, 'step')} and has "
+            f"no checkpoint, so it cannot continue to {recipe.run.steps}; {OVERWRITE_HINT}"
         )
-    return Start.GO_ON
+    return Start.RESUME
 
 
-def check_ours(recipe: Recipe) -> bool:
-    """Is there a run in the folder? ``ConfigError`` if something else is."""
+def holds_run(recipe: Recipe) -> bool:
+    """Is there a run in the folder? Raises ``ConfigError`` if it holds something else."""
     path = Path(recipe.run.folder).expanduser()
     entries = _entries(path)
     if entries and RECIPE not in entries:
         raise ConfigError(
             f"run.folder {path} holds {', '.join(entries[:3])}{', …' * (len(entries) > 3)} and no "
-            f"{RECIPE}, so it is not an earlier run and is left alone; name another folder."
+            f"{RECIPE}, so it is not an earlier run and is not changed; name another folder."
         )
     return bool(entries)
 
 
 def _is_interrupted(recipe: Recipe, path: Path) -> bool:
-    """Is the run in ``path`` this one, not finished, and may it go on?"""
+    """Is the run in ``path`` this one, not finished, and may it be resumed?"""
     if recipe.checkpoint.resume == "never" or finished_steps(path) is not None:
         return False
     try:
-        return not differences(_read(kept(path, RECIPE)), recipe)
-    except ConfigError:  # nothing says what run it is
+        return not differences(_read(locate(path, RECIPE)), recipe)
+    except ConfigError:  # its recipe cannot be read
         return False
 
 
-def _check_forward(recipe: Recipe, path: Path) -> None:
-    """A run goes on from its newest checkpoint; what it did since then would be lost."""
+def _check_resume_source(recipe: Recipe, path: Path) -> None:
+    """Refuse an older checkpoint of the same run: its later steps would be lost."""
     source = recipe.checkpoint.resume
     if source != "auto" and Path(source).expanduser().resolve().is_relative_to(path.resolve()):
         raise ConfigError(
-            f"checkpoint.resume {source} lies in run.folder {path}, and a run goes on from its "
+            f"checkpoint.resume {source} lies in run.folder {path}, and a run is resumed from its "
             "newest checkpoint. Leave checkpoint.resume out; or, to go back to an earlier one, "
             "name another folder with --run.folder."
         )
@@ -159,27 +160,27 @@ def _check_forward(recipe: Recipe, path: Path) -> None:
 def _entries(path: Path) -> list[str]:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.folder {path} is a file; name a folder.")
-    # Hidden files do not count: a run that was killed while writing may have left one.
+    # Hidden files are ignored: a run that was killed while writing may have left one.
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     return sorted(name for name in names if not name.startswith("."))
 
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text("utf-8"))
+        differing = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        found = None
-    if not isinstance(found, dict):
+        differing = None
+    if not isinstance(differing, dict):
         raise ConfigError(
-            f"{path} cannot be read as a recipe, so nothing says what run this is; {OVERWRITE}"
+            f"{path} cannot be read as a recipe, so the run is unknown; {OVERWRITE_HINT}"
         )
-    return found
+    return differing
 
 
 def finished_steps(path: Path) -> int | None:
-    """The steps of the run in ``path`` if its last record says that it came to its end."""
+    """The steps of the run in ``path`` if its last record says that it finished."""
     try:
-        last = kept(path, JOURNAL).read_bytes().rsplit(b"\n", 2)[-2]
+        last = locate(path, METRICS).read_bytes().rsplit(b"\n", 2)[-2]
         record = json.loads(last)
         return int(record["steps"]) if record["record"] == "finished" else None
     except (OSError, ValueError, LookupError, TypeError):
@@ -189,31 +190,35 @@ def finished_steps(path: Path) -> int | None:
 # --- the same run? ---------------------------------------------------------------------------
 
 
-def differences(before: Mapping[str, Any], now: Recipe) -> list[str]:
-    """Keys that make it another run, with both values. Pure.
+def differences(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
+    """Identity keys whose values differ, with both values. Pure.
 
     Args:
-        before: the tree of an earlier run's recipe. A key that it lacks, as one that an earlier
-            version did not know, had its default.
+        earlier: the recipe of an earlier run as nested mappings. A missing key, which its version
+            did not know, counts as its default.
     """
-    old, new = flat(before), flat(now.model_dump(mode="json"))
-    defaults = {key.name: _plain(key.default) for key in keys()}
+    old, values = flatten(earlier), flatten(recipe.model_dump(mode="json"))
+    defaults = {key.name: _as_json(key.default) for key in keys()}
     return [
         f"{name} was {old.get(name, defaults.get(name))!r} and is {value!r}"
-        for name, value in new.items()
-        if any(name == fixed or name.startswith(f"{fixed}.") for fixed in FIXED)
+        for name, value in values.items()
+        if any(name == key or name.startswith(f"{key}.") for key in IDENTITY_KEYS)
         and old.get(name, defaults.get(name)) != value
     ]
 
 
-def check_same(before: Mapping[str, Any], now: Recipe, what: str) -> None:
-    """Raises ``ConfigError`` if ``now`` means another run than ``before``; ``what`` begins it."""
-    if found := differences(before, now):
+def check_same_run(earlier: Mapping[str, Any], recipe: Recipe, subject: str) -> None:
+    """Raises ``ConfigError`` if ``recipe`` defines another run than ``earlier``.
+
+    Args:
+        subject: the beginning of the message.
+    """
+    if differing := differences(earlier, recipe):
         raise ConfigError(
-            f"{what} that this recipe cannot go on with: {'; '.join(found)}. Set "
-            f"{'it' if len(found) == 1 else 'them'} as before; or {OVERWRITE}"
+            f"{subject} that this recipe cannot resume: {'; '.join(differing)}. Set "
+            f"{'it' if len(differing) == 1 else 'them'} as before; or {OVERWRITE_HINT}"
         )
 
 
-def _plain(value: object) -> object:
+def _as_json(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value

@@ -1,7 +1,6 @@
-"""The field's words for what a recipe calls otherwise, and which key a misspelt one means.
+"""Suggests keys for an unknown one: by a table of other trainers' names, then by spelling.
 
-Likeness of letters takes ``learning_rate`` for ``sharding.strategy``, so what other trainers call
-something is a table, and letters decide only where it has no answer.
+Spelling alone takes ``learning_rate`` for ``sharding.strategy``.
 """
 
 from __future__ import annotations
@@ -9,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-__all__ = ["SYNONYMS", "meant"]
+__all__ = ["SYNONYMS", "suggestions"]
 
-LIKE = 2 / 3  # of 1: what is less like a word than this was hardly meant
-CLOSE = 0.1  # to the likest: what is less like it is not worth reading
+MIN_SIMILARITY = 2 / 3  # of 1; less similar keys are not suggested
+MAX_GAP = 0.1  # below the highest similarity
 
 _WORDS = {
     "model.width": "hidden_size d_model dim n_embd n_embed embed_dim embedding_dim hidden_dim "
@@ -83,34 +82,40 @@ _WORDS = {
     "world_size workers ngpu ngpus nprocs_per_node devices",
     "--restarts": "restart max_restarts retries max_retries",
 }
-SYNONYMS = {word: tuple(keys.split()) for keys, words in _WORDS.items() for word in words.split()}
+SYNONYMS = {
+    last_word: tuple(keys.split())
+    for keys, last_words in _WORDS.items()
+    for last_word in last_words.split()
+}
 
 
-def meant(name: str, known: Sequence[str]) -> list[str]:
-    """Which of ``known`` somebody means who writes ``name``: the likeliest first, at most three.
+def suggestions(name: str, known: Sequence[str]) -> list[str]:
+    """Keys of ``known`` to suggest for an unknown ``name``, the most similar first.
 
     Args:
         name: a key such as ``model.hidden_size`` or ``hidden_size``, or an option.
         known: keys, and options with their dashes.
     """
-    word = _word(name)
-    found = [key for key in SYNONYMS.get(word, ()) if key in known]
-    if found := found + [key for key in known if _word(key) == word]:
-        return found
+    last_word = _last_word(name)
+    synonyms = [key for key in SYNONYMS.get(last_word, ()) if key in known]
+    if synonyms := synonyms + [key for key in known if _last_word(key) == last_word]:
+        return synonyms
     section = name.rpartition(".")[0]
-    beside = [key for key in known if section and key.rpartition(".")[0] == section]
-    likeness = {key: _likeness(name, key, whole=not beside) for key in beside or known}
-    least = max(LIKE, max(likeness.values(), default=0.0) - CLOSE)
-    near = [key for key in likeness if likeness[key] >= least]
-    return sorted(near, key=lambda key: likeness[key], reverse=True)[:3]
+    section_keys = [key for key in known if section and key.rpartition(".")[0] == section]
+    similarity = {
+        key: _similarity(name, key, whole=not section_keys) for key in section_keys or known
+    }
+    threshold = max(MIN_SIMILARITY, max(similarity.values(), default=0.0) - MAX_GAP)
+    similar = [key for key in similarity if similarity[key] >= threshold]
+    return sorted(similar, key=lambda key: similarity[key], reverse=True)[:3]
 
 
-def _likeness(name: str, key: str, whole: bool) -> float:
-    """By their last words; in different sections also as a ``whole``."""
-    words = SequenceMatcher(None, _word(name), _word(key)).ratio()
-    return max(words, SequenceMatcher(None, name.lower(), key).ratio()) if whole else words
+def _similarity(name: str, key: str, whole: bool) -> float:
+    """The similarity of the last words; with ``whole`` also of the whole names."""
+    ratio = SequenceMatcher(None, _last_word(name), _last_word(key)).ratio()
+    return max(ratio, SequenceMatcher(None, name.lower(), key).ratio()) if whole else ratio
 
 
-def _word(name: str) -> str:
+def _last_word(name: str) -> str:
     """``--run.log-every`` → ``log_every``."""
     return name.lower().lstrip("-").rpartition(".")[2].replace("-", "_")

@@ -1,8 +1,8 @@
-"""A byte-level BPE tokenizer, learnt from the training split and kept beside the model.
+"""A byte-level BPE tokenizer, trained on the training split and stored with the model.
 
 A ready-made tokenizer would have to be downloaded, and its vocabulary of 32,000 or more would
-be most of a small model's parameters. Learning one takes seconds, and the same text always gives
-the same tokenizer, so a cached one is used again only where text and size are the same.
+be most of a small model's parameters. Training one takes seconds. The same text always gives the
+same tokenizer, so a stored one is reused if text and vocabulary size are the same.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "END",
-    "Obtained",
     "Tokens",
+    "TrainedTokenizer",
     "encode",
     "end_id",
-    "learn",
     "load",
-    "obtain",
+    "load_or_train",
+    "train",
     "transformers_config",
 ]
 
@@ -37,15 +37,15 @@ Tokens = NDArray[np.int32]
 
 END = "<|endoftext|>"  # between documents; its id is 0
 FILE = "tokenizer.json"
-CACHE = "tokenizer.cache.json"  # which text and size FILE was learnt from
-AT_ONCE = 64  # documents encoded in one call: an encoding is far bigger than its ids
+CACHE = "tokenizer.cache.json"  # hash of the text and size that FILE was trained with
+ENCODE_BATCH = 64  # documents per call: an encoding is far larger than its ids
 
 
-def learn(documents: Sequence[str], vocabulary: int) -> str:
-    """A tokenizer of at most ``vocabulary`` tokens, as the text of a ``tokenizer.json``.
+def train(documents: Sequence[str], vocabulary: int) -> str:
+    """Train a tokenizer of at most ``vocabulary`` tokens; returns its ``tokenizer.json``.
 
-    The pairs most frequent in ``documents`` are merged (Sennrich et al. 2016, arXiv 1508.07909)
-    over bytes, so that every text can be encoded and decodes to itself.
+    BPE (Sennrich et al. 2016, arXiv 1508.07909) over bytes, so that every text can be encoded and
+    decodes to itself.
     """
     tokenizers = _library()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -61,13 +61,13 @@ def learn(documents: Sequence[str], vocabulary: int) -> str:
     return str(tokenizer.to_str())
 
 
-class Obtained(NamedTuple):
+class TrainedTokenizer(NamedTuple):
     """A tokenizer.
 
     Attributes:
         text: of its ``tokenizer.json``.
-        files: what a run's folder keeps of it, by name.
-        cached: was it there before?
+        files: for the run's folder, by name.
+        cached: it was reused.
     """
 
     text: str
@@ -75,23 +75,23 @@ class Obtained(NamedTuple):
     cached: bool
 
 
-def obtain(folder: Folder, documents: Sequence[str], vocabulary: int) -> Obtained:
-    """The tokenizer in ``folder`` if it was learnt from the same; else a new one.
+def load_or_train(folder: Folder, documents: Sequence[str], vocabulary: int) -> TrainedTokenizer:
+    """The tokenizer in ``folder`` if it was trained on the same documents; else a new one.
 
-    Nothing is written: what is there may belong to a finished model.
+    Nothing is written: the existing files may belong to a finished model.
     """
-    key = _key(documents, vocabulary)
+    key = _cache_key(documents, vocabulary)
     text = folder.read_text(FILE)
-    cached = text is not None and folder.read_text(CACHE) == _receipt(key, text)
+    cached = text is not None and folder.read_text(CACHE) == _cache_record(key, text)
     if text is None or not cached:
-        text = learn(documents, vocabulary)
-    return Obtained(text, {FILE: text, CACHE: _receipt(key, text)}, cached)
+        text = train(documents, vocabulary)
+    return TrainedTokenizer(text, {FILE: text, CACHE: _cache_record(key, text)}, cached)
 
 
 def load(text: str) -> Tokenizer:
     """The tokenizer in the text of a ``tokenizer.json``."""
     tokenizer: Tokenizer = _library().Tokenizer.from_str(text)
-    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text like any other
+    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is plain text
     return tokenizer
 
 
@@ -99,8 +99,8 @@ def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Tokens:
     """All documents as one stream, each followed by the end token."""
     end = end_id(tokenizer)
     ids: list[Tokens] = [np.empty(0, dtype=np.int32)]
-    for start in range(0, len(documents), AT_ONCE):
-        encodings = tokenizer.encode_batch_fast(list(documents[start : start + AT_ONCE]))
+    for start in range(0, len(documents), ENCODE_BATCH):
+        encodings = tokenizer.encode_batch_fast(list(documents[start : start + ENCODE_BATCH]))
         ids += [np.asarray([*encoding.ids, end], dtype=np.int32) for encoding in encodings]
     return np.concatenate(ids)
 
@@ -109,7 +109,7 @@ def end_id(tokenizer: Tokenizer) -> int:
     """The id of the end token."""
     end = tokenizer.token_to_id(END)
     if end is None:
-        raise ConfigError(f"this tokenizer has no {END} token, so it is not one of ours.")
+        raise ConfigError(f"the tokenizer has no {END} token, so shardwise did not train it.")
     return end
 
 
@@ -125,14 +125,14 @@ def transformers_config(context: int) -> dict[str, object]:
     }
 
 
-def _key(documents: Sequence[str], vocabulary: int) -> str:
-    whole = hashlib.sha256(f"{vocabulary} {_library().__version__}".encode())
+def _cache_key(documents: Sequence[str], vocabulary: int) -> str:
+    digest = hashlib.sha256(f"{vocabulary} {_library().__version__}".encode())
     for document in documents:
-        whole.update(hashlib.sha256(document.encode("utf-8", "surrogatepass")).digest())
-    return whole.hexdigest()
+        digest.update(hashlib.sha256(document.encode("utf-8", "surrogatepass")).digest())
+    return digest.hexdigest()
 
 
-def _receipt(key: str, text: str) -> str:
+def _cache_record(key: str, text: str) -> str:
     tokenizer = hashlib.sha256(text.encode()).hexdigest()
     return json.dumps({"learnt_from": key, "tokenizer": tokenizer}, indent=2) + "\n"
 

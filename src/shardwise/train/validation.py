@@ -1,9 +1,9 @@
 """Validation: the same rows, weighted by token, at every world size.
 
-Averaging the ranks' mean losses weighs tokens differently when rows do not divide evenly, and a
-rank with one batch fewer leaves the others waiting in a gather. Here every rank makes the
-same number of forward passes, rows that only fill up count for nothing, and sums and counts
-are added before they are divided.
+A mean of the ranks' mean losses would weigh tokens differently when rows do not divide evenly, and
+a rank with one batch fewer would leave the others waiting in a gather. Here every rank makes the
+same number of forward passes, padding rows do not count, and sums and counts are added over ranks
+before they are divided.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from shardwise.comm.protocol import Comm
-from shardwise.train.batches import IGNORED, Indices, MicroBatch, Rows, share, spread
-from shardwise.train.exchange import gathered
+from shardwise.train.batches import IGNORED, Indices, MicroBatch, Rows, evenly_spaced, rank_batches
+from shardwise.train.exchange import all_gather_floats
 from shardwise.train.metrics import Evaluated
 from shardwise.train.tokenizer import Tokens
 
@@ -26,9 +26,9 @@ __all__ = ["Validation", "unigram_entropy"]
 
 
 def unigram_entropy(tokens: Tokens) -> float:
-    """−Σ p log p over the tokens' own frequencies p, in nats per token.
+    """−Σ p log p over the tokens' frequencies p, in nats per token.
 
-    No model that ignores the context can have a lower loss on these tokens.
+    No model that ignores the context has a lower loss on these tokens.
     """
     counts = np.unique(tokens, return_counts=True)[1]
     p = counts / max(1, counts.sum())
@@ -37,11 +37,11 @@ def unigram_entropy(tokens: Tokens) -> float:
 
 @dataclass(frozen=True)
 class Validation:
-    """A fixed set of rows, spread evenly over the validation split.
+    """A fixed set of evenly spaced rows of the validation split.
 
     Attributes:
         rows: the validation split.
-        count: how many of its rows are used.
+        count: number of rows to use.
         micro: rows in a forward pass.
     """
 
@@ -51,28 +51,28 @@ class Validation:
 
     @property
     def indices(self) -> Indices:
-        return spread(len(self.rows), self.count)
+        return evenly_spaced(len(self.rows), self.count)
 
     def entropy(self) -> float:
-        """The unigram entropy of exactly the tokens that are predicted."""
+        """The unigram entropy of the predicted tokens."""
         return unigram_entropy(self.rows.take(self.indices).targets.numpy())
 
-    def measure(self, model: nn.Module, comm: Comm, step: int) -> Evaluated:
+    def evaluate(self, model: nn.Module, comm: Comm, step: int) -> Evaluated:
         """Loss and accuracy over all rows; the same on every rank. A collective."""
         start = time.perf_counter()
         sums = torch.zeros(3, dtype=torch.float64)
         training = model.training
         model.eval()
         with torch.no_grad():
-            for indices in share(self.indices, self.micro, comm.rank, comm.size):
+            for indices in rank_batches(self.indices, self.micro, comm.rank, comm.size):
                 batch = self.rows.take(indices).to(comm.device)
                 sums += _sums(model(batch.ids), batch)
         model.train(training)
-        loss, right, tokens = gathered(comm, sums.tolist(), "validation").sum(0).tolist()
+        loss, correct, tokens = all_gather_floats(comm, sums.tolist(), "validation").sum(0).tolist()
         return Evaluated(
             step=step,
             loss=loss / tokens,
-            accuracy=right / tokens,
+            accuracy=correct / tokens,
             unigram_entropy=self.entropy(),
             tokens=int(tokens),
             seconds=time.perf_counter() - start,
@@ -80,10 +80,10 @@ class Validation:
 
 
 def _sums(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Summed loss, right guesses and counted tokens of ``[rows, context, vocabulary]`` logits."""
-    counted = batch.targets != IGNORED
+    """Summed loss, correct predictions and targets of ``[rows, context, vocabulary]`` logits."""
+    is_target = batch.targets != IGNORED
     losses = F.cross_entropy(
         logits.float().flatten(0, 1), batch.targets.flatten(), reduction="none"
     ).double()
-    right = (logits.argmax(-1) == batch.targets) & counted
-    return torch.stack([losses.sum(), right.sum().double(), counted.sum().double()]).cpu()
+    correct = (logits.argmax(-1) == batch.targets) & is_target
+    return torch.stack([losses.sum(), correct.sum().double(), is_target.sum().double()]).cpu()
