@@ -146,8 +146,8 @@ def test_a_document_stays_on_its_side_when_others_come() -> None:
 
 
 @pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
-def test_neither_side_is_ever_empty(rank_batches: float) -> None:
-    parts = split(corpus(documents(60)), rank_batches)
+def test_neither_side_is_ever_empty(share: float) -> None:
+    parts = split(corpus(documents(60)), share)
     assert min(len(parts.training), len(parts.validation)) == 1
 
 

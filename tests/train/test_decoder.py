@@ -71,9 +71,9 @@ def test_residual_projections_start_narrower() -> None:
     spreads = {
         name: param.std().item() for name, param in block.named_parameters() if param.ndim > 1
     }
-    for name, evenly_spaced in spreads.items():
+    for name, std in spreads.items():
         wanted = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-        assert evenly_spaced == pytest.approx(wanted, rel=0.05), name
+        assert std == pytest.approx(wanted, rel=0.05), name
 
 
 def test_the_first_values_depend_on_the_generator_alone() -> None:

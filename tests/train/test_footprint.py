@@ -58,8 +58,8 @@ def test_what_a_strategy_splits_is_a_share_on_each_rank(
 ) -> None:
     for kind, row in counted(tmp_path, 3, strategy).items():
         assert len(row.per_rank) == 3
-        rank_batches = max(row.per_rank) / row.whole
-        assert rank_batches == pytest.approx(1 / 3 if kind in split else 1, rel=0.1), (kind, row)
+        share = max(row.per_rank) / row.whole
+        assert share == pytest.approx(1 / 3 if kind in split else 1, rel=0.1), (kind, row)
 
 
 def test_buffers_are_whole_on_every_rank(tmp_path: Path) -> None:

@@ -35,11 +35,11 @@ def trained(job: Job) -> Losses:
     """(this rank's share of the loss, gradient norm) of a few steps."""
     found = []
     for step in range(3):
-        rank_batches = job.forward_backward(step)
+        rank_loss = job.forward_backward(step)
         norm, _ = job.clip_and_set_lr(step)
         job.optimizer.step()
         job.optimizer.zero_grad()
-        found.append((rank_batches, norm))
+        found.append((rank_loss, norm))
     return found
 
 
@@ -49,7 +49,7 @@ def run(recipe: Recipe, world: int) -> Losses:
     for of_ranks in zip(*by_rank, strict=True):
         assert len({norm for _, norm in of_ranks}) == 1
     return [
-        (sum(rank_batches for rank_batches, _ in of_ranks), of_ranks[0][1])
+        (sum(rank_loss for rank_loss, _ in of_ranks), of_ranks[0][1])
         for of_ranks in zip(*by_rank, strict=True)
     ]
 
