@@ -83,8 +83,8 @@ def test_ranks_that_do_not_divide_the_batch_are_told_how_many_do(
     with pytest.raises(ConfigError) as caught:
         accumulation(BatchConfig(rows=rows, micro=1), 3)
     assert str(caught.value) == (
-        f"batch.rows is {rows}, which is not divisible by 3 ranks; start {starts}, or begin a run with "
-        f"batch.rows {begins}."
+        f"batch.rows is {rows}, which is not divisible by 3 ranks; start {starts}, or begin a run "
+        f"with batch.rows {begins}."
     )
 
 
