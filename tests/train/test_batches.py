@@ -71,7 +71,7 @@ def test_a_micro_batch_that_does_not_divide_names_those_that_do(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         accumulation(BatchConfig(rows=rows, micro=micro), ranks)
-    assert str(caught.value) == f"batch.rows is {rows}, and {fact}; use {advice}."
+    assert str(caught.value) == f"batch.rows is {rows}, which is {fact}; use {advice}."
 
 
 @pytest.mark.parametrize(

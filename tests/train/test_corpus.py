@@ -191,5 +191,5 @@ def test_cutting_looks_at_each_character_about_once() -> None:
 
 
 def test_a_single_line_cannot_be_divided() -> None:
-    with pytest.raises(ConfigError, match=r"here \(8 bytes\) is one line, .* cannot split"):
+    with pytest.raises(ConfigError, match=r"here \(8 bytes\) is one line, .* cannot be split"):
         split(corpus(["one line"]), 0.5)
