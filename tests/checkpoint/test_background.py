@@ -385,13 +385,13 @@ def test_a_save_in_inference_mode_leaves_memory_for_the_next(tmp_path: Path) -> 
 
 
 def limited(comm: Comm, path: str) -> str:
-    model = seeded(wide)
+    model = seeded(lambda: nn.Linear(1024, 2048, bias=False))  # 8 MiB
     sharded = sw.shard(model, comm=comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sharded.save(path, optimizer)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if comm.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, limit[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, limit[1]))
     sharded.save_async(path, optimizer)
     time.sleep(0.5)
     model(torch.ones(1, 1024)).sum().backward()

@@ -351,6 +351,8 @@ def test_what_the_disk_refuses_for_good_is_not_damage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(disk, "NAPS", (0.0,))
+    monkeypatch.setattr("shardwise.checkpoint.disk.NAPS", (0.0,))
+    monkeypatch.setattr("shardwise.checkpoint.checked_file.NAPS", (0.0,))
     run = copy("everything")
     opening("step-2/training.json", number, 1000)
     assert os.strerror(number) in refused(run)
