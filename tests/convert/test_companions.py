@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise.checkpoint.reader import CheckpointReader
-from shardwise.convert import companions as of_export
+from shardwise.convert import export as of_export
 from shardwise.convert.export import ExportOptions, export
 from shardwise.convert.writer import Converted
 from tests.checkpoint.runs import saved

@@ -15,8 +15,8 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint.reader import CheckpointReader
-from shardwise.convert.destination import Destination, workplace
 from shardwise.convert.export import ExportOptions, export
+from shardwise.convert.writer import Destination, workplace
 from tests.checkpoint.runs import names, saved
 from tests.nets import NETS
 

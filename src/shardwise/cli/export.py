@@ -17,10 +17,8 @@ from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.cli.folded import escape
 from shardwise.cli.runs import checkpoint_of
 from shardwise.convert.catalogue import OF_TORCH
-from shardwise.convert.companions import CONFIG
-from shardwise.convert.destination import Destination, workplace
-from shardwise.convert.export import ExportOptions, export, export_torch_file
-from shardwise.convert.writer import Converted
+from shardwise.convert.export import CONFIG, ExportOptions, export, export_torch_file
+from shardwise.convert.writer import Converted, Destination, workplace
 from shardwise.errors import ConfigError
 from shardwise.listing import size
 

@@ -27,9 +27,8 @@ from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
 from shardwise.checkpoint.training_state import Document
-from shardwise.convert.destination import Destination, check_room_beside, workplace
 from shardwise.convert.export import mapped, stored_tensors
-from shardwise.convert.writer import Converted
+from shardwise.convert.writer import Converted, Destination, check_room_beside, workplace
 from shardwise.errors import CheckpointError
 
 

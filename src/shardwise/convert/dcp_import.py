@@ -16,7 +16,7 @@ from shardwise.checkpoint.folder import check_replaceable
 from shardwise.checkpoint.plan import FilePlan, cut_at_blocks, plan_files
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
 from shardwise.checkpoint.writer import Chunk
-from shardwise.convert.companions import CONFIG
+from shardwise.convert.export import CONFIG
 from shardwise.convert.normalize import (
     NormalizedState,
     class_of,
