@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shardwise import schedules
 from shardwise.order import mirror
 from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy, UnitBytes
@@ -47,16 +49,18 @@ def test_each_mode_gathers_and_reduces_what_it_must() -> None:
     assert {Op.GATHER, Op.REDUCE} <= ops(kept.events("train"))
 
 
-def test_only_the_first_change_of_an_order_that_a_step_has_followed_is_told() -> None:
+def test_only_the_first_change_of_an_order_that_a_step_has_followed_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, there, back = new(), order_of("a", "b"), order_of("b", "a")
-    assert not model.ran_in("train", back)  # no step had followed the guess
-    assert model.orders["train"] == back
-    assert not model.ran_in("train", back)
-    assert not model.ran_in("train", None)
-    assert model.ran_in("train", there)
-    assert not model.ran_in("train", back)  # told once
+    told = []
+    for order in (back, back, None, there, back):  # no step had followed the guess
+        model.learn("train", order, tells=True)
+        told.append(len(caplog.messages))
+        assert order in (None, model.orders["train"])
+    assert told == [0, 0, 0, 1, 1]
     assert model.steps_done == 5
-    assert not model.ran_in("forward", None)
+    model.learn("forward", None, tells=True)
     assert model.steps_done == 5
 
 
@@ -71,10 +75,10 @@ def test_a_script_is_built_once_and_anew_for_another_order() -> None:
 def test_each_kind_of_step_keeps_its_orders_as_long_as_there_is_room() -> None:
     model, back = new(), order_of("b", "a")
     model.turn_to(frozenset("a"))
-    model.ran_in("train", back)
+    model.learn("train", back, tells=True)
     model.turn_to(frozenset("b"))  # begins with what is known
     assert model.orders["train"] == back
-    model.ran_in("train", order_of("a"))
+    model.learn("train", order_of("a"), tells=True)
     model.turn_to(frozenset("a"))
     assert model.orders["train"] == back
     for number in range(schedules.KINDS - 1):

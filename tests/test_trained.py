@@ -238,6 +238,18 @@ def test_a_kind_of_step_follows_its_schedule_when_it_comes_again(
     assert caplog.messages == []
 
 
+def test_what_was_trained_first_has_its_schedule_when_it_is_trained_again() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=LocalComm())
+    scripts = []
+    for trained in (True, False, True):
+        model[0].requires_grad_(trained)
+        model(torch.ones(1, 2)).sum().backward()
+        scripts.append(sharded.runtime.schedules.script("train"))
+    assert scripts[0] is scripts[2]
+    assert scripts[0] is not scripts[1]
+
+
 def test_no_more_than_some_kinds_of_steps_are_kept() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
     sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=LocalComm())

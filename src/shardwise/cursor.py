@@ -1,8 +1,7 @@
 """A place in a schedule: what comes next, and what really happened on the way.
 
-The runtime asks the cursor about each cue. From the first surprise on the cursor has no
-answer, and the runtime improvises; the cursor keeps the record from which the next step's
-order is made.
+The runtime asks the cursor about each cue. From the first surprise on the cursor has no answer,
+and the runtime improvises. The cursor records what happens, which is the next step's order.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ def steps(listed: Sequence[Event]) -> tuple[Step, ...]:
     What a cue releases is carried out right after it; gathers that come later in the list wait
     for the next cue, so that nothing is gathered for a backward pass that never comes.
     """
-    found: list[Step] = []
+    cut: list[Step] = []
     between: list[Event] = []
     for event in listed:
         if event.op not in CUES:
             between.append(event)
             continue
-        cut = _last_release(between) if found else 0
-        if found:
-            found[-1] = found[-1]._replace(after=tuple(between[:cut]))
-        found.append(Step(Cue(event.op, event.unit, event.phase), tuple(between[cut:]), ()))
+        released = _last_release(between) if cut else 0
+        if cut:
+            cut[-1] = cut[-1]._replace(after=tuple(between[:released]))
+        cut.append(Step(Cue(event.op, event.unit, event.phase), tuple(between[released:]), ()))
         between = []
-    if found:
-        found[-1] = found[-1]._replace(after=tuple(between))
-    return tuple(found)
+    if cut:
+        cut[-1] = cut[-1]._replace(after=tuple(between))
+    return tuple(cut)
 
 
 def _last_release(between: Sequence[Event]) -> int:

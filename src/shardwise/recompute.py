@@ -4,7 +4,7 @@ Where checkpointing is wrapped *around* a unit, the backward pass may gather it 
 recomputation and once more for the gradients (huggingface/transformers#30404). Here a unit's own
 forward is replaced by a checkpointed one, so the unit is entered once in the backward pass,
 and both happen inside. Always the non-reentrant kind: it needs no input that requires a
-gradient, so frozen embeddings and LoRA work without further ado.
+gradient, so frozen embeddings and LoRA work too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["check_own_checkpointing", "checkpoint_units"]
 
 def check_own_checkpointing(model: nn.Module) -> None:
     """Raises ``ConfigError`` where the model's own gradient checkpointing is on."""
-    twice = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    if twice:
+    own = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    if own:
         raise ConfigError(
-            f"activation_checkpointing=True, and {type(twice[0]).__name__} has its own gradient "
+            f"activation_checkpointing=True, and {type(own[0]).__name__} has its own gradient "
             "checkpointing on: everything would be recomputed twice, and gathered once more. "
             "Turn one off: model.activation_checkpointing_disable() (before transformers 6 also "
             "gradient_checkpointing_disable()), or leave activation_checkpointing out."

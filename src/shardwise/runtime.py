@@ -27,7 +27,6 @@ from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy
 from shardwise.schedules import Schedules
 from shardwise.trained import Trained
 from shardwise.unit_state import UnitState
-from shardwise.used import ask_used
 
 __all__ = ["Runtime"]
 
@@ -69,8 +68,8 @@ class Runtime:
     ) -> None:
         self.units, self.comm, self.policy = units, comm, policy
         self._skip = self._participate if participates else None
-        self.schedules, self._cursor = Schedules(units, policy, order), Cursor("train", ())
         self.trained = Trained(units.values(), comm, precision.stored)
+        self.schedules, self._cursor = Schedules(units, policy, order), Cursor("train", ())
         self.facts = Facts(trained=self.trained.units)
         #: Nothing is gathered where parameters are whole at rest, so nobody is told of it.
         self._untold = {
@@ -232,7 +231,7 @@ class Runtime:
         collected = [name for name, state in self.units.items() if state.collected]
         self._carry_out(reduces_left_over(facts, collected))
         step = self._cursor.match(cue, self._skip) or Step(cue, (), ())
-        used = self._ask_used()
+        used = self.trained.ask_used() if facts.reduces else None
         self._carry_out(step.before)
         self._tell(Event(*cue))
         self._carry_out(step.after)
@@ -240,39 +239,16 @@ class Runtime:
         # Between micro-batches a unit that no use frees stays gathered.
         freed = [n for n in self.units if facts.reduces or self.policy.placements[n].frees]
         self._finish(Phase.BACKWARD, freed)
-        self._deliver(used)
+        self.trained.end_backward(used)
+        if used is not None and self.trained.buckets:  # every rank has answered
+            self._peers_may_read = False
         self._learn()
-
-    def _ask_used(self) -> Callable[[], list[bool]]:
-        buckets = self.trained.buckets
-        touched = [flag for bucket in buckets for flag in bucket.gradients.touched_flags()]
-        return ask_used(touched, self.comm) if self.facts.reduces else lambda: touched
-
-    def _deliver(self, used: Callable[[], list[bool]]) -> None:
-        """Let every shard have its mean gradient, or what this rank has collected so far."""
-        if self.facts.reduces:
-            for comm in self.trained.copies:  # peers still read this rank's mean
-                comm.fence(Label("fence", "gradients"))
-            self.trained.deliver(used())
-            if self.trained.buckets:  # every rank has answered
-                self._peers_may_read = False
-        else:
-            for bucket in self.trained.buckets:
-                bucket.gradients.show()
-        self.trained.owe(self.facts.reduces)
 
     def _learn(self) -> None:
         """What really happened is the order of the next step, but where ranks may differ."""
         self._cursor.ended = True
         order = None if self._skip is not None else self._cursor.changed_order()
-        if self.schedules.ran_in(self._cursor.mode, order) and self.comm.rank == 0:
-            log.warning(
-                "the order of units changed in step %d (%s): the new one is used from now on. "
-                "A model whose order changes often gains nothing from prefetch; "
-                "set prefetch=sw.Prefetch(forward=0, backward=0). This is said once.",
-                self.schedules.steps_done,
-                self._cursor.mode,
-            )
+        self.schedules.learn(self._cursor.mode, order, tells=self.comm.rank == 0)
 
     # ---- between steps -----------------------------------------------------------------------
 
@@ -310,7 +286,7 @@ class Runtime:
 
     def update_trained(self) -> None:
         """From now on those parameters are trained whose ``requires_grad`` is set now."""
-        self.trained.take_up()
+        self.trained.update()
         if self.trained.units == self.facts.trained:
             return
         self.facts.trained = self.trained.units
@@ -338,7 +314,7 @@ class Runtime:
         for state in self.units.values():
             state.drop_gradients()
         self.facts.reducing.clear()
-        self.trained.owe(reduced=True)
+        self.trained.forget_gradients()
 
     def _abandon(self) -> None:
         for state in self.units.values():

@@ -7,6 +7,7 @@ each anew every time if there were room for one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,8 @@ from shardwise.schedule import Event, Mode, Order, Policy, UnitBytes, events
 from shardwise.unit_state import UnitState
 
 __all__ = ["Schedules"]
+
+log = logging.getLogger("shardwise")
 
 KINDS = 16
 """Kinds of steps that are kept. Which units are trained may be drawn anew at every step."""
@@ -79,22 +82,24 @@ class Schedules:
         self.orders[mode] = order
         self._scripts.pop(mode, None)
 
-    def ran_in(self, mode: Mode, order: Order | None) -> bool:
+    def learn(self, mode: Mode, order: Order | None, tells: bool) -> None:
         """A step in ``mode`` is over; ``order``: what came instead of what was expected.
 
-        Returns:
-            Whether an order changed that a step had followed, for the first time in this mode.
+        An order that changes after a step has followed it is logged once, if ``tells``.
         """
         self.steps_done += mode != "forward"
-        known = mode in self.ran
+        if order is not None and order != self.orders[mode]:
+            self.set_order(mode, order)
+            if tells and mode in self.ran and mode not in self._warned:
+                self._warned.add(mode)
+                log.warning(
+                    "the order of units changed in step %d (%s): the new one is used from now on. "
+                    "A model whose order changes often gains nothing from prefetch; set "
+                    "prefetch=sw.Prefetch(forward=0, backward=0). This is said once.",
+                    self.steps_done,
+                    mode,
+                )
         self.ran.add(mode)
-        if order is None or order == self.orders[mode]:
-            return False
-        self.set_order(mode, order)
-        first = known and mode not in self._warned
-        if first:
-            self._warned.add(mode)
-        return first
 
     def _policy_of(self, mode: Mode) -> Policy:
         stay = (name for name in self._units if not self._policy.placements[name].frees)

@@ -1,9 +1,9 @@
-"""Which parameters had a gradient on any rank: an optimizer must skip the others, on every rank.
+"""Unused parameters: those that had no gradient on any rank, which every optimizer must skip.
 
 A plain training step leaves ``.grad`` at ``None`` where no gradient came, and an optimizer then
 leaves the parameter and its state alone. Ranks that take different branches would disagree about
-that, so they ask each other: one byte for each parameter. The question is put before the last
-reductions are waited for and answered after them, so that it costs no waiting of its own.
+that, so each rank sends one byte for each parameter. The bytes are sent before the last
+reductions are waited for and read after them, so they cost no waiting of their own.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from shardwise.comm.protocol import Comm, Label
 __all__ = ["ask_used"]
 
 
-def ask_used(touched: Sequence[bool], comm: Comm) -> Callable[[], list[bool]]:
-    """Ask every rank; call what is returned for the answer. A collective.
+def ask_used(arrived: Sequence[bool], comm: Comm) -> Callable[[], list[bool]]:
+    """Which parameters had a gradient on any rank. A collective.
 
     Args:
-        touched: per parameter, did a gradient arrive on this rank?
+        arrived: per parameter, did a gradient arrive on this rank?
         comm: the ranks.
+
+    Returns:
+        A function that waits for the other ranks' bytes and returns one flag for each parameter.
     """
-    mine = list(touched)
+    mine = list(arrived)
     if comm.size == 1 or not mine:
         return lambda: mine
     flags = torch.zeros(comm.size, len(mine), dtype=torch.uint8, device=comm.device)
-    if every := all(mine):  # as usual: then no device is asked, which would wait for it
+    if every := all(mine):  # as usual; to read the others' bytes would wait for the device
         flags[comm.rank].fill_(1)
     else:
         flags[comm.rank] = torch.tensor(mine, dtype=torch.uint8)
