@@ -79,6 +79,12 @@ def plain(recipe: Recipe) -> Losses:
     return found
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """The losses and norms of the recipe as it is, on two ranks."""
+    return run(tiny_recipe(tmp_path_factory.mktemp("usual")), 2)
+
+
 @pytest.mark.parametrize(("micro", "world"), [(12, 1), (1, 1), (6, 2), (1, 2), (2, 3), (3, 4)])
 def test_the_loss_does_not_depend_on_how_the_batch_is_cut(
     tmp_path: Path, micro: int, world: int
@@ -99,9 +105,11 @@ def test_the_loss_does_not_depend_on_how_the_batch_is_cut(
         "activation_checkpointing=true",
     ],
 )
-def test_how_it_is_sharded_does_not_change_a_bit(tmp_path: Path, override: str) -> None:
-    changed, wanted = tiny_recipe(tmp_path, f"sharding.{override}"), tiny_recipe(tmp_path)
-    assert [loss for loss, _ in run(changed, 2)] == [loss for loss, _ in run(wanted, 2)]
+def test_how_it_is_sharded_does_not_change_a_bit(
+    tmp_path: Path, override: str, usual: Losses
+) -> None:
+    changed = tiny_recipe(tmp_path, f"sharding.{override}")
+    assert [loss for loss, _ in run(changed, 2)] == [loss for loss, _ in usual]
 
 
 def test_the_seed_decides_weights_and_order(tmp_path: Path) -> None:
@@ -109,11 +117,10 @@ def test_the_seed_decides_weights_and_order(tmp_path: Path) -> None:
     assert one == same != other
 
 
-def test_computing_in_bf16_is_near(tmp_path: Path) -> None:
+def test_computing_in_bf16_is_near(tmp_path: Path, usual: Losses) -> None:
     found = run(tiny_recipe(tmp_path, "sharding.precision=bf16"), 2)
-    wanted = run(tiny_recipe(tmp_path), 2)
-    assert found != wanted
-    for narrow, wide in zip(found, wanted, strict=True):
+    assert found != usual
+    for narrow, wide in zip(found, usual, strict=True):
         assert narrow == pytest.approx(wide, rel=0.05)
 
 

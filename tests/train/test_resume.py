@@ -132,24 +132,24 @@ def test_where_it_goes_on_is_said_with_the_number_of_the_sample(
 def test_other_worlds_and_strategies_see_the_same_rows_and_losses(
     tmp_path: Path, watched: Watched
 ) -> None:
-    whole = recipe_in(tmp_path / "whole", "run.steps=10", "optimizer.lr=3e-3", "batch.micro=1")
+    whole = recipe_in(tmp_path / "whole", "run.steps=5", "optimizer.lr=3e-3", "batch.micro=1")
     watched.run(whole, 4)
-    rows = watched.rows(10)
+    rows = watched.rows(5)
     watched.trained.clear()
     legs = ((4, "full_shard"), (2, "zero1"), (3, "shard_grad_op"), (1, "full_shard"))
     for leg, (world, strategy) in enumerate((*legs, (4, "no_shard"))):
         cut = recipe_in(
             tmp_path / "cut",
-            "run.steps=10",
+            "run.steps=5",
             "optimizer.lr=3e-3",
             f"sharding.strategy={strategy}",
             f"batch.micro={1 + (world < 4)}",
         )
-        watched.run(cut, world, ask=stop_of(0, 2 * leg + 2))
+        watched.run(cut, world, ask=stop_of(0, leg + 1))
     assert [back.ranks for back in watched.kind(Resumed)] == [4, 2, 3, 1]
-    assert [s["step"] for s in lines(cut) if s["record"] == "stepped"] == list(range(1, 11))
+    assert [s["step"] for s in lines(cut) if s["record"] == "stepped"] == list(range(1, 6))
     assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
-    assert watched.rows(10) == rows
+    assert watched.rows(5) == rows
 
 
 def test_state_goes_through_other_worlds_bit_by_bit(tmp_path: Path, watched: Watched) -> None:
