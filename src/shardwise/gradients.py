@@ -48,7 +48,7 @@ class Gradients:
         self.copied = 0  # bytes
         self.full: Tensor | None = None  # [W * S] while gradients are collected or travel
         self.arrived: set[int] = set()  # those that lie in ``full``, or wait to be written there
-        self.fresh: set[int] = set()  # those that arrived since the unit's backward began
+        self.arrived_now: set[int] = set()  # those that arrived since the unit's backward began
         self.touched: set[int] = set()  # those that arrived since the last ``deliver``
         self.trained = frozenset(range(len(spec.members)) if spec.trainable else ())
         self.aside: dict[int, Tensor] = {}
@@ -66,7 +66,7 @@ class Gradients:
     @property
     def complete(self) -> bool:
         """Has every trained parameter's gradient arrived since the unit's backward began?"""
-        return self.trained <= self.fresh
+        return self.trained <= self.arrived_now
 
     def touched_flags(self) -> list[bool]:
         """Per parameter: did a gradient arrive since the last ``deliver``?"""
@@ -77,7 +77,7 @@ class Gradients:
 
     def set_aside(self) -> None:
         """Move the shards' ``.grad`` out of autograd's way; ``deliver`` adds to them."""
-        self.look()
+        self.adopt()
         with disable_torch_function():
             for index, param in enumerate(self.spec.params):
                 if (grad := get_grad(param)) is not None:
@@ -88,7 +88,7 @@ class Gradients:
         self._versions.clear()
 
     def show(self) -> None:
-        """A pass that did not reduce is over: ``.grad`` is what was collected, or is aside."""
+        """After a pass that did not reduce: let ``.grad`` be what was collected, or set aside."""
         self.write()  # what waits is autograd's, and may change after this
         with disable_torch_function():
             for index in self.arrived:
@@ -101,8 +101,8 @@ class Gradients:
             for index, grad in (self._shown | unused).items():
                 put_grad(self.spec.params[index], grad)
 
-    def look(self) -> None:
-        """What was done to ``.grad`` since ``show`` is done to what was collected.
+    def adopt(self) -> None:
+        """Do to what was collected what was done to ``.grad`` since ``show``.
 
         Raises:
             ShardUseError: it was changed, and is only the part that came after an averaged one.
@@ -117,11 +117,11 @@ class Gradients:
                     continue
                 if grad is not view:
                     view.copy_(grad)
-                self._look_aside(index, view)
+                self._adopt_aside(index, view)
         if not self.arrived:
             self.full, self._views = None, []
 
-    def _look_aside(self, index: int, view: Tensor) -> None:
+    def _adopt_aside(self, index: int, view: Tensor) -> None:
         if index not in self.aside or get_version(view) == self._versions[index]:
             return
         if view.any():
@@ -134,7 +134,7 @@ class Gradients:
         self.aside[index].zero_()
 
     def was_added_to(self, index: int, grad: Tensor) -> bool:
-        """Did autograd add to what is shown, since nobody knew yet that a pass had begun?"""
+        """Did autograd add ``grad`` to what is shown, before we knew that a pass had begun?"""
         if self._shown.get(index) is not grad:
             return False
         if index in self._versions:
@@ -148,12 +148,12 @@ class Gradients:
             shown.pop(index, None)
 
     def is_reduced(self) -> bool:
-        """Is nothing left of passes that did not reduce? Then they count as never made."""
-        self.look()
+        """Have all collected gradients been reduced, or thrown away by the user?"""
+        self.adopt()
         self.carries = bool(self.arrived)
         return not self.carries
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Let ``.grad`` be what was set aside."""
         with disable_torch_function():
             for index, grad in self.aside.items():
@@ -169,7 +169,7 @@ class Gradients:
             for index, view in self._shown.items():
                 if get_grad(self.spec.params[index]) is view:
                     set_grad(self.spec.params[index], None)
-        self.give_back()
+        self.restore()
         self.full = self._reducing = self._result = None
         self._views, self.carries = [], False
         for kept in (self._waiting, self._shown, self._versions):
@@ -195,7 +195,7 @@ class Gradients:
         self.carries = self.carries or carried
         again = index in self.arrived
         self.arrived.add(index)
-        self.fresh.add(index)
+        self.arrived_now.add(index)
         self.touched.add(index)
         if self._small[index] and not again and not grad.is_sparse:
             self._waiting[index] = grad
@@ -284,4 +284,4 @@ class Gradients:
                         self.aside[index].add_(views[index])
             self._result = None
             self.touched.clear()
-        self.give_back()
+        self.restore()

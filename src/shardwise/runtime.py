@@ -170,7 +170,7 @@ class Runtime:
             self._cursor = Cursor("forward", self.schedules.script("forward"))
             self._pinned = frozenset(self.facts.pinned)
             for bucket in self.trained.buckets:
-                bucket.gradients.look()  # memory of what was thrown away is not kept
+                bucket.gradients.adopt()  # memory of what was thrown away is not kept
             return before
         self._peers_may_read, mode = True, self._mode()
         if before.ended:

@@ -25,7 +25,7 @@ __all__ = ["StateHooks", "local_state", "whole_copy"]
 
 
 class StateHooks:
-    """Makes ``state_dict()`` and ``load_state_dict()`` of a sharded model speak of whole tensors.
+    """Makes ``state_dict()`` and ``load_state_dict()`` of a sharded model use whole tensors.
 
     Args:
         model: the sharded model.
@@ -44,15 +44,17 @@ class StateHooks:
     def install(self) -> None:
         for module in self._names:
             # A partial, because torch marks the hook with an attribute, which a method refuses.
-            self._handles.append(module.register_state_dict_post_hook(partial(self._fill)))
-            self._handles.append(module.register_load_state_dict_pre_hook(self._cut))
+            self._handles.append(module.register_state_dict_post_hook(partial(self._make_whole)))
+            self._handles.append(module.register_load_state_dict_pre_hook(self._take_parts))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _make_whole(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
         """Replace shards by whole CPU tensors; for a child, only if it was asked itself."""
         if (module is not self._model and prefix) or not self._idle():
             return
@@ -61,7 +63,7 @@ class StateHooks:
             if any(alias.startswith(start) for m in bucket.members for alias in m.aliases):
                 _put(state, bucket, prefix, start)
 
-    def _cut(
+    def _take_parts(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
     ) -> None:
         """Let ``load_state_dict`` accept whole tensors: each rank keeps its own part."""

@@ -71,7 +71,7 @@ class UnitState:
     def begin_backward(self) -> None:
         """A call's backward pass begins: no gradient has come since."""
         for bucket in self.trainable:
-            bucket.gradients.fresh.clear()
+            bucket.gradients.arrived_now.clear()
 
     def reduce(self) -> None:
         for bucket in self.trainable:
@@ -106,7 +106,7 @@ class UnitState:
         """After a pass that stopped: parameters and ``.grad`` of a unit at rest. Nobody waits."""
         for bucket in self.buckets:
             bucket.rest()
-            bucket.gradients.give_back()
+            bucket.gradients.restore()
 
     def abandon(self) -> None:
         """Be at rest after a pass that stopped half-way, even if the group is dead by now."""

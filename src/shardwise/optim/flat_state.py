@@ -29,11 +29,8 @@ from shardwise.torch_internals import get_version
 
 __all__ = ["STEP", "FlatGradient", "FlatState", "State"]
 
-State = MutableMapping[Any, dict[str, Any]]
-"""``optimizer.state``: by parameter, by name."""
-
-STEP = "step"
-"""The state that is one number for a parameter: how often it was updated."""
+State = MutableMapping[Any, dict[str, Any]]  # ``optimizer.state``: by parameter, by name
+STEP = "step"  # the state that is one number for a parameter: how often it was updated
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from shardwise.torch_internals import disable_torch_function, foreach_mul_, fore
 __all__ = ["Place", "chosen", "clip_gradients", "norm_of", "places_of"]
 
 
-Place = tuple[Bucket, int]
-"""A parameter: its bucket, and which one it is there."""
+Place = tuple[Bucket, int]  # a parameter: its bucket, and which one it is there
 
 
 def places_of(buckets: Iterable[Bucket]) -> dict[int, Place]:
