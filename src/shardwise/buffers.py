@@ -144,7 +144,8 @@ class Bucket:
 
     def ready(self) -> None:
         """Wait for the gather and let the parameters be views of the full bucket."""
-        self.gather()
+        if self.state is State.AT_REST:
+            self.gather()
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
