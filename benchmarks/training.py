@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,9 +96,3 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The mean cross-entropy of the targets, 0-dim."""
     logits: Tensor = model(batch[0])
     return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-
-
-def unknown(names: Iterable[str], known: Iterable[str]) -> str:
-    """What is wrong with a choice of engines, ``""`` if nothing is."""
-    wrong = sorted(set(names) - set(known))
-    return f"no engine {wrong}; there are {', '.join(known)}" if wrong else ""

@@ -7,7 +7,6 @@ one of them dies.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing as mp
 import os
@@ -23,7 +22,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
-LINUX_PR_SET_PDEATHSIG = 1
 START = "spawn"
 """How processes are started. Tests fork them from a server that has imported torch."""
 
@@ -140,13 +138,6 @@ class Workers:
                 process.kill()
                 process.join()
         self._stack.close()
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, which started it, ends."""
-    ctypes.CDLL(None).prctl(LINUX_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 def end_with_parent() -> None:

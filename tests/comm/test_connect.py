@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.accelerators import Backend, row
+from shardwise.comm import connect as connect_module
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import _load, connect, over
 from shardwise.comm.gloo import GlooComm
@@ -156,6 +157,25 @@ def use_what_exists(rank: int, world: int, folder: str) -> list[object]:
                     seen += [comm.size, comm.rank, sum_of_ranks(comm)]
         dist.barrier()  # the world's group still works
     return seen
+
+
+def test_a_mesh_says_where_its_ranks_compute_unless_a_device_is_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = DeviceMesh.__new__(DeviceMesh)
+    mesh._device_type = "cpu"
+    asked = list[str | None]()
+
+    def place(_: object, device: str | None) -> torch.device:
+        asked.append(device)
+        return torch.device("cpu")
+
+    monkeypatch.setattr(connect_module, "_axis", lambda mesh: None)
+    monkeypatch.setattr(connect_module, "_here", place)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    over(mesh)
+    over(mesh, device="meta")
+    assert asked == ["cpu", "meta"]
 
 
 @pytest.mark.spawn
