@@ -11,8 +11,8 @@ import pytest
 from shardwise.improvise import Facts, end_events, improvise, is_due, mode_of, reduces_left_over
 from shardwise.schedule import Cue, Event, Op, Phase, Policy
 from shardwise.strategies import Placement
+from tests.steps import STRATEGIES
 
-STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard")
 TRAINED = Facts(trained=frozenset("abc"))
 ACCUMULATES = replace(TRAINED, reduces=False)
 

@@ -23,6 +23,7 @@ from shardwise.comm import watchdog
 from shardwise.comm.connect import over
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
+from tests.comm.differences import extra, gather, larger, missing, swapped
 from tests.ranks import Outcome, gloo_group, outcomes_of
 
 SOON = 60.0  # seconds: on a busy machine, too, and far below the time limit of half an hour
@@ -43,30 +44,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def gather(comm: Comm, unit: str, n: int = 128) -> None:
-    comm.all_gather(torch.zeros(comm.size * n), Label("gather", unit)).wait()
-
-
 # --- what rank 1 does differently ------------------------------------------------------------
-
-
-def missing(comm: Comm) -> None:
-    for i in (2, 3, 4) if comm.rank == 0 else (2, 4):
-        gather(comm, f"blocks.{i}")
-
-
-def extra(comm: Comm) -> None:
-    for i in (2, 3) if comm.rank == 0 else (2, 2, 3):
-        gather(comm, f"blocks.{i}")
-
-
-def swapped(comm: Comm) -> None:
-    for i in (2, 3) if comm.rank == 0 else (3, 2):
-        gather(comm, f"blocks.{i}")
-
-
-def larger(comm: Comm) -> None:
-    gather(comm, "blocks.3", 128 if comm.rank == 0 else 256)
 
 
 def smaller(comm: Comm) -> None:

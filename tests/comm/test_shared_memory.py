@@ -23,10 +23,9 @@ from shardwise.errors import ConfigError
 from tests.copies import local
 from tests.nets import loss, tied_decoder, tied_decoder_batch
 from tests.ranks import gloo_group, outcomes_of, run_sharing
+from tests.steps import STRATEGIES
 
 pytestmark = pytest.mark.spawn
-
-STRATEGIES = ["no_shard", "zero1", "shard_grad_op", "full_shard"]
 
 
 def train(comm: Comm, strategy: str, compute: torch.dtype | None) -> tuple[list[float], Any]:

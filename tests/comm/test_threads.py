@@ -13,30 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm import threads
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
+from tests.comm.differences import extra, gather, larger, missing, swapped
 from tests.comm.laws import sum_of
-
-
-def gather(comm: Comm, unit: str, n: int = 128) -> None:
-    comm.all_gather(torch.zeros(comm.size * n), Label("gather", unit)).wait()
-
-
-def missing(comm: Comm) -> None:
-    for i in (2, 4) if comm.rank == 1 else (2, 3, 4):
-        gather(comm, f"blocks.{i}")
-
-
-def extra(comm: Comm) -> None:
-    for i in (2, 2, 3) if comm.rank == 1 else (2, 3):
-        gather(comm, f"blocks.{i}")
-
-
-def swapped(comm: Comm) -> None:
-    for i in (3, 2) if comm.rank == 1 else (2, 3):
-        gather(comm, f"blocks.{i}")
-
-
-def larger(comm: Comm) -> None:
-    gather(comm, "blocks.3", 256 if comm.rank == 1 else 128)
 
 
 def smaller(comm: Comm) -> None:

@@ -15,8 +15,6 @@ from tests.copies import local
 from tests.parity.plain import Gradients, Plain, Recipe
 from tests.ranks import run_threads
 
-STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard")
-
 
 @dataclass(frozen=True)
 class How:

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.comm.local import LocalComm
 from tests import nets
 from tests.devices import DEVICES
-from tests.parity.sharded import STRATEGIES
+from tests.steps import STRATEGIES
 
 Shard = Callable[[nn.Module], object]
 

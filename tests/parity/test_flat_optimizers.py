@@ -23,7 +23,6 @@ from tests import nets
 from tests.nets import NETS, Net
 from tests.parity.plain import MakeOptimizer, Recipe, large_batch, one_by_one
 from tests.parity.sharded import (
-    STRATEGIES,
     How,
     Sharded,
     assert_close,
@@ -32,6 +31,7 @@ from tests.parity.sharded import (
     train,
 )
 from tests.ranks import gloo_group, outcomes_of
+from tests.steps import STRATEGIES
 
 SGD: dict[str, Any] = {"lr": 0.02, "momentum": 0.9}
 ADAMW: dict[str, Any] = {"lr": 0.01, "eps": 1e-4}

@@ -30,7 +30,6 @@ from tests.parity.plain import (
     one_by_one,
 )
 from tests.parity.sharded import (
-    STRATEGIES,
     How,
     Sharded,
     assert_equal,
@@ -41,6 +40,7 @@ from tests.parity.sharded import (
     on_threads,
     whole_gradients,
 )
+from tests.steps import STRATEGIES
 
 WORLD = 3
 # A step by the guessed order, one by the recorded order, and one that shows what that did.

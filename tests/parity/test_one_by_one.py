@@ -13,7 +13,8 @@ from tests import nets
 from tests.nets import NETS, Net
 from tests.parity.meta import built_on_meta, init_of, made_whole
 from tests.parity.plain import OPTIMIZERS, SGD, Recipe, one_by_one
-from tests.parity.sharded import STRATEGIES, How, assert_equal, on_threads
+from tests.parity.sharded import How, assert_equal, on_threads
+from tests.steps import STRATEGIES
 
 WORLDS = (1, 2, 3, 4, 5)
 AWKWARD = [net for net in NETS if net.build is not nets.decoder]  # the tied one does all it does

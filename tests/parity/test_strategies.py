@@ -25,7 +25,6 @@ from tests.parity.plain import (
     put_gradients,
 )
 from tests.parity.sharded import (
-    STRATEGIES,
     How,
     Sharded,
     assert_equal,
@@ -37,6 +36,7 @@ from tests.parity.sharded import (
     whole_gradients,
 )
 from tests.ranks import run_processes
+from tests.steps import STRATEGIES
 
 RECIPE = Recipe(
     nets.tied_decoder,

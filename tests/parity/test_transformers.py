@@ -22,8 +22,9 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests.nets import numbers, tokens
 from tests.parity.plain import OPTIMIZERS, Recipe, one_by_one
-from tests.parity.sharded import STRATEGIES, How, assert_equal, on_threads
+from tests.parity.sharded import How, assert_equal, on_threads
 from tests.ranks import run_threads
+from tests.steps import STRATEGIES
 
 Options = dict[str, Any]
 
