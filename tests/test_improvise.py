@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.improvise import Facts, end_events, improvise, is_due, mode_of, reduces_left_over
+from shardwise.improvise import (
+    Facts,
+    end_events,
+    improvise,
+    is_due,
+    mode_of,
+    reduces_left_over,
+    released,
+)
 from shardwise.schedule import Cue, Event, Op, Phase, Policy
 from shardwise.strategies import Placement
 from tests.steps import STRATEGIES
@@ -139,6 +147,12 @@ def test_what_is_carried_out_is_a_fact() -> None:
     for op, unit in ((Op.GATHER, "a"), (Op.FREE, "b"), (Op.REDUCE, "a"), (Op.SETTLE, "b")):
         facts.note(Event(op, unit, Phase.BACKWARD))
     assert (facts.gathered, facts.reducing) == ({"a"}, ["c", "a"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_between_micro_batches_only_a_strategy_that_frees_releases_a_unit(strategy: str) -> None:
+    assert released(policy(strategy), TRAINED, "a") == ["a"]
+    assert released(policy(strategy), ACCUMULATES, "a") == ["a"] * (strategy == "full_shard")
 
 
 def test_a_pin_ends_but_for_units_of_another_pass_and_of_forward_calls_under_way() -> None:

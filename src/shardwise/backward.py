@@ -91,21 +91,16 @@ class Backward:
         """Is a backward pass under way?"""
         return self._token is not None and self._token() is not None
 
-    def abandon(self, why: str) -> None:
-        """Forget a pass that stopped before it had a gradient."""
+    def abandon(self, why: str, drops: bool = False) -> None:
+        """Forget a pass that stopped; ``drops``: and all that was collected and not reduced."""
         self.calls.forget()
-        self.runtime.abandon(why)
-
-    def drop_gradients(self, why: str) -> None:
-        """Forget a pass that stopped half-way, and all that was collected and not reduced."""
-        self.calls.forget()
-        self.runtime.drop_gradients(why)
+        self.runtime.abandon(why, drops)
 
     def abandon_stopped(self) -> None:
         """Forget a backward pass that an exception has ended."""
         if self._begun and not (self.running and graph_task() >= 0):  # a traceback may hold it
             self._begun, self._token = False, None
-            self.drop_gradients("a backward pass stopped before its end")
+            self.abandon("a backward pass stopped before its end", drops=True)
 
     def _begin(self) -> None:
         """Autograd has come to the first node or gradient of a backward pass.

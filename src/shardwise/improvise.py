@@ -23,7 +23,15 @@ from dataclasses import dataclass, field
 
 from shardwise.schedule import Cue, Event, Mode, Op, Phase, Policy
 
-__all__ = ["Facts", "end_events", "improvise", "is_due", "mode_of", "reduces_left_over"]
+__all__ = [
+    "Facts",
+    "end_events",
+    "improvise",
+    "is_due",
+    "mode_of",
+    "reduces_left_over",
+    "released",
+]
 
 
 @dataclass
@@ -128,6 +136,11 @@ def reduces_left_over(facts: Facts, collected: Iterable[str]) -> list[Event]:
     """Before a backward pass ends: reduce what was ``collected`` and is not on its way."""
     left = [unit for unit in collected if facts.reduces and unit not in facts.reducing]
     return [Event(Op.REDUCE, unit, Phase.BACKWARD, "left over") for unit in left]
+
+
+def released(policy: Policy, facts: Facts, units: Iterable[str]) -> list[str]:
+    """The units freed after a backward pass. Between micro-batches the others are used again."""
+    return [unit for unit in units if facts.reduces or policy.placements[unit].frees]
 
 
 def end_events(facts: Facts, freed: Iterable[str], phase: Phase) -> list[Event]:

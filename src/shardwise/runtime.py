@@ -3,10 +3,9 @@
     user's code ─ cue ─▶ runtime ─┬─ as expected ──▶ the schedule's events ─┐
                                   └─ a surprise ───▶ improvise(facts, cue) ─┴─▶ carried out, if due
 
-Each cue (a unit's call begins or ends) is looked up in the schedule of the step's mode. Where it
-is the one that was expected, the listed events are carried out, prefetches included. From the
-first surprise on the rest of the step is improvised, and what really happened becomes the order
-of the next step. The same holds on every rank, so an improvised step cannot hang.
+From the first cue that the schedule of the step's mode does not list there, the rest of the step
+is improvised, and what really happened is the order of the next step. The same holds on every
+rank, so an improvised step cannot hang.
 """
 
 from __future__ import annotations
@@ -20,7 +19,15 @@ from torch import Tensor, nn
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
 from shardwise.cursor import Cursor, Step
-from shardwise.improvise import Facts, end_events, improvise, is_due, mode_of, reduces_left_over
+from shardwise.improvise import (
+    Facts,
+    end_events,
+    improvise,
+    is_due,
+    mode_of,
+    reduces_left_over,
+    released,
+)
 from shardwise.precision import Precision
 from shardwise.refusals import came_at_rest
 from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy
@@ -87,14 +94,7 @@ class Runtime:
     # ---- cues ------------------------------------------------------------------------------
 
     def enter(self, unit: str, phase: Phase, listed: bool = True) -> None:
-        """A call of ``unit`` begins, or its backward pass does.
-
-        Args:
-            unit: its name.
-            phase: which of both.
-            listed: ``False``: the call is a recomputation in the backward pass, which no schedule
-                lists.
-        """
+        """A call of ``unit`` begins, or its backward pass; ``listed=False``: a recomputation."""
         if phase is Phase.FORWARD:
             self.facts.forward[unit] += 1
         else:
@@ -196,9 +196,8 @@ class Runtime:
     def begin_backward(self, recorded: bool) -> None:
         """Before the first gradient: the shards' own gradients step aside.
 
-        Args:
-            recorded: it makes a graph of its own. What comes through that graph reads parameters
-                before it comes to a unit, so units stay whole for it.
+        A pass that is ``recorded`` makes a graph, whose backward pass reads parameters before it
+        comes to a unit; so units stay whole for it.
         """
         self.facts.keeps_graph = self.facts.keeps_graph or recorded
         self.update_trained()  # gradients go to what is trained now, whatever it was before
@@ -222,11 +221,7 @@ class Runtime:
         return complete and state.complete and not self._cursor.awaits(state.name)
 
     def end_backward(self, kept: bool) -> None:
-        """After the last gradient: every shard has its ``.grad``.
-
-        Args:
-            kept: the graph of this pass is there for another one.
-        """
+        """After the last gradient; ``kept``: the graph of the pass is there for another one."""
         facts, cue = self.facts, Cue(Op.END, "", Phase.BACKWARD)
         collected = [name for name, state in self.units.items() if state.collected]
         self._carry_out(reduces_left_over(facts, collected))
@@ -236,9 +231,7 @@ class Runtime:
         self._tell(Event(*cue))
         self._carry_out(step.after)
         facts.keeps_graph = facts.keeps_graph and kept
-        # Between micro-batches a unit that no use frees stays gathered.
-        freed = [n for n in self.units if facts.reduces or self.policy.placements[n].frees]
-        self._finish(Phase.BACKWARD, freed)
+        self._finish(Phase.BACKWARD, released(self.policy, facts, self.units))
         self.trained.end_backward(used)
         if used is not None and self.trained.buckets:  # every rank has answered
             self._peers_may_read = False
@@ -258,9 +251,7 @@ class Runtime:
         Values may change now, so nothing that was gathered or cast counts as new.
         """
         self.facts.keeps_graph = False
-        self._carry_out(
-            [Event(Op.FREE, unit, Phase.FORWARD, "between steps") for unit in self.units]
-        )
+        self._carry_out(Event(Op.FREE, n, Phase.FORWARD, "between steps") for n in self.units)
         for state in self.units.values():
             state.end_step()
         self.facts.gathered.clear()
@@ -302,22 +293,20 @@ class Runtime:
             if not self.facts.forward[name]:  # a call of the user's goes on in it
                 state.show_shards()
 
-    def abandon(self, why: str) -> None:
-        """Forget a pass that stopped before it had a gradient: nothing is gathered."""
-        log.warning("%s: parameters and gradients are as before it", why)
-        self._abandon()
-
-    def drop_gradients(self, why: str) -> None:
-        """Forget a pass that stopped half-way, and all that was collected and not reduced."""
-        log.warning("%s: what was not averaged yet was dropped, parameters are as before it", why)
-        self._abandon()
-        for state in self.units.values():
-            state.drop_gradients()
-        self.facts.reducing.clear()
-        self.trained.forget_gradients()
-
-    def _abandon(self) -> None:
+    def abandon(self, why: str, drops: bool = False) -> None:
+        """Forget a pass that stopped; ``drops``: and all that was collected and not reduced."""
+        kept = (
+            "what was not averaged yet was dropped, parameters"
+            if drops
+            else "parameters and gradients"
+        )
+        log.warning("%s: %s are as before it", why, kept)
         for state in self.units.values():
             state.abandon()
+            if drops:
+                state.drop_gradients()
         self.facts.forget_pass()
         self._cursor.ended = True
+        if drops:
+            self.facts.reducing.clear()
+            self.trained.forget_gradients()

@@ -394,4 +394,4 @@ class Sharded:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were accumulated and not reduced."""
-        self._hooks.backward.drop_gradients("drop_gradients() was called")
+        self._hooks.backward.abandon("drop_gradients() was called", drops=True)
