@@ -296,8 +296,8 @@ def test_zero1_gathers_once_and_gives_back_at_the_end() -> None:
 def test_while_accumulating_nothing_is_reduced_and_zero2_stays_gathered() -> None:
     accumulate = listed(layers(2), Policy(everywhere(ZERO2), reduces=False))
     assert not [e for e in accumulate if e.op in (Op.REDUCE, Op.SETTLE, Op.FREE)]
-    held = frozenset({"root", "layers.0", "layers.1"})
-    last = listed(layers(2), Policy(everywhere(ZERO2), held=held))
+    gathered_at_start = frozenset({"root", "layers.0", "layers.1"})
+    last = listed(layers(2), Policy(everywhere(ZERO2), gathered_at_start=gathered_at_start))
     assert not [e for e in last if e.op is Op.GATHER]
     assert len([e for e in last if e.op is Op.FREE]) == 3
 

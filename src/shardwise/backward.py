@@ -148,8 +148,8 @@ class Backward:
             self.runtime.show_shards()
 
     def _handed_out(self) -> ShardUseError | None:
-        """torch.autograd.grad hands a parameter's gradient out instead of accumulating it."""
-        # Those at rest answer for themselves, before it begins.
+        """The error if torch.autograd.grad returns a parameter's gradient instead of adding it."""
+        # For a shard at rest it is refused where it is called.
         whole = (bucket for bucket in self.runtime.trained.buckets if bucket.is_whole)
         members = (member for b in whole for member in b.members if member.param.requires_grad)
         for member in members if self.runtime.comm.size > 1 else ():

@@ -36,7 +36,7 @@ class Call:
         return isinstance(value, self.kind)
 
     def shards(self, values: Iterable[Any]) -> list[Any]:
-        """Those among tensors."""
+        """The shards among ``values``."""
         return [value for value in values if isinstance(value, self.kind)]
 
     @property
@@ -46,26 +46,27 @@ class Call:
 
     @property
     def attribute(self) -> str:
-        """Of ``Tensor.T.__get__``: ``T``; of a function: nothing."""
+        """The attribute that is read or set: ``T`` of ``Tensor.T.__get__``; else empty."""
         accesses = self.name in ("__get__", "__set__", "__delete__")
         return getattr(getattr(self.func, "__self__", None), "__name__", "") if accesses else ""
 
     @property
     def written(self) -> object:
-        """What it writes to, by its name and arguments; ``None``: nothing."""
+        """The argument that the function writes to; ``None``: it writes to none."""
         in_place = not self.name.startswith("__") and self.name.endswith("_")
         if in_place or self.name == "__setitem__" or writes(self.name):
             return self.values[0]
         return self.kwargs.get("out")
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors among the arguments, and in their lists."""
+        """The tensors among the arguments, those in lists included."""
         return _tensors(self.values)
 
     def rows(self) -> list[tuple[Tensor, ...]]:
-        """The tensors that meet each other; first the one that may be written to.
+        """The tensors that are combined element by element; the first may be written to.
 
-        The tensors of lists (foreach) pair up, and meet those that stand alone.
+        A foreach function takes lists: it combines the first tensors of all lists, then the second
+        ones, each time with the tensors that are arguments themselves.
         """
         alone = [value for value in self.values if isinstance(value, Tensor)]
         lists = [list(_tensors(value)) for value in self.values if isinstance(value, (list, tuple))]
@@ -73,7 +74,7 @@ class Call:
         return [(*row, *alone) for row in (zip(*filled, strict=False) if filled else [()])]
 
     def run(self, instead: dict[int, Tensor] | None = None) -> Any:
-        """Carry it out on this rank's parts; ``instead`` of some of them, by id, on others."""
+        """Call the function, with the tensors of ``instead`` in place of those with their ids."""
         if not instead:
             return self.func(*self.args, **self.kwargs)
         args, kwargs = self.exchanged(instead)
@@ -85,22 +86,22 @@ class Call:
         return _exchanged(self.args, instead), kwargs
 
     def mark(self, result: Any, sharding: Sharding) -> Any:
-        """The same, as a shard, if it is a tensor of the plain class."""
+        """Make ``result`` a shard, if it is a plain tensor."""
         if type(result) is Tensor:
             result.sharding = sharding  # type: ignore[attr-defined]
             result.__class__ = self.kind
         return result
 
     def records(self) -> bool:
-        """Would autograd record this, as if a shard were a whole parameter of a loss?"""
+        """Would autograd record the call, as if the shard were the whole parameter?"""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors())
 
     def recorded(self) -> ShardUseError:
-        """Why it must not be recorded."""
+        """The error of a call that must not be recorded."""
         return recorded(self.name, self.first)
 
     def misused(self) -> ShardUseError:
-        """It needs the whole of what it was given."""
+        """The error of a call that needs whole parameters."""
         return misused(f".{self.attribute}" if self.attribute else self.name, self.first)
 
 

@@ -96,12 +96,12 @@ class Cursor:
             self._at += 1
             skip(step)
 
-    def owes(self, unit: str) -> bool:
+    def unfinished_backward(self, unit: str) -> bool:
         """Was ``unit`` entered more often than the backward pass has left it?"""
         entered = self._counts[Op.ENTER, unit, Phase.FORWARD]
         return entered > self._counts[Op.EXIT, unit, Phase.BACKWARD]
 
-    def awaits(self, unit: str) -> bool:
+    def unstarted_backward(self, unit: str) -> bool:
         """Was ``unit`` entered more often than the backward pass has entered it?"""
         entered = self._counts[Op.ENTER, unit, Phase.FORWARD]
         return entered > self._counts[Op.ENTER, unit, Phase.BACKWARD]

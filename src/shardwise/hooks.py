@@ -1,8 +1,9 @@
-"""The forward pass, as modules' hooks tell it.
+"""The forward pass, as the hooks on modules tell it.
 
     pre-hook ─ enter ─▶ compute ─▶ hook ─ exit      (one frame per call)
 
-What a call returned is looked at once, for the nodes by which ``backward`` will know it again.
+The nodes that made what a call returned go to ``backward``, which autograd tells when it comes
+back to them.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Hooks:
         return bool(self._frames) or self.backward.running
 
     def make_whole(self, unit: str) -> None:
-        """A parameter is read beside its unit's call: whole until the step is over."""
+        """A parameter is read outside its unit's call: it stays whole until the step is over."""
         phase = Phase.BACKWARD if self.backward.running else Phase.FORWARD
         self.runtime.serve(unit, phase, "read")
         self.runtime.facts.pinned.add(unit)
@@ -205,7 +206,7 @@ class Hooks:
         return self.runtime.begin_forward(unit)
 
     def _abandon_stopped(self) -> None:
-        """Forget calls that have ended without telling us: torch tells of no KeyboardInterrupt."""
+        """Forget calls that have ended without a hook: torch calls none after KeyboardInterrupt."""
         going_on = len(self._frames)
         while going_on and not _goes_on(self._frames[going_on - 1].python):
             going_on -= 1

@@ -1,4 +1,4 @@
-"""Schedules and layouts as a person reads them: plain text, one line per thing."""
+"""Schedules and layouts as plain text: one line for each event, or for each parameter."""
 
 from __future__ import annotations
 
@@ -127,11 +127,11 @@ class Layouts:
 
     def padding(self) -> dict[str, int]:
         """Bytes of padding of each unit, over all ranks, as gathered."""
-        found: dict[str, int] = {}
+        padding: dict[str, int] = {}
         for spec in self.specs:
             nbytes = spec.layout.padding * spec.dtypes.compute.itemsize
-            found[spec.unit] = found.get(spec.unit, 0) + nbytes
-        return found
+            padding[spec.unit] = padding.get(spec.unit, 0) + nbytes
+        return padding
 
 
 def _short(dtype: object) -> str:

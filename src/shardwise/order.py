@@ -41,7 +41,7 @@ def _walk(module: nn.Module, entry_modules: EntryModules) -> Iterator[Cue]:
 
 
 def mirror(forward: Sequence[Cue]) -> tuple[Cue, ...]:
-    """Backward visits the units in reverse: what was left last is entered first."""
+    """The backward pass enters the units in reverse order: first the one that was left last."""
     flip = {Op.ENTER: Op.EXIT, Op.EXIT: Op.ENTER}
     return tuple(Cue(flip[cue.op], cue.unit, Phase.BACKWARD) for cue in reversed(forward))
 
@@ -93,6 +93,6 @@ def _listen(module: nn.Module, unit: str, cues: list[Cue]) -> list[Any]:
 
 
 def _whole_shape(tensor: Tensor) -> torch.Size:
-    """A sharded parameter knows its whole shape; everything else is whole."""
+    """That of the whole parameter, where ``tensor`` is a shard of one."""
     sharding = getattr(tensor, "sharding", None)
     return tensor.shape if sharding is None else sharding.shape

@@ -132,7 +132,7 @@ class Runtime:
             self._carry_out(step.after)
 
     def _improvised(self, cue: Cue) -> Step:
-        last = not self._cursor.owes(cue.unit)
+        last = not self._cursor.unfinished_backward(cue.unit)
         listed = tuple(improvise(self.policy, self.facts, cue, last))
         return Step(cue, listed, ()) if cue.op is Op.ENTER else Step(cue, (), listed)
 
@@ -218,7 +218,7 @@ class Runtime:
         if state.name in self.facts.reducing:  # nothing may be written into what travels
             self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
         complete = bucket.gradients.collect(index, grad, not self.facts.reduces)
-        return complete and state.complete and not self._cursor.awaits(state.name)
+        return complete and state.complete and not self._cursor.unstarted_backward(state.name)
 
     def end_backward(self, kept: bool) -> None:
         """After the last gradient; ``kept``: the graph of the pass is there for another one."""

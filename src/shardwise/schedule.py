@@ -144,14 +144,14 @@ class Policy:
         reduces: gradients leave the rank in this step (``False`` while accumulating).
         casts: computing needs another dtype than is stored, so even whole parameters are
             "gathered" (cast; nothing is sent).
-        held: units that are gathered when the step begins.
+        gathered_at_start: units that are gathered when the step begins.
     """
 
     placements: Mapping[str, Placement]
     prefetch: Prefetch = Prefetch()
     reduces: bool = True
     casts: bool = False
-    held: frozenset[str] = frozenset()
+    gathered_at_start: frozenset[str] = frozenset()
 
     def gathers(self, unit: str) -> bool:
         """Is the unit at rest something else than what it computes with?"""
@@ -246,7 +246,7 @@ def events(order: Order, policy: Policy, nbytes: Mapping[str, UnitBytes]) -> tup
     """
     end = Cue(Op.END, "", Phase.BACKWARD if order.backward else Phase.FORWARD)
     cues = (*order.forward, *order.backward, end)
-    writer = _Writer(cues, policy, nbytes, gathered=set(policy.held))
+    writer = _Writer(cues, policy, nbytes, gathered=set(policy.gathered_at_start))
     for position, cue in enumerate(cues):
         if cue.op is Op.ENTER:
             _enter(writer, position, cue)

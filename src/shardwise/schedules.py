@@ -103,5 +103,7 @@ class Schedules:
 
     def _policy_of(self, mode: Mode) -> Policy:
         stay = (name for name in self._units if not self._policy.placements[name].frees)
-        held = frozenset(stay if mode == "last" else ())
-        return replace(self._policy, reduces=mode != "accumulate", held=held)
+        gathered_at_start = frozenset(stay if mode == "last" else ())
+        return replace(
+            self._policy, reduces=mode != "accumulate", gathered_at_start=gathered_at_start
+        )

@@ -32,7 +32,7 @@ class UnitState:
 
     @property
     def collected(self) -> bool:
-        """Has a pass written gradients here since the last reduce, thrown away by now or not?"""
+        """Has a pass written gradients since the last reduce? Also if they were thrown away."""
         for bucket in self.trainable:
             if bucket.gradients.carries or bucket.gradients.full is not None:
                 return True
