@@ -8,15 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.improvise import (
-    Facts,
-    end_events,
-    improvise,
-    is_due,
-    mode_of,
-    reduces_left_over,
-    released,
-)
+from shardwise.improvise import Facts, end_events, improvise, is_due, reduces_left_over, released
 from shardwise.schedule import Cue, Event, Op, Phase, Policy
 from shardwise.strategies import Placement
 from tests.steps import STRATEGIES
@@ -174,4 +166,4 @@ MODES = {(True, False): "train", (True, True): "last", (False, True): "accumulat
 def test_the_mode_follows_from_what_is_averaged_and_what_was_collected(
     reduces: bool, collected: bool
 ) -> None:
-    assert mode_of(Facts(reduces=reduces), collected) == MODES[reduces, collected]
+    assert Facts(reduces=reduces).mode(collected) == MODES[reduces, collected]

@@ -65,8 +65,7 @@ class Call:
     def rows(self) -> list[tuple[Tensor, ...]]:
         """The tensors that are combined element by element; the first may be written to.
 
-        A foreach function takes lists: it combines the first tensors of all lists, then the second
-        ones, each time with the tensors that are arguments themselves.
+        Of lists (foreach) the first tensors are combined, then the second ones, and so on.
         """
         alone = [value for value in self.values if isinstance(value, Tensor)]
         lists = [list(_tensors(value)) for value in self.values if isinstance(value, (list, tuple))]

@@ -23,15 +23,7 @@ from dataclasses import dataclass, field
 
 from shardwise.schedule import Cue, Event, Mode, Op, Phase, Policy
 
-__all__ = [
-    "Facts",
-    "end_events",
-    "improvise",
-    "is_due",
-    "mode_of",
-    "reduces_left_over",
-    "released",
-]
+__all__ = ["Facts", "end_events", "improvise", "is_due", "reduces_left_over", "released"]
 
 
 @dataclass
@@ -62,6 +54,12 @@ class Facts:
         """Does a call, a graph, or something outside the unit read its parameters?"""
         computing = self.forward[unit] > 0 or self.backward[unit] > 0
         return computing or self.keeps_graph or unit in self.pinned
+
+    def mode(self, collected: bool) -> Mode:
+        """The mode of a step with gradients; ``collected``: micro-batches have left some."""
+        if not self.reduces:
+            return "accumulate"
+        return "last" if collected else "train"
 
     def note(self, event: Event) -> None:
         """An event is carried out now."""
@@ -123,13 +121,6 @@ def improvise(policy: Policy, facts: Facts, cue: Cue, last: bool) -> list[Event]
 
 
 # ---- a whole pass ------------------------------------------------------------------------------
-
-
-def mode_of(facts: Facts, collected: bool) -> Mode:
-    """The mode of a step with gradients; ``collected``: micro-batches have left some already."""
-    if not facts.reduces:
-        return "accumulate"
-    return "last" if collected else "train"
 
 
 def reduces_left_over(facts: Facts, collected: Iterable[str]) -> list[Event]:

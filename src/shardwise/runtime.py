@@ -19,15 +19,7 @@ from torch import Tensor, nn
 from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
 from shardwise.cursor import Cursor, Step
-from shardwise.improvise import (
-    Facts,
-    end_events,
-    improvise,
-    is_due,
-    mode_of,
-    reduces_left_over,
-    released,
-)
+from shardwise.improvise import Facts, end_events, improvise, is_due, reduces_left_over, released
 from shardwise.precision import Precision
 from shardwise.refusals import came_at_rest
 from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy
@@ -189,7 +181,7 @@ class Runtime:
             self._cursor = cursor
 
     def _mode(self) -> str:
-        return mode_of(self.facts, any(state.collected for state in self.units.values()))
+        return self.facts.mode(any(state.collected for state in self.units.values()))
 
     # ---- the backward pass -------------------------------------------------------------------
 

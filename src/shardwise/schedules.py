@@ -102,8 +102,6 @@ class Schedules:
         self.ran.add(mode)
 
     def _policy_of(self, mode: Mode) -> Policy:
-        stay = (name for name in self._units if not self._policy.placements[name].frees)
-        gathered_at_start = frozenset(stay if mode == "last" else ())
-        return replace(
-            self._policy, reduces=mode != "accumulate", gathered_at_start=gathered_at_start
-        )
+        stay = frozenset(n for n in self._units if not self._policy.placements[n].frees)
+        gathered = stay if mode == "last" else frozenset[str]()
+        return replace(self._policy, reduces=mode != "accumulate", gathered_at_start=gathered)
