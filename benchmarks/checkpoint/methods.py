@@ -65,10 +65,8 @@ Calls = tuple[Callable[[Path], Wait], Callable[[Path], object]]
 
 
 def _ours(trained: TrainedModel) -> Calls:
-    sharded = _sharded(trained)
-
     def save(folder: Path) -> Wait:
-        sharded.save(folder, trained.optimizer, sw.Training(step=1))
+        _sharded(trained).save(folder, trained.optimizer, sw.Training(step=1))
         return _nothing
 
     return save, _loads(trained)

@@ -15,21 +15,20 @@ from benchmarks.programs.program import Values, of_rank, program, train
 from benchmarks.training import trained
 
 
-def adversaries(engine: Engine, toggles: bool) -> Values:
-    """A generator and a judge; ``toggles``: the latter is frozen while the former learns."""
+@program()
+def gan_that_toggles(engine: Engine) -> Values:
+    """A GAN whose discriminator is frozen while the generator learns."""
     generator, judge = engine.shard(Net(4, 7)), engine.shard(Net(7, 1))
     optimizers = [SGD(net.parameters(), lr=0.1) for net in (generator, judge)]
     losses = []
     for x, _ in of_rank(engine, batches()):
-        if toggles:
-            judge.requires_grad_(False)
+        judge.requires_grad_(False)
         optimizers[0].zero_grad()
         fake = judge(generator(x[:, :4]))
         loss = binary_cross_entropy_with_logits(fake, torch.ones_like(fake))
         loss.backward()
         optimizers[0].step()
-        if toggles:
-            judge.requires_grad_(True)
+        judge.requires_grad_(True)
         optimizers[1].zero_grad()
         real, fake = judge(x), judge(generator(x[:, :4]).detach())
         loss = binary_cross_entropy_with_logits(real, torch.ones_like(real))
@@ -38,18 +37,6 @@ def adversaries(engine: Engine, toggles: bool) -> Values:
         optimizers[1].step()
         losses.append(engine.mean(loss))
     return {"losses": losses, "generator": engine.whole(generator), "judge": engine.whole(judge)}
-
-
-@program()
-def gan(engine: Engine) -> Values:
-    """A GAN of two models."""
-    return adversaries(engine, toggles=False)
-
-
-@program()
-def gan_that_toggles(engine: Engine) -> Values:
-    """A GAN whose discriminator is frozen while the generator learns."""
-    return adversaries(engine, toggles=True)
 
 
 @program()

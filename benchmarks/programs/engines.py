@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,65 +25,41 @@ from shardwise.comm.connect import over
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class Engine(Protocol):
-    """What a program may ask for."""
-
-    rank: int
-    world: int
-
-    def shard(self, model: Model) -> Model:
-        """Shard ``model`` in place over the ranks, and return it."""
-
-    def part(self, batch: Tensor) -> Tensor:
-        """``[B, …] → [B / world, …]``: this rank's rows of a global batch."""
-
-    def mean(self, loss: Tensor) -> float:
-        """A loss of this rank's rows, averaged over the ranks."""
-
-    def whole(self, model: nn.Module) -> dict[str, Tensor]:
-        """Every parameter and buffer, whole, by name."""
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Backward passes inside keep their gradients on this rank."""
-
-    def clip(self, model: nn.Module, max_norm: float) -> float:
-        """Clip the gradients by their global norm, which is returned."""
-
-    def full_params(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Parameters are whole inside, and what is written to them is kept."""
-
-    def forward_method(self, model: nn.Module, name: str) -> None:
-        """Let the method of this name be called like ``forward``."""
-
-
 class Plain:
     """One process, the global batch."""
 
     rank, world = 0, 1
 
     def shard(self, model: Model) -> Model:
+        """Shard ``model`` in place over the ranks, and return it."""
         return model
 
     def part(self, batch: Tensor) -> Tensor:
+        """``[B, …] → [B / world, …]``: this rank's rows of a global batch."""
         return batch
 
     def mean(self, loss: Tensor) -> float:
+        """A loss of this rank's rows, averaged over the ranks."""
         return loss.item()
 
     def whole(self, model: nn.Module) -> dict[str, Tensor]:
+        """Every parameter and buffer, whole, by name."""
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Backward passes inside keep their gradients on this rank."""
         return nullcontext()
 
     def clip(self, model: nn.Module, max_norm: float) -> float:
+        """Clip the gradients by their global norm, which is returned."""
         return float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
 
     def full_params(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Parameters are whole inside, and what is written to them is kept."""
         return nullcontext()
 
     def forward_method(self, model: nn.Module, name: str) -> None:
-        """A plain model's methods are like each other."""
+        """Let the method of this name be called like ``forward``."""
 
 
 class _Ranks:
@@ -175,4 +151,5 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
+Engine = Plain | Shardwise | Fsdp2
 ENGINES: dict[str, type[Shardwise | Fsdp2]] = {"shardwise": Shardwise, "fsdp2": Fsdp2}

@@ -89,18 +89,6 @@ def clip(engine: Engine) -> Values:
 
 
 @program()
-def clip_value(engine: Engine) -> Values:
-    """torch.nn.utils.clip_grad_value_."""
-    model = engine.shard(Net())
-    optimizer = SGD(model.parameters(), lr=0.5)
-
-    def before_step() -> None:
-        nn.utils.clip_grad_value_(model.parameters(), 0.05)
-
-    return train(engine, model, optimizer, before_step=before_step)
-
-
-@program()
 def total_norm(engine: Engine) -> Values:
     """torch.nn.utils.get_total_norm and clip_grads_with_norm_."""
     model, norms = engine.shard(Net()), list[float]()
@@ -178,26 +166,6 @@ def schedule(engine: Engine) -> Values:
     first = train(engine, model, optimizer, after_step=scheduler.step)
     optimizer.add_param_group({"params": list(model.out.parameters()), "lr": 0.05})
     return {"first": first, "second": train(engine, model, optimizer)}
-
-
-@program()
-def evaluate_between(engine: Engine) -> Values:
-    """An evaluation under no_grad between forward and backward, and one between steps."""
-    model, evaluations = engine.shard(Net()), list[float]()
-    x, y = (engine.part(rows) for rows in batches()[0])
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        value = mse_loss(model(x), y)
-        with torch.no_grad():
-            evaluations.append(engine.mean(mse_loss(model(-x), y)))
-        return value
-
-    def after_step() -> None:
-        with torch.inference_mode():
-            evaluations.append(engine.mean(mse_loss(model(x), y)))
-
-    values = train(engine, model, loss=loss, after_step=after_step)
-    return {**values, "evaluations": evaluations}
 
 
 @program()

@@ -11,14 +11,13 @@ from torch.optim import Adam
 
 from benchmarks.programs.engines import Engine
 from benchmarks.programs.nets import (
-    Block,
     LanguageModel,
     Net,
     batches,
     language_loss,
     token_batches,
 )
-from benchmarks.programs.program import Values, of_rank, program, train
+from benchmarks.programs.program import Values, program, train
 
 
 def adam(model: nn.Module) -> Adam:
@@ -33,12 +32,6 @@ def language(engine: Engine, head: str) -> Values:
         return language_loss(model(tokens), tokens)
 
     return train(engine, model, adam(model), loss, token_batches())
-
-
-@program()
-def language_model(engine: Engine) -> Values:
-    """Embedding, blocks, head."""
-    return language(engine, "own")
 
 
 @program()
@@ -188,15 +181,6 @@ def mixed_dtypes(engine: Engine) -> Values:
 
 
 @program()
-def partly_frozen(engine: Engine) -> Values:
-    """A frozen model with a new head."""
-    model = Net()
-    model.inp.requires_grad_(False)
-    model.blocks.requires_grad_(False)
-    return train(engine, engine.shard(model))
-
-
-@program()
 def frozen_within_a_unit(engine: Engine) -> Values:
     """Some parameters of each block are frozen (adapters)."""
     model = Net()
@@ -216,36 +200,3 @@ def sparse_gradients(engine: Engine) -> Values:
         return cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
     return train(engine, model, loss=loss, data=token_batches())
-
-
-@program()
-def policy_and_value(engine: Engine) -> Values:
-    """PPO: a rollout under no_grad, then several epochs, two heads on one body."""
-
-    class ActorCritic(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.block = nn.Linear(7, 12), Block()
-            self.policy, self.value = nn.Linear(12, 3), nn.Linear(12, 1)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x = self.block(torch.tanh(self.body(x)))
-            return self.policy(x), self.value(x).squeeze(-1)
-
-    model, losses = engine.shard(ActorCritic()), []
-    optimizer = adam(model)
-    for x, y in of_rank(engine, batches()):
-        with torch.no_grad():
-            old, value = model(x)
-            advantage = y.sum(1) - value
-        for _ in range(3):
-            new, value = model(x)
-            ratio = (new - old).sum(-1).exp()
-            gain = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
-            loss = -gain + 0.5 * (value - y.sum(1)).pow(2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            engine.clip(model, 0.5)
-            optimizer.step()
-            losses.append(engine.mean(loss))
-    return {"losses": losses, "parameters": engine.whole(model)}

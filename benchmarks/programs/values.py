@@ -11,7 +11,6 @@ from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 
 from benchmarks.programs.engines import Engine
-from benchmarks.programs.loops import gradients
 from benchmarks.programs.nets import Net, batches
 from benchmarks.programs.program import Values, program, train
 
@@ -136,32 +135,6 @@ def gradient_noise(engine: Engine) -> Values:
                 p.add_(p.grad.sign(), alpha=-1e-3)  # type: ignore[union-attr]
 
     return train(engine, model, before_step=change)
-
-
-@program()
-def log_gradients(engine: Engine) -> Values:
-    """The norm, mean and largest magnitude of each gradient, for a log."""
-    model, logs = engine.shard(Net()), list[list[float]]()
-
-    def log() -> None:
-        logs.append([float(g.norm()) for g in gradients(model)])
-        logs.append([float(g.mean()) for g in gradients(model)])
-        logs.append([float(g.abs().max()) for g in gradients(model)])
-
-    return {**train(engine, model, before_step=log), "logs": logs}
-
-
-@program()
-def clip_weights(engine: Engine) -> Values:
-    """Parameters clamped after each step (WGAN)."""
-    model = engine.shard(Net())
-
-    def clamp() -> None:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.clamp_(-0.1, 0.1)
-
-    return train(engine, model, after_step=clamp)
 
 
 @program()
