@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -32,13 +31,10 @@ def pairs(width: int) -> Callable[[int, int], Batch]:
     )
 
 
-def assert_trains_as_plain(net: Net, world: int = 3, **options: Any) -> None:
-    """In every strategy, bit for bit."""
+def assert_trains_as_plain(net: Net, strategy: str) -> None:
+    """Bit for bit, on three ranks."""
     recipe = Recipe.of(net, SGD)
-    plain = one_by_one(recipe, world)
-    for strategy in STRATEGIES:
-        how = How(strategy, options=options)
-        assert_equal(on_threads(world, recipe, how), plain, strategy)
+    assert_equal(on_threads(3, recipe, How(strategy)), one_by_one(recipe, 3), strategy)
 
 
 # --- an optimizer made before the model was sharded ------------------------------------------
@@ -212,12 +208,13 @@ class Mixed(nn.Module):
         return (x * self.widest).float()
 
 
-def test_trainable_parameters_of_several_dtypes_may_share_a_unit() -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trainable_parameters_of_several_dtypes_may_share_a_unit(strategy: str) -> None:
     """FSDP2: that it expects a uniform original parameter dtype, without saying whose is not.
 
     Here a unit has a bucket for each dtype, and each parameter is trained in its own.
     """
-    assert_trains_as_plain(Net(Mixed, pairs(6)))
+    assert_trains_as_plain(Net(Mixed, pairs(6)), strategy)
     sharded = sw.shard(Mixed())
     assert [bucket.dtypes.stored for bucket in sharded.buckets] == [
         torch.float64,
@@ -265,8 +262,9 @@ def test_scalars_strides_and_uneven_dims_are_trained(world: int, bucketing: str)
 # --- a weight that two units share -----------------------------------------------------------
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES[::-1])
 @pytest.mark.parametrize("net", [nets.tied_decoder, nets.encoder_decoder, nets.oddities])
-def test_a_weight_may_be_tied_across_units(net: Callable[[], nn.Module]) -> None:
+def test_a_weight_may_be_tied_across_units(net: Callable[[], nn.Module], strategy: str) -> None:
     """FSDP2: a clear ValueError, new in 2.13: shared parameters must be in one group.
 
     Here the layers that share a weight become one unit, or the weight has a unit of its own, also
@@ -274,7 +272,7 @@ def test_a_weight_may_be_tied_across_units(net: Callable[[], nn.Module]) -> None
     """
     model = seeded(net)
     batch = getattr(nets, f"{net.__name__}_batch")
-    assert_trains_as_plain(Net(net, batch))
+    assert_trains_as_plain(Net(net, batch), strategy)
     units = sw.shard(model).units
     members = [member for unit in units for member in unit.members]
     assert len(members) == len(list(model.parameters()))
