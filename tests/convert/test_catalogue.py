@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.convert.catalogue import Catalogue, Damage, damage_of, stem_of
 from tests.checkpoint.runs import saved
@@ -216,6 +217,14 @@ def test_a_file_that_cannot_be_opened_is_one_damage_and_the_others_are_read(fold
     assert (damage.file, damage.start, damage.stop) == (path.name, 0, path.stat().st_size)
     assert "link out of its folder" in damage.unreadable
     assert sum(nbytes for nbytes, _ in found) == sum(file.size or 0 for file in catalogue.files)
+
+
+def test_a_manifest_that_ties_what_is_not_there_is_a_problem(folder: Path) -> None:
+    made = Manifest.decode((folder / "manifest.json").read_bytes(), "x")
+    tied = made.model_copy(update={"aliases": {"head": "gone"}})
+    (folder / "manifest.json").write_bytes(tied.encode())
+    (problem,) = Catalogue.read(folder).problems
+    assert "ties 'head' to 'gone'" in problem
 
 
 def test_a_device_and_a_pipe_are_no_catalogue(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -120,7 +120,19 @@ class CheckpointReader:
                 f"{index[lost[0]]!r:.80}, and it is not. The index or the file is of another "
                 "model; fetch both again."
             )
+        if stem == "model" and self.manifest is not None:
+            self._check_ties(self.manifest, locations)
         return locations
+
+    def _check_ties(self, manifest: Manifest, locations: Mapping[str, TensorLocation]) -> None:
+        for alias, name in manifest.aliases.items():
+            if alias in locations or name not in locations:
+                stored = f"{alias!r:.200} is stored, too"
+                fact = stored if alias in locations else "that is not stored"
+                raise DamagedCheckpoint(
+                    f"{self.folder / NAME} ties {alias!r:.200} to {name!r:.200}, and {fact}. It "
+                    "does not fit the files beside it; load another checkpoint."
+                )
 
     def tensors_in(self, names: Iterable[str]) -> dict[str, TensorLocation]:
         """Every tensor of some files, by name."""
