@@ -33,7 +33,7 @@ class Mesh(NamedTuple):
     def of(cls, ranks: Comm, splits: bool) -> Mesh:
         """The mesh in which all ``ranks`` split the parameters, or each of them has a copy."""
         alone = LocalComm(ranks.device)
-        return cls(ranks, alone) if splits else cls(alone, ranks)
+        return cls(ranks, alone) if splits or ranks.size == 1 else cls(alone, ranks)
 
     @property
     def size(self) -> int:
