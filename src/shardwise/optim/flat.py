@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.buffers import Bucket
+from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, OptimizerError
 from shardwise.optim.flat_state import FlatState
 from shardwise.optim.groups import Policy, check_loaded, chosen, defaults, resolved
@@ -28,10 +30,16 @@ from shardwise.optim.update import Call, Key, Update, decide
 from shardwise.sharding import Sharding, sharding_of
 from shardwise.torch_internals import disable_torch_function
 
-if TYPE_CHECKING:
-    from shardwise.sharded import Sharded
-
 __all__ = ["FlatOptimizer"]
+
+
+@runtime_checkable
+class ShardedModel(Protocol):
+    """What an optimizer needs of a sharded model's handle."""
+
+    model: nn.Module
+    comm: Comm
+    buckets: tuple[Bucket, ...]
 
 
 class FlatOptimizer(Optimizer, ABC):
@@ -58,7 +66,7 @@ class FlatOptimizer(Optimizer, ABC):
     policy_type: type[Policy]
 
     def __init__(
-        self, sharded: Sharded, groups: Iterable[Any] | None = None, **options: Any
+        self, sharded: ShardedModel, groups: Iterable[Any] | None = None, **options: Any
     ) -> None:
         self._policy = policy = chosen(self.policy_type, options)
         self._sharded, self.max_norm = _checked(sharded, type(self).__name__), policy.max_norm
@@ -117,18 +125,13 @@ class FlatOptimizer(Optimizer, ABC):
         clipped in ``.grad`` afterwards. Without it there is no collective.
 
         Args:
-            closure: computes the loss anew, and is called first.
-
-        Returns:
-            What ``closure`` returned.
+            closure: computes the loss anew, and is called first; its loss is returned.
 
         Raises:
             OptimizerError: the model was unsharded since.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         with torch.no_grad(), disable_torch_function():
             self._step()
         return loss
@@ -244,10 +247,8 @@ class FlatOptimizer(Optimizer, ABC):
             )
 
 
-def _checked(sharded: object, kind: str) -> Sharded:
-    from shardwise.sharded import Sharded
-
-    if isinstance(sharded, Sharded):
+def _checked(sharded: object, kind: str) -> ShardedModel:
+    if isinstance(sharded, ShardedModel):
         return sharded
     raise ConfigError(
         f"sw.optim.{kind} was given a {type(sharded).__name__}, and it needs the flat shards of a "
