@@ -1,8 +1,7 @@
 """An optimizer's state, cut to one rank's shards and made whole again.
 
-An optimizer that was made before ``shard()``, or that loads what a plain one saved, has state of
-whole parameters. What has one value for each element is cut like the parameter; what is one number
-for the parameter stays as it is.
+An optimizer that is older than ``shard()``, or loads what a plain one saved, has state of whole
+parameters. State with one value for each element is cut like the parameter; numbers stay.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def clip_gradients(
 
     Args:
         places: the parameters that have them.
-        comm: the ranks that split them.
+        comm: all ranks.
         max_norm: the largest norm allowed.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
 
