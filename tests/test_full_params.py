@@ -136,8 +136,8 @@ def test_writes_without_writeback_are_an_error_and_leave_no_trace(
     assert texts
     for text in texts:
         assert text == (
-            "'blocks.1.rows' was written inside full_params(), and what was written is gone. Use "
-            "full_params(writeback=True) to keep it."
+            "'blocks.1.rows' was written inside full_params(), and the values are lost. Use "
+            "full_params(writeback=True) to keep them."
         )
 
 
@@ -232,8 +232,8 @@ def test_what_is_written_to_gradients_is_kept_with_writeback_only(strategy: str)
 
     for text in on_ranks(2, nets.decoder, rank):
         assert text == (
-            "'norm.weight.grad' (and 1 more) was written inside full_params(), and what was "
-            "written is gone. Use full_params(writeback=True) to keep it."
+            "'norm.weight.grad' (and 1 more) was written inside full_params(), and the values "
+            "are lost. Use full_params(writeback=True) to keep them."
         )
 
 

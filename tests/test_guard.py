@@ -77,8 +77,8 @@ def test_a_shard_of_one_element_is_not_broadcast(grad: bool) -> None:
 
     for number, text in enumerate(on_ranks(8, Normed, rank)):
         assert text.startswith(
-            f"parameter 'norm.weight' is at rest: this rank holds elements {number} to "
-            f"{number + 1} of 8 (shard (1,) of (8,), unit '(root)'), and 'mul' needs the whole "
+            f"parameter 'norm.weight' is sharded: this rank has elements {number} to "
+            f"{number + 1} of 8 (shard (1,) of (8,), unit '(root)'), and 'mul' needs the full "
         )
         assert "`with sharded.full_params():`" in text
         assert "model(...), not .forward(...)" in text
@@ -93,7 +93,7 @@ def test_every_rank_refuses_what_needs_the_whole_parameter(misuse: str) -> None:
             for grad in (True, False):
                 with torch.set_grad_enabled(grad):
                     text = said(sw.ShardUseError, partial(MISUSES[misuse], param))
-                assert f"parameter {name!r} is at rest" in text
+                assert f"parameter {name!r} is sharded" in text
             holds_all.append(param.shape == _whole(param))
         return holds_all
 
@@ -111,7 +111,7 @@ def test_every_rank_refuses_an_initialisation_by_the_shape_of_its_shard() -> Non
         weight = model.get_parameter("linear.weight")
         return said(sw.ShardUseError, lambda: nn.init.xavier_uniform_(weight))
 
-    assert all("and 'uniform_' needs the whole" in text for text in on_ranks(3, Normed, rank))
+    assert all("and 'uniform_' needs the full tensor" in text for text in on_ranks(3, Normed, rank))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_shards_of_different_parameters_do_not_meet() -> None:
         norm, bias = model.get_parameter("norm.weight"), model.get_parameter("linear.bias")
         with torch.no_grad():
             text = said(sw.ShardUseError, lambda: norm.add(bias))
-            assert "parameter 'norm.weight' is at rest" in text
+            assert "parameter 'norm.weight' is sharded" in text
             said(sw.ShardUseError, lambda: torch._foreach_add_([norm], [bias]))
         return norm.numel() == 0 and bias.numel() == 0
 
@@ -332,7 +332,7 @@ def test_a_shard_alone_is_neither_pickled_nor_copied() -> None:
             sw.ShardUseError, lambda: pickle.dumps(weight)
         )
         text = said(sw.ShardUseError, lambda: copy.deepcopy(weight))
-        assert "copy.deepcopy(model) of the model that was given to shard()" in text
+        assert "copy.deepcopy(model) of the model that was passed to shard()" in text
         assert "would lose" in said(sw.ShardUseError, lambda: pickle.dumps(weight.detach()))
         assert type(copy.deepcopy(weight.detach())) is ShardTensor
 
@@ -355,8 +355,8 @@ def test_what_cannot_stand_for_a_shard_is_refused_where_it_is_assigned() -> None
         assert text == (
             "parameter 'linear.weight' was replaced by a tensor of shape (40, 8), torch.float32 on "
             "cpu; its shard is (20, 8), torch.float32 on cpu. After shard() a model's dtype and "
-            "device are fixed: set them before shard(), or with precision=sw.Precision(...). Whole "
-            "values go in by model.load_state_dict() or inside "
+            "device are fixed: set them before shard(), or with precision=sw.Precision(...). Load "
+            "full values by model.load_state_dict() or inside "
             "`with sharded.full_params(writeback=True):`."
         )
 

@@ -375,7 +375,7 @@ def test_a_loss_of_what_a_unit_kept_to_itself_is_never_silently_wrong() -> None:
 
     run_threads(2, rank)
     assert len(errors) == 2
-    said = "the gradient of '0.gain' came while unit '0' was at rest or on its way"
+    said = "the gradient of '0.gain' was computed while unit '0' was not gathered"
     assert any(error.startswith(said) for error in errors)
 
 
@@ -410,7 +410,7 @@ def test_a_gradient_that_comes_while_its_units_gather_is_in_flight_is_refused_on
 
     first, second = run_threads(2, rank)
     assert first == second
-    assert "the gradient of '0.gate.bias' came while unit '0' was at rest or on its way" in first
+    assert "the gradient of '0.gate.bias' was computed while unit '0' was not gathered" in first
 
 
 def test_a_module_inside_a_unit_called_past_the_unit_names_the_way_out() -> None:
@@ -419,7 +419,7 @@ def test_a_module_inside_a_unit_called_past_the_unit_names_the_way_out() -> None
     def rank(comm: Comm) -> None:
         model = models[comm.rank]
         sw.shard(model, comm=comm)
-        with pytest.raises(sw.ShardUseError, match=r"'layers.0.fc.weight' is at rest.*full_params"):
+        with pytest.raises(sw.ShardUseError, match=r"'layers.0.fc.weight' is sharded.*full_params"):
             model.layers[0].get_submodule("fc")(BATCHES[0][0])
 
     run_threads(2, rank)

@@ -102,15 +102,15 @@ def test_forward_called_past_the_model_is_an_error_that_says_how_to_call_it() ->
         start, stop = ((0, 6), (6, 6))[number]
         for text in texts:
             assert text == (
-                f"parameter 'gain' is at rest: this rank holds elements {start} to {stop} of 6 "
-                f"(shard ({stop - start},) of (6,), unit '(root)'), and 'mul' needs the whole of "
-                "it. It is whole only while its unit computes: call the model or the module "
+                f"parameter 'gain' is sharded: this rank has elements {start} to {stop} of 6 "
+                f"(shard ({stop - start},) of (6,), unit '(root)'), and 'mul' needs the full "
+                "tensor. It is gathered only while its unit computes: call the model or the module "
                 "through model(...), not .forward(...), and let the unit's own modules read it; "
-                "name another method that is called from outside by "
+                "register another method that is called from outside by "
                 "sharded.register_forward_method(module, 'encode'); or read it inside `with "
                 "sharded.full_params():`. To update a moving average, shard the averaging model "
-                "likewise, or update it inside full_params(). On purpose, .to_local() is this "
-                "rank's part as a plain tensor."
+                "likewise, or update it inside full_params(). If only this rank's part is needed, "
+                ".to_local() returns it as a plain tensor."
             )
 
 
@@ -151,7 +151,7 @@ def test_a_layers_weight_outside_its_forward_is_an_error_that_names_it(grad: boo
                 lambda: layer(torch.ones(2, 16)),
             ):
                 text = said(sw.ShardUseError, use)
-                assert text.startswith("parameter 'blocks.1.mlp.up.weight' is at rest")
+                assert text.startswith("parameter 'blocks.1.mlp.up.weight' is sharded")
                 assert "`with sharded.full_params():`" in text
             assert "'blocks.1.mlp.up.bias'" in said(
                 sw.ShardUseError, lambda: bias + torch.ones(2, 35)
@@ -347,11 +347,11 @@ def test_autograd_grad_of_parameters_has_a_sentence_of_its_own(
     for texts in on_ranks(2, nets.decoder, rank):
         for text in texts:
             assert text == (
-                "torch.autograd.grad was asked for the gradient of parameter 'embed.weight', which "
-                "the ranks share: what it hands out would be this rank's alone, never averaged "
-                "with the others'. Call loss.backward() and read .grad (this rank's shard of the "
-                "mean); or compute inside `with sharded.full_params():`, where parameters are "
-                "whole, and average it yourself."
+                "torch.autograd.grad was called for the gradient of parameter 'embed.weight', "
+                "which is sharded: it would return this rank's gradient, not averaged over ranks. "
+                "Call loss.backward() and read .grad (this rank's shard of the mean); or compute "
+                "inside `with sharded.full_params():`, where parameters are gathered, and average "
+                "it yourself."
             )
 
 

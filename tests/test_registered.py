@@ -112,7 +112,7 @@ def test_what_goes_without_a_word_is_named_before_a_checkpoint_holds_it(tmp_path
     assert "spare.weight" not in model.state_dict()
     for do in (lambda: sharded.save(tmp_path / "step-1"), sharded.state_dict):
         assert said(sw.ConfigError, do).startswith(
-            "parameter 'spare.weight' was removed after shard(): checkpoints go on holding it"
+            "parameter 'spare.weight' was removed after shard(): checkpoints still contain it"
         )
 
 

@@ -272,9 +272,7 @@ def test_what_needs_all_elements_is_refused_on_every_rank(what: str) -> None:
         trained(comm, model)
         for name, gradient in gradients(model):
             text = said(sw.ShardUseError, partial(REFUSED[what], gradient))
-            assert text.startswith(
-                f"this tensor is one rank's part of a value of parameter {name!r}"
-            )
+            assert text.startswith(f"this tensor is a shard of parameter {name!r}")
             assert ".full_tensor()" in text
             assert ".to_local()" in text
 

@@ -329,7 +329,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "uneven": (
         lambda: sw.shard(toy(), uneven="error"),
         (
-            "uneven=\"error\" asks for dim-0 shards, and bucketing='block' cuts buckets, not "
+            "uneven=\"error\" needs dim-0 shards, and bucketing='block' shards buckets, not "
             'parameters. Add bucketing="none", or leave uneven out.'
         ),
     ),
@@ -346,7 +346,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "wrap": (
         lambda: sw.shard(toy(), wrap="Block"),  # type: ignore[arg-type]
-        "wrap is 'Block', and not a rule. Pass one, for example sw.wrap.by_class('Block').",
+        "wrap is 'Block', not a wrap policy. Pass one, such as sw.wrap.by_class('Block').",
     ),
     "lazy": (
         lambda: sw.shard(nn.LazyLinear(3)),

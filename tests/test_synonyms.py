@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.options import Options
 from shardwise.strategies import Placement
-from shardwise.synonyms import _HYBRIDS, _OPTIONS, _STRATEGIES, answer
+from shardwise.synonyms import _HYBRIDS, _OPTIONS, _STRATEGIES, option_hint
 from tests.copies import said
 
 OURS = {item.name for item in fields(Options)} | {"strategy", "wrap", "comm"}
@@ -45,7 +45,7 @@ def test_every_argument_of_fsdp_has_an_answer_or_is_ours() -> None:
         name for f in (FullyShardedDataParallel, fully_shard) for name in signature(f).parameters
     }
     unknown = asked - OURS - {"module", "use_orig_params"}
-    assert [name for name in sorted(unknown) if not answer(name)] == []
+    assert [name for name in sorted(unknown) if not option_hint(name)] == []
 
 
 def test_answers_name_arguments_that_exist() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_po
 
 from shardwise import wrap
 from shardwise.errors import ConfigError
-from shardwise.wrap import Wrap, brackets, checked_groups
+from shardwise.wrap import Wrap, checked_groups, entry_modules
 from tests.nets import NETS, Attention, Block, Decoder, Net, Oddities, Scaled
 
 
@@ -230,8 +230,8 @@ def test_a_module_without_a_forward_is_refused_and_what_it_holds_is_named() -> N
     with pytest.raises(ConfigError) as error:
         picked(model, wrap.by_hand(model.blocks))
     assert str(error.value) == (
-        "'blocks' is a ModuleList, which has no forward, so nothing would say when its "
-        "parameters are needed. Pick what it holds: blocks.0, blocks.1, blocks.2, blocks.3 "
+        "'blocks' is a ModuleList, which has no forward, so its parameters could not be "
+        "gathered. Pick its children: blocks.0, blocks.1, blocks.2, blocks.3 "
         "and 2 more."
     )
     with pytest.raises(ConfigError, match="'blocks' is a ModuleList"):
@@ -247,7 +247,7 @@ def test_a_list_of_bare_parameters_is_refused_and_its_parent_is_named() -> None:
 
 def test_attention_is_never_taken_apart_because_it_does_not_call_its_parts() -> None:
     model = Attending()
-    assert "attention.out_proj" not in set(brackets(model).values())
+    assert "attention.out_proj" not in set(entry_modules(model).values())
     assert picked(model, wrap.by_class(nn.Linear)) == ["fc"]
     assert picked(model, wrap.by_size(1)) == ["fc"]
     with pytest.raises(ConfigError, match=r"read by 'attention'.* Pick 'attention'"):

@@ -23,7 +23,7 @@ from shardwise.buffers import Bucket
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.forward_calls import ForwardCall, ForwardCalls
 from shardwise.leaves import is_handed_out, on_gradient
-from shardwise.refusals import handed_out
+from shardwise.refusals import autograd_grad_called
 from shardwise.runtime import Runtime
 from shardwise.schedule import Phase
 from shardwise.torch_internals import (
@@ -154,7 +154,7 @@ class Backward:
         members = (member for b in whole for member in b.members if member.param.requires_grad)
         for member in members if self.runtime.comm.size > 1 else ():
             if (answer := is_handed_out(member.param)) is not None:
-                return handed_out(member.name) if answer else None
+                return autograd_grad_called(member.name) if answer else None
         return None
 
     # ---- calls -----------------------------------------------------------------------------

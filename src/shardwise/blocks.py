@@ -1,7 +1,6 @@
-"""What a model repeats: its blocks, its embeddings and its head, found by structure alone.
+"""Finds a model's repeated blocks, its embeddings and its head by structure.
 
-No list of class names is kept, so a model that nobody has seen before is divided as well as a
-famous one. The ordinary way, one policy per architecture, is a table that is never complete.
+There is no list of class names, so models of unknown architectures are divided, too.
 
     model                  blocks            embeddings   head
     ├── embed                                embed
@@ -29,16 +28,16 @@ __all__ = [
 ]
 
 Group = tuple[nn.Module, ...]
-"""Modules that share one unit: entering any of them needs all of its parameters."""
+"""Modules that share one unit: the forward of any of them needs all of its parameters."""
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether calling the module can work: ``nn.ModuleList`` and its like only hold others."""
+    """Whether the module can be called; ``nn.ModuleList`` and other containers cannot."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def holds_parameters(module: nn.Module) -> bool:
-    """Whether there is a parameter in the module or below it."""
+    """Whether the module or a submodule has a parameter."""
     return any(True for _ in module.parameters())
 
 
@@ -46,8 +45,8 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
     """Blocks, then embeddings outside them, then the head; nothing if the model repeats nothing.
 
     Single layers (a ``Linear`` in a ``Sequential``) are blocks only in a model without larger
-    ones, and norms never are. An embedding or head that has less than a sixteenth of the largest
-    block's elements (BERT's token types) is not picked: keeping it gathered is the cheaper way.
+    ones, and norms never are. An embedding or head with less than a sixteenth of the largest
+    block's elements (BERT's token types) is not picked: it is cheaper to keep it gathered.
     """
     blocks = _blocks(model, _is_large) or _blocks(model, _has_matrix)
     if not blocks:
@@ -57,41 +56,41 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
     embeddings = [table for table in tables if table not in inside]
     others = [*((table,) for table in embeddings), _head(model, inside, set(embeddings))]
     largest = max(map(_elements, blocks))
-    return _disjoint([*blocks, *(part for part in others if 16 * _elements(part) >= largest)])
+    return _disjoint([*blocks, *(group for group in others if 16 * _elements(group) >= largest)])
 
 
 def partial_roots(
-    model: nn.Module, entry_modules: Collection[nn.Module], own: Iterable[nn.Parameter]
+    model: nn.Module, entry_modules: Collection[nn.Module], root_params: Iterable[nn.Parameter]
 ) -> set[nn.Module]:
-    """Modules around units that hold parameters of the root, too.
+    """Modules that contain units and parameters of the root's unit.
 
-    They are what is called without the model: the encoder in ``generate()``, one tower of two.
+    They can be called without the model: the encoder in ``generate()``, one tower of two.
 
     Args:
         model: the root.
-        entry_modules: the modules that stand for units.
-        own: the parameters of the root's unit.
+        entry_modules: the modules whose forward enters a unit.
+        root_params: the parameters of the root's unit.
     """
-    mine = {id(param) for param in own}
+    ids = {id(param) for param in root_params}
     return {
         module
         for module in model.modules()
         if module not in entry_modules
         and any(part in entry_modules for part in module.modules())
-        and any(id(param) in mine for param in module.parameters())
+        and any(id(param) in ids for param in module.parameters())
     }
 
 
 def _disjoint(groups: Iterable[Group]) -> list[Group]:
-    """A module that several groups would have (one object in many places) is the first one's."""
+    """A module in several groups (one object in many places) stays in the first one only."""
     first: dict[nn.Module, int] = {}
     for number, group in enumerate(groups):
         for module in group:
             first.setdefault(module, number)
-    parts: dict[int, list[nn.Module]] = defaultdict(list)
+    remaining: dict[int, list[nn.Module]] = defaultdict(list)
     for module, number in first.items():
-        parts[number].append(module)
-    return [tuple(part) for part in parts.values()]
+        remaining[number].append(module)
+    return [tuple(modules) for modules in remaining.values()]
 
 
 def _elements(group: Group) -> int:
@@ -99,36 +98,40 @@ def _elements(group: Group) -> int:
     return sum(param.numel() for param in inside)
 
 
-def _blocks(model: nn.Module, counts: Callable[[nn.Module], bool]) -> list[Group]:
-    """The topmost repeated siblings among the modules that count, in order of registration."""
-    rows = {module: _repeated(module, counts) for module in model.modules()}
-    alike = {type(row[0]) for found in rows.values() for row in found if _some_equal(row)}
+def _blocks(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> list[Group]:
+    """The topmost repeated siblings for which ``is_block``, in order of registration."""
+    siblings_of = {module: _repeated(module, is_block) for module in model.modules()}
+    repeated_classes = {
+        type(row[0]) for blocks_in in siblings_of.values() for row in blocks_in if _any_equal(row)
+    }
 
     def below(module: nn.Module) -> list[nn.Module]:
-        found = {child: below(child) for child in module.children()}
-        for siblings in rows[module]:
-            # Swin's stages are of one class, but no two are alike, and most hold blocks: go on
-            # below. Experts lie inside blocks, too, but there the blocks are alike.
-            most_hold = 2 * sum(bool(found[child]) for child in siblings) > len(siblings)
-            stages = type(siblings[0]) not in alike and most_hold
+        blocks_in = {child: below(child) for child in module.children()}
+        for siblings in siblings_of[module]:
+            # Swin's stages have one class, but different shapes, and most hold blocks: descend
+            # into them. Experts lie inside blocks, too, but these blocks have equal shapes.
+            most_hold = 2 * sum(bool(blocks_in[child]) for child in siblings) > len(siblings)
+            stages = type(siblings[0]) not in repeated_classes and most_hold
             deeper = stages or not has_forward(siblings[0])
-            found |= {child: (found[child] if deeper else []) or [child] for child in siblings}
-        return [block for blocks in found.values() for block in blocks]
+            blocks_in |= {
+                child: (blocks_in[child] if deeper else []) or [child] for child in siblings
+            }
+        return [block for blocks in blocks_in.values() for block in blocks]
 
     return [as_group(block) for block in dict.fromkeys(below(model))]
 
 
-def _repeated(module: nn.Module, counts: Callable[[nn.Module], bool]) -> list[list[nn.Module]]:
+def _repeated(module: nn.Module, is_block: Callable[[nn.Module], bool]) -> list[list[nn.Module]]:
     """Two or more children of one class, if the module is a list of some kind."""
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return []
     by_class: dict[type, list[nn.Module]] = defaultdict(list)
-    for child in filter(counts, module.children()):
+    for child in filter(is_block, module.children()):
         by_class[type(child)].append(child)
     return [siblings for siblings in by_class.values() if len(siblings) > 1]
 
 
-def _some_equal(siblings: list[nn.Module]) -> bool:
+def _any_equal(siblings: list[nn.Module]) -> bool:
     shapes = {tuple((name, p.shape) for name, p in m.named_parameters()) for m in siblings}
     return len(shapes) < len(siblings)
 
@@ -141,7 +144,7 @@ def as_group(block: nn.Module) -> Group:
 
 
 def _is_large(module: nn.Module) -> bool:
-    """More than a single layer: it has parts, or several matrices of its own."""
+    """Is it more than a single layer: has it children, or several matrices?"""
     has_parts = any(True for _ in module.children())
     return bool(as_group(module)) and (has_parts or _matrices(module.parameters()) > 1)
 
@@ -155,17 +158,17 @@ def _matrices(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _head(model: nn.Module, blocks: set[nn.Module], embeddings: set[nn.Module]) -> Group:
-    """The topmost modules registered after the last block, if the last of them has a matrix."""
-    place = {module: i for i, module in enumerate(model.modules())}
-    last = max(place[module] for module in blocks)
+    """The topmost modules after the last block, if the last of them has a matrix."""
+    position = {module: i for i, module in enumerate(model.modules())}
+    last = max(position[module] for module in blocks)
 
-    def after(module: nn.Module) -> list[nn.Module]:
-        behind = place[module] > last and embeddings.isdisjoint(module.modules())
-        if behind and has_forward(module):
+    def heads_in(module: nn.Module) -> list[nn.Module]:
+        is_after = position[module] > last and embeddings.isdisjoint(module.modules())
+        if is_after and has_forward(module):
             return [module] if holds_parameters(module) else []
-        return [found for child in module.children() for found in after(child)]
+        return [blocks_in for child in module.children() for blocks_in in heads_in(child)]
 
-    tail = tuple(dict.fromkeys(after(model)))
-    owned = [list(m.parameters(recurse=False)) for top in tail[-1:] for m in top.modules()]
+    head = tuple(dict.fromkeys(heads_in(model)))
+    owned = [list(m.parameters(recurse=False)) for top in head[-1:] for m in top.modules()]
     final = [parameters for parameters in owned if parameters][-1:]
-    return tail if any(_matrices(parameters) for parameters in final) else ()
+    return head if any(_matrices(parameters) for parameters in final) else ()

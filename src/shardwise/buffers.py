@@ -32,7 +32,7 @@ from shardwise.errors import ShardUseError
 from shardwise.gathered_parameter import GatheredParameter
 from shardwise.gradients import Gradients
 from shardwise.guard import ShardedParameter
-from shardwise.refusals import replaced
+from shardwise.refusals import wrong_replacement
 from shardwise.sharding import sharding_of
 from shardwise.torch_internals import disable_torch_function, get_version, set_data, storage_key
 
@@ -216,7 +216,7 @@ class Bucket:
                 return
             for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):
                 if param.shape != view.shape or param.dtype != view.dtype:
-                    raise replaced(self.members[index].name, view, param)
+                    raise wrong_replacement(self.members[index].name, view, param)
             values = [param.detach() for param in self.params]
             if self.home.whole:
                 self._allocate() if self.home.aliased else self._allocate_shard()
@@ -301,7 +301,7 @@ class Bucket:
             for index, (param, full) in enumerate(zip(self.params, self._full_views, strict=True)):
                 whole = Tensor.detach(param)
                 if (whole.shape, whole.dtype) != (full.shape, full.dtype):
-                    raise replaced(self.members[index].name, full, whole)
+                    raise wrong_replacement(self.members[index].name, full, whole)
                 self._take_written(index, whole)
         self._is_cast = False
 

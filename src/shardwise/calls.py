@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.elementwise import writes
 from shardwise.errors import ShardUseError
-from shardwise.refusals import misused, recorded
+from shardwise.refusals import needs_full_tensor, recorded_by_autograd
 from shardwise.sharding import Sharding
 
 __all__ = ["Call"]
@@ -67,22 +67,24 @@ class Call:
 
         Of lists (foreach) the first tensors are combined, then the second ones, and so on.
         """
-        alone = [value for value in self.values if isinstance(value, Tensor)]
+        single = [value for value in self.values if isinstance(value, Tensor)]
         lists = [list(_tensors(value)) for value in self.values if isinstance(value, (list, tuple))]
-        filled = [tensors for tensors in lists if tensors]
-        return [(*row, *alone) for row in (zip(*filled, strict=False) if filled else [()])]
+        nonempty = [tensors for tensors in lists if tensors]
+        return [(*row, *single) for row in (zip(*nonempty, strict=False) if nonempty else [()])]
 
-    def run(self, instead: dict[int, Tensor] | None = None) -> Any:
-        """Call the function, with the tensors of ``instead`` in place of those with their ids."""
-        if not instead:
+    def run(self, replacements: dict[int, Tensor] | None = None) -> Any:
+        """Call the function, with the tensors of ``replacements`` in place of those with their ids."""
+        if not replacements:
             return self.func(*self.args, **self.kwargs)
-        args, kwargs = self.exchanged(instead)
+        args, kwargs = self.with_replacements(replacements)
         return self.func(*args, **kwargs)
 
-    def exchanged(self, instead: dict[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_replacements(
+        self, replacements: dict[int, Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with other tensors in place of some, by id."""
-        kwargs = {name: _exchanged(value, instead) for name, value in self.kwargs.items()}
-        return _exchanged(self.args, instead), kwargs
+        kwargs = {name: _replace(value, replacements) for name, value in self.kwargs.items()}
+        return _replace(self.args, replacements), kwargs
 
     def mark(self, result: Any, sharding: Sharding) -> Any:
         """Make ``result`` a shard, if it is a plain tensor."""
@@ -95,13 +97,13 @@ class Call:
         """Would autograd record the call, as if the shard were the whole parameter?"""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors())
 
-    def recorded(self) -> ShardUseError:
+    def recording_error(self) -> ShardUseError:
         """The error of a call that must not be recorded."""
-        return recorded(self.name, self.first)
+        return recorded_by_autograd(self.name, self.first)
 
-    def misused(self) -> ShardUseError:
+    def unsupported(self) -> ShardUseError:
         """The error of a call that needs whole parameters."""
-        return misused(f".{self.attribute}" if self.attribute else self.name, self.first)
+        return needs_full_tensor(f".{self.attribute}" if self.attribute else self.name, self.first)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -112,7 +114,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _exchanged(value: Any, instead: dict[int, Tensor]) -> Any:
+def _replace(value: Any, replacements: dict[int, Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)(_exchanged(one, instead) for one in value)
-    return instead.get(id(value), value)
+        return type(value)(_replace(item, replacements) for item in value)
+    return replacements.get(id(value), value)

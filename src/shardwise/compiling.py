@@ -1,13 +1,11 @@
-"""What torch.compile must not see of a sharded model: our functions, and shards' gradients.
+"""Support for torch.compile: graph breaks at our hooks, and no gradients of shards while compiling.
 
-A unit is gathered and freed by hooks, in Python, with collectives: nothing that a graph could
-hold. Where torch.compile meets such a function it ends the graph, lets the function run, and
-begins a new graph behind it. The ordinary way to ask for that, ``torch.compiler.disable``,
-imports the compiler for everybody and costs a microsecond a call; the marks that it sets cost
-nothing.
+Hooks gather and free units with collectives, which a graph cannot contain, so torch.compile must
+break the graph there. ``torch.compiler.disable`` would import the compiler and cost a microsecond
+per call; setting its marks on the functions costs nothing.
 
-While a unit is gathered its parameters are whole, and their ``.grad`` still has the shape of a
-shard. The compiler refuses that, so gradients step aside for as long as it compiles.
+While a unit is gathered its parameters have their full shape, and their ``.grad`` the shape of a
+shard. Dynamo refuses that, so gradients are removed while it compiles and restored afterwards.
 """
 
 from __future__ import annotations
@@ -29,49 +27,49 @@ from shardwise.torch_internals import (
     watch_compiler,
 )
 
-__all__ = ["shield"]
+__all__ = ["hide_gradients"]
 
 
-class Shielded(Protocol):
+class ShardedModel(Protocol):
     """A sharded model."""
 
     def whole_trainable(self) -> Iterable[nn.Parameter]:
-        """The trainable parameters that are whole now."""
+        """The trainable parameters that are gathered now."""
 
 
 class _Thread(threading.local):
-    """Of one thread: a rank may be one."""
+    """State of one thread, since a rank may be a thread."""
 
     def __init__(self) -> None:
-        self.models: WeakSet[Shielded] = WeakSet()
-        self.aside: list[tuple[nn.Parameter, Tensor]] = []
+        self.models: WeakSet[ShardedModel] = WeakSet()
+        self.hidden: list[tuple[nn.Parameter, Tensor]] = []
 
 
 _thread = _Thread()
 
 
-def shield(model: Shielded) -> None:
-    """Before a forward pass of ``model``: what is compiled in it finds no gradient of a shard."""
+def hide_gradients(model: ShardedModel) -> None:
+    """Called before a forward pass of ``model``: hides its gradients while dynamo compiles."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return
     _thread.models.add(model)
-    watch_compiler(dynamo, _set_aside, _put_back)
+    watch_compiler(dynamo, _hide, _restore)
 
 
-def _set_aside(_: Any) -> None:
+def _hide(_: Any) -> None:
     params = (param for model in _thread.models for param in model.whole_trainable())
     with disable_torch_function():
         for param in params:
             if (grad := get_grad(param)) is not None:
-                _thread.aside.append((param, grad))
+                _thread.hidden.append((param, grad))
                 set_grad(param, None)
 
 
-def _put_back(_: Any) -> None:
+def _restore(_: Any) -> None:
     with disable_torch_function():
-        while _thread.aside:
-            put_grad(*_thread.aside.pop())
+        while _thread.hidden:
+            put_grad(*_thread.hidden.pop())
 
 
-skip_in_dynamo(_set_aside, _put_back)
+skip_in_dynamo(_hide, _restore)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.refusals import lost
+from shardwise.refusals import copied_shard
 from shardwise.shard_tensor import ShardTensor
 from shardwise.torch_internals import NO_TORCH_FUNCTION, get_data, get_grad, set_data, set_grad
 
@@ -80,4 +80,4 @@ class ShardedParameter(ShardTensor, nn.Parameter):
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise lost(self, "deep-copying")
+        raise copied_shard(self, "deep-copying")

@@ -21,11 +21,11 @@ from torch.autograd.graph import Node
 
 from shardwise.backward import Backward
 from shardwise.blocks import as_group, has_forward, partial_roots
-from shardwise.compiling import shield
+from shardwise.compiling import hide_gradients
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.forward_calls import ForwardCall
-from shardwise.refusals import transformed
-from shardwise.registered import Registered
+from shardwise.refusals import functorch_transform
+from shardwise.registered import StructureCheck
 from shardwise.runtime import Runtime
 from shardwise.schedule import Phase
 from shardwise.sharding import Sharding, sharding_of
@@ -36,7 +36,7 @@ from shardwise.torch_internals import (
     skip_in_dynamo,
     storage_key,
 )
-from shardwise.trees import cast, hides, makers, tensors
+from shardwise.trees import cast, grad_fns, may_hide_tensors, tensors
 
 __all__ = ["Hooks"]
 
@@ -83,7 +83,7 @@ class Hooks:
         self._frames: list[Frame] = []
         self._handles: list[Any] = []
         members = [m for s in runtime.units.values() for b in s.buckets for m in b.members]
-        self.registered = Registered(model, {a: m.param for m in members for a in m.aliases})
+        self.registered = StructureCheck(model, {a: m.param for m in members for a in m.aliases})
 
     def install(self) -> None:
         """Put every hook in place."""
@@ -174,7 +174,7 @@ class Hooks:
         resume = None if self._frames or recomputes else self._begin(unit)
         call, inputs = self._expected(unit, recomputes), frozenset[Node]()
         if call is not None:
-            inputs = frozenset(makers(given))
+            inputs = frozenset(grad_fns(given))
         handled = sys.exc_info()[1]
         frame = Frame(module, unit, call, inputs, python, handled, not recomputes, resume)
         self._frames.append(frame)
@@ -197,12 +197,12 @@ class Hooks:
 
     def _begin(self, unit: str | None) -> Any:
         if is_transformed():
-            raise transformed()
+            raise functorch_transform()
         self.backward.abandon_stopped()
         self.registered.check()
         if torch.is_grad_enabled():
             self.runtime.update_trained()
-        shield(self.runtime)
+        hide_gradients(self.runtime)
         return self.runtime.begin_forward(unit)
 
     def _abandon_stopped(self) -> None:
@@ -250,10 +250,10 @@ class Hooks:
         """
         pins = frame.listed and frame.unit is not None and self._shows(frame.unit, output)
         if frame.call is not None:
-            nodes = [n for n in makers(output, with_bases=True) if n not in frame.inputs]
+            nodes = [n for n in grad_fns(output, with_bases=True) if n not in frame.inputs]
             if nodes:
                 self.backward.expect(frame.call, nodes, frame.inputs)
-            pins = pins or (not nodes and hides(output))
+            pins = pins or (not nodes and may_hide_tensors(output))
         if pins and frame.unit is not None:
             self.runtime.facts.pinned.add(frame.unit)
 

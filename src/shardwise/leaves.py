@@ -1,4 +1,4 @@
-"""Parameters as the leaves of autograd's graph: when a gradient is there, and who asked for it."""
+"""Hooks on the gradients of parameters, and whether ``torch.autograd.grad`` asked for them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["is_handed_out", "on_gradient"]
 class _OursLast(OrderedDict[int, Callable[[Tensor], None]]):
     """The hooks on a parameter's gradient; the one with the key ``ours`` stays the last.
 
-    It takes the gradient away, so hooks of users must see it before, whenever they come. autograd
-    calls hooks in the order of the underlying dict, which ``move_to_end`` would not change.
+    It removes the gradient, so hooks of users must run before, even if they are added later.
+    autograd calls hooks in the order of the underlying dict, which ``move_to_end`` does not change.
     """
 
     ours: int | None = None
@@ -38,13 +38,13 @@ class _OursLast(OrderedDict[int, Callable[[Tensor], None]]):
 def on_gradient(param: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Call ``hook`` after each gradient, and after all other hooks on it.
 
-    Also on a frozen parameter, which may be trained later.
+    ``param`` may be frozen, and become trainable later.
     """
     with disable_torch_function():
         hooks = after_accumulation(param)
         if not isinstance(hooks, _OursLast):
             others, hooks = hooks, _OursLast()
-            if others:  # their handles know this dict only
+            if others:  # their handles refer to the old dict
                 hooks[-1] = partial(_call, others)
             set_after_accumulation(param, hooks)
     handle = RemovableHandle(hooks)
@@ -59,12 +59,12 @@ def _call(hooks: Mapping[int, Callable[[Tensor], None]], param: Tensor) -> None:
 
 
 def is_handed_out(param: nn.Parameter) -> bool | None:
-    """Does the running backward pass hand this parameter's gradient out, or accumulate it?
+    """Does the running backward pass return this gradient (``True``) or accumulate it (``False``)?
 
-    ``None``: neither. torch.autograd.grad, which hands out, accumulates for no parameter.
+    ``None``: neither. torch.autograd.grad returns gradients and accumulates none.
     """
     try:
         executes = engine_executes(get_gradient_edge(param).node)
-    except RuntimeError:  # torch's answer, since the leaf is neither executed nor left out
+    except RuntimeError:  # torch raises if the leaf is neither executed nor skipped
         return True
     return False if executes else None

@@ -28,9 +28,9 @@ class Schedule:
 
     Attributes:
         events: the step, in order.
-        nbytes: what each unit takes.
-        strategy, mode: what it is the schedule of.
-        world: ranks that take part.
+        nbytes: bytes of each unit.
+        strategy, mode: of the schedule.
+        world: number of ranks.
         meshes: the axes of each unit.
     """
 
@@ -48,8 +48,8 @@ class Schedule:
         unit, (shard, replicate) = self.nbytes[event.unit], self.meshes[event.unit]
         if event.op is Op.GATHER:
             return 0 if shard.memory.shared else _to_others(unit.gathered, shard)
-        of_copies = (unit.gradients + unit.mean) // shard.size
-        return _to_others(unit.gradients, shard) + _to_others(of_copies, replicate)
+        replicated = (unit.gradients + unit.mean) // shard.size
+        return _to_others(unit.gradients, shard) + _to_others(replicated, replicate)
 
     def __str__(self) -> str:
         width = max([len(_name(unit)) for unit in self.nbytes], default=6)
@@ -98,7 +98,7 @@ def _reduction(mesh: Mesh) -> str:
 
 
 def _to_others(nbytes: int, ranks: Comm) -> int:
-    """What one rank sends of ``nbytes`` if each rank has a piece and keeps its own."""
+    """The bytes that one rank sends of ``nbytes``, of which it keeps its own piece."""
     return nbytes * (ranks.size - 1) // ranks.size
 
 
@@ -108,7 +108,7 @@ def _name(unit: str) -> str:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Where every parameter lies, in which dtypes, unit by unit; print it."""
+    """The layout of every parameter and its dtypes, by unit; print it."""
 
     specs: tuple[BucketSpec, ...]
 
@@ -117,13 +117,13 @@ class Layouts:
 
     def _title(self, spec: BucketSpec) -> str:
         dtypes = spec.dtypes
-        words = [f"stored {_short(dtypes.stored)}", f"computed in {_short(dtypes.compute)}"]
+        parts = [f"stored {_short(dtypes.stored)}", f"computed in {_short(dtypes.compute)}"]
         if spec.trainable:
-            words += [f"gradients sent in {_short(dtypes.wire)}"]
-            words += [f"summed in {_short(dtypes.sum)}", f"mean by {spec.reduction.how}"]
+            parts += [f"gradients sent in {_short(dtypes.wire)}"]
+            parts += [f"summed in {_short(dtypes.sum)}", f"mean by {spec.reduction.how}"]
         else:
-            words += ["frozen"]
-        return f"{_name(spec.unit)}  ({', '.join(words)})"
+            parts += ["frozen"]
+        return f"{_name(spec.unit)}  ({', '.join(parts)})"
 
     def padding(self) -> dict[str, int]:
         """Bytes of padding of each unit, over all ranks, as gathered."""

@@ -1,8 +1,7 @@
 """Methods other than ``forward`` that gather units: ``model.encode(x)``, a VAE's ``loss``.
 
-Units are gathered where a module's ``forward`` begins, which torch tells by hooks. Of other
-methods it tells nothing, so those that are named here are wrapped, and enter their module's unit
-as ``forward`` does.
+Forward hooks gather a unit when its module is called. torch has no hooks for other methods, so
+registered methods are wrapped to gather their module's unit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["ForwardMethods"]
 
 
 class ForwardMethods:
-    """The methods that enter units, as long as the handle lives.
+    """The registered forward methods of a sharded model.
 
     Args:
         model: the sharded model.
@@ -28,8 +27,10 @@ class ForwardMethods:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._named: dict[tuple[nn.Module, str], None] = {}
-        self._before: list[tuple[nn.Module, str, Any]] = []  # what modules held by these names
+        self._wrapped: dict[tuple[nn.Module, str], None] = {}
+        self._originals: list[
+            tuple[nn.Module, str, Any]
+        ] = []  # instance attributes that were replaced
 
     def add(self, module: nn.Module, method: str) -> None:
         """Wrap it at the next ``install``.
@@ -37,40 +38,43 @@ class ForwardMethods:
         Raises:
             ConfigError: ``module`` is not in the model, or has no such method.
         """
-        kind = type(module).__name__
+        class_name = type(module).__name__
         if all(module is not part for part in self._model.modules()):
             raise ConfigError(
-                f"register_forward_method() was given a {kind} that is not in the sharded model. "
-                "Pass the model, or a module that it holds."
+                f"register_forward_method() was given a {class_name} that is not in the sharded "
+                "model. Pass the model or one of its modules."
             )
         if not callable(getattr(module, method, None)):
-            own = [name for name in vars(type(module)) if not name.startswith("_")]
-            near = ", ".join(nearest(method, own)) or "none"
+            names = [name for name in vars(type(module)) if not name.startswith("_")]
+            suggestions = ", ".join(nearest(method, names)) or "none"
             raise ConfigError(
-                f"{kind} has no method {method!r}. The nearest of its own names: {near}."
+                f"{class_name} has no method {method!r}. The nearest of its own names: "
+                f"{suggestions}."
             )
-        self._named[module, method] = None
+        self._wrapped[module, method] = None
 
     def install(self, hooks: Hooks) -> None:
-        """Let every method that was added enter its module's unit."""
-        for module, method in self._named:
-            self._before.append((module, method, vars(module).get(method)))
-            module.__dict__[method] = _entering(hooks, module, getattr(module, method))
+        """Wrap the added methods so that they gather their module's unit."""
+        for module, method in self._wrapped:
+            self._originals.append((module, method, vars(module).get(method)))
+            module.__dict__[method] = _gathering_method(hooks, module, getattr(module, method))
 
     def remove(self) -> None:
-        """Let the modules have the methods that they had."""
-        for module, method, before in self._before:
+        """Restore the original methods."""
+        for module, method, original in self._originals:
             del module.__dict__[method]
-            if before is not None:
-                module.__dict__[method] = before
-        self._before.clear()
+            if original is not None:
+                module.__dict__[method] = original
+        self._originals.clear()
 
 
-def _entering(hooks: Hooks, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+def _gathering_method(
+    hooks: Hooks, module: nn.Module, method: Callable[..., Any]
+) -> Callable[..., Any]:
     unit = hooks.unit_of(module)
 
     @wraps(method)
-    def entering(*args: Any, **kwargs: Any) -> Any:
+    def gathering_method(*args: Any, **kwargs: Any) -> Any:
         return hooks.call(module, unit, method, args, kwargs)
 
-    return entering
+    return gathering_method

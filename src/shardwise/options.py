@@ -1,4 +1,4 @@
-"""How to shard, beyond strategy and units: one frozen value, checked when it is made."""
+"""Options of ``shard()`` beyond strategy and units: a frozen dataclass, checked on creation."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.materialise import Init, default_init
 from shardwise.precision import Precision
 from shardwise.schedule import Prefetch
-from shardwise.synonyms import answer
+from shardwise.synonyms import option_hint
 
 __all__ = ["Options"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to shard, beyond strategy and units.
+    """Options of ``shard()`` beyond strategy and units.
 
     Attributes:
         precision: stored, compute, wire, sum, buffer and output dtypes.
         prefetch: how far ahead units are gathered.
         bucketing: ``"block"``: one collective per unit; ``"layer"``: per module that owns
-            parameters; ``"none"``: per parameter, cut along dim 0 like ``torch.chunk``.
-        uneven: with ``bucketing="none"``: ``"pad"`` a dim 0 that the world size does not divide,
-            or ``"error"``.
-        sync_module_states: start from rank 0's parameters and buffers. When off, ranks whose
-            values differ are an error.
-        init: gives a module that was built on the meta device its values.
+            parameters; ``"none"``: per parameter, sharded along dim 0 like ``torch.chunk``.
+        uneven: with ``bucketing="none"``: ``"pad"`` a dim 0 that is not divisible by the world
+            size, or ``"error"``.
+        sync_module_states: broadcast rank 0's parameters and buffers. When off, differing values
+            raise.
+        init: initialises a module that was built on the meta device.
         divergence: what a rank does when others enter a unit that it skips: ``"error"``, or
             ``"participate"`` (units must then run in the order they are registered).
         activation_checkpointing: recompute repeated units in the backward pass.
@@ -46,43 +46,43 @@ class Options:
     mesh: Any = None
 
     def __post_init__(self) -> None:
-        _is_a("precision", self.precision, Precision, "sw.Precision(compute=torch.bfloat16)")
-        _is_a("prefetch", self.prefetch, Prefetch, "sw.Prefetch(backward=0)")
-        _one_of("bucketing", self.bucketing, ("block", "layer", "none"))
-        _one_of("uneven", self.uneven, ("pad", "error"))
-        _one_of("divergence", self.divergence, ("error", "participate"))
+        _check_type("precision", self.precision, Precision, "sw.Precision(compute=torch.bfloat16)")
+        _check_type("prefetch", self.prefetch, Prefetch, "sw.Prefetch(backward=0)")
+        _check_choice("bucketing", self.bucketing, ("block", "layer", "none"))
+        _check_choice("uneven", self.uneven, ("pad", "error"))
+        _check_choice("divergence", self.divergence, ("error", "participate"))
         if self.uneven == "error" and self.bucketing != "none":
             raise ConfigError(
-                f'uneven="error" asks for dim-0 shards, and bucketing={self.bucketing!r} cuts '
+                f'uneven="error" needs dim-0 shards, and bucketing={self.bucketing!r} shards '
                 'buckets, not parameters. Add bucketing="none", or leave uneven out.'
             )
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Options:
-        """From keyword arguments; an unknown one is an error that names the nearest."""
+    def of(cls, keywords: Mapping[str, Any]) -> Options:
+        """From keyword arguments; the error for an unknown one names the nearest option."""
         known = {item.name for item in fields(cls)}
-        if not given.get("use_orig_params", True):
+        if not keywords.get("use_orig_params", True):
             raise ConfigError(
                 "shard() has no use_orig_params=False: parameters always keep their names and "
                 "objects, as with FSDP1's use_orig_params=True, so parameter groups and mixed "
                 "requires_grad work, and there is no flat parameter. Leave it out."
             )
-        chosen = {name: value for name, value in given.items() if name != "use_orig_params"}
-        for name in sorted(chosen.keys() - known):
-            like = nearest(name, known | {"strategy", "wrap", "comm"})[0]
+        options = {name: value for name, value in keywords.items() if name != "use_orig_params"}
+        for name in sorted(options.keys() - known):
+            near = nearest(name, known | {"strategy", "wrap", "comm"})[0]
             raise ConfigError(
-                f"shard() has no option {name!r}; {answer(name) or f'nearest is {like!r}'}. "
+                f"shard() has no option {name!r}; {option_hint(name) or f'nearest is {near!r}'}. "
                 f"Options are {', '.join(sorted(known))}."
             )
-        return cls(**chosen)
+        return cls(**options)
 
 
-def _one_of(name: str, value: str, known: Sequence[str]) -> None:
+def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(repr, known))}.")
 
 
-def _is_a(name: str, value: object, kind: type, example: str) -> None:
+def _check_type(name: str, value: object, kind: type, example: str) -> None:
     if not isinstance(value, kind):
         raise ConfigError(
             f"{name} is {value!r}, and not a {kind.__name__}. Pass one, for example {example}."

@@ -1,7 +1,7 @@
-"""One number over all elements of a parameter, of which each rank has a part.
+"""Reductions of a sharded parameter to one number.
 
-Each rank reduces its own part, which may be empty; one small all-gather brings these numbers
-together, and each rank combines them in rank order. So the result is the same bits on every rank.
+Each rank reduces its own part, which may be empty; one small all-gather collects these numbers,
+and each rank combines them in rank order. So the result is the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import Tensor
 
 from shardwise.calls import Call
 from shardwise.comm.protocol import Comm, Label
-from shardwise.refusals import clipped
+from shardwise.refusals import torch_clip_grad_called
 from shardwise.sharding import Sharding
 from shardwise.torch_internals import foreach_norm
 
-__all__ = ["Reduction", "norms_of_list", "over_ranks", "reduced", "reduction_of"]
+__all__ = ["TensorReduction", "norms_of_list", "over_ranks", "reduce", "reduction_of"]
 
 CHUNK = 1 << 16
-"""Elements: on CPU, torch adds up millions of squares one by one, and is off by up to 1e-3."""
+"""Elements. On CPU torch adds millions of squares one by one, with an error of up to 1e-3."""
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """A function of all elements, made of one for each rank's part.
+class TensorReduction:
+    """A reduction of all elements: one of each rank's part, and one of their results.
 
     Attributes:
-        part: a tensor of any shape, also an empty one → 0-dim.
-        combine: ``[W]``, what ``part`` gave on each rank → 0-dim.
+        part: a tensor of any shape, possibly empty → 0-dim.
+        combine: the ranks' results, ``[W]`` → 0-dim.
         dtype: of the result.
     """
 
@@ -57,13 +57,13 @@ def over_ranks(
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a reduction was asked for.
+class ReductionArgs:
+    """The arguments of a reduction.
 
     Attributes:
         part: this rank's part.
-        numel: elements of the whole.
-        options: the arguments beside the tensor, by name.
+        numel: elements of the full tensor.
+        options: the other arguments, by name.
     """
 
     part: Tensor
@@ -72,75 +72,75 @@ class Asked:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the result, where one was asked for."""
+        """The requested dtype of the result, if any."""
         return self.options.get("dtype")
 
 
 def reduction_of(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: Tensor, numel: int
-) -> Reduction | None:
-    """What a function of this name computes; ``None`` if it is not over all elements.
+) -> TensorReduction | None:
+    """The reduction of a function; ``None`` if it does not reduce all elements.
 
     Args:
         name: of torch's function, such as ``"norm"``.
-        args, kwargs: what it was given beside the tensor.
+        args, kwargs: its arguments after the tensor.
         part: this rank's part of the tensor.
-        numel: elements of the whole.
+        numel: elements of the full tensor.
     """
-    positional = dict(zip(_FIRST.get(name, ()), args, strict=False))
-    named = {key: value for key, value in kwargs.items() if not _says_nothing(value)}
+    positional = dict(zip(_POSITIONAL.get(name, ()), args, strict=False))
+    named = {key: value for key, value in kwargs.items() if not _is_default(value)}
     options = positional | named
-    known = {*_FIRST.get(name, ()), "dtype"}
+    known = {*_POSITIONAL.get(name, ()), "dtype"}
     if name not in _REDUCTIONS or len(positional) < len(args) or not known.issuperset(options):
         return None
-    return _REDUCTIONS[name](Asked(part, numel, options))
+    return _REDUCTIONS[name](ReductionArgs(part, numel, options))
 
 
-def reduced(call: Call) -> Any:
-    """One number for every rank. A collective. A ``ShardUseError`` where it cannot be formed."""
+def reduce(call: Call) -> Any:
+    """The global number on every rank, or a ``ShardUseError``. A collective."""
     shard = call.first
     if not (call.args and call.args[0] is shard) or len(list(call.tensors())) > 1:
-        return call.misused()
+        return call.unsupported()
     sharding: Sharding = shard.sharding
     numel = sharding.shape.numel()
     reduction = reduction_of(call.name, call.args[1:], call.kwargs, shard, numel)
     if reduction is None:
-        return call.misused()
+        return call.unsupported()
     if call.records():
-        return call.recorded()
+        return call.recording_error()
     name = call.name.removeprefix("linalg_")
     if name.endswith("norm") and _is_clipping():
-        raise clipped()
-    here = reduction.part(shard).reshape(1)
+        raise torch_clip_grad_called()
+    local = reduction.part(shard).reshape(1)
     label = Label(name, sharding.name)
-    return over_ranks(here, reduction.combine, sharding.comm, label)[0].to(reduction.dtype)
+    return over_ranks(local, reduction.combine, sharding.comm, label)[0].to(reduction.dtype)
 
 
 def norms_of_list(call: Call) -> Any:
-    """The norm of each of a list: one collective for all shards of the same ranks."""
+    """The norm of each tensor of a list: one collective for all shards of the same ranks."""
     if call.records():
-        return call.recorded()
+        return call.recording_error()
     if _is_clipping():
-        raise clipped()
+        raise torch_clip_grad_called()
     tensors = list(call.args[0])
     order = float(call.kwargs.get("ord", (*call.args[1:], 2.0)[0]))
     norms = [vector_norm(tensor, order) for tensor in tensors]
     groups: dict[int, list[int]] = {}
-    for at, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if call.is_shard(tensor):
-            groups.setdefault(id(tensor.sharding.comm), []).append(at)
-    for places in groups.values():
-        here = torch.stack([norms[at].double() for at in places])
-        comm, label = tensors[places[0]].sharding.comm, Label("norm", f"of {len(places)} shards")
-        whole = over_ranks(here, partial(joined_norm, order), comm, label)
-        for at, norm in zip(places, whole.unbind(), strict=True):
-            norms[at] = norm
+            groups.setdefault(id(tensor.sharding.comm), []).append(index)
+    for indices in groups.values():
+        local = torch.stack([norms[index].double() for index in indices])
+        comm, label = tensors[indices[0]].sharding.comm, Label("norm", f"of {len(indices)} shards")
+        norms_over_ranks = over_ranks(local, partial(joined_norm, order), comm, label)
+        for index, norm in zip(indices, norms_over_ranks.unbind(), strict=True):
+            norms[index] = norm
     dtype = call.kwargs.get("dtype")
     return [norm.to(dtype or t.dtype) for norm, t in zip(norms, tensors, strict=True)]
 
 
 def _is_clipping() -> bool:
-    """Does torch's clipping ask for this norm? It shows no function of its own to intercept."""
+    """Is this norm computed by torch's clip_grad_norm_, which cannot be intercepted itself?"""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "torch.nn.utils.clip_grad":
         frame = frame.f_back
@@ -151,7 +151,7 @@ def _is_clipping() -> bool:
     return False
 
 
-def _says_nothing(value: object) -> bool:
+def _is_default(value: object) -> bool:
     return value is None or value is False or value == ()
 
 
@@ -169,58 +169,62 @@ def joined_norm(order: float, norms: Tensor) -> Tensor:
     return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)
 
 
-def _norm(asked: Asked) -> Reduction | None:
-    order = asked.options.get("p", asked.options.get("ord", "fro"))
+def _norm(args: ReductionArgs) -> TensorReduction | None:
+    order = args.options.get("p", args.options.get("ord", "fro"))
     order = 2.0 if order == "fro" else order
-    if isinstance(order, str) or not asked.part.is_floating_point():
+    if isinstance(order, str) or not args.part.is_floating_point():
         return None
-    of_part = partial(vector_norm, order=float(order))
-    return Reduction(of_part, partial(joined_norm, float(order)), asked.dtype or asked.part.dtype)
+    local_reduce = partial(vector_norm, order=float(order))
+    return TensorReduction(
+        local_reduce, partial(joined_norm, float(order)), args.dtype or args.part.dtype
+    )
 
 
-def _linalg_norm(asked: Asked) -> Reduction | None:
-    """With an order, it is that of a matrix where there are two dimensions."""
-    of_matrix = asked.part.ndim > 1 and asked.options.get("ord", "fro") != "fro"
-    return None if of_matrix else _norm(asked)
+def _linalg_norm(args: ReductionArgs) -> TensorReduction | None:
+    """The norm of all elements; a matrix norm (two dimensions and an order) is not supported."""
+    of_matrix = args.part.ndim > 1 and args.options.get("ord", "fro") != "fro"
+    return None if of_matrix else _norm(args)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of this dtype are added up in."""
+    """The dtype in which numbers of this dtype are summed."""
     if dtype.is_complex or dtype is torch.float64:
         return dtype
     return torch.float32 if dtype.is_floating_point else torch.int64
 
 
-def _sum(asked: Asked) -> Reduction:
-    stored = asked.part.dtype
-    wide = _wide(asked.dtype or stored)
-    narrow = stored if stored.is_floating_point or stored.is_complex else wide
-    return Reduction(partial(torch.sum, dtype=wide), torch.sum, asked.dtype or narrow)
+def _sum(args: ReductionArgs) -> TensorReduction:
+    dtype = args.part.dtype
+    wide = _wide(args.dtype or dtype)
+    result_dtype = dtype if dtype.is_floating_point or dtype.is_complex else wide
+    return TensorReduction(partial(torch.sum, dtype=wide), torch.sum, args.dtype or result_dtype)
 
 
-def _mean(asked: Asked) -> Reduction | None:
-    if not (asked.dtype or asked.part.dtype).is_floating_point:  # torch refuses it, too
+def _mean(args: ReductionArgs) -> TensorReduction | None:
+    if not (args.dtype or args.part.dtype).is_floating_point:  # torch refuses it, too
         return None
-    return replace(_sum(asked), combine=lambda sums: sums.sum() / asked.numel)
+    return replace(_sum(args), combine=lambda sums: sums.sum() / args.numel)
 
 
-def _largest(asked: Asked) -> Reduction:
-    return _extreme(asked, torch.amax, _range(asked.part.dtype)[0])
+def _largest(args: ReductionArgs) -> TensorReduction:
+    return _extreme(args, torch.amax, _range(args.part.dtype)[0])
 
 
-def _smallest(asked: Asked) -> Reduction:
-    return _extreme(asked, torch.amin, _range(asked.part.dtype)[1])
+def _smallest(args: ReductionArgs) -> TensorReduction:
+    return _extreme(args, torch.amin, _range(args.part.dtype)[1])
 
 
-def _extreme(asked: Asked, choose: Callable[[Tensor], Tensor], of_nothing: float) -> Reduction:
-    def of_part(part: Tensor) -> Tensor:
-        return choose(part) if part.numel() else part.new_full((), of_nothing)
+def _extreme(
+    args: ReductionArgs, choose: Callable[[Tensor], Tensor], empty_value: float
+) -> TensorReduction:
+    def local_reduce(part: Tensor) -> Tensor:
+        return choose(part) if part.numel() else part.new_full((), empty_value)
 
-    return Reduction(of_part, choose, asked.part.dtype)
+    return TensorReduction(local_reduce, choose, args.part.dtype)
 
 
 def _range(dtype: torch.dtype) -> tuple[float, float]:
-    """The least and the greatest number of this dtype."""
+    """The smallest and the largest number of this dtype."""
     if dtype is torch.bool:
         return 0, 1
     if dtype.is_floating_point:
@@ -228,9 +232,9 @@ def _range(dtype: torch.dtype) -> tuple[float, float]:
     return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
-_FIRST = {"norm": ("p",), "linalg_vector_norm": ("ord",), "linalg_norm": ("ord",)}
-"""The arguments that may follow the tensor without a name."""
-_REDUCTIONS: dict[str, Callable[[Asked], Reduction | None]] = {
+_POSITIONAL = {"norm": ("p",), "linalg_vector_norm": ("ord",), "linalg_norm": ("ord",)}
+"""The positional arguments after the tensor."""
+_REDUCTIONS: dict[str, Callable[[ReductionArgs], TensorReduction | None]] = {
     "norm": _norm,
     "linalg_vector_norm": _norm,
     "linalg_norm": _linalg_norm,
@@ -240,7 +244,7 @@ _REDUCTIONS: dict[str, Callable[[Asked], Reduction | None]] = {
     "amax": _largest,
     "min": _smallest,
     "amin": _smallest,
-    "any": lambda _: Reduction(torch.any, torch.any, torch.bool),
-    "all": lambda _: Reduction(torch.all, torch.all, torch.bool),
-    "count_nonzero": lambda _: Reduction(torch.count_nonzero, torch.sum, torch.int64),
+    "any": lambda _: TensorReduction(torch.any, torch.any, torch.bool),
+    "all": lambda _: TensorReduction(torch.all, torch.all, torch.bool),
+    "count_nonzero": lambda _: TensorReduction(torch.count_nonzero, torch.sum, torch.int64),
 }

@@ -1,8 +1,8 @@
-"""What is registered in a sharded model, and whether that is still what was sharded.
+"""Detects parameters that are added, replaced or removed after ``shard()``.
 
-A head that is put in after ``shard()`` lies in no unit: each rank would train one of its own, and
-checkpoints would hold the old one. torch tells whenever a module or parameter is registered, so the
-names are compared only then, and a step asks for no more than a flag.
+A head that is added after ``shard()`` is in no unit: each rank would train its own, and checkpoints
+would keep the old one. torch's global registration hooks set a flag, so the names are compared
+only after a registration, and a step reads the flag only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardwise.errors import ConfigError
 from shardwise.integrations.wrappers import mark, refuse_wrapper, unmark
 from shardwise.torch_internals import children_of
 
-__all__ = ["Registered"]
+__all__ = ["StructureCheck"]
 
-LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
-"""Where modules are inserted and deleted without a word from torch."""
+CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+"""Containers whose insertions and deletions call no registration hook."""
 
 
-class Registered:
-    """The parameters of a sharded model, by all their names.
+class StructureCheck:
+    """Compares a model's parameters with those that were sharded.
 
     Args:
         model: the sharded model.
@@ -37,74 +37,74 @@ class Registered:
 
     def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         self._model, self._params = model, params
-        self._lists = [module for module in model.modules() if isinstance(module, LISTS)]
+        self._containers = [module for module in model.modules() if isinstance(module, CONTAINERS)]
         self._lengths = self._lengths_now()
         self._changed = False
 
     def install(self) -> None:
-        """Listen to what is registered in the model's modules."""
-        _listen()
+        """Watch registrations in the model's modules."""
+        _install_hooks()
         self._modules = list(self._model.modules())
         _watched.update(dict.fromkeys(self._modules, weakref.ref(self)))
         mark(self._modules)
 
     def remove(self) -> None:
-        """Listen no more."""
+        """Stop watching."""
         for module in self._modules:
             _watched.pop(module, None)
         unmark(self._modules)
 
-    def note(self) -> None:
-        """Something was registered in a module of the model."""
+    def mark_changed(self) -> None:
+        """A module or parameter was registered in the model."""
         self._changed = True
 
     def check(self) -> None:
-        """``compare``, if anything was registered since it last found no difference."""
+        """``compare``, if anything was registered since it last succeeded."""
         if self._changed or self._lengths_now() != self._lengths:
             self.compare()
 
     def compare(self) -> None:
-        """Raises ``ConfigError`` where the model has other parameters than were sharded."""
-        now = dict(self._model.named_parameters(remove_duplicate=False))
-        for name, param in now.items():
+        """Raises ``ConfigError`` if the model has other parameters than were sharded."""
+        current = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, param in current.items():
             if self._params.get(name) is not param:
-                raise _changed(name, "replaced" if name in self._params else "added")
-        if gone := [name for name in self._params if name not in now]:
-            raise _changed(gone[0], "removed")
+                raise _change_error(name, "replaced" if name in self._params else "added")
+        if removed := [name for name in self._params if name not in current]:
+            raise _change_error(removed[0], "removed")
         self._changed, self._lengths = False, self._lengths_now()
 
     def _lengths_now(self) -> list[int]:
-        return [len(children_of(module)) for module in self._lists]
+        return [len(children_of(module)) for module in self._containers]
 
 
-def _changed(name: str, how: str) -> ConfigError:
-    follows = {
-        "added": "it lies in no unit, so each rank would train one of its own",
-        "replaced": "each rank would train one of its own, and checkpoints hold the old one",
-        "removed": "checkpoints go on holding it, and its memory stays in use",
+def _change_error(name: str, change: str) -> ConfigError:
+    consequences = {
+        "added": "it is in no unit, so each rank would train its own",
+        "replaced": "each rank would train its own, and checkpoints contain the old one",
+        "removed": "checkpoints still contain it, and its memory stays in use",
     }
     return ConfigError(
-        f"parameter {name!r} was {how} after shard(): {follows[how]}. Change a model before "
-        "shard(); or call sharded.relayout() now, which shards the model anew as it is, with rank "
-        "0's values, and give an optimizer the new parameters."
+        f"parameter {name!r} was {change} after shard(): {consequences[change]}. Change a model "
+        "before shard(); or call sharded.relayout() now, which shards the changed model with rank "
+        "0's values, and pass the new parameters to an optimizer."
     )
 
 
-_watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Registered]] = (
+_watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StructureCheck]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 @cache
-def _listen() -> None:
-    """Once in a process: torch's hooks are global, and called for the modules of every model."""
-    register_module_module_registration_hook(_registers)
-    register_module_parameter_registration_hook(_registers)
+def _install_hooks() -> None:
+    """Once per process: torch's registration hooks are global and run for every model."""
+    register_module_module_registration_hook(_on_registration)
+    register_module_parameter_registration_hook(_on_registration)
 
 
-def _registers(module: nn.Module, _: str, value: nn.Module | nn.Parameter | None) -> None:
-    """Called before ``value`` becomes an attribute of ``module``, for every module there is."""
-    if (watch := _watched.get(module)) is not None and (registered := watch()) is not None:
-        registered.note()
+def _on_registration(module: nn.Module, _: str, value: nn.Module | nn.Parameter | None) -> None:
+    """Called before ``value`` is registered in ``module``, for all modules of the process."""
+    if (reference := _watched.get(module)) is not None and (check := reference()) is not None:
+        check.mark_changed()
     elif isinstance(value, nn.Module) and value in _watched:
         refuse_wrapper(module, value)

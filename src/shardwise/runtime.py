@@ -21,7 +21,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.cursor import Cursor, Step
 from shardwise.improvise import Facts, end_events, improvise, is_due, reduces_left_over, released
 from shardwise.precision import Precision
-from shardwise.refusals import came_at_rest
+from shardwise.refusals import gradient_without_gather
 from shardwise.schedule import Cue, Event, Op, Order, Phase, Policy
 from shardwise.schedules import Schedules
 from shardwise.trained import Trained
@@ -206,7 +206,7 @@ class Runtime:
             Whether that was the last gradient of the unit, and no other call of it will be entered.
         """
         if not bucket.is_whole:
-            raise came_at_rest(bucket.members[index].name, state.name)
+            raise gradient_without_gather(bucket.members[index].name, state.name)
         if state.name in self.facts.reducing:  # nothing may be written into what travels
             self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
         complete = bucket.gradients.collect(index, grad, not self.facts.reduces)

@@ -1,21 +1,19 @@
-"""One rank's part of a value that is shaped like a parameter: a gradient, a moving average.
+"""A tensor subclass for one rank's shard of a parameter, a gradient, or a moving average.
 
-A plain tensor that holds a part of a gradient answers ``norm()``, ``isfinite().all()`` or
-``histc()`` with one rank's numbers, silently, and the ranks drift apart. So what is read of a
-parameter at rest is of this class, and so is every elementwise result of it. It costs nothing
-where nobody reads: a gradient gets its class when it is read (see ``guard``), and an optimizer
-sees plain tensors (see ``optim.optimizer_hooks``).
+A plain tensor of a shard would return one rank's numbers for ``norm()``, ``isfinite().all()`` or
+``histc()``, and the ranks would silently diverge. So reads of a sharded parameter, and all
+elementwise results, have this class. It costs nothing otherwise: a gradient gets the class when it
+is read (see ``guard``), and an optimizer sees plain tensors (see ``optim.optimizer_hooks``).
 
-A function on shards
-- that asks for metadata, or treats each element by itself among tensors that are cut alike, is
-  carried out on this rank, and what it gives is a shard again. A shard that is cut otherwise is
-  gathered first, and cut like the others;
-- that reduces all elements to one number gives every rank the global one, by a small collective;
-- that needs anything else is served in a forward or backward pass of the model: there parameters
-  are made whole for the rest of the step, as if their unit were called, and other shards are
-  gathered. Outside it is refused, on every rank alike, with one exception. Elementwise, with a
-  plain tensor of the *whole* shape, a rank that happens to hold all elements computes what was
-  meant. The others raise, and their error ends the group.
+Functions on shards:
+- Metadata and elementwise functions of tensors with the same sharding run on this rank and return
+  a shard. A shard with another sharding is gathered and resharded first.
+- A reduction of all elements to one number returns the global number on every rank, by a small
+  collective.
+- Any other function works in a forward or backward pass of the model: parameters are gathered for
+  the rest of the step, as if their unit were called, and other shards are gathered. Outside a pass
+  it raises on every rank, with one exception: an elementwise function with a plain tensor of the
+  *full* shape is correct on a rank that has all elements. The others raise, which ends the group.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.answers import answer, made_whole
+from shardwise.answers import dispatch, gather_arguments
 from shardwise.calls import Call
 from shardwise.errors import ShardUseError
-from shardwise.refusals import lost
+from shardwise.refusals import copied_shard
 from shardwise.sharding import Sharding
 from shardwise.torch_internals import disable_torch_function
 
@@ -36,10 +34,10 @@ __all__ = ["ShardTensor"]
 
 
 class ShardTensor(Tensor):
-    """One rank's part of a value that is shaped like a parameter.
+    """One rank's shard of a tensor that has the shape of a parameter.
 
     Attributes:
-        sharding: the parameter's.
+        sharding: of the parameter.
     """
 
     sharding: Sharding
@@ -54,19 +52,19 @@ class ShardTensor(Tensor):
     ) -> Any:
         with disable_torch_function():
             call = Call(func, args, kwargs or {}, ShardTensor)
-            result = answer(call)
+            result = dispatch(call)
             if not isinstance(result, ShardUseError):
                 return result
-            args, kwargs = made_whole(call, result)
+            args, kwargs = gather_arguments(call, result)
         return func(*args, **kwargs)
 
     def to_local(self) -> Tensor:
-        """This rank's part as a plain tensor in the same memory, for whatever purpose."""
+        """This rank's shard as a plain tensor in the same memory."""
         with disable_torch_function():
             return self.detach()
 
     def full_tensor(self) -> Tensor:
-        """The whole, plain and detached, in new memory on every rank. A collective."""
+        """The full tensor, plain and detached, in new memory on every rank. A collective."""
         with disable_torch_function():
             return self.sharding.whole(self)
 
@@ -78,4 +76,4 @@ class ShardTensor(Tensor):
             return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise lost(self, "pickling")
+        raise copied_shard(self, "pickling")

@@ -1,8 +1,8 @@
-"""The front door: ``shard(model)`` in place, and the handle that it returns.
+"""The public API: ``shard(model)`` in place, and the handle that it returns.
 
-FSDP1 wraps the model in another module, FSDP2 replaces its parameters; both break what was
-made before them (names, optimizers, hooks). Here the model, its names and its ``Parameter``
-objects stay; what changes is where the parameters' bytes are.
+FSDP1 wraps the model in another module and FSDP2 replaces its parameters, which breaks names,
+optimizers and hooks that exist already. Here the model, its names and its ``Parameter`` objects
+stay; only the memory of the parameters changes.
 """
 
 from __future__ import annotations
@@ -59,33 +59,33 @@ def shard(
             meta device.
         strategy: ``"full_shard"`` (ZeRO-3), ``"shard_grad_op"`` (ZeRO-2), ``"zero1"`` or
             ``"no_shard"`` (DDP); also torch's ``ShardingStrategy``, and its numbers.
-        wrap: how units are chosen; ``None`` = the model's repeated blocks.
-        comm: the ranks; ``None`` = from the launcher's environment, or one rank alone.
+        wrap: the wrap policy; ``None`` = repeated blocks, embeddings and head.
+        comm: the communicator; ``None`` = from the launcher's environment, or of one rank.
         options: the fields of ``Options``.
 
     Returns:
         A handle: ``accumulate``, ``clip_grad_norm_``, ``full_params``, ``units``, ``schedule`` …
 
     Raises:
-        ConfigError: an argument that cannot work, or a model that is sharded already.
+        ConfigError: an argument is invalid, or the model is sharded already.
         RanksDisagree: the ranks were given different models or arguments.
     """
-    chosen, placement = Options.of(options), Placement.named(strategy)
+    checked, placement = Options.of(options), Placement.named(strategy)
     if wrap is not None and not isinstance(wrap, Wrap):
         raise ConfigError(
-            f"wrap is {wrap!r}, and not a rule. Pass one, for example sw.wrap.by_class('Block')."
+            f"wrap is {wrap!r}, not a wrap policy. Pass one, such as sw.wrap.by_class('Block')."
         )
     check_unsharded(model)
-    if chosen.activation_checkpointing:
+    if checked.activation_checkpointing:
         check_own_checkpointing(model)
     if comm is None:
-        comm = connect() if chosen.mesh is None else over(chosen.mesh)
-    return Sharded(model, placement, wrap, comm, chosen)
+        comm = connect() if checked.mesh is None else over(checked.mesh)
+    return Sharded(model, placement, wrap, comm, checked)
 
 
 @dataclass(eq=False, repr=False)
 class Sharded:
-    """A sharded model's handle. Made by ``shard``."""
+    """The handle of a sharded model, returned by ``shard``."""
 
     model: nn.Module
     placement: Placement
@@ -98,7 +98,7 @@ class Sharded:
     def __post_init__(self) -> None:
         self._background = Background()
         self._methods = ForwardMethods(self.model)
-        self.loaded_token = ""  # of the checkpoint that was loaded last: no save removes it
+        self.loaded_token = ""  # of the last loaded checkpoint, which no save removes
         self._build()
 
     def _build(self) -> None:
@@ -142,35 +142,35 @@ class Sharded:
             self.model, entry_modules, self.runtime, (precision.compute, precision.output)
         )
         self._state = StateHooks(self.model, self.buckets, self._state_asked)
-        self._dress()
+        self._attach()
 
     # ---- training ----------------------------------------------------------------------------
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:
-        """Backward passes inside keep their gradients on this rank until the last one.
+        """Accumulate gradients on this rank in backward passes inside the block.
 
         Args:
-            last: reduce at the end of this backward pass what has been collected so far. Losses
-                are not rescaled: divide each by the number of micro-batches yourself.
+            last: reduce the accumulated gradients at the end of this backward pass. Losses are
+                not rescaled: divide each by the number of micro-batches yourself.
         """
         facts = self.runtime.facts
-        before, facts.reduces = facts.reduces, last
+        previous, facts.reduces = facts.reduces, last
         try:
             yield
         finally:
-            facts.reduces = before
+            facts.reduces = previous
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """``accumulate(last=False)``, by the name that DDP gave it."""
+        """``accumulate(last=False)``, by DDP's name."""
         return self.accumulate(last=False)
 
     def register_forward_method(self, module: nn.Module, method: str) -> None:
         """Let a method other than ``forward`` gather its module's unit, as ``forward`` does.
 
-        For what is called from outside: ``model.encode(x)``, a VAE's ``loss(x)``. What only calls
-        the model or its modules, such as ``generate()``, needs no registration. It lasts as long
-        as the model is sharded, over ``relayout()``. Every rank registers the same.
+        For methods that are called from outside: ``model.encode(x)``, a VAE's ``loss(x)``. Methods
+        that only call modules, such as ``generate()``, need no registration. The registration
+        lasts while the model is sharded, also over ``relayout()``. Call it on every rank.
 
         Args:
             module: the model, or a module in it.
@@ -179,7 +179,7 @@ class Sharded:
         Raises:
             ConfigError: ``module`` is not in the model, or has no such method.
         """
-        self._idle("register_forward_method() was called")
+        self._check_idle("register_forward_method() was called")
         self._methods.add(module, method)
         self._methods.remove()
         self._methods.install(self._hooks)
@@ -195,23 +195,23 @@ class Sharded:
         Args:
             max_norm: the largest norm allowed.
             norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
-            parameters: those of the model whose gradients are measured and clipped; ``None``: all.
+            parameters: the parameters whose gradients are clipped; ``None`` = all.
 
         Raises:
-            ConfigError: there is no such norm, or a parameter is of another model.
+            ConfigError: the norm is invalid, or a parameter is not of this model.
 
         Returns:
             The norm before clipping: 0-dim, fp32, the same on every rank.
         """
         self._before_step()
-        every = self._places
-        places = every.values() if parameters is None else chosen(every, parameters)
+        all_places = self._places
+        places = all_places.values() if parameters is None else chosen(all_places, parameters)
         return clip_gradients(places, self.comm, float(max_norm), float(norm_type))
 
     def rehearse(self, *args: Any, **kwargs: Any) -> Schedule:
-        """Learn the order of units by a run on the meta device, before any real step."""
-        self._idle("rehearse() was called")
-        self._hooks.backward.suspended = True  # else they would gather
+        """Record the order of units in a forward pass on the meta device, before any real step."""
+        self._check_idle("rehearse() was called")
+        self._hooks.backward.suspended = True  # or hooks would gather
         try:
             rehearsed = order.rehearse(self.model, self._entry_modules, args, kwargs)
         finally:
@@ -221,19 +221,19 @@ class Sharded:
         self.runtime.schedules.set_order("forward", Order(rehearsed.forward))
         return self.schedule
 
-    # ---- whole values --------------------------------------------------------------------------
+    # ---- full values ---------------------------------------------------------------------------
 
     @contextmanager
     def full_params(self, writeback: bool = False) -> Iterator[None]:
-        """Inside, every parameter is whole, in its stored dtype, and so is ``.grad``. A collective.
+        """Gather all parameters, in their stored dtypes, and gradients. A collective.
 
         Args:
-            writeback: keep what is written to parameters and gradients inside (by all ranks alike).
+            writeback: keep values written to parameters and gradients (the same on all ranks).
 
         Raises:
             ShardUseError: a parameter or a gradient was written without ``writeback``.
         """
-        self._idle("full_params() was called")
+        self._check_idle("full_params() was called")
         self.runtime.await_readers()
         self._hooks.backward.suspended = True
         try:
@@ -244,7 +244,7 @@ class Sharded:
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """This rank's shards by parameter name; no communication, no copies."""
-        self._idle("shards were asked for")
+        self._check_idle("shards were asked for")
         return local_state(self.buckets)
 
     # ---- checkpoints ---------------------------------------------------------------------------
@@ -259,30 +259,30 @@ class Sharded:
     load = api.load
     resume = api.resume
 
-    def admitted(self, asked: str, optimizer: Given = None) -> Optimizers:
-        """Between steps only: the optimizers, if they may be used on this model.
+    def admitted(self, operation: str, optimizer: Given = None) -> Optimizers:
+        """The optimizers, checked to be of this model; called between steps only.
 
         Args:
-            asked: what was called, for the error.
+            operation: the call, for error messages.
         """
         self._hooks.registered.compare()
-        self._idle(asked)
+        self._check_idle(operation)
         optimizers = as_optimizers(optimizer)
-        for one in optimizers:
-            self._optimizer_hooks.admit(one)
+        for instance in optimizers:
+            self._optimizer_hooks.admit(instance)
         return optimizers
 
     def unshard(self) -> nn.Module:
-        """Undo ``shard()``: the model is plain and whole again on every rank. A collective."""
-        self._at_rest("unshard() was called")  # also where the model is not what it was
+        """Undo ``shard()``: every rank gets the plain, full model. A collective."""
+        self._at_rest("unshard() was called")  # even if the model was changed
         self._optimizer_hooks.uncut(self.buckets)
         uncut(self.buckets)
         self._optimizer_hooks.close()
-        self._undress()
+        self._detach()
         return self.model
 
-    def _dress(self) -> None:
-        """Everything of ours that is attached to the model's modules."""
+    def _attach(self) -> None:
+        """Attach hooks and methods to the model's modules."""
         self._checkpointed = (
             checkpoint_units(self.units) if self.options.activation_checkpointing else []
         )
@@ -291,7 +291,7 @@ class Sharded:
         self._state.install()
         self.model.__dict__["__deepcopy__"] = self._deepcopy
 
-    def _undress(self) -> None:
+    def _detach(self) -> None:
         del self.model.__dict__["__deepcopy__"]
         self._state.remove()
         self._methods.remove()
@@ -300,42 +300,42 @@ class Sharded:
             del module.forward
 
     @contextmanager
-    def _undressed(self) -> Iterator[None]:
-        self._undress()
+    def _detached(self) -> Iterator[None]:
+        self._detach()
         try:
             yield
         finally:
-            self._dress()
+            self._attach()
 
     def relayout(self) -> None:
-        """Shard anew, for the model as it is now. Gradients are dropped. A collective."""
+        """Shard the model again, after it was changed. Gradients are dropped. A collective."""
         self.unshard()
         self._build()
 
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Module:
-        """A plain, whole, unsharded copy. A collective."""
-        self._idle("a deep copy was asked for")
+        """A plain, unsharded copy. A collective."""
+        self._check_idle("a deep copy was asked for")
         members = [member for bucket in self.buckets for member in bucket.members]
         wholes = {
             member.name: whole
             for bucket in self.buckets
             for member, whole in zip(bucket.members, bucket.whole(), strict=True)
         }
-        with self._undressed():
-            copied: nn.Module = whole_copy(self.model, members, wholes, memo)
-        return copied
+        with self._detached():
+            copy: nn.Module = whole_copy(self.model, members, wholes, memo)
+        return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise ConfigError(
-            "a Sharded handle belongs to its ranks and cannot be copied; copy.deepcopy(model) "
-            "gives a plain, whole copy of the model."
+            "a Sharded handle cannot be copied; copy.deepcopy(model) returns a plain, unsharded "
+            "copy of the model."
         )
 
-    # ---- looking -------------------------------------------------------------------------------
+    # ---- inspection ----------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layouts:
-        """Where each parameter lies; ``print`` it."""
+        """The layout of all parameters; ``print`` it."""
         return Layouts(tuple(bucket.spec for bucket in self.buckets))
 
     @property
@@ -351,7 +351,7 @@ class Sharded:
         return Schedule(listed, nbytes, self.placement.name, mode, self.comm.size, meshes)
 
     def numel(self, *, trainable_only: bool = False) -> int:
-        """Elements of the whole model's parameters; ``parameter.numel()`` is this rank's part."""
+        """Elements of the full parameters; ``parameter.numel()`` is that of this rank's shard."""
         members = (member for bucket in self.buckets for member in bucket.members)
         return sum(m.numel for m in members if m.param.requires_grad or not trainable_only)
 
@@ -362,23 +362,23 @@ class Sharded:
             f"{self.numel():,} parameters)"
         )
 
-    def _idle(self, asked: str) -> None:
+    def _check_idle(self, operation: str) -> None:
         self._hooks.registered.check()
-        self._at_rest(asked)
+        self._at_rest(operation)
 
-    def _at_rest(self, asked: str) -> None:
-        self._hooks.check_idle(asked)
+    def _at_rest(self, operation: str) -> None:
+        self._hooks.check_idle(operation)
         self._background.finish_copy()
         self.runtime.end_step()
 
     def _state_asked(self) -> bool:
         if not self._hooks.backward.suspended:  # inside full_params() a state dict is a plain one
-            self._idle("a state dict was asked for")
+            self._check_idle("a state dict was asked for")
             self.runtime.await_readers()
         return not self._hooks.backward.suspended
 
     def _before_step(self) -> None:
-        self._idle("an optimizer stepped")
+        self._check_idle("an optimizer stepped")
         self.runtime.await_readers()
         self._background.check()
         self._check_reduced()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardwise.errors import ConfigError, nearest
-from shardwise.synonyms import strategy_of
+from shardwise.synonyms import parse_strategy
 
 __all__ = ["Placement"]
 
@@ -38,7 +38,7 @@ class Placement:
         Raises:
             ConfigError: no such strategy; the message lists those there are.
         """
-        key, hybrid = strategy_of(name)
+        key, hybrid = parse_strategy(name)
         if key in _PRESETS and not hybrid:
             return _PRESETS[key]
         why = "does not exist"

@@ -1,12 +1,12 @@
-"""What other libraries call the strategies and options of ``shard()``, and optimizers' options.
+"""Names in other libraries of the strategies and options of ``shard()`` and of optimizers' options.
 
-Likeness of letters takes ``cpu_offload`` for ``sync_module_states``, so the field's own words are
-a table: those of torch's FSDP1, FSDP2 and DDP, of accelerate and of DeepSpeed.
+A table of the names in FSDP1, FSDP2, DDP, accelerate and DeepSpeed: spelling alone would suggest
+``sync_module_states`` for ``cpu_offload``.
 """
 
 from __future__ import annotations
 
-__all__ = ["OPTIMIZER", "answer", "strategy_of"]
+__all__ = ["OPTIMIZER_OPTIONS", "option_hint", "parse_strategy"]
 
 _STRATEGIES = {
     # The numbers are those of torch's ShardingStrategy, which accelerate took over.
@@ -22,18 +22,18 @@ _HYBRIDS = {
 }
 
 
-def strategy_of(name: object) -> tuple[str, bool]:
-    """``name`` in our words, and whether a hybrid was meant, of which there is none yet.
+def parse_strategy(name: object) -> tuple[str, bool]:
+    """Our name of a strategy, and whether ``name`` is a hybrid, which is not supported yet.
 
     Args:
         name: a string in any case, a number, or a member of torch's ``ShardingStrategy``.
     """
-    word = str(name).strip().lower().rpartition(".")[2].replace("-", "_").lstrip("_")
+    key = str(name).strip().lower().rpartition(".")[2].replace("-", "_").lstrip("_")
     for table, hybrid in ((_STRATEGIES, False), (_HYBRIDS, True)):
-        for ours, theirs in table.items():
-            if word in theirs.split():
-                return ours, hybrid
-    return word, False
+        for strategy, synonyms in table.items():
+            if key in synonyms.split():
+                return strategy, hybrid
+    return key, False
 
 
 _OPTIONS = {
@@ -91,13 +91,13 @@ _OPTIONS = {
 }
 
 
-def answer(option: str) -> str:
-    """What an option of another library is here; ``""`` if it is in no table."""
-    word = option.lower().removeprefix("fsdp_")
-    return next((text for text, words in _OPTIONS.items() if word in words.split()), "")
+def option_hint(option: str) -> str:
+    """A hint for an option of another library; ``""`` if it is unknown."""
+    key = option.lower().removeprefix("fsdp_")
+    return next((text for text, words in _OPTIONS.items() if key in words.split()), "")
 
 
-OPTIMIZER = {
+OPTIMIZER_OPTIONS = {
     "learning_rate": "lr",
     "epsilon": "eps",
     "beta1": "betas",
@@ -107,4 +107,4 @@ OPTIMIZER = {
     "max_grad_norm": "max_norm",
     "clip_grad_norm": "max_norm",
 }
-"""Options of ``sw.optim``, by what others call them."""
+"""Options of ``sw.optim`` by their names in other libraries."""

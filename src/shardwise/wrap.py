@@ -1,8 +1,7 @@
-"""Which modules become units: rules that read a model and return groups of its modules.
+"""Wrap policies: pure functions from a model to the groups of modules that become units.
 
-A rule decides and does nothing else, so its answer can be printed, tested and compared between
-ranks before anything is sharded. The ordinary way, a policy called back for each module while
-the tree is being rewritten, can only be seen by its effects.
+A policy changes nothing, so its result can be printed, tested and compared between ranks before
+the model is sharded.
 
     sw.wrap.automatic()                               blocks, embeddings, head: the default
     sw.wrap.by_class("LlamaDecoderLayer")
@@ -10,7 +9,7 @@ the tree is being rewritten, can only be seen by its effects.
     sw.wrap.by_hand("embed", ("norm", "lm_head"))     a tuple is one unit
     sw.wrap.whole()                                   everything in one unit
 
-What no group claims belongs to the root. Groups may be nested; the innermost one claims.
+Parameters of no group belong to the root. Groups may be nested; the innermost one counts.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ __all__ = [
     "Group",
     "Wrap",
     "automatic",
-    "brackets",
     "by_class",
     "by_hand",
     "by_size",
     "checked_groups",
+    "entry_modules",
     "whole",
 ]
 
@@ -42,11 +41,11 @@ ModuleLike = nn.Module | str | Iterable[nn.Module | str]
 
 @dataclass(frozen=True)
 class Wrap:
-    """A rule from a model to groups of its modules.
+    """A wrap policy.
 
     Attributes:
-        says: how the rule reads in messages, for example ``by_class(Block)``.
-        pick: the rule itself. Pure: it changes nothing in the model.
+        says: its text in messages, for example ``by_class(Block)``.
+        pick: returns the groups of a model. Pure: it changes nothing in the model.
     """
 
     says: str
@@ -57,20 +56,19 @@ class Wrap:
 
 
 def automatic() -> Wrap:
-    """Repeated blocks are units; so is each embedding outside them; so is the head.
+    """Units are the repeated blocks, each embedding outside them, and the head.
 
     Blocks are the topmost siblings, two or more of one class, in a ``ModuleList``,
-    ``Sequential`` or ``ModuleDict``: a list is how authors say "these are alike". Attributes
-    of one class are not blocks, for they have roles: query, key and value; encoder and decoder.
-    What is registered after the last block and ends in a matrix is the head: one unit, the
-    final norm included. A model that repeats nothing is one unit. `shardwise.blocks` has the
-    details.
+    ``Sequential`` or ``ModuleDict``. Attributes of one class are not blocks, since they have
+    different roles: query, key and value; encoder and decoder. The modules registered after the
+    last block, if the last has a matrix, are the head: one unit, with the final norm. A model
+    without repeated blocks is one unit. See `shardwise.blocks` for details.
     """
     return Wrap("automatic()", pick_by_structure)
 
 
 def whole() -> Wrap:
-    """Everything in one unit: the fewest collectives, and no memory saved while it is gathered."""
+    """Everything in one unit: the fewest collectives, and all parameters gathered at once."""
     return Wrap("whole()", _pick_nothing)
 
 
@@ -82,8 +80,8 @@ def by_class(*classes: ClassLike) -> Wrap:
             names with commas between them, or lists of these.
 
     Raises:
-        ConfigError: here, if nothing is named; when the rule meets a model, if a class is not
-            in it (the message lists those that are, nearest first) or has no parameters there.
+        ConfigError: no class is named; when applied to a model: a class is not in it (the message
+            lists the classes that are, nearest first) or has no parameters.
     """
     wanted = tuple(_flat_classes(classes))
     if not wanted:
@@ -91,18 +89,18 @@ def by_class(*classes: ClassLike) -> Wrap:
             "by_class() names no class, so it would pick nothing. "
             "Name one, or use whole() for a single unit."
         )
-    says = ", ".join(want if isinstance(want, str) else want.__name__ for want in wanted)
+    says = ", ".join(target if isinstance(target, str) else target.__name__ for target in wanted)
     return Wrap(f"by_class({says})", partial(_pick_classes, wanted=wanted))
 
 
 def by_size(min_num_params: int) -> Wrap:
-    """A module is a unit when its parameters that are not yet in one reach the minimum.
+    """A module is a unit if its parameters that are in no other unit reach the minimum.
 
-    Children come first, in the order of registration; then their parent, with what is left.
-    This is the rule of PyTorch's ``size_based_auto_wrap_policy`` (torch/distributed/fsdp/wrap.py),
-    with its exceptions: a module below the minimum is not looked into, ``nn.ModuleList`` and
-    ``nn.ModuleDict`` are never units, ``nn.MultiheadAttention`` stays with its parent, and the
-    root takes the rest. One thing is stricter: a shared parameter is counted once.
+    Children come first, in order of registration; then their parent, with the remaining
+    parameters. This is PyTorch's ``size_based_auto_wrap_policy`` (torch/distributed/fsdp/wrap.py)
+    with its exceptions: submodules of a module below the minimum are skipped, ``nn.ModuleList``
+    and ``nn.ModuleDict`` are never units, ``nn.MultiheadAttention`` stays with its parent, and the
+    root has the rest. Unlike there, a shared parameter is counted once.
 
     Args:
         min_num_params: in elements, 1 or more.
@@ -119,30 +117,30 @@ def by_size(min_num_params: int) -> Wrap:
 
 
 def by_hand(*modules: ModuleLike) -> Wrap:
-    """These modules are units; several in one list or tuple become one unit.
+    """These modules are units; a list or tuple of modules is one unit.
 
     Args:
         modules: modules, or their full names as in ``model.named_modules()``.
 
     Raises:
-        ConfigError: when the rule meets a model: a name or module is not in it, is picked
-            twice, has no parameters, or cannot say when they are needed (``nn.ModuleList``).
+        ConfigError: when applied to a model: a name or module is not in it, is picked twice, has
+            no parameters, or has no forward (``nn.ModuleList``).
     """
     groups = tuple(
         (pick,) if isinstance(pick, str | nn.Module) else tuple(pick) for pick in modules
     )
-    says = ", ".join("+".join(_says(pick) for pick in group) for group in groups)
+    says = ", ".join("+".join(_describe(pick) for pick in group) for group in groups)
     return Wrap(f"by_hand({says})", partial(_pick_by_hand, wanted=groups))
 
 
-# ------------------------------------------------------------------ what can bracket a unit
+# ------------------------------------------------------------------ entry modules
 
 
-def brackets(model: nn.Module) -> dict[nn.Module, str]:
-    """The modules whose entry says that their parameters are needed, with their first names.
+def entry_modules(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules whose forward can gather their parameters, with their first names.
 
-    Two kinds cannot say it: a module without a forward, and the parts of
-    ``nn.MultiheadAttention``, which reads its ``out_proj.weight`` without calling ``out_proj``.
+    Excluded are modules without a forward, and the children of ``nn.MultiheadAttention``, which
+    reads ``out_proj.weight`` without calling ``out_proj``.
     """
     attention = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
     uncalled = {part for m in attention for part in m.children()}
@@ -151,61 +149,61 @@ def brackets(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def checked_groups(model: nn.Module, wrap: Wrap) -> list[Group]:
-    """What the rule picks, once it is sure to work. A group with the root in it is the root's.
+    """The groups that the policy picks, checked. Groups that contain the root are dropped.
 
     Raises:
-        ConfigError: a module is not in the model, is picked twice, has no parameters, or
-            cannot be a bracket.
+        ConfigError: a module is not in the model, is picked twice, has no parameters, or is not
+            an entry module.
     """
     names = {module: name for name, module in model.named_modules()}
-    able, seen = brackets(model), set[nn.Module]()
+    entries, picked_modules = entry_modules(model), set[nn.Module]()
     groups = [group for group in wrap.pick(model) if group and model not in group]
     for module in (module for group in groups for module in group):
-        _refuse_misfit(module, names, wrap)
-        if module not in able:
-            raise _no_bracket(module, names[module])
-        if module in seen:
+        _check_pick(module, names, wrap)
+        if module not in entries:
+            raise _no_entry_error(module, names[module])
+        if module in picked_modules:
             raise ConfigError(
                 f"{wrap} picks {names[module]!r} twice, and a module is in one unit only. "
                 "Pick it once."
             )
-        seen.add(module)
+        picked_modules.add(module)
     return groups
 
 
-def _refuse_misfit(module: nn.Module, names: Mapping[nn.Module, str], wrap: Wrap) -> None:
-    kind = type(module).__name__
+def _check_pick(module: nn.Module, names: Mapping[nn.Module, str], wrap: Wrap) -> None:
+    class_name = type(module).__name__
     if module not in names:
         raise ConfigError(
-            f"{wrap} picks a {kind} that is not in this model, so no step would ever enter it. "
+            f"{wrap} picks a {class_name} that is not in this model, so it would never be called. "
             "Pick it from the model that is sharded, or by its name."
         )
     if not holds_parameters(module):
         raise ConfigError(
-            f"{wrap} picks {names[module]!r} ({kind}), which has no parameters, so there is "
+            f"{wrap} picks {names[module]!r} ({class_name}), which has no parameters, so there is "
             "nothing to gather. Leave it out."
         )
 
 
-def _no_bracket(module: nn.Module, name: str) -> ConfigError:
+def _no_entry_error(module: nn.Module, name: str) -> ConfigError:
     parent = name.rpartition(".")[0]
     if has_forward(module):
         return ConfigError(
-            f"{name!r} is read by {parent!r} (MultiheadAttention) without being called, so "
-            f"nothing would say when its parameters are needed. Pick {parent!r}."
+            f"{name!r} is read by {parent!r} (MultiheadAttention) without being called, so its "
+            f"parameters could not be gathered. Pick {parent!r}."
         )
     inside = [
         f"{name}.{child}" for child, part in module.named_children() if holds_parameters(part)
     ]
     more = f" and {len(inside) - 4} more" if len(inside) > 4 else ""
-    instead = f"what it holds: {', '.join(inside[:4])}{more}" if inside else f"{parent!r}"
+    advice = f"its children: {', '.join(inside[:4])}{more}" if inside else f"{parent!r}"
     return ConfigError(
-        f"{name!r} is a {type(module).__name__}, which has no forward, so nothing would say "
-        f"when its parameters are needed. Pick {instead}."
+        f"{name!r} is a {type(module).__name__}, which has no forward, so its parameters could "
+        f"not be gathered. Pick {advice}."
     )
 
 
-# ------------------------------------------------------------------ the rules
+# ------------------------------------------------------------------ the policies
 
 
 def _pick_nothing(_: nn.Module) -> list[Group]:
@@ -213,73 +211,73 @@ def _pick_nothing(_: nn.Module) -> list[Group]:
 
 
 def _flat_classes(wanted: Iterable[ClassLike]) -> Iterator[type[nn.Module] | str]:
-    for want in wanted:
-        if isinstance(want, nn.Module):  # an nn.Sequential would even pass for a list
+    for target in wanted:
+        if isinstance(target, nn.Module):  # checked first, since nn.Sequential is iterable
             raise ConfigError(
                 f"by_class() takes classes and names of classes, and got a module "
-                f"({type(want).__name__}). Use by_hand() to pick modules."
+                f"({type(target).__name__}). Use by_hand() to pick modules."
             )
-        if isinstance(want, str):
-            yield from (name.strip() for name in want.split(",") if name.strip())
-        elif isinstance(want, type):
-            yield want
+        if isinstance(target, str):
+            yield from (name.strip() for name in target.split(",") if name.strip())
+        elif isinstance(target, type):
+            yield target
         else:
-            yield from _flat_classes(want)
+            yield from _flat_classes(target)
 
 
 def _pick_classes(model: nn.Module, wanted: tuple[type[nn.Module] | str, ...]) -> list[Group]:
-    able = brackets(model)
-    picked = {module for want in wanted for module in _of_class(model, want, able)}
+    entries = entry_modules(model)
+    picked = {module for target in wanted for module in _of_class(model, target, entries)}
     return [(module,) for module in model.modules() if module in picked]
 
 
 def _of_class(
-    model: nn.Module, want: type[nn.Module] | str, able: Mapping[nn.Module, str]
+    model: nn.Module, target: type[nn.Module] | str, entries: Mapping[nn.Module, str]
 ) -> list[nn.Module]:
-    found = [module for module in model.modules() if _is_a(module, want)]
-    if not found:
-        raise _no_such_class(want if isinstance(want, str) else want.__name__, able)
-    filled = [module for module in found if holds_parameters(module)]
-    # Parts of nn.MultiheadAttention stay with it. If nothing is left, checked_groups says why.
-    return [module for module in filled if module in able] or filled or found
+    modules = [module for module in model.modules() if _is_a(module, target)]
+    if not modules:
+        raise _no_such_class(target if isinstance(target, str) else target.__name__, entries)
+    with_parameters = [module for module in modules if holds_parameters(module)]
+    # Children of nn.MultiheadAttention stay with it. If nothing remains, checked_groups raises.
+    return [module for module in with_parameters if module in entries] or with_parameters or modules
 
 
-def _is_a(module: nn.Module, want: type[nn.Module] | str) -> bool:
-    if not isinstance(want, str):
-        return isinstance(module, want)
-    # Subclasses count by name as they do by class: a port of a block often derives from it.
+def _is_a(module: nn.Module, target: type[nn.Module] | str) -> bool:
+    if not isinstance(target, str):
+        return isinstance(module, target)
+    # Subclasses match by name, too: a port of a block often derives from it.
     classes = type(module).__mro__
-    return any(want in (c.__name__, f"{c.__module__}.{c.__qualname__}") for c in classes)
+    return any(target in (c.__name__, f"{c.__module__}.{c.__qualname__}") for c in classes)
 
 
-def _no_such_class(name: str, able: Iterable[nn.Module]) -> ConfigError:
-    here = {type(module).__name__ for module in able if holds_parameters(module)}
-    near = nearest(name.rpartition(".")[2], here, limit=12)
-    if not near:
+def _no_such_class(name: str, entries: Iterable[nn.Module]) -> ConfigError:
+    classes = {type(module).__name__ for module in entries if holds_parameters(module)}
+    suggestions = nearest(name.rpartition(".")[2], classes, limit=12)
+    if not suggestions:
         return ConfigError(f"{name} is not in this model, which has no parameters at all.")
     return ConfigError(
-        f"{name} is not in this model; {near[0]} is. Classes with parameters here, nearest "
-        f"first: {', '.join(near)}. Name one of these."
+        f"{name} is not in this model; {suggestions[0]} is. Classes with parameters here, nearest "
+        f"first: {', '.join(suggestions)}. Name one of these."
     )
 
 
 def _pick_sizes(model: nn.Module, minimum: int) -> list[Group]:
-    able, seen = brackets(model), {model}
-    picked, taken = list[Group](), set[nn.Parameter]()
+    entries, visited = entry_modules(model), {model}
+    picked, claimed = list[Group](), set[nn.Parameter]()
 
-    def left(module: nn.Module) -> int:
-        return sum(param.numel() for param in module.parameters() if param not in taken)
+    def unclaimed(module: nn.Module) -> int:
+        return sum(param.numel() for param in module.parameters() if param not in claimed)
 
     def visit(module: nn.Module) -> None:
-        if left(module) < minimum or isinstance(module, nn.MultiheadAttention):
+        if unclaimed(module) < minimum or isinstance(module, nn.MultiheadAttention):
             return
         for child in module.children():
-            if child not in seen:
-                seen.add(child)
+            if child not in visited:
+                visited.add(child)
                 visit(child)
-        if module is not model and module in able and left(module) >= minimum:
+        if module is not model and module in entries and unclaimed(module) >= minimum:
             picked.append((module,))
-            taken.update(module.parameters())
+            claimed.update(module.parameters())
 
     visit(model)
     return picked
@@ -294,13 +292,13 @@ def _resolved(pick: nn.Module | str, names: Mapping[str, nn.Module]) -> nn.Modul
     if not isinstance(pick, str):
         return pick
     if pick not in names:
-        near = ", ".join(repr(name) for name in nearest(pick, filter(None, names)))
+        suggestions = ", ".join(repr(name) for name in nearest(pick, filter(None, names)))
         raise ConfigError(
-            f"{pick!r} is not a module of this model. The nearest names are {near}; "
+            f"{pick!r} is not a module of this model. The nearest names are {suggestions}; "
             "model.named_modules() gives all of them."
         )
     return names[pick]
 
 
-def _says(pick: nn.Module | str) -> str:
+def _describe(pick: nn.Module | str) -> str:
     return pick if isinstance(pick, str) else type(pick).__name__

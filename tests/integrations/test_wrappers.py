@@ -53,7 +53,7 @@ AROUND: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "FSDP2": (fully_shard, "fully_shard() was called on a module of a sharded model, so shards"),
     "FSDP2 on a block": (
         lambda model: fully_shard(model.get_submodule("blocks.0")),
-        "fully_shard() was called on a module of a sharded model, so shards would be cut again",
+        "fully_shard() was called on a module of a sharded model, so shards would be sharded again",
     ),
 }
 
@@ -85,7 +85,7 @@ WRAPPED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "FSDP2": (fully_shard, "the model is managed by fully_shard() already"),
     "DTensor": (
         lambda model: distribute_module(model, init_device_mesh("cpu", (2,))),
-        "parameter 'embed.weight' is a DTensor, of which each rank holds a part already",
+        "parameter 'embed.weight' is a DTensor, which is sharded already",
     ),
 }
 

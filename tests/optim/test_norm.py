@@ -257,6 +257,6 @@ def test_torchs_own_clipping_is_refused_where_it_would_clip_by_a_part() -> None:
         assert text == (
             "torch.nn.utils.clip_grad_norm_ on a sharded model would clip by the norm of this "
             "rank's shards, another norm on every rank. Use sharded.clip_grad_norm_(max_norm), "
-            "which forms the norm over all ranks with one collective; with parameters=, of a part "
-            "of the model."
+            "which computes the norm over all ranks with one collective; pass parameters= for a "
+            "part of the model."
         )

@@ -1,1 +1,1 @@
-"""Libraries that users have already: each file is for one of them."""
+"""Support for other libraries, one file each."""

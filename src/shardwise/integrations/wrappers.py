@@ -1,9 +1,9 @@
-"""Other engines of data parallelism: none may be around a sharded model, nor inside one.
+"""Refuses DDP, FSDP and other data-parallel engines around or inside a sharded model.
 
-DDP's first broadcast would overwrite every rank's shards with rank 0's, and at the end of backward
-it writes its own gradients over ours: zeros, even on one rank. FSDP would cut shards of shards.
-Each of them asks torch for something before it touches a parameter: a wrapper registers
-the module that it wraps, and ``fully_shard`` looks into the module's registry of composable APIs.
+DDP's first broadcast would overwrite every rank's shards with rank 0's, and its gradients would
+overwrite ours after backward. FSDP would shard shards. They are detected before they change a
+parameter: a wrapper registers the wrapped module, and ``fully_shard`` reads the module's registry
+of composable APIs.
 """
 
 from __future__ import annotations
@@ -25,70 +25,69 @@ _WRAPPERS = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
     "deepspeed.runtime.engine.DeepSpeedEngine",
 }
-"""Known by name, so that none has to be imported."""
+"""By name, so that none has to be imported."""
 _COMPOSABLE = ("fully_shard", "replicate")
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises ``ConfigError`` where another engine has taken over a part of ``model``."""
+    """Raises ``ConfigError`` if another engine manages a part of ``model``."""
     for name, module in model.named_modules():
         applied = _wrapper(module) or _applied(module)
         if applied:
             raise ConfigError(
                 f"{f'module {name!r}' if name else 'the model'} is managed by {applied} already, "
-                "so its gradients would be averaged twice, or its parameters be cut twice. Pass "
-                f"shard() the plain model instead of giving it to {applied}: "
-                'strategy="full_shard" is what FSDP does, "no_shard" what DDP does.'
+                "so its gradients would be averaged twice, or its parameters sharded twice. Pass "
+                f"the plain model to shard(), without {applied}: "
+                'strategy="full_shard" corresponds to FSDP, "no_shard" to DDP.'
             )
     for name, param in model.named_parameters():
         if _is_dtensor(param):
             raise ConfigError(
-                f"parameter {name!r} is a DTensor, of which each rank holds a part already "
-                "(tensor parallelism, or fully_shard). shard() lays out plain tensors: pass it the "
-                "model before it is parallelised."
+                f"parameter {name!r} is a DTensor, which is sharded already (tensor parallelism, "
+                "or fully_shard). shard() supports plain tensors: call it before the model is "
+                "parallelised."
             )
 
 
 def refuse_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
-    """Raises ``ConfigError`` where ``wrapper`` is another engine's, around a sharded ``module``."""
+    """Raises ``ConfigError`` if ``wrapper`` is another engine's, around a sharded ``module``."""
     if applied := _wrapper(wrapper):
         raise ConfigError(
             f"{applied} was put around a {type(module).__name__} that is sharded: it would "
             "overwrite every rank's shards with rank 0's, and averaged gradients with its own. "
-            "Train the model as it is. accelerate's prepare() and transformers' Trainer wrap every "
-            "model that a launcher starts: prepare the data alone and write the loop, or leave "
+            "Train the model without it. accelerate's prepare() and transformers' Trainer wrap "
+            "every model under a launcher: prepare only the data and write the loop, or leave "
             "shard() out."
         )
 
 
 def mark(modules: Iterable[nn.Module]) -> None:
-    """Let ``fully_shard`` refuse these, and FSDP1 leave them alone."""
+    """Mark modules as sharded, so that ``fully_shard`` raises and FSDP1 skips them."""
     for module in modules:
         module.__dict__[REGISTRY_KEY] = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
 
 
 def unmark(modules: Iterable[nn.Module]) -> None:
-    """What was registered by others stays."""
+    """Undo ``mark``; entries of other APIs stay."""
     for module in modules:
         if registry := module.__dict__.pop(REGISTRY_KEY, None):
             module.__dict__[REGISTRY_KEY] = OrderedDict(registry)
 
 
 class _Registry(dict[str, Any]):
-    """The composable APIs of one module, in which torch looks before it applies another."""
+    """The registry of composable APIs of one module, which torch reads before it adds one."""
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
             raise ConfigError(
-                "fully_shard() was called on a module of a sharded model, so shards would be cut "
-                "again. Use one of the two: leave fully_shard() out, or call sharded.unshard() "
-                "before it."
+                "fully_shard() was called on a module of a sharded model, so shards would be "
+                "sharded again. Leave fully_shard() out, or call sharded.unshard() before it."
             )
         return name == "replicate" or super().__contains__(name)
 
 
 def _wrapper(module: nn.Module) -> str:
-    """The name of the engine whose wrapper this is; ``""`` if it is none."""
+    """The name of the engine whose wrapper this is, or ``""``."""
     kinds = type(module).__mro__
     return next((k.__name__ for k in kinds if f"{k.__module__}.{k.__name__}" in _WRAPPERS), "")
 

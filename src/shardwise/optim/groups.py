@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.buffers import Bucket
 from shardwise.errors import ConfigError, OptimizerError, nearest
 from shardwise.sharding import sharding_of
-from shardwise.synonyms import OPTIMIZER
+from shardwise.synonyms import OPTIMIZER_OPTIONS
 from shardwise.units import Member
 
 __all__ = ["Policy", "check_loaded", "chosen", "defaults", "resolved"]
@@ -39,7 +39,7 @@ def chosen(kind: type[Policy], given: Mapping[str, Any]) -> Policy:
     """From keyword arguments; an unknown one is an error that names the nearest."""
     known = [item.name for item in fields(kind)]
     for name in sorted(set(given) - set(known)):
-        like = OPTIMIZER.get(name, nearest(name, known)[0])
+        like = OPTIMIZER_OPTIONS.get(name, nearest(name, known)[0])
         raise ConfigError(
             f"there is no option {name!r}; nearest is {like!r}. Options are {', '.join(known)}."
         )
