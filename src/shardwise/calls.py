@@ -73,7 +73,7 @@ class Call:
         return [(*row, *single) for row in (zip(*nonempty, strict=False) if nonempty else [()])]
 
     def run(self, replacements: dict[int, Tensor] | None = None) -> Any:
-        """Call the function, with the tensors of ``replacements`` in place of those with their ids."""
+        """Call the function; ``replacements`` stand for tensors of these ids."""
         if not replacements:
             return self.func(*self.args, **self.kwargs)
         args, kwargs = self.with_replacements(replacements)
