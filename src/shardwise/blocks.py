@@ -1,14 +1,12 @@
 """Finds a model's repeated blocks, its embeddings and its head by structure.
 
-There is no list of class names, so models of unknown architectures are divided, too.
-
-    model                  blocks            embeddings   head
-    ├── embed                                embed
-    ├── layers: ModuleList
-    │   ├── 0: Block       layers.0
-    │   └── 1: Block       layers.1
-    ├── norm                                              norm ┐ one unit
-    └── lm_head                                        lm_head ┘
+model                  blocks            embeddings   head
+├── embed                                embed
+├── layers: ModuleList
+│   ├── 0: Block       layers.0
+│   └── 1: Block       layers.1
+├── norm                                              norm ┐ one unit
+└── lm_head                                        lm_head ┘
 """
 
 from __future__ import annotations

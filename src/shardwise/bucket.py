@@ -159,11 +159,9 @@ def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> 
     for member in unit.members:
         param = member.param
         dtypes = options.precision.of(param.dtype, param.requires_grad)
-        part = {
-            "block": None,
-            "layer": member.name.rpartition(".")[0],
-            "none": member.name,
-        }[options.bucketing]
+        part = {"block": None, "layer": member.name.rpartition(".")[0], "none": member.name}[
+            options.bucketing
+        ]
         groups.setdefault((dtypes, param.requires_grad, part), []).append(member)
     return [
         BucketSpec(

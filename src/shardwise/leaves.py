@@ -36,10 +36,7 @@ class _OursLast(OrderedDict[int, Callable[[Tensor], None]]):
 
 
 def on_gradient(param: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call ``hook`` after each gradient, and after all other hooks on it.
-
-    ``param`` may be frozen, and become trainable later.
-    """
+    """Call ``hook`` after each gradient and after all other hooks; ``param`` may be frozen."""
     with disable_torch_function():
         hooks = after_accumulation(param)
         if not isinstance(hooks, _OursLast):

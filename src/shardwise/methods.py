@@ -1,7 +1,6 @@
 """Methods other than ``forward`` that gather units: ``model.encode(x)``, a VAE's ``loss``.
 
-Forward hooks gather a unit when its module is called. torch has no hooks for other methods, so
-registered methods are wrapped to gather their module's unit.
+torch has no hooks for them, so registered methods are wrapped to gather their module's unit.
 """
 
 from __future__ import annotations

@@ -185,10 +185,7 @@ class Sharded:
         self._methods.install(self._hooks)
 
     def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        parameters: Iterable[Tensor] | None = None,
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None
     ) -> Tensor:
         """Clip the global gradient norm, over all ranks. One collective.
 

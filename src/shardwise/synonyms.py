@@ -1,8 +1,4 @@
-"""Names in other libraries of the strategies and options of ``shard()`` and of optimizers' options.
-
-A table of the names in FSDP1, FSDP2, DDP, accelerate and DeepSpeed: spelling alone would suggest
-``sync_module_states`` for ``cpu_offload``.
-"""
+"""Names in other libraries of strategies, of options of ``shard()``, and of optimizers' options."""
 
 from __future__ import annotations
 

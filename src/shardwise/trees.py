@@ -1,7 +1,6 @@
 """Finds the tensors in nested arguments and outputs of modules.
 
-Models return tensors, tuples, dicts and dataclasses of them. A unit whose outputs were not all
-found would be freed too early.
+A unit whose outputs were not all found would be freed too early.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Divides parameters into units, which are gathered together. Each is in exactly one unit.
+"""Which parameters are gathered together: every parameter lies in exactly one unit.
 
-A unit is the parameters of one module's subtree that are in no nested unit; the root has the
-rest. Nested wrappers cannot hold a parameter that two modules share. Here it gets a unit of its
-own, which each of its users enters, or its users become one unit if it is most of their elements:
-a tied embedding and head are one unit.
+A unit is the parameters of one module's subtree that no nested unit claims; the root has the
+rest. The ordinary way, wrapping modules one inside the other, makes a parameter that two of them
+share an error. Here it has a unit of its own, which each of its users enters, or joins its users
+in one unit if it is most of what they hold: a tied embedding and head are one unit.
 
-    (root)             parameters of no other unit; gathered while the model runs
-    embed+norm+lm_head entered three times; the tied weight is gathered for its uses only
+    (root)             what nobody claims; gathered while the model runs
+    embed+norm+lm_head entered three times: the tied weight is gathered for its uses only
     blocks.0
     blocks.1
     blocks.0.fc+1.fc   a weight that two blocks share
 
-A module is the entry module of one unit only.
+No module is the bracket of two units.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["Member", "Unit", "Units", "choose_units"]
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """One parameter of the model, with all its names.
+    """One parameter, wherever it appears in the model.
 
     Attributes:
         name: its first full name, as in ``model.named_parameters()``.
         aliases: all its full names, the first included.
         param: the parameter.
-        owners: each module and attribute that refer to it.
-        shape: its full shape, also after ``param`` is sharded.
+        owners: each module and attribute that hold it, once.
+        shape: its whole shape, which ``param`` no longer has once it is sharded.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Member:
 
     @property
     def numel(self) -> int:
-        """Elements of the full parameter."""
+        """Elements of the whole parameter."""
         return self.shape.numel()
 
 
@@ -66,8 +66,8 @@ class Unit:
 
     Attributes:
         name: unique in the model; ``""`` for the root's unit.
-        modules: its entry modules, whose forward needs the unit; in order of registration.
-        class_name: the classes of the entry modules.
+        modules: entering any of them needs the unit; in order of registration.
+        class_name: their classes.
         members: the parameters, in order of registration; at least one.
     """
 
@@ -83,7 +83,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full parameters in their own dtypes, without padding."""
+        """Bytes of the whole parameters in their own dtypes, without padding."""
         return sum(member.numel * member.param.element_size() for member in self.members)
 
     @property
@@ -101,8 +101,8 @@ class Units(Sequence[Unit]):
 
     Attributes:
         units: the units.
-        padding: bytes of padding by unit name; ``None`` without layouts.
-        placements: ``"sharded"`` or ``"replicated"`` by unit name; ``None`` without a strategy.
+        padding: bytes of padding by unit name, once layouts exist.
+        placements: ``"sharded"`` or ``"replicated"``, by unit, once a strategy is chosen.
     """
 
     units: tuple[Unit, ...]
@@ -124,12 +124,12 @@ class Units(Sequence[Unit]):
         columns = {
             "unit": [*(unit.name or "(root)" for unit in self), "total"],
             "class": [*(unit.class_name for unit in self), ""],
-            "parameters": _with_total(unit.numel for unit in self),
-            "bytes": _with_total(unit.nbytes for unit in self),
-            "trainable": _with_total(unit.trainable for unit in self),
+            "parameters": _summed(unit.numel for unit in self),
+            "bytes": _summed(unit.nbytes for unit in self),
+            "trainable": _summed(unit.trainable for unit in self),
         }
         if self.padding is not None:
-            columns["padding"] = _with_total(self.padding[unit.name] for unit in self)
+            columns["padding"] = _summed(self.padding[unit.name] for unit in self)
         if self.placements is not None:
             columns["placement"] = [*(self.placements[unit.name] for unit in self), ""]
         return _aligned(columns)
@@ -140,33 +140,33 @@ def choose_units(model: nn.Module, wrap: Wrap | None = None) -> Units:
 
     Args:
         model: any module with a forward. It may be on the meta device.
-        wrap: the wrap policy (default: `shardwise.wrap.automatic`).
+        wrap: which modules become units (default: `shardwise.wrap.automatic`).
 
     Raises:
-        ConfigError: a parameter is in no module with a forward, or is not initialised, or the
-            policy does not fit the model.
+        ConfigError: a parameter lies in no module that is called, or has no shape yet, or the
+            rule does not fit the model.
     """
-    _check_initialized(model)
+    _refuse_unfit(model)
     groups = checked_groups(model, wrap or automatic())
     claims = _Claims(model, [*groups, *_called_parts(model, groups)])
     members = _members(model)
     for member in members:
-        claims.merge_users(member)
-    members_of: dict[Group, list[Member]] = defaultdict(list)
+        claims.join(member)
+    homes: dict[Group, list[Member]] = defaultdict(list)
     for member in members:
-        members_of[claims.group_of(member)].append(member)
-    if not has_forward(model) and (model,) in members_of:
-        raise _never_gathered(model, members_of[model,][0])
-    ordered = sorted(members_of.items(), key=lambda group_of: claims.position[group_of[0][0]])
+        homes[claims.home(member)].append(member)
+    if not has_forward(model) and (model,) in homes:
+        raise _never_gathered(model, homes[model,][0])
+    ordered = sorted(homes.items(), key=lambda home: claims.place[home[0][0]])
     units = (
-        Unit(_name([claims.entries[m] for m in group]), group, _class(group), tuple(members))
-        for group, members in ordered
+        Unit(_name([claims.able[m] for m in group]), group, _class(group), tuple(held))
+        for group, held in ordered
     )
     return Units(tuple(units))
 
 
 def _called_parts(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
-    """The callable parts of a model without a forward, such as the two networks of a GAN."""
+    """Of a model without a forward, a GAN's two nets, say: the parts that are called instead."""
     picked = {module for group in groups for module in group}
     return [] if has_forward(model) else [(m,) for m in as_group(model) if m not in picked]
 
@@ -179,15 +179,12 @@ def _never_gathered(model: nn.Module, member: Member) -> ConfigError:
     )
 
 
-def _check_initialized(model: nn.Module) -> None:
+def _refuse_unfit(model: nn.Module) -> None:
     named = model.named_parameters()
-    if uninitialized := [
-        name for name, param in named if isinstance(param, UninitializedParameter)
-    ]:
+    if lazy := [name for name, param in named if isinstance(param, UninitializedParameter)]:
         raise ConfigError(
-            f"{len(uninitialized)} parameters have no shape yet, the first is "
-            f"{uninitialized[0]!r}, so they cannot be sharded. Run the model once to initialise "
-            "its lazy modules."
+            f"{len(lazy)} parameters have no shape yet, the first is {lazy[0]!r}, so they cannot "
+            "be laid out. Run the model once, so that its lazy modules learn their shapes."
         )
 
 
@@ -207,95 +204,83 @@ def _members(model: nn.Module) -> list[Member]:
 
 
 class _Claims:
-    """Finds the group of a parameter: the innermost one on its path.
+    """Which group claims a parameter: the innermost one on its path.
 
-    A parameter with several names may be in several groups; `merge_users` and `group_of` choose.
+    A parameter with several names may have several claimants; `join` and `home` settle that.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
-        self.entries = entry_modules(model)
-        self.position = {module: i for i, module in enumerate(model.modules())}
+        self.able = entry_modules(model)
+        self.place = {module: i for i, module in enumerate(model.modules())}
         self._paths = dict(model.named_modules(remove_duplicate=False))
-        self._group_of = {model: (model,)} | {
-            m: self._sorted(group) for group in groups for m in group
-        }
-        self._user_groups: dict[nn.Module, Group] = {}  # brackets of units that claim no subtree
+        self._of = {model: (model,)} | {m: self._sorted(group) for group in groups for m in group}
+        self._own: dict[nn.Module, Group] = {}  # entry_modules of units that claim no subtree
 
-    def merge_users(self, member: Member) -> None:
-        """Merge the layers that share ``member`` into one unit, if it is most of their elements."""
+    def join(self, member: Member) -> None:
+        """Make one unit of the layers that share ``member``, if it is most of what they hold."""
         if len(self._claimants(member)) == 1:
             return
         if (shared := self._shared_module(member)) is not None:
-            self._group_of[shared] = (shared,)
+            self._of[shared] = (shared,)
             return
-        parts = [self._mostly(module, member) for module in self._readers(member)]
+        parts = [self._most(module, member) for module in self._users(member)]
         if all(parts):
-            self._merge({module for part in parts for module in part})
+            self._unite({module for part in parts for module in part})
 
-    def group_of(self, member: Member) -> Group:
-        """The group whose unit has ``member``."""
+    def home(self, member: Member) -> Group:
+        """The one group whose unit holds ``member``."""
         claimants = self._claimants(member)
-        enclosing = [self._enclosing_groups(alias) for alias in member.aliases]
-        enclosing_group = next(g for g in enclosing[0] if all(g in groups for groups in enclosing))
-        if enclosing_group in claimants:  # the only one, or one that contains the others
-            return enclosing_group
-        readers = self._readers(member)
-        if any(
-            m in self._group_of or self._user_groups.get(m, readers) != readers for m in readers
-        ):
-            return enclosing_group  # a module is the entry module of one unit only
-        self._user_groups |= dict.fromkeys(readers, readers)
-        return readers
+        chains = [self._chain(alias) for alias in member.aliases]
+        around = next(g for g in chains[0] if all(g in chain for chain in chains))
+        if around in claimants:  # the only one, or one that encloses the others
+            return around
+        users = self._users(member)
+        if any(m in self._of or self._own.get(m, users) != users for m in users):
+            return around  # a module is the bracket of one unit only
+        self._own |= dict.fromkeys(users, users)
+        return users
 
-    def _parents(self, alias: str) -> Iterator[nn.Module]:
-        """The modules that contain a parameter, innermost first."""
+    def _up(self, alias: str) -> Iterator[nn.Module]:
+        """The modules around a parameter, innermost first."""
         while alias:
             alias = alias.rpartition(".")[0]
             yield self._paths[alias]
 
-    def _enclosing_groups(self, alias: str) -> list[Group]:
-        return [
-            self._group_of[module] for module in self._parents(alias) if module in self._group_of
-        ]
+    def _chain(self, alias: str) -> list[Group]:
+        return [self._of[module] for module in self._up(alias) if module in self._of]
 
     def _claimants(self, member: Member) -> set[Group]:
-        return {self._enclosing_groups(alias)[0] for alias in member.aliases}
+        return {self._chain(alias)[0] for alias in member.aliases}
 
-    def _readers(self, member: Member) -> Group:
-        """The modules whose forward reads ``member``: its nearest brackets, the outermost ones."""
-        readers = {
-            next(m for m in self._parents(alias) if m in self.entries) for alias in member.aliases
-        }
-        enclosing_group = (
-            [m for m in self._parents(alias) if m in readers] for alias in member.aliases
-        )
-        return self._sorted(parents[-1] for parents in enclosing_group)
+    def _users(self, member: Member) -> Group:
+        """The modules whose forward reads ``member``: its nearest entry modules."""
+        near = {next(m for m in self._up(alias) if m in self.able) for alias in member.aliases}
+        around = ([m for m in self._up(alias) if m in near] for alias in member.aliases)
+        return self._sorted(found[-1] for found in around)
 
     def _shared_module(self, member: Member) -> nn.Module | None:
-        """The largest module that contains all names of the parameter, or ``None``."""
-        parent_levels = zip(*(self._parents(alias) for alias in member.aliases), strict=False)
-        common_levels = takewhile(lambda level: len(set(level)) == 1, parent_levels)
-        return next(
-            (level[0] for level in reversed(list(common_levels)) if level[0] in self.entries), None
-        )
+        """The largest module of which all of the parameter's names are a part, if any."""
+        levels = zip(*(self._up(alias) for alias in member.aliases), strict=False)
+        same = takewhile(lambda level: len(set(level)) == 1, levels)
+        return next((level[0] for level in reversed(list(same)) if level[0] in self.able), None)
 
-    def _mostly(self, module: nn.Module, member: Member) -> Group:
-        """The module's group, or the module alone, if ``member`` is most of it; else ``()``."""
-        group = self._group_of.get(module, (module,))
+    def _most(self, module: nn.Module, member: Member) -> Group:
+        """The module's group, or else the module, if ``member`` is most of it; or nothing."""
+        group = self._of.get(module, (module,))
         return next((part for part in (group, (module,)) if _is_mostly(part, member)), ())
 
-    def _merge(self, modules: set[nn.Module]) -> None:
-        """Make one group of ``modules``, and remove them from their old groups."""
-        old_groups = {self._group_of[module] for module in modules if module in self._group_of}
-        for group in [self._sorted(modules), *(self._sorted(set(g) - modules) for g in old_groups)]:
-            self._group_of |= dict.fromkeys(group, group)
+    def _unite(self, modules: set[nn.Module]) -> None:
+        """Make one group of these, and leave their old groups without them."""
+        left = {self._of[module] for module in modules if module in self._of}
+        for group in [self._sorted(modules), *(self._sorted(set(g) - modules) for g in left)]:
+            self._of |= dict.fromkeys(group, group)
 
     def _sorted(self, modules: Iterable[nn.Module]) -> Group:
-        return tuple(sorted(set(modules), key=self.position.__getitem__))
+        return tuple(sorted(set(modules), key=self.place.__getitem__))
 
 
 def _is_mostly(group: Group, member: Member) -> bool:
-    """Are these single layers with at least half of their elements in ``member``?"""
+    """Are these single layers, at least half of whose elements are ``member``'s?"""
     if any(True for module in group for _ in module.children()):
         return False
     inside = {param for module in group for param in module.parameters()}
@@ -326,14 +311,14 @@ def _class(group: Group) -> str:
     return "+".join(dict.fromkeys(type(module).__name__ for module in group))
 
 
-def _with_total(values: Iterable[int]) -> list[str]:
-    """The numbers and their sum, as text."""
+def _summed(values: Iterable[int]) -> list[str]:
+    """Each number, then their sum."""
     numbers = list(values)
     return [f"{number:,}" for number in (*numbers, sum(numbers))]
 
 
 def _aligned(columns: Mapping[str, Sequence[str]]) -> str:
-    """A table with text columns aligned to the left and numbers to the right."""
+    """Text to the left, numbers to the right."""
     text = {"unit", "class", "placement"}
     padded = []
     for title, cells in columns.items():

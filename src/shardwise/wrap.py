@@ -1,8 +1,5 @@
 """Wrap policies: pure functions from a model to the groups of modules that become units.
 
-A policy changes nothing, so its result can be printed, tested and compared between ranks before
-the model is sharded.
-
     sw.wrap.automatic()                               blocks, embeddings, head: the default
     sw.wrap.by_class("LlamaDecoderLayer")
     sw.wrap.by_size(100_000)
