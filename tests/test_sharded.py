@@ -424,7 +424,7 @@ def test_ranks_that_are_given_different_things_are_told_which() -> None:
             return text
 
         for text in on_ranks(3, nets.tied_decoder, rank):
-            assert text.startswith("the ranks do not agree on ")
+            assert text.startswith("the ranks differ in ")
             assert expected in text
 
 

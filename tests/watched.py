@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.memory import Memory
-from shardwise.comm.protocol import Comm, Label, Pending, Use
+from shardwise.comm.protocol import Comm, Label, OnReceived, Pending
 
 
 class Watched(Comm):
@@ -40,7 +40,7 @@ class Watched(Comm):
         self.most = max(self.most, self.flying)
         return Landing(pending, self)
 
-    def exchange(self, full: Tensor, use: Use, label: Label) -> Pending:
+    def exchange(self, full: Tensor, use: OnReceived, label: Label) -> Pending:
         self.log.append(str(label))
         return self.inner.exchange(full, use, label)
 

@@ -95,7 +95,7 @@ def _plain(setup: Setup) -> Engine:
 def _shardwise(strategy: str, setup: Setup) -> Engine:
     model, world = setup.new_model(), dist.group.WORLD
     assert world is not None  # `start` made it
-    comm = BackendComm(world, setup.place, EchoStore(), averages=False, timeout=600)
+    comm = BackendComm(world, setup.place, EchoStore(), has_average=False, timeout=600)
     precision = sw.Precision(compute=torch.bfloat16, wire=WIRES[setup.wire][0])
     sharded = sw.shard(model, strategy, comm=comm, precision=precision)
     flat = setup.optimizer == "flat"

@@ -24,7 +24,7 @@ from benchmarks.harness.report import Column, Table
 from benchmarks.harness.workers import Worker, on_ranks
 from benchmarks.step.engines import flat_optimizer_for, optimizer_for
 from shardwise.comm.fake import FakeComm
-from shardwise.comm.protocol import Done, Label, Pending, Use
+from shardwise.comm.protocol import Completed, Label, OnReceived, Pending
 
 WORLD = 8
 UNITS = 8
@@ -76,12 +76,12 @@ class SilentComm(FakeComm):
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         """Nothing is gathered."""
         self.counters.sent(label.op, full.nbytes * (self.size - 1) // self.size)
-        return Done()
+        return Completed()
 
-    def exchange(self, full: Tensor, use: Use, label: Label) -> Pending:  # noqa: ARG002
+    def exchange(self, full: Tensor, use: OnReceived, label: Label) -> Pending:  # noqa: ARG002
         """Nothing is summed."""
         self.counters.sent(label.op, full.nbytes * (self.size - 1) // self.size)
-        return Done()
+        return Completed()
 
 
 # ---- the model -----------------------------------------------------------------------------

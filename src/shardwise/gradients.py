@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.bucket import BucketSpec
 from shardwise.comm.protocol import Label
-from shardwise.comm.reduction import Reducing
+from shardwise.comm.reduction import PendingReduction
 from shardwise.errors import RanksDisagree, ShardUseError
 from shardwise.guard import LocalGradient, is_of_shard, put_grad
 from shardwise.torch_internals import (
@@ -59,7 +59,7 @@ class Gradients:
         self._small = [numel < SMALL for numel in self._numels]
         self._waiting: dict[int, Tensor] = {}
         self._views: list[Tensor] = []
-        self._reducing: Reducing | None = None
+        self._reducing: PendingReduction | None = None
         self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
         self._label = Label("reduce", spec.unit)
 

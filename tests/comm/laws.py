@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.protocol import Comm, Label, Pending
-from shardwise.comm.reduction import Reducing, Reduction
+from shardwise.comm.reduction import PendingReduction, Reduction
 from shardwise.errors import ConfigError, RanksDisagree
 
 N = 7  # elements of a piece; odd on purpose
@@ -117,7 +117,7 @@ def start_sum(
     wide: torch.dtype = torch.float32,
     by: float | Literal["mean"] = 1.0,
     unit: str = "",
-) -> Reducing:
+) -> PendingReduction:
     """Issue the sum of what the ranks hold, formed in ``wide`` and divided ``by`` that."""
     how, after = ("avg", 1.0) if by == "mean" else ("postdivide", by)
     reduction = Reduction(full.dtype, wide, how, after=after)
@@ -281,7 +281,7 @@ def unlike_facts_end_the_group(comm: Comm) -> list[Tensor]:
     assert "seed: rank 0: 0; rank 1: 1" in text
     assert "torch" not in text
     for _ in range(2):
-        with pytest.raises(RanksDisagree, match="do not agree on 2 of their facts"):
+        with pytest.raises(RanksDisagree, match="differ in 2 of their facts"):
             comm.broadcast(torch.ones(1), 0, Label("broadcast"))
     return []
 

@@ -8,45 +8,45 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.comm.arena import PAGE, Arena, CommonHeap, Heap
+from shardwise.comm.arena import PAGE, Arena, Heap, SymmetricHeap
 
 
 def test_two_mappings_of_one_file_show_the_same_bytes() -> None:
-    mine = Arena.made()
-    theirs = Arena.of(os.getpid(), mine.fd)
+    mine = Arena.create()
+    theirs = Arena.open(os.getpid(), mine.fd)
     mine.tensor(4096, 3, torch.float32).copy_(torch.tensor([1.0, 2.0, 3.0]))
     assert theirs.tensor(4096, 3, torch.float32).tolist() == [1.0, 2.0, 3.0]
 
 
 def test_a_file_takes_memory_only_where_it_is_touched() -> None:
-    arena = Arena.made()
+    arena = Arena.create()
     arena.tensor(1 << 38, 1, torch.uint8).fill_(1)
     assert os.fstat(arena.fd).st_blocks * 512 <= 4 * PAGE
 
 
 def test_a_file_has_no_name_that_could_be_left_behind() -> None:
-    assert "(deleted)" in str(Path(f"/proc/self/fd/{Arena.made().fd}").readlink())
+    assert "(deleted)" in str(Path(f"/proc/self/fd/{Arena.create().fd}").readlink())
 
 
 def test_a_file_of_nobody_cannot_be_opened() -> None:
     with pytest.raises(OSError, match="No such"):
-        Arena.of(os.getpid(), 1_000_000)
+        Arena.open(os.getpid(), 1_000_000)
 
 
 def test_a_tensor_is_known_by_its_offset_and_others_have_none() -> None:
-    arena = Arena.made()
+    arena = Arena.create()
     assert arena.offset_of(arena.tensor(8192, 4, torch.int64)[1:]) == 8200
     assert arena.offset_of(torch.zeros(4)) is None
 
 
 def test_each_tensor_has_a_storage_of_its_own() -> None:
     # Otherwise saving one would save the whole file.
-    arena = Arena.made()
+    arena = Arena.create()
     assert arena.tensor(0, 5, torch.bfloat16).untyped_storage().nbytes() == 10
 
 
 def heap(being_read: set[int]) -> Heap:
-    return Heap(Arena.made(), being_read.__contains__)
+    return Heap(Arena.create(), being_read.__contains__)
 
 
 def test_a_block_is_given_out_again_once_its_tensor_and_all_views_are_gone() -> None:
@@ -65,7 +65,7 @@ def test_a_block_that_peers_still_read_is_not_given_out() -> None:
     own = heap(being_read)
     shown = own.allocate(100, torch.float32)
     place = shown.data_ptr()
-    own.show(own.arena.offset_of(shown[3:]) or 0, 7)  # from its middle
+    own.mark_read_in(own.arena.offset_of(shown[3:]) or 0, 7)  # from its middle
     del shown
     other = own.allocate(100, torch.float32)
     assert other.data_ptr() != place
@@ -89,14 +89,14 @@ def test_nothing_takes_no_block() -> None:
 # --- blocks that are the same on every rank --------------------------------------------------
 
 
-def starts(common: CommonHeap, *pages: int) -> list[int]:
+def starts(common: SymmetricHeap, *pages: int) -> list[int]:
     """Where blocks of so many pages begin, in pages; they die at once."""
     blocks = [common.allocate(PAGE * count, torch.uint8) for count in pages]
     return [(common._arena.offset_of(block) or 0) // PAGE for block in blocks]
 
 
 def test_a_common_block_is_given_out_again_only_once_all_ranks_have_let_it_go() -> None:
-    common = CommonHeap(Arena.made(), PAGE)
+    common = SymmetricHeap(Arena.create(), PAGE)
     assert starts(common, 1, 2) == [1, 2]
     assert common.unused == {PAGE, 2 * PAGE}  # on this rank
     assert starts(common, 1) == [4]
@@ -106,7 +106,7 @@ def test_a_common_block_is_given_out_again_only_once_all_ranks_have_let_it_go() 
 
 
 def test_common_blocks_are_merged_so_another_layout_fits_in_the_place_of_the_one_before() -> None:
-    common = CommonHeap(Arena.made(), 0)
+    common = SymmetricHeap(Arena.create(), 0)
     for layout in ([3, 1, 2], [2, 2, 2], [1, 5], [6]):
         assert starts(common, *layout)[0] == 0
         common.reuse(set(common.unused))
@@ -115,7 +115,7 @@ def test_common_blocks_are_merged_so_another_layout_fits_in_the_place_of_the_one
 
 
 def test_a_common_block_lives_as_long_as_a_view_of_it() -> None:
-    common = CommonHeap(Arena.made(), 0)
+    common = SymmetricHeap(Arena.create(), 0)
     view = common.allocate(10, torch.float32)[3:]
     assert common.unused == set()
     assert view.untyped_storage().nbytes() == 40  # or saving it would save the whole file

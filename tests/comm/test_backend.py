@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm import backend
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import over
-from shardwise.comm.group import Ending
+from shardwise.comm.group import Shutdown
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
 from tests.comm.laws import start_sum, sum_of
@@ -56,7 +56,7 @@ def averaging(folder: str, calls: backend._Calls) -> list[Any]:
     world = dist.group.WORLD
     assert world is not None
     backend._calls = lambda: calls._replace(scatter=spy)
-    with BackendComm(world, CPU, store, averages=True, timeout=60) as comm:
+    with BackendComm(world, CPU, store, has_average=True, timeout=60) as comm:
         mean = mean_of_ranks(comm)
     return [*used, mean]
 
@@ -112,7 +112,7 @@ def test_ranks_that_differ_soon_raise() -> None:
     mine, theirs = outcomes_of(2, go_wrong)
     assert (mine.error, theirs.error) == ("", "")
     (soon, left), (also_soon, elsewhere) = mine.value
-    assert left.startswith("rank 1 has left (it closed its end of the group after 0 collectives)")
+    assert left.startswith("rank 1 has left (it closed its communicator after 0 collectives)")
     assert elsewhere.startswith("collective 0 differs: rank 1 is at agree (0 bytes), rank 0 at gat")
     assert max(soon, also_soon) < 60  # and not the time limit of half an hour
 
@@ -196,7 +196,7 @@ def test_work_that_failed_is_not_over_although_nccl_says_that_it_is_complete() -
         if result is not None:
             future.set_result(result)
         work = SimpleNamespace(is_completed=lambda: True, get_future_result=lambda: future)
-        return backend._is_over(cast("Any", work))
+        return backend._has_succeeded(cast("Any", work))
 
     assert [over(result) for result in (0, 1, 2, 100, None)] == [True, False, False, False, False]
 
@@ -221,8 +221,8 @@ def alone(rank: int, world: int, folder: str, device: str) -> list[Any]:
     group = dist.group.WORLD
     assert group is not None
     own: Store = FileStore(f"{folder}/own", world)
-    ending = Ending(then=dist.destroy_process_group)
-    with BackendComm(group, here, own, averages=True, timeout=60, ending=ending) as comm:
+    shutdown = Shutdown(callback=dist.destroy_process_group)
+    with BackendComm(group, here, own, has_average=True, timeout=60, shutdown=shutdown) as comm:
         full = torch.arange(6, dtype=torch.bfloat16, device=here)
         pendings = [comm.all_gather(full, Label("gather")), comm.broadcast(full, 0, Label("send"))]
         received: list[Tensor] = []

@@ -69,7 +69,7 @@ def test_a_meeting_place_that_nobody_serves_is_named(monkeypatch: pytest.MonkeyP
     launcher = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RanksDisagree, match=f"did not all meet at 127.0.0.1:{port} within 1 s"):
+    with pytest.raises(RanksDisagree, match=f"did not all connect to 127.0.0.1:{port} within 1 s"):
         connect(timeout=1.0)
     assert not dist.is_initialized()
 
@@ -242,7 +242,7 @@ def test_what_torch_has_built_in_comes_before_a_plug_in(
 @pytest.mark.parametrize(
     ("device", "text"),
     [
-        ("cuda", "collectives for cuda: it needs nccl (built into torch)."),
+        ("cuda", "collective backend for cuda is available: it needs nccl (built into torch)."),
         ("xpu", "it needs xccl (built into torch) or ccl (import oneccl_bindings_for_pytorch)."),
         ("hpu", "it needs hccl (import habana_frameworks.torch.distributed.hccl)."),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.comm.environment import Launch, launched
+from shardwise.comm.environment import Launch, read_launch
 from shardwise.errors import ConfigError
 
 MASTER = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
@@ -83,7 +83,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **MASTER}
     ],
 )
 def test_a_process_knows_who_it_is(environ: dict[str, str], launch: Launch | None) -> None:
-    assert launched(environ) == launch
+    assert read_launch(environ) == launch
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_process_knows_who_it_is(environ: dict[str, str], launch: Launch | Non
     ],
 )
 def test_ranks_of_srun_meet_on_the_first_host_of_its_list(nodes: str, first: str) -> None:
-    launch = launched(SRUN | {"SLURM_STEP_NODELIST": nodes})
+    launch = read_launch(SRUN | {"SLURM_STEP_NODELIST": nodes})
     assert launch is not None
     assert launch.address == first
 
@@ -119,14 +119,14 @@ def test_ranks_of_srun_meet_on_the_first_host_of_its_list(nodes: str, first: str
 )
 def test_a_part_of_a_launcher_is_an_error(environ: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError) as error:
-        launched(environ)
+        read_launch(environ)
     assert text in str(error.value)
     assert "torchrun" in str(error.value) or "Correct" in str(error.value)
 
 
 def test_a_lone_rank_may_be_the_number_of_the_machine() -> None:
-    with pytest.raises(ConfigError, match=r"call it NODE_RANK.*torchrun --node-rank=\$NODE_RANK"):
-        launched({"RANK": "1"})
+    with pytest.raises(ConfigError, match=r"name it NODE_RANK.*torchrun --node-rank=\$NODE_RANK"):
+        read_launch({"RANK": "1"})
 
 
 @pytest.mark.parametrize(
@@ -141,17 +141,18 @@ def test_where_ranks_cannot_know_where_they_meet_the_line_to_type_is_said(
     environ: dict[str, str], line: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        launched(environ)
+        read_launch(environ)
     by = line.split(maxsplit=1)[0]
     assert str(error.value) == (
-        f"{by} started 4 processes, of which this is rank 3, but nothing in the environment says "
-        f"where they meet, so each would train alone. Say it, for example: {line}"
+        f"{by} started 4 processes, of which this is rank 3, but the environment "
+        f"has no address at which they connect, so each would train alone. Set "
+        f"it, for example: {line}"
     )
 
 
 def test_another_world_size_than_was_started_is_an_error() -> None:
     with pytest.raises(ConfigError) as error:
-        launched(SRUN | {"WORLD_SIZE": "8"})
+        read_launch(SRUN | {"WORLD_SIZE": "8"})
     assert str(error.value).startswith(
         "WORLD_SIZE=8 in the environment, but srun started 4 processes"
     )

@@ -62,5 +62,5 @@ def test_an_empty_piece_is_fine_and_a_rank_must_exist() -> None:
     FakeComm(0, 4).all_gather(torch.empty(0), Label("gather")).wait()
     with pytest.raises(ConfigError, match="rank 4 of 4: ranks are numbered from 0 to 3"):
         FakeComm(4, 4)
-    with pytest.raises(ConfigError, match="does not split into 4"):
+    with pytest.raises(ConfigError, match="cannot be split into 4"):
         FakeComm(0, 4).all_gather(torch.zeros(7), Label("gather"))

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.spawn
 
 def look_soon() -> None:
     """What a rank does after 1.5 seconds of waiting, it does at once."""
-    watchdog.TICK = watchdog.PATIENCE = 0.05
+    watchdog.POLL_INTERVAL = watchdog.FIRST_CHECK = 0.05
 
 
 def wait_for(path: Path) -> None:
@@ -119,10 +119,11 @@ DIFFERENCES: dict[Callable[[Comm], None], str] = {
     agreeing: "rank 1 is at agree (0 bytes), rank 0 at gather blocks.3 (1,024 bytes).",
     issued_ahead: "collective 20 differs: rank 1 is at gather blocks.22 (168 bytes), "
     "rank 0 at gather blocks.21 (168 bytes). The last one in common was gather blocks.20.",
-    closed: "rank 1 has left (it closed its end of the group after 0 collectives) while rank 0 "
-    "waits at gather blocks.3 (collective 0, 1,024 bytes).",
+    closed: "rank 1 has left (it closed its communicator after 0 collectives) while rank 0 "
+    "waits at gather blocks.3 (collective 0, 1,024 bytes), which cannot complete.",
     raised: "rank 1 has left (it raised ValueError('the loader found no file') after 0 "
-    "collectives) while rank 0 waits at gather blocks.3 (collective 0, 1,024 bytes).",
+    "collectives) while rank 0 waits at gather blocks.3 (collective 0, 1,024 bytes), "
+    "which cannot complete.",
 }
 
 
@@ -262,7 +263,7 @@ def test_a_killed_rank_is_named_within_seconds(transport: str) -> None:
     assert [o.exitcode for o in outcomes] == [0, -signal.SIGKILL, 0]
     (seconds, text), (their_seconds, their_text) = outcomes[0].value, outcomes[2].value
     assert text == their_text
-    assert text.startswith("rank 1 is gone without a word (killed, crashed, or cut off) while")
+    assert text.startswith("rank 1 ended without a reason (killed, crashed or disconnected) while")
     assert "waits at gather blocks.3 (collective 1, 1,536 bytes)" in text
     assert max(seconds, their_seconds) < SOON
 
@@ -285,7 +286,7 @@ def test_a_killed_rank_is_named_when_the_others_agree(transport: str) -> None:
     assert [o.exitcode for o in outcomes] == [0, -signal.SIGKILL, 0]
     (seconds, text), (their_seconds, their_text) = outcomes[0].value, outcomes[2].value
     assert text == their_text
-    assert text.startswith("rank 1 is gone without a word (killed, crashed, or cut off) while")
+    assert text.startswith("rank 1 ended without a reason (killed, crashed or disconnected) while")
     assert max(seconds, their_seconds) < SOON
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.desync import Collective
-from shardwise.comm.group import Ending
+from shardwise.comm.group import Shutdown
 from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Label
 from shardwise.errors import RanksDisagree
@@ -19,9 +19,13 @@ class Noted(MessagesComm):
     """Keeps what it was given; every peer answers with ``answer`` of this rank's text."""
 
     def __init__(
-        self, rank: int, size: int, answer: Callable[[str], str] = str, ending: Ending | None = None
+        self,
+        rank: int,
+        size: int,
+        answer: Callable[[str], str] = str,
+        shutdown: Shutdown | None = None,
     ) -> None:
-        super().__init__(rank, size, torch.device("cpu"), ending)
+        super().__init__(rank, size, torch.device("cpu"), shutdown)
         self.posts: list[tuple[Collective, Mapping[int, Tensor], Mapping[int, Tensor]]] = []
         self.texts: list[str] = []
         self.left: list[str] = []
@@ -55,11 +59,11 @@ def test_collectives_are_numbered_as_they_are_issued() -> None:
 
 def test_the_end_of_a_with_block_tells_whether_it_was_an_error() -> None:
     ended: list[str] = []
-    comm = Noted(0, 2, ending=Ending(then=lambda: ended.append("after it left")))
+    comm = Noted(0, 2, shutdown=Shutdown(callback=lambda: ended.append("after it left")))
     with comm:
         pass
     comm.close()
-    assert comm.left == ["it closed its end of the group"]
+    assert comm.left == ["it closed its communicator"]
     assert ended == ["after it left"]
     with pytest.raises(KeyError), Noted(0, 2) as comm:
         raise KeyError("x")

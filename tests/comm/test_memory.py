@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.arena import Arena, CommonHeap, Heap
+from shardwise.comm.arena import Arena, Heap, SymmetricHeap
 from shardwise.comm.memory import Memory, SharedMemory
 
 
@@ -20,8 +20,8 @@ def test_a_full_bucket_is_freed_and_comes_back_in_the_same_storage() -> None:
 
 
 def test_full_buckets_alone_lie_in_the_common_memory() -> None:
-    own, common = Arena.made(), Arena.made()
-    memory = SharedMemory(Heap(own, lambda _: False), CommonHeap(common, 0))
+    own, common = Arena.create(), Arena.create()
+    memory = SharedMemory(Heap(own, lambda _: False), SymmetricHeap(common, 0))
     tensors = [
         memory.shard(4, torch.float32),
         memory.full(4, torch.float32),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.local import LocalComm
-from shardwise.comm.protocol import Done, Label, Pending
+from shardwise.comm.protocol import Completed, Label, Pending
 from shardwise.comm.reduction import Reduction, sum_in_rank_order
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -65,21 +65,21 @@ def test_one_rank_alone_is_divided_in_place() -> None:
 class Backend(FakeComm):
     """Has a sum of its own: twice this rank's piece, for two ranks that hold the same."""
 
-    sums = True
+    has_reduce_scatter = True
 
-    def __init__(self, averages: bool) -> None:
+    def __init__(self, has_average: bool) -> None:
         super().__init__(0, 2)
-        self.averages = averages
+        self.has_average = has_average
         self.asked: list[bool] = []
 
     def reduce_scatter(self, out: Tensor, full: Tensor, average: bool, label: Label) -> Pending:
         self.asked.append(average)
         out.copy_(full[: out.numel()] * (1 if average else 2))
-        return Done()
+        return Completed()
 
 
 @pytest.mark.parametrize(
-    ("averages", "reduction", "asked"),
+    ("has_average", "reduction", "asked"),
     [
         (True, Reduction(FP32, FP32, "avg"), [True]),
         (False, Reduction(FP32, FP32, "avg"), [False]),
@@ -88,9 +88,9 @@ class Backend(FakeComm):
     ],
 )
 def test_a_backend_sums_where_one_dtype_travels_and_averages_where_it_can(
-    averages: bool, reduction: Reduction, asked: list[bool]
+    has_average: bool, reduction: Reduction, asked: list[bool]
 ) -> None:
-    comm = Backend(averages)
+    comm = Backend(has_average)
     _, out, pending = reduction.start(torch.full((4,), 3.0), comm, Label("reduce"))
     for _ in range(2):  # the second time is free
         pending.wait()

@@ -98,7 +98,7 @@ def test_a_rank_that_closed_its_end_has_left() -> None:
         else:
             gather(comm, "blocks.1")
 
-    with pytest.raises(RanksDisagree, match=r"rank 1 has left \(it closed its end of the group"):
+    with pytest.raises(RanksDisagree, match=r"rank 1 has left \(it closed its communicator"):
         threads.run(2, close_early)
 
 
@@ -185,5 +185,5 @@ def test_results_come_in_rank_order() -> None:
 
 
 def test_ranks_whose_facts_differ_are_told_so() -> None:
-    with pytest.raises(RanksDisagree, match="do not agree on 1 of their facts"):
+    with pytest.raises(RanksDisagree, match="differ in 1 of their facts"):
         threads.run(2, lambda comm: comm.agree({"layout": str(comm.rank)}))

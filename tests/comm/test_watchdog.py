@@ -22,10 +22,10 @@ A, B, C = (Collective(seq, "all_gather", "gather", f"blocks.{seq}", 1024) for se
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "TICK", 0.01)
-    monkeypatch.setattr(watchdog, "PATIENCE", 0.05)
-    monkeypatch.setattr(watchdog, "SAY", 0.1)
-    monkeypatch.setattr(watchdog, "SLOWEST", 0.05)
+    monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(watchdog, "FIRST_CHECK", 0.05)
+    monkeypatch.setattr(watchdog, "FIRST_WARNING", 0.1)
+    monkeypatch.setattr(watchdog, "MAX_CHECK_INTERVAL", 0.05)
 
 
 @dataclass
@@ -130,7 +130,7 @@ def test_a_comm_that_notes_its_wait_at_every_poll_is_told_of_at_doubling_times(
 def test_ranks_that_are_still_starting_are_given_more_time(
     group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watchdog, "SAY_AT_START", 0.5)
+    monkeypatch.setattr(watchdog, "FIRST_WARNING_AT_START", 0.5)
     mine, since = group.add(2), time.monotonic()
     wait_for(mine, A._replace(seq=-2))
     until(lambda: "has waited" in caplog.text)
@@ -151,7 +151,7 @@ def test_nothing_is_written_while_nobody_waits_long(group: Group) -> None:
 def test_work_that_is_over_is_not_waited_for(group: Group) -> None:
     mine = group.add(2, timeout=0.1)
     mine.issue(A)
-    mine.waits = Wait(A, time.monotonic() - 100, over=lambda: True)
+    mine.waits = Wait(A, time.monotonic() - 100, is_complete=lambda: True)
     time.sleep(0.3)
     mine.issue(B)  # raises if the group is dead
 
@@ -211,7 +211,7 @@ def test_a_backend_s_error_is_explained_by_what_the_peer_said_last(group: Group)
     for one in (mine, theirs, third):
         one.issue(A)
     wait_for(mine, A, peer=1)
-    assert str(mine.explain(1, closed)).startswith("rank 1 is gone without a word")
+    assert str(mine.explain(1, closed)).startswith("rank 1 ended without a reason")
     # Whoever sees the first rank close finds its verdict, and blames nobody else.
     assert str(third.explain(0, closed)) == reason(mine)
 
@@ -249,21 +249,21 @@ def test_a_store_that_is_gone_is_said_to_be_gone() -> None:
     wait_for(mine, A, peer=1)
     assert interrupted.wait(60)
     text = reason(mine)
-    assert text.startswith("rank 1 is gone, and the store through which the ranks meet does not")
+    assert text.startswith("rank 1 is gone, and the store of the ranks does not")
     assert "The process that served it, rank 0 or the launcher, has ended." in text
     mine.leave("the test is over")
 
 
 def test_who_serves_the_store_lingers_until_all_have_left(group: Group) -> None:
     mine, theirs = group.add(2), group.add(2)
-    later = threading.Timer(0.3, theirs.leave, ["it closed its end of the group"])
+    later = threading.Timer(0.3, theirs.leave, ["it closed its communicator"])
     start = time.monotonic()
     later.start()
-    mine.leave("it closed its end of the group", linger=100)
+    mine.leave("it closed its communicator", linger=100)
     assert 0.25 < time.monotonic() - start < 60
 
 
 def test_a_closed_end_says_that_it_is_closed(group: Group) -> None:
     mine = group.add(2)
-    mine.leave("it closed its end of the group")
-    assert reason(mine) == "rank 0's end of this group is closed (it closed its end of the group)."
+    mine.leave("it closed its communicator")
+    assert reason(mine) == "rank 0's end of this group is closed (it closed its communicator)."

@@ -19,7 +19,7 @@ import torch
 
 from shardwise import errors
 from shardwise.checkpoint.disk import explained, text_of, write_file
-from shardwise.comm.desync import by_ranks, differing_facts, named
+from shardwise.comm.desync import by_ranks, differing_facts, format_ranks
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, RanksDisagree, ShardwiseError
 
@@ -159,11 +159,13 @@ def await_parts(
         absent = [rank for rank in range(world) if rank not in values]
         if absent and time.monotonic() - last > patience:
             raise CheckpointError(
-                f"{folder}: {named(absent)} of {world} did not finish writing within "
+                f"{folder}: {format_ranks(absent)} of {world} did not finish writing within "
                 f"{patience:,.0f} s after the last that did, so this checkpoint is given up. Look "
                 "whether that rank still lives, and whether its host still reaches the disk."
             )
         if absent and cancelled.wait(nap):
-            raise CheckpointError(f"{folder}: this save was given up; {named(absent)} was absent.")
+            raise CheckpointError(
+                f"{folder}: this save was given up; {format_ranks(absent)} was absent."
+            )
         nap = min(longest, 1.5 * nap)
     return [values[rank] for rank in range(world)]

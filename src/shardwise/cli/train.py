@@ -14,7 +14,7 @@ import click
 from shardwise.cli.lines import format_record
 from shardwise.cli.progress import reporter
 from shardwise.comm.connect import connect
-from shardwise.comm.environment import Launch, launched
+from shardwise.comm.environment import Launch, read_launch
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.launch.local import EXIT_STOPPED, exit_with_launcher, launch_attempt, start
 from shardwise.launch.reasons import record_errors, write_error_file
@@ -46,7 +46,7 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
         arguments: from which it was read: a file, and overrides.
         options: of the launch.
     """
-    launch = launched(os.environ)
+    launch = read_launch(os.environ)
     _check_kill_rank(options, launch.size if launch else options.nproc or 1, recipe.run.steps)
     try:
         if launch is not None:

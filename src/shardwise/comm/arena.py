@@ -1,8 +1,8 @@
-"""Memory that several processes of one host map, and that nobody has to clean up.
+"""Shared memory of several processes of one host that needs no clean-up.
 
-A file without a name (``memfd_create``) lives as long as a process maps it: there is no
-``/dev/shm`` to fill and nothing is left behind, even after SIGKILL of every rank. Files are made
-far larger than needed; pages exist only once they are touched.
+An anonymous file (``memfd_create``) exists as long as a process maps it: it takes no space in
+``/dev/shm`` and leaves nothing behind, even after SIGKILL of every rank. Files are far larger than
+needed; a page takes memory only once it is touched.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "CommonHeap", "Heap"]
+__all__ = ["Arena", "Heap", "SymmetricHeap"]
 
-SIZE = 1 << 40  # bytes of address space per file; pages that nobody touches cost nothing
+SIZE = 1 << 40  # bytes of address space per file; untouched pages cost nothing
 PAGE = mmap.PAGESIZE
 
 
 class Arena:
-    """A mapped file. Tensors in it are known to other processes by their offset."""
+    """A mapped file. Other processes address tensors in it by their offset."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -34,18 +34,18 @@ class Arena:
         self._base = np.frombuffer(self._map, np.uint8, 1).ctypes.data
 
     @classmethod
-    def made(cls) -> Arena:
+    def create(cls) -> Arena:
         """A new file, open in this process."""
         fd = os.memfd_create("shardwise", os.MFD_CLOEXEC)
         os.ftruncate(fd, SIZE)
         return cls(fd)
 
     @classmethod
-    def of(cls, pid: int, fd: int) -> Arena:
+    def open(cls, pid: int, fd: int) -> Arena:
         """The file that process ``pid`` has open as ``fd``.
 
         Raises:
-            OSError: there is no such process here, or it belongs to somebody else.
+            OSError: there is no such process on this host, or it belongs to another user.
         """
         return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
 
@@ -60,19 +60,19 @@ class Arena:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where ``tensor`` begins, or ``None`` if it lies elsewhere."""
+        """The offset of ``tensor``, or ``None`` if it lies elsewhere."""
         offset = tensor.data_ptr() - self._base
         return offset if 0 <= offset < SIZE else None
 
 
 class Heap:
-    """Gives out blocks of one rank's arena and takes them back when their tensors are gone.
+    """Allocates blocks of one rank's arena and frees them when their tensors die.
 
-    A block is given out again only when nobody reads it any more, as ``is_being_read`` says.
+    A freed block is reused only after all peers have read it.
 
     Args:
         arena: this rank's own.
-        is_being_read: may a peer still read what the collective of this number showed it?
+        is_being_read: may a peer still read memory that was sent in collective ``number``?
     """
 
     def __init__(self, arena: Arena, is_being_read: Callable[[int], bool]) -> None:
@@ -81,10 +81,12 @@ class Heap:
         self._starts: list[int] = []  # of all blocks, ascending: blocks are never merged
         self._end = 0
         self._free: dict[int, list[int]] = defaultdict(list)  # size → starts
-        self._shown: dict[int, int] = {}  # start → number of the last collective that showed it
+        self._last_read_in: dict[
+            int, int
+        ] = {}  # start → number of the last collective that sent it
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``[numel]``, uninitialised. It is taken back when its storage dies."""
+        """``[numel]``, uninitialised. The block is freed when the storage dies."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         size = -(-numel * dtype.itemsize // PAGE) * PAGE
@@ -96,35 +98,34 @@ class Heap:
         weakref.finalize(block, self._free[size].append, offset).atexit = False
         return torch.from_numpy(block)[: numel * dtype.itemsize].view(dtype)
 
-    def show(self, offset: int, number: int) -> None:
+    def mark_read_in(self, offset: int, number: int) -> None:
         """Peers will read the block that holds ``offset`` in collective ``number``."""
-        self._shown[self._starts[bisect_right(self._starts, offset) - 1]] = number
+        self._last_read_in[self._starts[bisect_right(self._starts, offset) - 1]] = number
 
     def _reusable(self, size: int) -> int | None:
         offsets = self._free[size]
         for index, offset in enumerate(offsets):
-            if not self._is_being_read(self._shown.get(offset, -1)):
+            if not self._is_being_read(self._last_read_in.get(offset, -1)):
                 return offsets.pop(index)
         return None
 
 
-class CommonHeap:
-    """Gives out blocks of the common arena: the same to every rank, if all ask in the same order.
+class SymmetricHeap:
+    """Allocates the same blocks of the common arena on every rank, if all ask in the same order.
 
-    A tensor dies at another moment on every rank. So a block is given out again only after
-    every rank has listed it in ``unused``. Blocks are merged: another layout of the same model
-    fits in the place of the one before.
+    A tensor dies at a different time on every rank, so a block is reused only after every rank
+    has it in ``unused``. Free neighbours are merged, so that another layout of the same model fits.
 
     Args:
         arena: the common one.
-        start: its first byte that may be given out.
+        start: its first byte that may be allocated.
     """
 
     def __init__(self, arena: Arena, start: int) -> None:
         self._arena = arena
-        self._free = [(start, SIZE)]  # start and stop of each range, ascending, none beside another
-        self._sizes: dict[int, int] = {}  # start → bytes of each block that is given out
-        self.unused: set[int] = set()  # the starts of blocks whose tensors are gone on this rank
+        self._free = [(start, SIZE)]  # start and stop of each range, ascending, not adjacent
+        self._sizes: dict[int, int] = {}  # start → bytes of each allocated block
+        self.unused: set[int] = set()  # starts of blocks whose tensors are dead on this rank
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]``, uninitialised, with a storage of its own."""
@@ -137,21 +138,21 @@ class CommonHeap:
         return torch.from_numpy(block).view(dtype)
 
     def reuse(self, starts: Iterable[int]) -> None:
-        """Take back the blocks that every rank has let go; the same ones on every rank."""
+        """Free the blocks that are unused on every rank; the same on all ranks."""
         for start in sorted(starts):
             self.unused.remove(start)
             self._free.append((start, start + self._sizes.pop(start)))
         ascending, self._free = sorted(self._free), []
         for start, stop in ascending:
             if self._free and self._free[-1][1] == start:
-                start, _ = self._free.pop()  # noqa: PLW2901 - one range with the one before
+                start, _ = self._free.pop()  # noqa: PLW2901 - merged with the previous range
             self._free.append((start, stop))
 
     def _take(self, size: int) -> int:
-        """The first range that is large enough."""
-        at = next(i for i, (start, stop) in enumerate(self._free) if stop - start >= size)
-        start, stop = self._free.pop(at)
+        """Allocate from the first range that is large enough."""
+        index = next(i for i, (start, stop) in enumerate(self._free) if stop - start >= size)
+        start, stop = self._free.pop(index)
         if start + size < stop:
-            self._free.insert(at, (start + size, stop))
+            self._free.insert(index, (start + size, stop))
         self._sizes[start] = size
         return start

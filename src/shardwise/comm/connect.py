@@ -1,8 +1,7 @@
-"""From the launcher's environment, or from a group that exists, to a Comm.
+"""Creates a Comm from the launcher's environment variables, or from an existing process group.
 
-A launcher is recognised by its variables and nothing else; without one there is one rank, and no
-process group. What is opened here is closed here, also after an error; what was there before
-stays. The ordinary way leaves both to each script, and a raised error to a leaked group.
+Without a launcher's variables there is one rank and no process group. A process group that is
+created here is destroyed with its Comm, also after an error; an existing one is not.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from shardwise.accelerators import (
     row,
 )
 from shardwise.comm.backend import BackendComm
-from shardwise.comm.environment import Launch, launched
+from shardwise.comm.environment import Launch, read_launch
 from shardwise.comm.gloo import GlooComm
-from shardwise.comm.group import Ending
+from shardwise.comm.group import Shutdown
 from shardwise.comm.local import LocalComm
 from shardwise.comm.malloc import keep_mapped
 from shardwise.comm.protocol import Comm
@@ -39,42 +38,42 @@ __all__ = ["connect", "over"]
 
 TIMEOUT = 1800.0  # seconds for which a rank waits for a slow one
 TRANSPORTS = ("auto", "memory", "messages", "native")
-LINGER = 5.0  # seconds for which the rank that serves the store waits for the others to leave
+LINGER = 5.0  # seconds for which the rank that serves the store waits for the others to close
 
 
 def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str = "auto") -> Comm:
-    """This process's end of all ranks: ``with sw.connect() as comm: …``.
+    """A communicator over all ranks: ``with sw.connect() as comm: …``.
 
     Args:
-        device: a device type such as ``"cuda"``; by default what this machine has, else the CPU.
-        timeout: seconds for which a rank waits for a slow one before that is an error.
-        transport: how bytes travel; see ``over``.
+        device: a device type such as ``"cuda"``; by default this machine's accelerator, or the CPU.
+        timeout: seconds that a rank waits for a slow one before it raises.
+        transport: see ``over``.
 
     Returns:
-        With a process group that exists: a comm over it, which does not destroy it. With the
-        environment of a launcher (torchrun, srun or mpirun): a comm over a new group that ends
-        with it. Else: one rank alone.
+        With an existing process group: a comm over it, which does not destroy it. With the
+        environment of a launcher (torchrun, srun or mpirun): a comm over a new group, which is
+        destroyed with it. Otherwise: a comm of one rank.
 
     Raises:
-        ConfigError: the environment is incomplete, or there is no such device or backend.
-        RanksDisagree: not every rank came in time.
+        ConfigError: the environment is incomplete, or the device or its backend does not exist.
+        RanksDisagree: not every rank connected in time.
     """
     if dist.is_initialized():
         return over(_world(), device, timeout, transport)
     accelerator = row(device) if device else detect()
-    launch = launched(os.environ)
-    here = device_of(accelerator, launch.local_rank if launch else 0)
+    launch = read_launch(os.environ)
+    this_device = device_of(accelerator, launch.local_rank if launch else 0)
     if launch is None:
-        return LocalComm(here)
+        return LocalComm(this_device)
     if launch.size == 1:  # programs call torch.distributed at any number of ranks
         name = _load(accelerator).name
         dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
-        return LocalComm(here, Ending(then=dist.destroy_process_group))
-    _initialise(_load(accelerator), here, timeout, launch)
-    serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    ending = Ending(LINGER if serves else 0.0, dist.destroy_process_group)
+        return LocalComm(this_device, Shutdown(callback=dist.destroy_process_group))
+    _init_process_group(_load(accelerator), this_device, timeout, launch)
+    serves_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    shutdown = Shutdown(LINGER if serves_store else 0.0, dist.destroy_process_group)
     try:
-        return _comm(_world(), here, timeout, ending, transport)
+        return _comm(_world(), this_device, timeout, shutdown, transport)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -86,40 +85,36 @@ def over(
     timeout: float = TIMEOUT,
     transport: str = "auto",
 ) -> Comm:
-    """A comm over ranks that torch already knows; they are not destroyed with it.
+    """A communicator over an existing process group, which is not destroyed with it.
 
     Args:
         ranks: a process group, or a device mesh of one axis, such as ``mesh["shard"]``.
-        device: a device type; by default the mesh's, or the one that the group's backend serves.
-        timeout: seconds for which a rank waits for a slow one before that is an error.
+        device: a device type; by default that of the mesh or of the group's backend.
+        timeout: seconds that a rank waits for a slow one before it raises.
         transport: ``"memory"`` (CPU ranks of one host), ``"messages"`` (tagged, over gloo) or
             ``"native"`` (the backend's own collectives); ``"auto"``: native off the CPU, memory
             where all ranks can map it, else messages.
 
     Raises:
-        ConfigError: the mesh has several axes, there is no process group, or no such transport.
-        RanksDisagree: not every rank came in time.
+        ConfigError: the mesh has several axes, or there is no process group or no such transport.
+        RanksDisagree: not every rank connected in time.
     """
     if isinstance(ranks, DeviceMesh):
         group, device = _axis(ranks), device or ranks.device_type
     elif ranks is None:
         raise ConfigError(
-            "there is no process group here: this process is not a member of the one that was "
-            "passed, or none was initialised. Pass a group that this rank belongs to."
+            "there is no process group: this process is not a member of the one that was passed, "
+            "or none was initialised. Pass a group that this rank belongs to."
         )
     else:
         group = ranks
     if dist.get_world_size(group) == 1:
-        return LocalComm(_here(group, device))
-    return _comm(group, _here(group, device), timeout, Ending(), transport)
+        return LocalComm(_current_device(group, device))
+    return _comm(group, _current_device(group, device), timeout, Shutdown(), transport)
 
 
 def _comm(
-    group: ProcessGroup,
-    device: torch.device,
-    timeout: float,
-    ending: Ending,
-    transport: str,
+    group: ProcessGroup, device: torch.device, timeout: float, shutdown: Shutdown, transport: str
 ) -> Comm:
     if transport not in TRANSPORTS:
         raise ConfigError(f"transport is {transport!r}; choose one of {', '.join(TRANSPORTS)}.")
@@ -128,27 +123,27 @@ def _comm(
         keep_mapped()
     store = _own_store(group, rank)
     if transport == "native" or (transport == "auto" and device.type != "cpu"):
-        return BackendComm(group, device, store, row(device).averages, timeout, ending)
+        return BackendComm(group, device, store, row(device).averages, timeout, shutdown)
     if transport in ("auto", "memory"):
-        if comm := shared_memory(store, rank, size, timeout, ending):
+        if comm := shared_memory(store, rank, size, timeout, shutdown):
             return comm
         if transport == "memory":
             raise ConfigError(
                 f"the {size} ranks cannot map each other's memory (they run on several hosts, in "
-                "containers of their own, or not on Linux on x86-64). Leave transport out: "
-                "messages over gloo work everywhere."
+                "separate containers, or not on Linux on x86-64). Leave transport out: messages "
+                "over gloo work everywhere."
             )
-    return GlooComm(rank, size, store, timeout, ending)
+    return GlooComm(rank, size, store, timeout, shutdown)
 
 
 def _own_store(group: ProcessGroup, rank: int) -> Store:
-    """A client of our own, under keys of our own: nobody's blocking call is ever in our way.
+    """A separate client with a key prefix of its own, so that blocking calls of others do not wait.
 
-    The n-th comm of each rank over one group meets the n-th of the others.
+    The n-th comm of each rank over one group gets the same prefix.
     """
     store: Store = group.get_group_store().clone()  # type: ignore[attr-defined]
-    nth = store.add(f"shardwise/{rank}", 1)
-    return PrefixStore(f"shardwise/{nth}/", store)
+    count = store.add(f"shardwise/{rank}", 1)
+    return PrefixStore(f"shardwise/{count}/", store)
 
 
 def _axis(mesh: DeviceMesh) -> ProcessGroup:
@@ -156,14 +151,14 @@ def _axis(mesh: DeviceMesh) -> ProcessGroup:
         names = mesh.mesh_dim_names or tuple(f"axis {i}" for i in range(mesh.ndim))
         axes = ", ".join(f"{name}={n}" for name, n in zip(names, mesh.mesh.shape, strict=True))
         raise ConfigError(
-            f"this mesh has {mesh.ndim} axes ({axes}), and parameters are split over one. "
+            f"this mesh has {mesh.ndim} axes ({axes}), and parameters are sharded over one. "
             f"Pass that one, for example mesh[{names[-1]!r}]."
         )
     return mesh.get_group()
 
 
-def _here(group: ProcessGroup, device: str | None) -> torch.device:
-    """This rank's device. Whoever made the group has chosen the current one already."""
+def _current_device(group: ProcessGroup, device: str | None) -> torch.device:
+    """This rank's device: the current one, which the creator of the group has set."""
     if device is None:
         device = "cpu" if dist.get_backend(group) == "gloo" else detect().device
     accelerator = row(device)
@@ -172,9 +167,11 @@ def _here(group: ProcessGroup, device: str | None) -> torch.device:
     return torch.device(accelerator.device, device_module(accelerator).current_device())
 
 
-def _initialise(backend: Backend, device: torch.device, timeout: float, launch: Launch) -> None:
-    # A vendor's own watchdog would end the process before ours has said why.
-    patience = timeout if device.type == "cpu" else timeout + 60
+def _init_process_group(
+    backend: Backend, device: torch.device, timeout: float, launch: Launch
+) -> None:
+    # A vendor's own watchdog would kill the process before ours could report.
+    torch_timeout = timeout if device.type == "cpu" else timeout + 60
     host = f"[{launch.address}]" if ":" in launch.address else launch.address  # of IPv6
     try:
         dist.init_process_group(
@@ -182,36 +179,36 @@ def _initialise(backend: Backend, device: torch.device, timeout: float, launch: 
             init_method=f"tcp://{host}:{launch.port}",
             rank=launch.rank,
             world_size=launch.size,
-            timeout=timedelta(seconds=patience),
+            timeout=timedelta(seconds=torch_timeout),
             device_id=None if device.type == "cpu" else device,
         )
     except dist.DistError as error:
         raise RanksDisagree(
-            f"the ranks did not all meet at {host}:{launch.port} within {patience:,.0f} s "
-            f"({error}). Nobody has begun. Look whether every rank was started, with equal "
-            "MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and whether a firewall or a wrong network "
+            f"the ranks did not all connect to {host}:{launch.port} within {torch_timeout:,.0f} s "
+            f"({error}). Nothing has started. Check that every rank was started with the same "
+            "MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and that no firewall or wrong network "
             "interface lies between them."
         ) from error
 
 
 def _load(accelerator: Accelerator) -> Backend:
-    """The first backend of the row that this machine has, its plug-in imported."""
+    """The accelerator's first backend that is available, with its plug-in imported."""
     for backend in accelerator.backends:
         if not backend.plugin and dist.is_backend_available(backend.name):
             return backend
         if imported(backend.plugin):
             return backend
-    wanted = " or ".join(
+    backends = " or ".join(
         f"{b.name} (import {b.plugin})" if b.plugin else f"{b.name} (built into torch)"
         for b in accelerator.backends
     )
     raise ConfigError(
-        f"nothing here carries collectives for {accelerator.device}: it needs {wanted}. "
+        f"no collective backend for {accelerator.device} is available: it needs {backends}. "
         'Install it, or pass device="cpu".'
     )
 
 
 def _world() -> ProcessGroup:
     world = dist.group.WORLD
-    assert world is not None  # called only once it is initialised
+    assert world is not None  # callers have checked is_initialized
     return world

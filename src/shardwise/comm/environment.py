@@ -1,11 +1,11 @@
-"""What a launcher says in the environment: this process's rank, of how many, and where they meet.
+"""The launcher's environment variables: this process's rank, the world size, and the address.
 
-Read are torchrun's variables, then those of ``mpirun`` and of ``srun``; without any there is one
-rank alone. The ordinary way knows torchrun's only, so that each of the N processes that ``srun``
-started is rank 0 of 1, and nobody says so. Pure: an environment goes in.
+The variables of torchrun are read first, then those of ``mpirun`` and ``srun``; without any there
+is one rank. With torchrun's alone, each of N processes that ``srun`` started would silently be
+rank 0 of 1. Pure functions of an environment.
 
-A batch script's own process is one rank, whatever ``SLURM_NTASKS`` says: only ``srun`` starts
-tasks, and gives them the number of a step.
+A batch script's own process is one rank, whatever ``SLURM_NTASKS`` is: only ``srun`` starts
+tasks, and sets a step id.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 
-__all__ = ["Launch", "launched"]
+__all__ = ["Launch", "read_launch"]
 
 LOOPBACK = "127.0.0.1"
-PORTS = range(15_000, 30_000)  # below those that Linux gives to outgoing connections
-NO_STEP = 0xFFFF_FFF0  # from here on SLURM numbers what srun did not start, such as batch scripts
+PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports
+FIRST_RESERVED_STEP = (
+    0xFFFF_FFF0  # SLURM's step ids from here on are not srun's, such as batch scripts
+)
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class Launch:
     """A launcher's variables.
 
     Attributes:
-        rank, size: this rank, and how many there are.
-        local_rank: its number among those of this host.
-        address, port: where rank 0 serves the store; unknown (``""``, 0) for one rank alone.
+        rank, size: this rank, and the world size.
+        local_rank: the rank on this host.
+        address, port: of rank 0's store; ``""`` and 0 for one rank.
     """
 
     rank: int
@@ -43,32 +45,32 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Task:
-    """A process as ``mpirun`` or ``srun`` numbers it.
+    """A process that ``mpirun`` or ``srun`` started.
 
     Attributes:
-        by: what started it, as one types it.
+        launcher: the command that started it.
         rank, size, local_rank: as in ``Launch``.
-        host: where rank 0 runs; ``""`` if that is unknown.
-        job: a name that all ranks have alike and no other job has; ``""`` if there is none.
+        host: of rank 0; ``""`` if unknown.
+        job_id: the same on all ranks and unique to the job; ``""`` if unknown.
     """
 
-    by: str
+    launcher: str
     rank: int
     size: int
     local_rank: int
     host: str
-    job: str
+    job_id: str
 
 
-def launched(environ: Mapping[str, str]) -> Launch | None:
-    """Who this process is; ``None`` without a launcher, or if it started this process alone.
+def read_launch(environ: Mapping[str, str]) -> Launch | None:
+    """This process's rank; ``None`` without a launcher, or if it started one process only.
 
-    Torchrun's variables count first. ``MASTER_ADDR`` and ``MASTER_PORT`` say where the ranks meet
-    whoever started them; for ``srun`` they are not needed, and for ``mpirun`` on one host neither.
+    torchrun's variables take precedence. ``MASTER_ADDR`` and ``MASTER_PORT`` are read with every
+    launcher; ``srun``, and ``mpirun`` on one host, work without them.
 
     Raises:
-        ConfigError: some of the variables are missing, or make no sense together; or the ranks
-            cannot know where they meet.
+        ConfigError: some of the variables are missing or inconsistent, or the address of rank 0
+            is unknown.
     """
     if "RANK" in environ or "LOCAL_RANK" in environ:
         return _torchrun(environ)
@@ -77,14 +79,14 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
         return _torchrun(environ) if "WORLD_SIZE" in environ else None
     if environ.get("WORLD_SIZE", str(task.size)) != str(task.size):
         raise ConfigError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} in the environment, but {task.by} started "
+            f"WORLD_SIZE={environ['WORLD_SIZE']} in the environment, but {task.launcher} started "
             f"{task.size} processes: ranks would wait for others that do not exist, or miss some. "
-            "Unset WORLD_SIZE, or start as many."
+            "Unset WORLD_SIZE, or start that number of processes."
         )
-    _check(task.rank, task.size, f"{task.by} says rank {task.rank} of {task.size}")
+    _check(task.rank, task.size, f"{task.launcher} says rank {task.rank} of {task.size}")
     if task.size == 1:
         return None
-    return Launch(task.rank, task.size, task.local_rank, *_meeting_place(environ, task))
+    return Launch(task.rank, task.size, task.local_rank, *_rendezvous(environ, task))
 
 
 # ---- each launcher's own variables ---------------------------------------------------------------
@@ -95,12 +97,12 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     if environ.get("WORLD_SIZE") != "1":
         needed += ["MASTER_ADDR", "MASTER_PORT"]
     if missing := [name for name in needed if name not in environ]:
-        given = [name for name in [*needed, "LOCAL_RANK"] if name in environ]
+        present = [name for name in [*needed, "LOCAL_RANK"] if name in environ]
         raise ConfigError(
-            f"the environment has {', '.join(given)}, but not {', '.join(missing)}: a launcher "
-            "sets all or none, and with a part of them ranks could not meet. Start with torchrun, "
-            f"or set {', '.join(missing)}, or unset {', '.join(given)} to run one rank alone."
-            + (_NODE_RANK if given == ["RANK"] else "")
+            f"the environment has {', '.join(present)}, but not {', '.join(missing)}: a launcher "
+            "sets all of them, and with some of them ranks cannot connect. Start with torchrun, "
+            f"or set {', '.join(missing)}, or unset {', '.join(present)} to run a single rank."
+            + (_NODE_RANK if present == ["RANK"] else "")
         )
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
@@ -111,7 +113,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
 
 
 _NODE_RANK = (
-    " If it is the number of this machine, call it NODE_RANK, and pass it on: "
+    " If it is the number of this machine, name it NODE_RANK, and pass it on: "
     "torchrun --node-rank=$NODE_RANK …"
 )
 
@@ -120,60 +122,60 @@ def _open_mpi(environ: Mapping[str, str]) -> _Task | None:
     if "OMPI_COMM_WORLD_RANK" not in environ or "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     rank, size = (_number(environ, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE"))
-    local_rank = _first(environ, rank, "OMPI_COMM_WORLD_LOCAL_RANK")
-    here = _first(environ, 0, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    host = LOOPBACK if here == size else ""
+    local_rank = _first_number(environ, rank, "OMPI_COMM_WORLD_LOCAL_RANK")
+    local_size = _first_number(environ, 0, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    host = LOOPBACK if local_size == size else ""
     return _Task("mpirun", rank, size, local_rank, host, environ.get("PMIX_NAMESPACE", ""))
 
 
 def _slurm(environ: Mapping[str, str]) -> _Task | None:
     """A task that ``srun`` started; not a batch script, nor a shell that ``salloc`` opened."""
     step = environ.get("SLURM_STEP_ID", "")
-    if not step.isdecimal() or int(step) >= NO_STEP or "SLURM_PROCID" not in environ:
+    if not step.isdecimal() or int(step) >= FIRST_RESERVED_STEP or "SLURM_PROCID" not in environ:
         return None
     rank = _number(environ, "SLURM_PROCID")
-    size = _first(environ, 1, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    size = _first_number(environ, 1, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if "PMI_SIZE" in environ and _number(environ, "PMI_SIZE") != size:
-        return None  # mpiexec's own helpers, one on each host, of which this is a child
+        return None  # a child of mpiexec's own helper, of which srun starts one on each host
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    alone = _first(environ, 0, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1
-    host = LOOPBACK if alone else _first_host(nodes)
-    local_rank = _first(environ, rank, "SLURM_LOCALID")
-    job = environ.get("SLURM_JOB_ID", "")
-    return _Task("srun", rank, size, local_rank, host, f"{job}.{step}" if job else "")
+    is_single_node = _first_number(environ, 0, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1
+    host = LOOPBACK if is_single_node else _first_host(nodes)
+    local_rank = _first_number(environ, rank, "SLURM_LOCALID")
+    job_id = environ.get("SLURM_JOB_ID", "")
+    return _Task("srun", rank, size, local_rank, host, f"{job_id}.{step}" if job_id else "")
 
 
 def _pmi(environ: Mapping[str, str]) -> _Task | None:
-    """MPICH, Intel MPI and their relatives."""
+    """A task of MPICH, Intel MPI and related launchers."""
     if "PMI_RANK" not in environ or "PMI_SIZE" not in environ:
         return None
     rank, size = _number(environ, "PMI_RANK"), _number(environ, "PMI_SIZE")
-    local_rank = _first(environ, rank, "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
-    here = _first(environ, 0, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-    return _Task("mpiexec", rank, size, local_rank, LOOPBACK if here == size else "", "")
+    local_rank = _first_number(environ, rank, "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+    local_size = _first_number(environ, 0, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+    return _Task("mpiexec", rank, size, local_rank, LOOPBACK if local_size == size else "", "")
 
 
-# ---- where the ranks meet ------------------------------------------------------------------------
+# ---- the address of rank 0 -----------------------------------------------------------------------
 
 
-def _meeting_place(environ: Mapping[str, str], task: _Task) -> tuple[str, int]:
-    """Rank 0's address, and a port that no other job derives."""
+def _rendezvous(environ: Mapping[str, str], task: _Task) -> tuple[str, int]:
+    """Rank 0's address, and a port derived from the job."""
     address = environ.get("MASTER_ADDR") or task.host
-    given = "MASTER_PORT" in environ
-    port = _number(environ, "MASTER_PORT") if given else _port(task.job)
+    present = "MASTER_PORT" in environ
+    port = _number(environ, "MASTER_PORT") if present else _port(task.job_id)
     if address and port:
         return address, port
     missing = [] if address else ["MASTER_ADDR=<the host of rank 0>"]
     missing += [] if port else ["MASTER_PORT=29500"]
     raise ConfigError(
-        f"{task.by} started {task.size} processes, of which this is rank {task.rank}, but nothing "
-        "in the environment says where they meet, so each would train alone. Say it, for example: "
-        f"{task.by} -n {task.size} env {' '.join(missing)} python …"
+        f"{task.launcher} started {task.size} processes, of which this is rank {task.rank}, but "
+        "the environment has no address at which they connect, so each would train alone. Set it, "
+        f"for example: {task.launcher} -n {task.size} env {' '.join(missing)} python …"
     )
 
 
-def _port(job: str) -> int:
-    return PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 0
+def _port(job_id: str) -> int:
+    return PORTS[zlib.crc32(job_id.encode()) % len(PORTS)] if job_id else 0
 
 
 def _first_host(nodes: str) -> str:
@@ -192,9 +194,9 @@ def _check(rank: int, size: int, fact: str) -> None:
         )
 
 
-def _first(environ: Mapping[str, str], otherwise: int, *names: str) -> int:
+def _first_number(environ: Mapping[str, str], default: int, *names: str) -> int:
     """The number in the first of these variables that is set."""
-    return next((_number(environ, name) for name in names if name in environ), otherwise)
+    return next((_number(environ, name) for name in names if name in environ), default)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

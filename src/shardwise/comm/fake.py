@@ -1,9 +1,9 @@
-"""Rank r of N with no peers: what a rank of a large group would do, on a laptop.
+"""One rank of a group of N without peers, to simulate a large group in one process.
 
-Every peer is taken to hold what this rank holds, so results are defined, finite and the same
-on every run: the other pieces of a gather are copies of this rank's piece, and a sum is N times
-this rank's own addend. They are not what N real ranks would compute. Bytes and calls are counted
-exactly as a real group counts them. A real group of 1,024 ranks would take 1,024 processes.
+Every peer is assumed to have this rank's data, so results are defined, finite and the same on
+every run: the other pieces of a gather are copies of this rank's piece, and a sum is N times this
+rank's addend. They are not what N real ranks would compute. Bytes and calls are counted as in a
+real group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import Comm, Done, Label, Pending, Use, rows_of, splits
+from shardwise.comm.protocol import (
+    Comm,
+    Completed,
+    Label,
+    OnReceived,
+    Pending,
+    check_divisible,
+    rows_of,
+)
 from shardwise.errors import ConfigError
 
 __all__ = ["FakeComm"]
@@ -29,19 +37,19 @@ class FakeComm(Comm):
         rows = self._counted(full, label)
         with torch.no_grad():
             rows.copy_(rows[self.rank].clone())
-        return Done()
+        return Completed()
 
-    def exchange(self, full: Tensor, use: Use, label: Label) -> Pending:
+    def exchange(self, full: Tensor, on_received: OnReceived, label: Label) -> Pending:
         rows = self._counted(full, label)
-        use(rows[self.rank].expand_as(rows))
-        return Done()
+        on_received(rows[self.rank].expand_as(rows))
+        return Completed()
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
-        """``tensor`` stays: the root holds the same."""
+        """``tensor`` is unchanged: the root has the same."""
         self.counters.sent(label.op, (self.size - 1) * tensor.nbytes if self.rank == root else 0)
-        return Done()
+        return Completed()
 
     def _counted(self, full: Tensor, label: Label) -> Tensor:
-        rows = rows_of(splits(full, self.size, label), self.size)
+        rows = rows_of(check_divisible(full, self.size, label), self.size)
         self.counters.sent(label.op, full.nbytes - full.nbytes // self.size)
         return rows

@@ -1,10 +1,10 @@
-"""Ranks as processes over ``torch.distributed``'s gloo, by tagged point-to-point messages.
+"""Communicator over ``torch.distributed``'s gloo, by tagged point-to-point messages.
 
-A message carries a hash of what it is for, so bytes of one collective can never be taken for
-another's: with gloo's own collectives, unlike ones truncate silently, deliver one unit's bytes as
-another's, or abort the process. The group of connections is ours alone, so no tag ever meets a
-user's. Messages go straight into the final place: 2–4 times as fast as gloo's own collectives,
-which stage a gather through a copy and send a reduce-scatter as an all-reduce.
+The tag is a hash of the collective, so messages of different collectives never match. gloo's own
+collectives, when mismatched, truncate silently, deliver the bytes of another unit, or abort the
+process. The process group is used by this comm only, so tags never match a user's. Messages are
+received into their final memory: 2–4 times as fast as gloo's own collectives, which copy a gather
+through a second buffer and send a reduce-scatter as an all-reduce.
 """
 
 from __future__ import annotations
@@ -22,72 +22,72 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.desync import NO_TAG, Collective
-from shardwise.comm.group import Ending
+from shardwise.comm.group import Shutdown
 from shardwise.comm.messages import MessagesComm
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
 __all__ = ["GlooComm", "close_connections"]
 
-GREETING = Collective(-2, "greeting", "start", "", 0)
-AT_ONCE = timedelta(milliseconds=1)
+STARTUP = Collective(-2, "greeting", "start", "", 0)
+IMMEDIATELY = timedelta(milliseconds=1)
 CONNECTED = Collective(-1, "greeting", "connection", "", 0)
 
 
 class _Messages(Protocol):
-    """What we use of ``ProcessGroupGloo``, whose types torch leaves out."""
+    """The methods of ``ProcessGroupGloo`` that are used here; torch has no types for them."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
     def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
 
 class GlooComm(MessagesComm):
-    """One rank's end of a group of processes. Final; see ``Comm``.
+    """One rank's communicator over gloo. Final; see ``Comm``.
 
     Args:
-        store: the group's own, with no other user's keys.
-        timeout: seconds after which waiting for a slow rank becomes an error.
-        ending: what ends with this object.
+        store: used by this group only.
+        timeout: seconds after which waiting for a slow rank raises.
+        shutdown: what to do on close.
     """
 
     def __init__(
-        self, rank: int, size: int, store: Store, timeout: float, ending: Ending | None = None
+        self, rank: int, size: int, store: Store, timeout: float, shutdown: Shutdown | None = None
     ) -> None:
-        super().__init__(rank, size, torch.device("cpu"), ending)
-        # What is in flight, kept also if nobody waits: a peer's message needs its place.
-        self._flying: dict[int, list[tuple[int, Work]]] = {}
+        super().__init__(rank, size, torch.device("cpu"), shutdown)
+        # Kept even if nobody waits: a peer's message needs its buffer.
+        self._works: dict[int, list[tuple[int, Work]]] = {}
         self._group: _Messages | None = None
         self._watchdog = Watchdog(store, rank, size, self._interrupt, timeout)
         try:
-            self._watchdog.gather_texts(GREETING, "")  # names who never came, which gloo does not
-            # Longer than ours: the watchdog knows what to say.
-            patience = timedelta(seconds=timeout + 60)
-            gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, patience)
-            self._group = cast("Any", gloo)
-            # Or a rank that is done soon leaves while a peer connects.
+            self._watchdog.gather_texts(STARTUP, "")  # names missing ranks, which gloo does not
+            # Longer than ours, so that the watchdog can report first.
+            torch_timeout = timedelta(seconds=timeout + 60)
+            process_group = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, torch_timeout)
+            self._group = cast("Any", process_group)
+            # Otherwise a rank could close while a peer still connects.
             self._watchdog.gather_texts(CONNECTED, "")
         except BaseException as error:
             self._watchdog.leave(f"it raised {error!r}")
             raise
-        atexit.register(self._end_with_process)
+        atexit.register(self._close_at_exit)
 
     def _post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
         self._watchdog.issue(collective)
-        return self._posted(collective, sends, receives)
+        return self._post_messages(collective, sends, receives)
 
-    def _posted(
+    def _post_messages(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
         group, tag = self._group, collective.tag
-        assert group is not None  # `issue` raises once this end is closed
-        works = self._flying[collective.seq] = []
+        assert group is not None  # `issue` raises after close
+        works = self._works[collective.seq] = []
         peer = -1
         try:
-            # Receives first: a message whose place is known is sent without asking.
-            for peer, place in receives.items():
-                works.append((peer, group.recv([place], peer, tag)))
+            # Receives first: a message whose buffer is known is sent without a handshake.
+            for peer, buffer in receives.items():
+                works.append((peer, group.recv([buffer], peer, tag)))
             for peer, data in sends.items():
                 works.append((peer, group.send([data], peer, tag)))
         except RuntimeError as error:
@@ -95,35 +95,35 @@ class GlooComm(MessagesComm):
         return lambda: self._complete(collective)
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
-        # By a message to each: a connection tells of a peer that died, and the store does not.
-        places = {peer: torch.empty(1) for peer in self.peers}
-        sends = dict.fromkeys(places, torch.zeros(1))
+        # With a message to each peer: a connection reports a dead peer, the store does not.
+        buffers = {peer: torch.empty(1) for peer in self.peers}
+        sends = dict.fromkeys(buffers, torch.zeros(1))
 
-        def meet() -> None:
-            self._posted(collective, sends, places)()
+        def exchange_messages() -> None:
+            self._post_messages(collective, sends, buffers)()
 
-        return self._watchdog.gather_texts(collective, text, meet)
+        return self._watchdog.gather_texts(collective, text, exchange_messages)
 
     def _fail(self, reason: str) -> RanksDisagree:
         return self._watchdog.fail(reason)
 
-    def _leave(self, how: str) -> None:
-        self._watchdog.leave(how, self.ending.linger)
-        self._interrupt()  # or what is in flight would still write into memory that is freed
+    def _leave(self, reason: str) -> None:
+        self._watchdog.leave(reason, self.shutdown.linger)
+        self._interrupt()  # otherwise transfers in flight would write into freed memory
         self._group = None
 
     def _complete(self, collective: Collective) -> None:
         since = monotonic()
-        for peer, work in self._flying[collective.seq]:
+        for peer, work in self._works[collective.seq]:
             self._watchdog.waits = Wait(collective, since, peer)
             try:
-                # Connections that closed fail the operation that is waited for; one that is waited
-                # for afterwards would only end at gloo's own time limit.
-                work.wait(AT_ONCE) if self._watchdog.is_dead else work.wait()
+                # A closed connection fails the operation that is being waited for; a later wait
+                # would end only at gloo's own timeout.
+                work.wait(IMMEDIATELY) if self._watchdog.has_failed else work.wait()
             except RuntimeError as error:
                 raise self._watchdog.explain(peer, error) from error
         self._watchdog.waits = None
-        del self._flying[collective.seq]
+        del self._works[collective.seq]
 
     def _interrupt(self) -> None:
         if self._group is not None:
@@ -131,11 +131,11 @@ class GlooComm(MessagesComm):
 
 
 def close_connections(group: ProcessGroup | _Messages, peer: int) -> None:
-    """Make every pending operation of this rank in a gloo group fail, whichever thread waits.
+    """Make every pending operation of this rank in a gloo group fail, on any thread.
 
-    gloo offers no call for this (``abort`` leaves a waiting thread waiting), but an operation
-    that times out closes every connection of its group: this one cannot succeed.
+    gloo has no function for this (``abort`` does not wake a waiting thread). But an operation that
+    times out closes all connections of its group, and this receive can only time out.
     """
     with suppress(RuntimeError):
-        nothing = torch.empty(1)
-        group.recv([nothing], peer, NO_TAG).wait(AT_ONCE)
+        buffer = torch.empty(1)
+        group.recv([buffer], peer, NO_TAG).wait(IMMEDIATELY)

@@ -1,8 +1,7 @@
-"""What every transport between real ranks has in common: numbers, counters, agreement, an end.
+"""Base class of transports between real ranks: numbering, counters, agreement and shutdown.
 
-A transport is a subclass that moves bytes and says what became of its peers: a few short methods
-(``threads`` is one of about forty lines). What it starts is a ``Transfer``: two calls, the first
-of which returns when the bytes are there.
+A transport is a subclass that moves bytes and reports failed peers, in a few short methods. What
+it starts is a ``Transfer``: two functions, the first of which waits for the bytes.
 """
 
 from __future__ import annotations
@@ -21,67 +20,67 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.desync import Collective, facts_differ
-from shardwise.comm.protocol import Comm, Counters, Label, Pending, Use, splits
-from shardwise.comm.watchdog import how_this_process_ends
+from shardwise.comm.protocol import Comm, Counters, Label, OnReceived, Pending, check_divisible
+from shardwise.comm.watchdog import process_exit_reason
 from shardwise.errors import RanksDisagree
 
-__all__ = ["Ending", "Group", "InFlight", "Transfer"]
+__all__ = ["Group", "InFlight", "Shutdown", "Transfer"]
 
-CLOSED = "it closed its end of the group"
+CLOSED = "it closed its communicator"
 
 
-def nothing() -> None:
-    """There is nothing to do."""
+def noop() -> None:
+    """Do nothing."""
 
 
 class Transfer(NamedTuple):
-    """Bytes on their way.
+    """A transfer in flight.
 
     Attributes:
-        complete: returns when they are there, or raises ``RanksDisagree``.
-        finish: called once after it.
+        complete: waits for it, or raises ``RanksDisagree``.
+        finish: called once after ``complete``.
     """
 
     complete: Callable[[], None]
-    finish: Callable[[], None] = nothing
+    finish: Callable[[], None] = noop
 
 
 @dataclass(frozen=True)
-class Ending:
-    """What else ends with one rank's end of a group.
+class Shutdown:
+    """What to do when a communicator closes.
 
     Attributes:
-        linger: seconds to stay, at most, until every rank has left: for the rank that serves
-            the store, in which the others read why it left.
-        then: called last.
+        linger: seconds to wait, at most, for all ranks to close. For the rank that serves the
+            store, from which the others read why it closed.
+        callback: called last.
     """
 
     linger: float = 0.0
-    then: Callable[[], None] = nothing
+    callback: Callable[[], None] = noop
 
 
 class Group(Comm):
-    """One rank's end of a group of real ranks. A subclass moves the bytes."""
+    """One rank's communicator in a group of real ranks. A subclass moves the bytes."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, ending: Ending | None = None
+        self, rank: int, size: int, device: torch.device, shutdown: Shutdown | None = None
     ) -> None:
         super().__init__(rank, size, device)
-        self.ending = ending or Ending()
-        # Each rank begins with its successor, so that no rank is everybody's first.
+        self.shutdown = shutdown or Shutdown()
+        # Each rank starts with its successor, so that no rank is the first peer of all.
         self.peers = [(rank + step) % size for step in range(1, size)]
         self._issued = 0
         self._closed = False
 
-    # ---- what a transport does ---------------------------------------------------------------
+    # ---- implemented by transports -----------------------------------------------------------
 
     @abstractmethod
     def _all_gather(self, collective: Collective, full: Tensor) -> Transfer:
-        """Fill ``full``, ``[size * n]``, of which this rank's piece is there."""
+        """Fill ``full``, ``[size * n]``, which holds this rank's piece."""
 
     @abstractmethod
-    def _exchange(self, collective: Collective, full: Tensor, use: Use) -> Transfer:
-        """Send piece r to rank r; ``finish`` calls ``use`` with what every rank sent here."""
+    def _exchange(self, collective: Collective, full: Tensor, on_received: OnReceived) -> Transfer:
+        """Send piece r to rank r; ``finish`` passes the received pieces to ``on_received``."""
 
     @abstractmethod
     def _broadcast(self, collective: Collective, data: Tensor, root: int) -> Transfer:
@@ -93,24 +92,24 @@ class Group(Comm):
 
     @abstractmethod
     def _fail(self, reason: str) -> RanksDisagree:
-        """Make the group unusable for everybody, and return the error to raise."""
+        """Make the group unusable on all ranks, and return the error to raise."""
 
     @abstractmethod
-    def _leave(self, how: str) -> None:
-        """Tell the others how this rank ends, and release what was opened. Called once."""
+    def _leave(self, reason: str) -> None:
+        """Report ``reason`` to the other ranks, and release resources. Called once."""
 
     # ---- collectives -------------------------------------------------------------------------
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
-        full = splits(full, self.size, label)
+        full = check_divisible(full, self.size, label)
         collective = self._next("all_gather", label, full.nbytes)
         transfer = self._all_gather(collective, full)
         return self._in_flight(collective, transfer, full.nbytes - full.nbytes // self.size)
 
-    def exchange(self, full: Tensor, use: Use, label: Label) -> Pending:
-        full = splits(full, self.size, label)
+    def exchange(self, full: Tensor, on_received: OnReceived, label: Label) -> Pending:
+        full = check_divisible(full, self.size, label)
         collective = self._next("reduce_scatter", label, full.nbytes)
-        transfer = self._exchange(collective, full, use)
+        transfer = self._exchange(collective, full, on_received)
         return self._in_flight(collective, transfer, full.nbytes - full.nbytes // self.size)
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
@@ -121,11 +120,11 @@ class Group(Comm):
         return self._in_flight(collective, transfer, sent)
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """Digests first: N ranks that agree then read 64 N bytes each and not N times the facts."""
-        mine = json.dumps(dict(facts), sort_keys=True)
-        digests = self._texts(hashlib.sha256(mine.encode()).hexdigest())
+        """Digests first: ranks that agree read 64 bytes per rank instead of all facts."""
+        own = json.dumps(dict(facts), sort_keys=True)
+        digests = self._texts(hashlib.sha256(own.encode()).hexdigest())
         if len(set(digests)) > 1:
-            raise self._fail(facts_differ([json.loads(text) for text in self._texts(mine)]))
+            raise self._fail(facts_differ([json.loads(text) for text in self._texts(own)]))
 
     def _texts(self, text: str) -> list[str]:
         return self._gather_texts(self._next("agree", Label("agree"), 0), text)
@@ -138,10 +137,10 @@ class Group(Comm):
         self.counters.sent(collective.op, sent)
         return InFlight(transfer, self.counters, collective.op)
 
-    # ---- its end -----------------------------------------------------------------------------
+    # ---- close -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self._end(CLOSED)
+        self._close(CLOSED)
 
     def __exit__(
         self,
@@ -149,18 +148,18 @@ class Group(Comm):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end(f"it raised {error!r}" if error else CLOSED)
+        self._close(f"it raised {error!r}" if error else CLOSED)
 
-    def _end(self, how: str) -> None:
+    def _close(self, reason: str) -> None:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._end_with_process)
-        self._leave(how)
-        self.ending.then()
+        atexit.unregister(self._close_at_exit)
+        self._leave(reason)
+        self.shutdown.callback()
 
-    def _end_with_process(self) -> None:
-        self._end(how_this_process_ends())
+    def _close_at_exit(self) -> None:
+        self._close(process_exit_reason())
 
 
 class InFlight:
@@ -174,11 +173,11 @@ class InFlight:
         self._op = op
 
     def wait(self) -> None:
-        """See ``Pending``. Waiting again is free, or the same error again."""
+        """See ``Pending``. Waiting again returns at once, or raises the same error."""
         if self._transfer is None:
             return
         start = perf_counter()
         self._transfer.complete()
         self._counters.waited(self._op, perf_counter() - start)
         self._transfer.finish()
-        self._transfer = None  # lets go of the memory
+        self._transfer = None  # releases the memory

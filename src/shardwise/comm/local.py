@@ -1,7 +1,6 @@
-"""A group of one rank: every collective is free, because there are no peers.
+"""The communicator of a single rank, whose collectives cost nothing.
 
-No copy, no message, nothing counted. So one path serves one rank and many, and one rank pays
-for neither; the ordinary way still moves every parameter through a gather to itself.
+There are no copies, messages or counts, so the engine needs no special case for one rank.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.comm.group import Ending
-from shardwise.comm.protocol import Comm, Done, Label, Pending, Use
+from shardwise.comm.group import Shutdown
+from shardwise.comm.protocol import Comm, Completed, Label, OnReceived, Pending
 
 __all__ = ["LocalComm"]
 
@@ -18,20 +17,22 @@ __all__ = ["LocalComm"]
 class LocalComm(Comm):
     """Rank 0 of 1. Final; see ``Comm``."""
 
-    def __init__(self, device: torch.device | str = "cpu", ending: Ending | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", shutdown: Shutdown | None = None
+    ) -> None:
         super().__init__(0, 1, device)
-        self._ending = ending or Ending()
+        self._shutdown = shutdown or Shutdown()
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
-        return Done()
+        return Completed()
 
-    def exchange(self, full: Tensor, use: Use, label: Label) -> Pending:
-        use((full,))
-        return Done()
+    def exchange(self, full: Tensor, on_received: OnReceived, label: Label) -> Pending:
+        on_received((full,))
+        return Completed()
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
-        return Done()
+        return Completed()
 
     def close(self) -> None:
-        ending, self._ending = self._ending, Ending()
-        ending.then()
+        shutdown, self._shutdown = self._shutdown, Shutdown()
+        shutdown.callback()

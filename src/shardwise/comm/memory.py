@@ -1,11 +1,11 @@
-"""Where the engine's tensors lie, by what they are for.
+"""Allocation of the engine's tensors, by purpose.
 
-    shard      parameters at rest, one rank's part
-    full       a bucket that is gathered into; its memory goes and comes back between uses
+    shard      one rank's part of the parameters
+    full       a gathered bucket, whose memory is freed and refilled between uses
     gradient   gradient buckets, their sums, and everything else that peers read
 
-The engine asks a ``Memory`` and never a device: a transport may keep full buckets where all ranks
-of a host map them, and shards may lie in pinned host memory while the rest is on the device.
+The engine allocates from a ``Memory``, so a transport can put full buckets in memory that all
+ranks of a host map, and shards in pinned host memory.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, UntypedStorage
 
-from shardwise.comm.arena import CommonHeap, Heap
+from shardwise.comm.arena import Heap, SymmetricHeap
 
 __all__ = ["Memory", "SharedMemory"]
 
 
 class Memory:
-    """A rank's own memory on one device.
+    """Memory of one rank on one device.
 
-    All tensors are ``[numel]``, uninitialised, with a storage of their own, and can be trained
-    with: ``torch.inference_mode`` may be on when they are asked for.
+    All tensors are ``[numel]``, uninitialised, with a storage of their own, and not inference
+    tensors, even if ``torch.inference_mode`` is on.
 
     Attributes:
-        shared: is ``full`` the same memory on every rank, so that a gather moves nothing? It is
-            never freed then, and goes with its tensors.
+        shared: ``full`` returns the same memory on every rank, so a gather moves nothing. It is
+            not freed before its tensors die.
     """
 
     shared = False
@@ -39,23 +39,23 @@ class Memory:
         return self._new(numel, dtype)
 
     def full(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """For a full bucket; asked for in the same order on every rank."""
+        """For a full bucket; called in the same order on every rank."""
         return self._new(numel, dtype)
 
     def gradient(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """For what is sent or summed."""
+        """For tensors that are sent or summed."""
         return self._new(numel, dtype)
 
     def free(self, storage: UntypedStorage) -> None:
-        """Let the memory of a full bucket go. Its tensors and views stay, for ``refill``."""
+        """Free the memory of a full bucket. Its tensors and views stay, for ``refill``."""
         storage.resize_(0)
 
     def refill(self, storage: UntypedStorage, nbytes: int) -> None:
-        """Give a full bucket memory again, uninitialised."""
+        """Allocate the memory of a freed full bucket again, uninitialised."""
         storage.resize_(nbytes)
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if not torch.is_inference_mode_enabled():  # leaving a mode costs more than asking
+        if not torch.is_inference_mode_enabled():  # cheaper than entering the context
             return torch.empty(numel, dtype=dtype, device=self._device)
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device=self._device)
@@ -66,12 +66,12 @@ class SharedMemory(Memory):
 
     Args:
         own: blocks that this rank writes and its peers read.
-        common: blocks that are the same on every rank, because every rank asks in the same order.
+        common: blocks that are the same on every rank.
     """
 
     shared = True
 
-    def __init__(self, own: Heap, common: CommonHeap) -> None:
+    def __init__(self, own: Heap, common: SymmetricHeap) -> None:
         super().__init__(torch.device("cpu"))
         self._own, self._common = own, common
 

@@ -1,16 +1,15 @@
-"""The axes of a group: over one of them parameters are split, over the other they are copied.
+"""The axes of a group: parameters are sharded over one and replicated over the other.
 
-Of four ranks, 0 and 1 split the parameters, and 2 and 3 hold copies:
+Of four ranks, 0 and 1 shard the parameters, and 2 and 3 have copies:
 
-    shard ──▶           ranks  0  1     A shard has one piece for each copy. The ranks that hold it
-    replicate           below  2  3     sum a piece each, and send that to each other.
+    shard ──▶           ranks  0  1     A shard has one piece for each copy. Each rank that has it
+    replicate           below  2  3     sums one piece, and sends that to the others.
         │
         ▼               bucket  | piece 0  piece 1 | piece 2  piece 3 |
                         held by | ranks 0 and 2    | ranks 1 and 3    |
 
-Under ``full_shard`` there is one copy, and a piece is a shard. Under ``no_shard`` there is one
-shard of W pieces. Places in a bucket depend on the pieces alone, so all meshes of W ranks round
-alike.
+With ``full_shard`` there is one copy, and a piece is a shard. With ``no_shard`` there is one shard
+of W pieces. Positions in a bucket depend on the pieces only, so all meshes of W ranks round alike.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ __all__ = ["Mesh"]
 
 
 class Mesh(NamedTuple):
-    """One rank's place in a grid of ranks."""
+    """One rank's position in a grid of ranks."""
 
-    shard: Comm  # those with which this rank splits parameters
-    replicate: Comm  # those that hold the same as this rank
+    shard: Comm  # the ranks over which this rank's parameters are sharded
+    replicate: Comm  # the ranks that have the same shard
 
     @classmethod
     def of(cls, ranks: Comm, splits: bool) -> Mesh:
-        """The mesh in which all ``ranks`` split the parameters, or each of them has a copy."""
+        """A mesh of ``ranks`` with one axis: sharded if ``splits``, else replicated."""
         alone = LocalComm(ranks.device)
         return cls(ranks, alone) if splits or ranks.size == 1 else cls(alone, ranks)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.shard.size * self.replicate.size

@@ -1,7 +1,6 @@
-"""Collectives as messages between peers, whatever carries the messages.
+"""Collectives as point-to-point messages; a subclass sends the messages.
 
-Each piece goes straight from where it lies to where it belongs. Over gloo its own collectives
-would stage a gather through a second buffer and send a reduce-scatter as a whole all-reduce.
+Each piece is sent from its memory and received into its final memory, without a staging buffer.
 """
 
 from __future__ import annotations
@@ -13,32 +12,32 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.desync import Collective
-from shardwise.comm.group import Ending, Group, Transfer
+from shardwise.comm.group import Group, Shutdown, Transfer
 from shardwise.comm.memory import Memory
-from shardwise.comm.protocol import Use, rows_of
+from shardwise.comm.protocol import OnReceived, rows_of
 
 __all__ = ["MessagesComm"]
 
 
 class MessagesComm(Group):
-    """One rank's end of a group whose ranks send each other messages. See ``Comm``."""
+    """One rank's communicator in a group whose ranks send messages. See ``Comm``."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, ending: Ending | None = None
+        self, rank: int, size: int, device: torch.device, shutdown: Shutdown | None = None
     ) -> None:
-        super().__init__(rank, size, device, ending)
+        super().__init__(rank, size, device, shutdown)
         self._scratch = _Scratch(self.memory)
 
     @abstractmethod
     def _post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        """Start to send and receive (peer → contiguous memory); return what completes it.
+        """Start sends and receives (peer → contiguous memory); returns a function that waits.
 
-        Two ends meet only if both name the same collective.
+        Two messages match only if their collectives are equal.
 
         Raises, now or on completion:
-            RanksDisagree: a peer is at another collective, or is gone.
+            RanksDisagree: a peer issued another collective, or has ended.
         """
 
     def _all_gather(self, collective: Collective, full: Tensor) -> Transfer:
@@ -47,32 +46,32 @@ class MessagesComm(Group):
         receives = {peer: pieces[peer] for peer in self.peers}
         return Transfer(self._post(collective, sends, receives))
 
-    def _exchange(self, collective: Collective, full: Tensor, use: Use) -> Transfer:
+    def _exchange(self, collective: Collective, full: Tensor, on_received: OnReceived) -> Transfer:
         pieces = list(rows_of(full, self.size).unbind())
-        others = full.nbytes - pieces[0].nbytes
-        memory = self._scratch.take(others)
-        places = rows_of(memory[:others].view(full.dtype), self.size - 1).unbind()
+        nbytes = full.nbytes - pieces[0].nbytes
+        memory = self._scratch.take(nbytes)
+        buffers = rows_of(memory[:nbytes].view(full.dtype), self.size - 1).unbind()
         sends = {peer: pieces[peer] for peer in self.peers}
-        receives = dict(zip(self.peers, places, strict=True))
-        for peer, place in receives.items():
-            pieces[peer] = place
+        receives = dict(zip(self.peers, buffers, strict=True))
+        for peer, buffer in receives.items():
+            pieces[peer] = buffer
 
         def finish() -> None:
-            use(pieces)
+            on_received(pieces)
             self._scratch.keep(memory)
 
         return Transfer(self._post(collective, sends, receives), finish)
 
     def _broadcast(self, collective: Collective, data: Tensor, root: int) -> Transfer:
-        here = self.rank == root
-        sends = dict.fromkeys(self.peers, data) if here else {}
-        return Transfer(self._post(collective, sends, {} if here else {root: data}))
+        is_root = self.rank == root
+        sends = dict.fromkeys(self.peers, data) if is_root else {}
+        return Transfer(self._post(collective, sends, {} if is_root else {root: data}))
 
 
 class _Scratch:
-    """Memory for what peers send to be summed, kept for the next reduction.
+    """Receive buffers of reductions, kept for the next one.
 
-    Fresh pages cost more than writing to them: over ten times as much from 32 MB up.
+    From 32 MB up, faulting in fresh pages costs over ten times as much as writing to them.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -80,13 +79,13 @@ class _Scratch:
         self._free: list[Tensor] = []
 
     def take(self, nbytes: int) -> Tensor:
-        """At least ``nbytes`` of uint8, uninitialised: the smallest free that fits, or new."""
+        """At least ``nbytes`` of uint8, uninitialised: the smallest free buffer, or a new one."""
         self._free.sort(key=lambda memory: memory.nbytes)
         for i, memory in enumerate(self._free):
             if memory.nbytes >= nbytes:
                 return self._free.pop(i)
         if self._free:
-            self._free.pop()  # what replaces it is larger
+            self._free.pop()  # the new one, which is larger, replaces it
         return self._memory.gradient(nbytes, torch.uint8)
 
     def keep(self, memory: Tensor) -> None:

@@ -1,10 +1,9 @@
-"""What the engine knows of the network: three collectives that move bytes, and a way to wait.
+"""The interface of a communicator: three collectives that move bytes, and a handle to wait on.
 
-Everything else (gloo, NCCL, threads, one rank alone, a rank with no peers) is an
-implementation beside this file. A Comm computes nothing: ``reduction`` sums what it exchanges, so
-that sums are the same bits over every transport. The ordinary way, calling ``torch.distributed``
-wherever a collective is needed, ties the engine to one process per rank and to one global group;
-here a rank is a value that is passed in, so ranks can be threads and tests need no launcher.
+gloo, NCCL, threads, one rank alone and a rank without peers are implementations beside this file.
+A Comm computes nothing: ``reduction`` sums what it exchanges, so that sums are the same bits over
+every transport. Calling ``torch.distributed`` directly would tie the engine to one process per
+rank and one global group; a Comm is passed in, so ranks can be threads and tests need no launcher.
 """
 
 from __future__ import annotations
@@ -21,19 +20,28 @@ from torch import Tensor
 from shardwise.comm.memory import Memory
 from shardwise.errors import ConfigError
 
-__all__ = ["Comm", "Counters", "Done", "Label", "Pending", "Use", "rows_of", "splits"]
+__all__ = [
+    "Comm",
+    "Completed",
+    "Counters",
+    "Label",
+    "OnReceived",
+    "Pending",
+    "check_divisible",
+    "rows_of",
+]
 
-Use = Callable[[Sequence[Tensor] | Tensor], None]
-"""What is done with the pieces that the ranks sent, in rank order."""
+OnReceived = Callable[[Sequence[Tensor] | Tensor], None]
+"""A callback that gets the pieces that the ranks sent, in rank order."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """What a collective is for. Ranks compare labels: bytes of one never pass for another's.
+    """The purpose of a collective. Ranks compare labels, so unlike collectives never match.
 
     Attributes:
         op: ``"gather"``, ``"reduce"``, ``"broadcast"`` or another verb of the engine.
-        unit: the unit's name, for example ``"blocks.3"`` (``""`` where there is none).
+        unit: the unit's name, for example ``"blocks.3"``, or ``""``.
     """
 
     op: str
@@ -45,7 +53,7 @@ class Label:
 
 @dataclass
 class Counters:
-    """What one rank has sent so far, by operation. Read it, or ``reset`` it between steps."""
+    """Calls, bytes sent and seconds waited of one rank, by operation, since ``reset``."""
 
     calls: dict[str, int] = field(default_factory=dict)
     bytes_sent: dict[str, int] = field(default_factory=dict)
@@ -68,14 +76,14 @@ class Pending(Protocol):
     """A collective in flight."""
 
     def wait(self) -> None:
-        """Return when the result is there (on CUDA: when the current stream would see it).
+        """Wait for the result (on CUDA: make the current stream wait for it).
 
         Raises:
-            RanksDisagree: a peer is at another collective, or is gone.
+            RanksDisagree: a peer issued another collective, or has ended.
         """
 
 
-class Done:
+class Completed:
     """A collective that is complete when it is issued. Final; see ``Pending``."""
 
     def wait(self) -> None:
@@ -83,18 +91,18 @@ class Done:
 
 
 class Comm(ABC):
-    """One rank's end of a group of ``size`` ranks.
+    """One rank's communicator in a group of ``size`` ranks.
 
-    Collectives are issued in the same order on every rank.
+    Every rank issues the same collectives in the same order.
 
     Attributes:
-        memory: where tensors lie that this group sends.
-        sums: has the transport a ``reduce_scatter`` of its own?
-        averages: can that one divide by ``size``, as a self-test showed on every rank?
+        memory: allocates the tensors that this group sends.
+        has_reduce_scatter: the transport has a ``reduce_scatter`` of its own.
+        has_average: that one can divide by ``size``; a self-test passed on every rank.
     """
 
-    sums = False
-    averages = False
+    has_reduce_scatter = False
+    has_average = False
 
     def __init__(
         self, rank: int, size: int, device: torch.device | str, memory: Memory | None = None
@@ -109,11 +117,11 @@ class Comm(ABC):
 
         Args:
             full: ``[size * n]``; before the call ``full[rank * n : (rank + 1) * n]`` holds this
-                rank's piece, afterwards every piece is there.
+                rank's piece, afterwards it holds every rank's.
         """
 
     def gather_rows(self, mine: Tensor, label: Label) -> Tensor:
-        """Every rank's ``mine``, ``[n]``: ``[size, n]`` in new memory. A collective."""
+        """All-gather ``mine``, ``[n]``, into new memory, ``[size, n]``. A collective."""
         full = self.memory.gradient(self.size * mine.numel(), mine.dtype)
         rows = full.view(self.size, mine.numel())
         rows[self.rank] = mine
@@ -121,14 +129,14 @@ class Comm(ABC):
         return rows
 
     @abstractmethod
-    def exchange(self, full: Tensor, use: Use, label: Label) -> Pending:
-        """Send piece r of ``full`` to rank r, and ``use`` what every rank sent to this one.
+    def exchange(self, full: Tensor, on_received: OnReceived, label: Label) -> Pending:
+        """Send piece r of ``full`` to rank r, and ``on_received`` what every rank sent to this one.
 
         Args:
-            full: ``[size * n]``. Unchanged, and not to be written or freed before ``wait``.
-            use: called once before ``wait`` returns, with ``size`` tensors ``[n]`` in rank order,
-                or with one tensor ``[size, n]``. They are valid during the call: some transports
-                show the memory of peers.
+            full: ``[size * n]``. Unchanged; it must not be written or freed before ``wait``.
+            on_received: called once before ``wait`` returns, with ``size`` tensors ``[n]`` in rank
+                order, or with one tensor ``[size, n]``. They are valid during the call only: they
+                may be memory of peers.
         """
 
     @abstractmethod
@@ -136,27 +144,27 @@ class Comm(ABC):
         """Copy rank ``root``'s contiguous ``tensor`` to every rank, in place."""
 
     def reduce_scatter(self, out: Tensor, full: Tensor, average: bool, label: Label) -> Pending:
-        """The transport's own sum of all ranks' ``full``, in an order of its own, if it ``sums``.
+        """The transport's own reduce-scatter, if it ``has_reduce_scatter``; the order is its own.
 
         Args:
             out: ``[n]``, this rank's piece of the sum, in the same dtype.
             full: ``[size * n]``, as in ``exchange``.
-            average: divide by ``size``, if it ``averages``.
+            average: divide by ``size``, if it ``has_average``.
         """
-        raise ConfigError(f"{label}: this transport has no sum of its own; exchange and add up.")
+        raise ConfigError(f"{label}: this transport has no reduce_scatter; use exchange.")
 
     def fence(self, label: Label) -> None:  # noqa: B027 - without peers there is nothing to do
-        """Where memory is shared: return when every rank is here. Elsewhere: nothing to do."""
+        """With shared memory a barrier of all ranks; otherwise a no-op."""
 
     def agree(self, facts: Mapping[str, str]) -> None:  # noqa: B027 - without peers there is nothing to do
         """Compare ``facts`` (name → short text) between ranks, outside the data path.
 
         Raises:
-            RanksDisagree: naming each fact that differs, with the ranks and both texts.
+            RanksDisagree: with each fact that differs, the ranks and their texts.
         """
 
     def close(self) -> None:  # noqa: B027 - without peers there is nothing to do
-        """Release what this object opened. Safe to call twice, and after an error."""
+        """Release the resources of this object. Safe to call twice, and after an error."""
 
     def __enter__(self) -> Self:
         return self
@@ -167,20 +175,20 @@ class Comm(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close, and tell the peers whether this rank ended by an error."""
+        """Close, and report to the peers an error that this rank raised."""
         self.close()
 
 
-def splits(full: Tensor, size: int, label: Label) -> Tensor:
-    """``full``, detached, once it is known to be ``[size * n]``.
+def check_divisible(full: Tensor, size: int, label: Label) -> Tensor:
+    """``full``, detached, after a check that it is ``[size * n]``.
 
     Raises:
-        ConfigError: it does not split, or is not contiguous.
+        ConfigError: it is not divisible by ``size``, or not contiguous.
     """
     if full.ndim != 1 or full.numel() % size or not full.is_contiguous():
         raise ConfigError(
-            f"{label}: a buffer of shape {tuple(full.shape)} with strides {full.stride()} does not "
-            f"split into {size} equal, contiguous pieces. Make it flat, and pad it to a multiple "
+            f"{label}: a buffer of shape {tuple(full.shape)} with strides {full.stride()} cannot "
+            f"be split into {size} equal, contiguous pieces. Flatten it, and pad it to a multiple "
             f"of {size}."
         )
     return full.detach() if full.requires_grad else full

@@ -1,12 +1,12 @@
-"""Sums over ranks: what travels, in which order it is added up, and what it is divided by.
+"""Reductions over ranks: the dtype that is sent, the order of the sum, and the divisors.
 
     full ──narrow──▶ wire ──exchange──▶ one piece per rank ──sum in rank order──▶ divide ──▶ out
     [W * S]          [W * S]            W × [S]                                              [S]
 
 Transports move bytes and compute nothing, so sums are the same bits over threads, messages and
-shared memory. gloo's own reduce-scatter is a hidden all-reduce in an order of its own. NCCL, XCCL
-and HCCL keep their own sum where one dtype travels and is summed in. A wire in another format
-(blocks of int8, say) is encoded where it is narrowed here, and decoded where it is summed.
+shared memory. NCCL, XCCL and HCCL use their own reduce-scatter if the dtypes of wire and sum are
+the same. Another wire format (blocks of int8, say) would be encoded where it is narrowed here, and
+decoded where it is summed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import Comm, Done, Label, Pending
+from shardwise.comm.protocol import Comm, Completed, Label, Pending
 
-__all__ = ["Reducing", "Reduction", "sum_in_rank_order"]
+__all__ = ["PendingReduction", "Reduction", "sum_in_rank_order"]
 
-PART = 1 << 16  # elements that are summed at a time: some of each rank's fit in the second cache
+CHUNK = 1 << 16  # elements summed at a time, so that they stay in the L2 cache
 
 
-class Reducing(NamedTuple):
+class PendingReduction(NamedTuple):
     """A reduction in flight.
 
     Attributes:
-        sent: ``[W * S]``, what travels; it must outlive ``pending``.
-        out: ``[S]``, this rank's piece of the mean, once ``pending`` was waited for.
+        sent: ``[W * S]``, the send buffer; it must outlive ``pending``.
+        out: ``[S]``, this rank's piece of the mean, valid after ``pending.wait()``.
     """
 
     sent: Tensor
@@ -42,15 +42,15 @@ class Reducing(NamedTuple):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradients of one bucket become their mean over ranks.
+    """How the gradients of one bucket are averaged over ranks.
 
     Attributes:
-        wire: the dtype that travels.
-        sum: the dtype that sums are formed in, equal or wider.
-        how: the name of this way to form the mean. With ``"avg"`` the backend divides by the
-            number of ranks where it can, and else the sum is divided by that.
-        before, after: divisors of the addends and of the sum. Dividing is exact where
-            multiplying by 1/W is not (W = 3).
+        wire: the dtype that is sent.
+        sum: the dtype of the sum, equal or wider.
+        how: the name of the average mode. With ``"avg"`` the backend divides by the number of
+            ranks if it can; otherwise the sum is divided.
+        before, after: divisors of the addends and of the sum. Division is exact where
+            multiplication by 1/W is not (W = 3).
     """
 
     wire: torch.dtype
@@ -59,7 +59,7 @@ class Reduction:
     before: float = 1.0
     after: float = 1.0
 
-    def start(self, full: Tensor, comm: Comm, label: Label) -> Reducing:
+    def start(self, full: Tensor, comm: Comm, label: Label) -> PendingReduction:
         """Issue the reduce-scatter of ``full``, ``[W * S]``, which is overwritten. A collective."""
         sent = full
         if full.dtype is not self.wire:
@@ -67,25 +67,25 @@ class Reduction:
         if self.before != 1:
             sent.div_(self.before)
         if comm.size == 1:
-            out = sent.to(self.sum)  # the same memory where it can be
+            out = sent.to(self.sum)  # the same memory if the dtypes are equal
             _divide(out, self.after)
-            return Reducing(sent, out, Done())
+            return PendingReduction(sent, out, Completed())
         out = comm.memory.gradient(sent.numel() // comm.size, self.sum)
-        return Reducing(sent, out, self._issue(out, sent, comm, label))
+        return PendingReduction(sent, out, self._issue(out, sent, comm, label))
 
     def _issue(self, out: Tensor, sent: Tensor, comm: Comm, label: Label) -> Pending:
         average = self.how == "avg"
         divisor = float(comm.size) if average else self.after
-        if not comm.sums or sent.dtype is not out.dtype:
-            use = partial(sum_in_rank_order, out, divisor=divisor)
-            return comm.exchange(sent, use, label)
-        average = average and comm.averages
+        if not comm.has_reduce_scatter or sent.dtype is not out.dtype:
+            on_received = partial(sum_in_rank_order, out, divisor=divisor)
+            return comm.exchange(sent, on_received, label)
+        average = average and comm.has_average
         pending = comm.reduce_scatter(out, sent, average, label)
         return pending if average or divisor == 1 else _Divided(pending, out, divisor)
 
 
 class _Divided:
-    """A sum in flight that is divided once it is there. Final; see ``Pending``."""
+    """A sum in flight that is divided when it is complete. Final; see ``Pending``."""
 
     def __init__(self, pending: Pending, out: Tensor, divisor: float) -> None:
         self._pending, self._out, self._divisor = pending, out, divisor
@@ -93,29 +93,28 @@ class _Divided:
     def wait(self) -> None:
         self._pending.wait()
         _divide(self._out, self._divisor)
-        self._divisor = 1.0  # waiting again is free
+        self._divisor = 1.0  # waiting again divides no more
 
 
 def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: float = 1.0) -> None:
     """``out``, ``[n]`` = (pieces[0] + pieces[1] + …) / divisor, each sum rounded to ``out.dtype``.
 
-    The pieces may be narrower than ``out``: they are widened before they are added. On CPU it is
-    done part by part, so that what is added to and divided is still in the processor's cache.
-    One tensor ``[W, n]`` is summed by one kernel, in an order of its own: as many as ranks, each
-    asked for by the host, would cost more.
+    The pieces may be narrower than ``out``: they are widened before they are added. On CPU the sum
+    is formed in chunks that stay in the processor's cache. One tensor ``[W, n]`` is summed by one
+    kernel, in the kernel's order, since a launch per rank would cost more.
     """
-    size = PART if out.device.type == "cpu" else max(1, out.numel())
+    size = CHUNK if out.device.type == "cpu" else max(1, out.numel())
     with torch.no_grad():
         if isinstance(pieces, Tensor):
-            size = max(1, size // pieces.shape[0])  # the sum makes a wide copy of what it adds
-            for part, rows in zip(out.split(size), pieces.split(size, dim=1), strict=True):
-                torch.sum(rows, dim=0, dtype=out.dtype, out=part)
+            size = max(1, size // pieces.shape[0])  # torch.sum makes a wide copy of its input
+            for chunk, rows in zip(out.split(size), pieces.split(size, dim=1), strict=True):
+                torch.sum(rows, dim=0, dtype=out.dtype, out=chunk)
             _divide(out, divisor)
             return
-        parts = zip(out.split(size), *(piece.split(size) for piece in pieces), strict=True)
-        for part, *addends in parts:
-            _sum(part, addends)
-            _divide(part, divisor)
+        chunks = zip(out.split(size), *(piece.split(size) for piece in pieces), strict=True)
+        for chunk, *addends in chunks:
+            _sum(chunk, addends)
+            _divide(chunk, divisor)
 
 
 def _sum(out: Tensor, addends: Sequence[Tensor]) -> None:
@@ -130,6 +129,6 @@ def _sum(out: Tensor, addends: Sequence[Tensor]) -> None:
 
 
 def _divide(out: Tensor, divisor: float) -> None:
-    """Divide in place; a power of two is multiplied by, which gives the same bits sooner."""
+    """Divide in place; by a power of two multiply, which is faster and gives the same bits."""
     if divisor != 1:
         out.mul_(1 / divisor) if math.frexp(divisor)[0] == 0.5 else out.div_(divisor)

@@ -1,11 +1,10 @@
-"""Ranks as threads of one process: the real engine, real collectives, no launcher.
+"""Ranks as threads of one process, for tests and debugging: no launcher, real collectives.
 
-A collective happens when its last rank issues it: that thread carries every message, by plain
-memory copies that neither autograd nor a dispatch mode sees, as with a real network. So nobody
-has to wait in any order, and a rank at another collective is found the moment it says so.
-Processes would cost seconds per test to start, and a debugger each.
+A collective is executed by the thread of the last rank that issues it, with memory copies that
+neither autograd nor a dispatch mode sees. So ranks need not wait in any order, and a mismatched
+collective is found when it is issued. Processes would take seconds per test to start.
 
-CPU only. Random generators are the process's, not the rank's: no dropout here.
+CPU only. Random generators are shared by all ranks, so dropout differs from that of processes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.comm.desync import Collective, late, left, mismatch, named
+from shardwise.comm.desync import Collective, format_ranks, mismatch, rank_left, timed_out
 from shardwise.comm.local import LocalComm
 from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Comm
@@ -40,28 +39,28 @@ def run(world: int, fn: Callable[[Comm], T], timeout: float = 60.0) -> list[T]:
         timeout: seconds that a rank waits for another, and that this call waits for all.
 
     Raises:
-        Exception: the first error of a rank's own, rather than one that another rank caused.
-        RanksDisagree: ranks did not do the same thing, or did not end in time.
+        Exception: the first error of a rank that was not caused by another rank.
+        RanksDisagree: ranks issued different collectives, or did not end in time.
     """
     rendezvous = _Rendezvous(world, timeout)
     ranks = [_Rank(rank, fn, rendezvous) for rank in range(world)]
     for rank in ranks:
         rank.start()
-    deadline = monotonic() + timeout + 1.0  # a rank that waits for another says so itself, first
+    deadline = monotonic() + timeout + 1.0  # a rank that waits for another raises first
     for rank in ranks:
         rank.join(max(0.0, deadline - monotonic()))
     if error := rendezvous.first_error():
         raise error
     if running := [rank.number for rank in ranks if rank.is_alive()]:
         raise RanksDisagree(
-            f"{named(running)} did not end within {timeout:,.0f} s, and nobody waits for it. "
+            f"{format_ranks(running)} did not end within {timeout:,.0f} s, outside of collectives. "
             "The thread still runs. Look for an endless loop or a lock, or raise the timeout."
         )
     return [rank.results[0] for rank in ranks]
 
 
 class _Rank(Thread, Generic[T]):
-    """One rank's thread. It tells the rendezvous how it ended, whatever happens."""
+    """One rank's thread. It always reports its end to the rendezvous."""
 
     def __init__(self, number: int, fn: Callable[[Comm], T], rendezvous: _Rendezvous) -> None:
         super().__init__(name=f"rank-{number}", daemon=True)
@@ -82,8 +81,8 @@ class _Rank(Thread, Generic[T]):
 
 
 @dataclass
-class _Post:
-    """What one rank brings to a collective."""
+class _Contribution:
+    """One rank's part of a collective."""
 
     collective: Collective
     sends: Mapping[int, Tensor]
@@ -92,36 +91,36 @@ class _Post:
 
 
 @dataclass
-class _Round:
-    """One collective: who has come, and whether it has happened."""
+class _State:
+    """One collective: the ranks that have issued it, and whether it is complete."""
 
-    posts: dict[int, _Post] = field(default_factory=dict)
+    posts: dict[int, _Contribution] = field(default_factory=dict)
     done: bool = False
 
 
 class _Rendezvous:
-    """Where the threads meet. Everything here happens under one lock."""
+    """The shared state of all ranks, guarded by one lock."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
         self.timeout = timeout
         self._changed = Condition()
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[int, _State] = {}
         self._issued = dict.fromkeys(range(size), 0)
         self._before = ""  # the last collective that every rank issued
         self._ended: dict[int, str] = {}
         self._errors: list[BaseException] = []
         self._dead = ""
 
-    def post(self, rank: int, post: _Post) -> _Round:
+    def post(self, rank: int, post: _Contribution) -> _State:
         with self._changed:
             self._raise_if_dead()
-            round_ = self._rounds.setdefault(post.collective.seq, _Round())
+            round_ = self._rounds.setdefault(post.collective.seq, _State())
             round_.posts[rank] = post
             self._issued[rank] += 1
-            at = {peer: other.collective for peer, other in round_.posts.items()}
-            if len(set(at.values())) > 1:
-                raise self._fail(mismatch(at, self._before))
+            issued = {peer: other.collective for peer, other in round_.posts.items()}
+            if len(set(issued.values())) > 1:
+                raise self._fail(mismatch(issued, self._before))
             if len(round_.posts) == self.size:
                 _deliver(round_.posts)
                 round_.done = True
@@ -130,26 +129,28 @@ class _Rendezvous:
                 self._changed.notify_all()
             return round_
 
-    def wait(self, rank: int, round_: _Round) -> None:
+    def wait(self, rank: int, round_: _State) -> None:
         deadline = monotonic() + self.timeout
         with self._changed:
             while not round_.done:
                 self._raise_if_dead()
                 waiting = {rank: round_.posts[rank].collective}
-                absent = [r for r in range(self.size) if r not in round_.posts]
-                if ended := [r for r in absent if r in self._ended]:
+                missing = [r for r in range(self.size) if r not in round_.posts]
+                if ended := [r for r in missing if r in self._ended]:
                     first = ended[0]
-                    raise self._fail(left(first, self._ended[first], self._issued[first], waiting))
+                    raise self._fail(
+                        rank_left(first, self._ended[first], self._issued[first], waiting)
+                    )
                 if not self._changed.wait(deadline - monotonic()):
-                    raise self._fail(late(absent, self.timeout, waiting))
+                    raise self._fail(timed_out(missing, self.timeout, waiting))
 
     def fail(self, reason: str) -> RanksDisagree:
         with self._changed:
             return self._fail(reason)
 
-    def leave(self, rank: int, how: str, error: BaseException | None) -> None:
+    def leave(self, rank: int, reason: str, error: BaseException | None) -> None:
         with self._changed:
-            self._ended.setdefault(rank, how)
+            self._ended.setdefault(rank, reason)
             if error is not None:
                 self._errors.append(error)
             self._changed.notify_all()
@@ -170,7 +171,7 @@ class _Rendezvous:
 
 
 class _ThreadsComm(MessagesComm):
-    """One thread's end of the rendezvous. Final; see ``Comm``."""
+    """One thread's communicator. Final; see ``Comm``."""
 
     def __init__(self, rank: int, rendezvous: _Rendezvous) -> None:
         super().__init__(rank, rendezvous.size, torch.device("cpu"))
@@ -179,22 +180,22 @@ class _ThreadsComm(MessagesComm):
     def _post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        round_ = self._rendezvous.post(self.rank, _Post(collective, sends, receives, ""))
+        round_ = self._rendezvous.post(self.rank, _Contribution(collective, sends, receives, ""))
         return lambda: self._rendezvous.wait(self.rank, round_)
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
-        round_ = self._rendezvous.post(self.rank, _Post(collective, {}, {}, text))
+        round_ = self._rendezvous.post(self.rank, _Contribution(collective, {}, {}, text))
         self._rendezvous.wait(self.rank, round_)
         return [post.text for _, post in sorted(round_.posts.items())]
 
     def _fail(self, reason: str) -> RanksDisagree:
         return self._rendezvous.fail(reason)
 
-    def _leave(self, how: str) -> None:
-        self._rendezvous.leave(self.rank, how, None)
+    def _leave(self, reason: str) -> None:
+        self._rendezvous.leave(self.rank, reason, None)
 
 
-def _deliver(posts: Mapping[int, _Post]) -> None:
+def _deliver(posts: Mapping[int, _Contribution]) -> None:
     for rank, post in posts.items():
         for source, place in post.receives.items():
             data = posts[source].sends[rank]

@@ -1,10 +1,10 @@
-"""Agreement in the step: no rank waits without saying so, and no rank waits for ever.
+"""A watchdog thread per rank: it reports slow peers, and ends waits that can never complete.
 
-A thread looks twice a second at what its rank waits for. From one second on it writes the rank's
-cursor to the store, reads the others', and decides by a pure function whether they can ever meet.
-While they can, it says for whom it waits; once they cannot, it publishes why and interrupts the
-wait, on every rank with the same sentence. The ordinary way is a hang of thirty minutes, then
-"connection closed by peer". While nobody waits this costs two wake-ups a second.
+The thread checks twice a second whether its rank waits. After one second of waiting it publishes
+the rank's progress to the store, reads that of the others, and decides by a pure function whether
+the collective can complete. If it can, the watchdog logs for which ranks it waits. If not, it
+publishes the reason and interrupts the wait, on every rank with the same message. Without it a
+rank would hang for thirty minutes, then raise "connection closed by peer".
 """
 
 from __future__ import annotations
@@ -22,84 +22,86 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm.desync import (
     Collective,
-    Cursor,
-    absent,
-    decide,
-    gone,
-    late,
-    left,
-    slow,
+    RankProgress,
+    diagnose,
+    missing_ranks,
+    rank_died,
+    rank_left,
+    still_waiting,
+    timed_out,
 )
 from shardwise.errors import RanksDisagree
 
-__all__ = ["Wait", "Watchdog", "how_this_process_ends"]
+__all__ = ["Wait", "Watchdog", "process_exit_reason"]
 
-TICK = 0.5  # seconds between two looks at whether this rank waits
-PATIENCE = 1.0  # seconds of waiting before the first look at the others
-SAY = 5.0  # seconds of waiting before the first log line; then at twice the time, and so on
-SAY_AT_START = 20.0  # the same while the group is made: a busy machine starts ranks at many speeds
-SLOWEST = 10.0  # seconds between two looks at the others, at most
-RECENT = 256  # collectives that a cursor remembers
+POLL_INTERVAL = 0.5  # seconds between two checks whether this rank waits
+FIRST_CHECK = 1.0  # seconds of waiting before the first look at other ranks
+FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
+FIRST_WARNING_AT_START = (
+    20.0  # the same during startup, when ranks of a busy machine start at different times
+)
+MAX_CHECK_INTERVAL = 10.0  # seconds
+HISTORY = 256  # collectives that a rank publishes
 
 log = logging.getLogger("shardwise")
 
 
 class Wait(NamedTuple):
-    """What this rank waits for.
+    """A wait of this rank.
 
     Attributes:
-        collective: the one it waits for.
-        since: ``monotonic()`` when it began.
+        collective: that is waited for.
+        since: ``monotonic()`` at its start.
         peer: the rank whose message is missing, or -1 if unknown.
-        over: whether it is complete although nobody took note (a stream's work ends unseen).
+        is_complete: polls whether it is complete (work on a stream ends without notice).
     """
 
     collective: Collective
     since: float
     peer: int = -1
-    over: Callable[[], bool] = lambda: False
+    is_complete: Callable[[], bool] = lambda: False
 
 
 class Watchdog:
     """One rank's watchdog over its group, through a store that all ranks share. Final.
 
     Args:
-        store: the group's own, with no other user's keys.
+        store: used by this group only.
         interrupt: makes every pending operation of this rank fail, from any thread.
-        timeout: seconds after which waiting for a rank that is merely slow becomes an error.
+        timeout: seconds after which waiting for a slow rank raises.
     """
 
     def __init__(
         self, store: Store, rank: int, size: int, interrupt: Callable[[], None], timeout: float
     ) -> None:
         self.waits: Wait | None = None
-        self._dead = ""
+        self._failure = ""
         self._store = store
         self._rank = rank
         self._size = size
         self._interrupt = interrupt
         self._timeout = timeout
-        self._recent: deque[Collective] = deque(maxlen=RECENT)
+        self._recent: deque[Collective] = deque(maxlen=HISTORY)
         self._issued = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
 
-    # --- what the comm calls ---------------------------------------------------------------
+    # --- called by the comm ----------------------------------------------------------------
 
     @property
-    def is_dead(self) -> bool:
-        """Did anything end the group?"""
-        return bool(self._dead)
+    def has_failed(self) -> bool:
+        """Has the group failed?"""
+        return bool(self._failure)
 
-    def raise_if_dead(self) -> None:
-        """Raise what ended the group, if anything did."""
-        if self._dead:
-            raise RanksDisagree(self._dead)
+    def raise_if_failed(self) -> None:
+        """Raise the group's failure, if it has failed."""
+        if self._failure:
+            raise RanksDisagree(self._failure)
 
     def issue(self, collective: Collective) -> None:
-        """Take note of a collective, or raise what ended the group."""
-        self.raise_if_dead()
+        """Record a collective; raises if the group has failed."""
+        self.raise_if_failed()
         self._recent.append(collective)
         self._issued = collective.seq + 1
 
@@ -107,14 +109,14 @@ class Watchdog:
         self,
         collective: Collective,
         text: str,
-        meet: Callable[[], None] = lambda: None,
+        rendezvous: Callable[[], None] = lambda: None,
         is_gone: Callable[[int], bool] = lambda _: False,
     ) -> list[str]:
-        """Every rank's ``text`` for one and the same collective, by rank.
+        """Every rank's ``text`` for this collective, by rank.
 
         Args:
-            meet: called when this rank's text is in the store; if it returns, all ranks' are.
-            is_gone: has a rank's process ended? The store alone cannot tell that from slow.
+            rendezvous: called when this rank's text is in the store; returns when all are.
+            is_gone: has a rank's process ended? The store cannot tell a dead rank from a slow one.
         """
         self.issue(collective)
         self.waits = Wait(collective, monotonic())
@@ -122,10 +124,10 @@ class Watchdog:
         pause = 0.0005
         try:
             self._store.set(keys[self._rank], text)
-            meet()
+            rendezvous()
             while not self._store.check(keys):
-                if self._dead:
-                    raise RanksDisagree(self._dead)
+                if self._failure:
+                    raise RanksDisagree(self._failure)
                 for peer in range(self._size):
                     if is_gone(peer) and not self._store.check([keys[peer]]):
                         raise self.explain(peer, RuntimeError("its process has ended"))
@@ -138,43 +140,45 @@ class Watchdog:
             self.waits = None
 
     def fail(self, reason: str) -> RanksDisagree:
-        """End the group for every rank with the first reason that any rank gave."""
-        if not self._dead:
+        """Fail the group on every rank, with the first reason that any rank published."""
+        if not self._failure:
             try:
-                self._dead = self._store.compare_set("verdict", "", reason).decode()
+                self._failure = self._store.compare_set("verdict", "", reason).decode()
             except RuntimeError:
-                self._dead = reason
-            # Only now: who sees the connection close must find the reason in the store.
+                self._failure = reason
+            # After publishing: a rank whose connection closes reads the reason from the store.
             self._interrupt()
-        return RanksDisagree(self._dead)
+        return RanksDisagree(self._failure)
 
     def explain(self, peer: int, error: BaseException) -> RanksDisagree:
-        """What the backend's ``error`` on a message from or to ``peer`` means."""
-        if isinstance(error, RanksDisagree) or self._dead:
+        """The failure behind the backend's ``error`` on a message from or to ``peer``."""
+        if isinstance(error, RanksDisagree) or self._failure:
             return self.fail(str(error))
         waiting = {self._rank: self._recent[-1] if self.waits is None else self.waits.collective}
         try:
-            # A rank says why before it closes its connections. So silence means that it could not.
+            # A rank publishes its reason before it closes connections, unless it was killed.
             if verdict := self._read("verdict"):
                 return self.fail(verdict)
-            ended = {rank: c for rank, c in self._cursors().items() if c.ended}
+            ended = {rank: c for rank, c in self._read_progress().items() if c.ended}
         except RuntimeError:
             return self.fail(_without_store(error, waiting[self._rank], peer))
         for rank in [peer] if peer in ended else ended:
-            return self.fail(left(rank, ended[rank].ended, ended[rank].issued, waiting))
+            return self.fail(rank_left(rank, ended[rank].ended, ended[rank].issued, waiting))
         if peer >= 0:
-            return self.fail(gone(peer, waiting))
+            return self.fail(rank_died(peer, waiting))
         return self.fail(f"{waiting[self._rank]} failed on rank {self._rank}: {error}")
 
-    def leave(self, how: str, linger: float = 0.0) -> None:
-        """Tell the others how this rank ends; stay up to ``linger`` seconds until all have left."""
+    def leave(self, reason: str, linger: float = 0.0) -> None:
+        """Publish why this rank ends; wait up to ``linger`` seconds until all ranks have ended."""
         self._stop.set()
         self._thread.join()
-        self._dead = self._dead or f"rank {self._rank}'s end of this group is closed ({how})."
+        self._failure = (
+            self._failure or f"rank {self._rank}'s end of this group is closed ({reason})."
+        )
         try:
-            self._publish(ended=how)
-            until = monotonic() + linger
-            while monotonic() < until and not self._all_ended():
+            self._publish(ended=reason)
+            deadline = monotonic() + linger
+            while monotonic() < deadline and not self._all_ended():
                 sleep(0.02)
         except RuntimeError:
             log.debug("the store went before rank %d left", self._rank)
@@ -182,84 +186,87 @@ class Watchdog:
     # --- the thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        look, say = 0.0, SAY
-        watched: Wait | None = None
-        while not self._stop.wait(TICK):
+        next_check, next_warning = 0.0, FIRST_WARNING
+        last_wait: Wait | None = None
+        while not self._stop.wait(POLL_INTERVAL):
             waits = self.waits
-            if waits is None or self._dead or waits.over():
+            if waits is None or self._failure or waits.is_complete():
                 continue
-            if watched is None or waits.since != watched.since:  # a comm that polls makes many
-                watched, look = waits, PATIENCE
-                say = SAY if waits.collective.seq >= 0 else SAY_AT_START
+            if last_wait is None or waits.since != last_wait.since:  # a comm that polls makes many
+                last_wait, next_check = waits, FIRST_CHECK
+                next_warning = (
+                    FIRST_WARNING if waits.collective.seq >= 0 else FIRST_WARNING_AT_START
+                )
             age = monotonic() - waits.since
-            if age < look:
+            if age < next_check:
                 continue
-            reason, text = self._look(waits, age)
+            reason, text = self._check(waits, age)
             if reason:
                 self.fail(reason)
-            elif text and age >= say:
+            elif text and age >= next_warning:
                 log.warning("%s", text)
-            while say <= age:
-                say *= 2
-            look = min(say, age + min(SLOWEST, age / 4))
+            while next_warning <= age:
+                next_warning *= 2
+            next_check = min(next_warning, age + min(MAX_CHECK_INTERVAL, age / 4))
 
-    def _look(self, waits: Wait, age: float) -> tuple[str, str]:
-        """Why the wait can never end (or ``""``), and what ``slow`` says of it."""
+    def _check(self, waits: Wait, age: float) -> tuple[str, str]:
+        """Why the wait can never complete (or ``""``), and the warning of ``still_waiting``."""
         collective = waits.collective
         try:
             self._publish(waits=collective.seq)
-            cursors = self._cursors()
-            reason = self._read("verdict") or decide(cursors)
+            progress = self._read_progress()
+            reason = self._read("verdict") or diagnose(progress)
         except RuntimeError as error:
             return _without_store(error, collective, waits.peer), ""
-        missing = [waits.peer] if waits.peer >= 0 else absent(cursors, self._size, collective)
+        missing = (
+            [waits.peer] if waits.peer >= 0 else missing_ranks(progress, self._size, collective)
+        )
         if not reason and age > self._timeout:
-            reason = late(missing, age, {self._rank: collective})
-        return reason, slow(self._rank, cursors, missing, age, collective)
+            reason = timed_out(missing, age, {self._rank: collective})
+        return reason, still_waiting(self._rank, progress, missing, age, collective)
 
     # --- the store -------------------------------------------------------------------------
 
     def _publish(self, waits: int = -1, ended: str = "") -> None:
-        cursor = {
+        progress = {
             "issued": self._issued,
             "recent": self._recent.copy(),
             "waits": waits,
             "ended": ended,
         }
-        self._store.set(f"cursor/{self._rank}", json.dumps(cursor, default=list))
+        self._store.set(f"cursor/{self._rank}", json.dumps(progress, default=list))
 
-    def _cursors(self) -> dict[int, Cursor]:
-        """The cursors of the ranks that have ever waited long, or left."""
+    def _read_progress(self) -> dict[int, RankProgress]:
+        """The progress of ranks that have waited long at some time, or have ended."""
         keys = {rank: f"cursor/{rank}" for rank in range(self._size)}
         written = [rank for rank, key in keys.items() if self._store.check([key])]
         values = self._store.multi_get([keys[rank] for rank in written])
-        return {rank: _cursor(value) for rank, value in zip(written, values, strict=True)}
+        return {rank: _decode_progress(value) for rank, value in zip(written, values, strict=True)}
 
     def _all_ended(self) -> bool:
-        cursors = self._cursors()
-        return len(cursors) == self._size and all(c.ended for c in cursors.values())
+        progress = self._read_progress()
+        return len(progress) == self._size and all(c.ended for c in progress.values())
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
-def how_this_process_ends() -> str:
-    """For use at interpreter exit."""
+def process_exit_reason() -> str:
+    """Why this process ends; called at interpreter exit."""
     error: BaseException | None = getattr(sys, "last_value", None)  # set if nobody caught it
     return f"it raised {error!r}" if error else "its process ended normally"
 
 
-def _cursor(value: bytes) -> Cursor:
-    cursor = json.loads(value)
-    recent = tuple(Collective(*fields) for fields in cursor["recent"])
-    return Cursor(cursor["issued"], recent, cursor["waits"], cursor["ended"])
+def _decode_progress(value: bytes) -> RankProgress:
+    progress = json.loads(value)
+    recent = tuple(Collective(*fields) for fields in progress["recent"])
+    return RankProgress(progress["issued"], recent, progress["waits"], progress["ended"])
 
 
 def _without_store(error: BaseException, collective: Collective, peer: int) -> str:
-    who = f"rank {peer} is gone, and " if peer >= 0 else ""
+    subject = f"rank {peer} is gone, and " if peer >= 0 else ""
     return (
-        f"{who}the store through which the ranks meet does not answer any more ({error}) while "
-        f"this rank waits at {collective.in_full}. The process that served it, rank 0 or the "
-        "launcher, has ended. This group cannot be used any more. Read that process's own "
-        "output, then start again."
+        f"{subject}the store of the ranks does not answer any more ({error}) while this rank waits "
+        f"at {collective.details}. The process that served it, rank 0 or the launcher, has ended. "
+        "This group cannot be used any more. Read that process's own output, then start again."
     )
