@@ -171,7 +171,7 @@ def test_a_mesh_says_where_its_ranks_compute_unless_a_device_is_passed(
         return torch.device("cpu")
 
     monkeypatch.setattr(connect_module, "_axis", lambda mesh: None)
-    monkeypatch.setattr(connect_module, "_here", place)
+    monkeypatch.setattr(connect_module, "_current_device", place)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     over(mesh)
     over(mesh, device="meta")
