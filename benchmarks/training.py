@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.protocol import Counters
 from shardwise.train.config import ModelConfig
-from shardwise.units import choose_units
+from shardwise.units.units import choose_units
 
 Batch = tuple[Tensor, ...]
 """Inputs and targets, or inputs alone."""

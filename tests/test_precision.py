@@ -14,8 +14,8 @@ import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.comm.reduction import Reduction
+from shardwise.memory.sharding import sharding_of
 from shardwise.precision import AVERAGES, Dtypes, Precision
-from shardwise.sharding import sharding_of
 from tests.copies import local
 from tests.nets import decoder, decoder_batch, loss, mostly_frozen, numbers
 from tests.parity.plain import mean_in_rank_order

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardwise.errors import ConfigError
-from shardwise.strategies import Placement
+from shardwise.strategies import placement_of
 from tests.copies import said
 
 
@@ -30,7 +30,7 @@ from tests.copies import said
     ],
 )
 def test_strategies_are_known_by_all_their_names(name: str, canonical: str) -> None:
-    assert Placement.named(name).name == canonical
+    assert placement_of(name).name == canonical
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_strategies_are_known_by_all_their_names(name: str, canonical: str) -> N
     ],
 )
 def test_hybrids_are_not_there_yet_and_name_what_is(name: str, near: str) -> None:
-    assert said(ConfigError, lambda: Placement.named(name)) == (
+    assert said(ConfigError, lambda: placement_of(name)) == (
         f"strategy {name!r} is {near} in groups of ranks with copies between the groups, and not "
         f"there yet; nearest is {near!r}. Choose one of no_shard, zero1, shard_grad_op, full_shard."
     )
@@ -53,4 +53,4 @@ def test_hybrids_are_not_there_yet_and_name_what_is(name: str, near: str) -> Non
 
 def test_an_unknown_strategy_names_the_nearest_and_all() -> None:
     with pytest.raises(ConfigError, match=r"nearest is .full_shard.*no_shard, zero1"):
-        Placement.named("full_shrad")
+        placement_of("full_shrad")

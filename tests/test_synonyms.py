@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.options import Options
-from shardwise.strategies import Placement
+from shardwise.strategies import placement_of
 from shardwise.synonyms import _HYBRIDS, _OPTIONS, _STRATEGIES, option_hint
 from tests.copies import said
 
@@ -62,7 +62,7 @@ def test_no_word_has_two_meanings_and_none_is_ours_already() -> None:
         word for t in (_STRATEGIES, _HYBRIDS) for words in t.values() for word in words.split()
     ]
     assert len(strategies) == len(set(strategies))
-    assert {Placement.named(name).name for name in _STRATEGIES} == set(_STRATEGIES)
+    assert {placement_of(name).name for name in _STRATEGIES} == set(_STRATEGIES)
 
 
 def test_an_optimizer_knows_what_others_call_its_options() -> None:

@@ -21,7 +21,7 @@ from benchmarks.faults.server import RANKS, Attempt
 from benchmarks.faults.training import Final
 
 LAUNCH = (
-    "import sys; from shardwise.launch.local import start; start(sys.argv[2:], int(sys.argv[1]))"
+    "import sys; from shardwise.launch.launcher import start; start(sys.argv[2:], int(sys.argv[1]))"
 )
 DEADLINE = 5.0  # seconds for which a rank may outlive its launcher
 LOOK = 0.01

@@ -202,7 +202,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
 
 def main(run: str, case: str, out: str) -> None:
     """A rank under a launcher: ``python -m benchmarks.faults.training RUN CASE OUT``."""
-    from shardwise.launch.local import exit_with_launcher
+    from shardwise.launch.launcher import exit_with_launcher
 
     exit_with_launcher(os.environ)
     with sw.connect() as comm:

@@ -45,8 +45,8 @@ stands for a collective, and is no copy of an engine."""
 
 # file → side
 FILES = {
-    "shardwise/buffers.py": PARAMETERS,
-    "shardwise/gradients.py": GRADIENTS,
+    "shardwise/memory/parameters.py": PARAMETERS,
+    "shardwise/memory/gradients.py": GRADIENTS,
     "shardwise/comm/reduction.py": GRADIENTS,  # the sum of what arrived
     "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": PARAMETERS,
     "benchmarks/gpu/simulated.py": COLLECTIVES,
@@ -80,7 +80,7 @@ PACKAGES = {
 
 
 def file_in_package(file: str) -> str:
-    """``/src/shardwise/hooks.py`` → ``shardwise/hooks.py``; ``""`` outside of ``PACKAGES``."""
+    """``/src/shardwise/comm/gloo.py → shardwise/comm/gloo.py``; ``""`` outside of ``PACKAGES``."""
     file = file.replace("\\", "/")
     for name, folder in PACKAGES.items():
         if file.startswith(f"{folder}/{name}/"):

@@ -24,7 +24,7 @@ from benchmarks.gpu.models import SHAPES, Shape, build, loss_of
 from benchmarks.gpu.simulated import EchoStore, Link
 from benchmarks.training import Engine, apply_fsdp2, training
 from shardwise.comm.backend import BackendComm
-from shardwise.units import choose_units
+from shardwise.units.units import choose_units
 
 PLAIN = "plain"
 RIVALS = {"full_shard": "fsdp2", "shard_grad_op": "fsdp2_keep"}

@@ -2,32 +2,20 @@
 
 The file's mirror comes first (``src/shardwise/comm/desync.py`` → ``tests/comm/test_desync.py``),
 then the other tests of its folder, those first that name the file's module, and last all that
-start processes. A file that lies in no folder belongs to the one that ``MODULES`` gives it.
+start processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path("src/shardwise")
 FOLDERS = ("layout", "schedule", "memory", "runtime", "comm")
-# folder → modules that belong to it while they lie beside it
-MODULES: dict[str, tuple[str, ...]] = {
-    "layout": ("layout",),
-    "schedule": ("schedule", "schedules", "cursor", "strategies"),
-    "memory": (
-        "bucket", "buffers", "cuts", "gathered_parameter", "gradients", "guard", "leaves",
-        "shard_tensor", "sharding",
-    ),
-    "runtime": (
-        "runtime", "backward", "hooks", "improvise", "methods", "recompute", "trained", "trees",
-        "unit_state", "used", "visits",
-    ),
-}  # fmt: skip
 # folder → tests that cover it and lie elsewhere
-ELSEWHERE: dict[str, tuple[str, ...]] = {"runtime": ("tests/parity/test_one_by_one.py",)}
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "runtime": ("tests/parity/test_one_by_one.py", "tests/test_sharded.py"),
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +29,6 @@ class Stage:
 def sources(root: Path, folder: str) -> list[str]:
     """The files of one folder of the package, below ``root``."""
     paths = set((root / PACKAGE / folder).glob("**/*.py"))
-    paths |= {root / PACKAGE / f"{name}.py" for name in MODULES.get(folder, (folder,))}
     files = (path.relative_to(root).as_posix() for path in paths if path.is_file())
     return sorted(file for file in files if not file.endswith("__init__.py"))
 
@@ -60,8 +47,6 @@ def stages(root: Path, folder: str, file: str) -> list[Stage]:
 
 
 def _tests_of_folder(root: Path, folder: str) -> list[str]:
-    names: Iterable[str] = MODULES.get(folder, (folder,))
-    paths = {root / "tests" / f"test_{name}.py" for name in names}
-    paths |= {root / test for test in ELSEWHERE.get(folder, ())}
+    paths = {root / test for test in ELSEWHERE.get(folder, ())}
     paths |= set((root / "tests" / folder).glob("**/test_*.py"))
     return sorted(path.relative_to(root).as_posix() for path in paths if path.is_file())

@@ -3,16 +3,15 @@
 One training step is a list of events. Read the package in this order:
 
     units      model → units: which parameters are gathered together
-    layout     unit → buckets → slots: who owns which range
-    order      the order in which units run
+    layout     unit → slots: which rank owns which range
     schedule   one step as a list of events
-    buffers    the only owner of big memory
-    hooks      what the user's code does, as cues
-    runtime    a cursor along the events
-    shard      the front door
+    memory     shards, full buckets and gradient buckets: who holds which bytes
+    runtime    the user's calls as cues, and the events that answer them
+    setup      what is done once per model
+    sharded    ``shard(model)`` and the handle that it returns
 
-and then ``comm`` (how ranks talk), ``optim`` (what happens on shards), ``checkpoint`` (to disk and
-back) and ``train``.
+and then ``comm`` (how ranks exchange bytes), ``optim`` (what happens on shards), ``checkpoint``
+(to disk and back), ``convert`` (other formats), ``launch``, ``train`` and ``cli``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise import optim, wrap
+    from shardwise import optim
     from shardwise.checkpoint import (
         Loaded,
         Saved,
@@ -44,8 +43,9 @@ if TYPE_CHECKING:
         ShardwiseError,
     )
     from shardwise.precision import Precision
-    from shardwise.schedule import Prefetch
+    from shardwise.schedule.events import Prefetch
     from shardwise.sharded import Sharded, shard
+    from shardwise.units import wrap
 
     __version__: str
 
@@ -78,7 +78,8 @@ __all__ = [
 
 # --- imported when first used: the command line answers `--version` without torch ------------
 
-_HOMES = ("errors", "schedule", "precision", "comm.connect", "sharded", "checkpoint")
+_HOMES = ("errors", "schedule.events", "precision", "comm.connect", "sharded", "checkpoint")
+_MODULES = {"wrap": "units.wrap"}  # of the public face, where they lie
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that exists
 
@@ -91,7 +92,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that exist
             if name in module.__all__:
                 return globals().setdefault(name, getattr(module, name))
         try:
-            return import_module(f"shardwise.{name}")
+            return import_module(f"shardwise.{_MODULES.get(name, name)}")
         except ModuleNotFoundError as error:
             if error.name != f"shardwise.{name}":
                 raise

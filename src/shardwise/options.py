@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shardwise.errors import ConfigError, nearest
-from shardwise.materialise import Init, default_init
 from shardwise.precision import Precision
-from shardwise.schedule import Prefetch
+from shardwise.schedule.events import Prefetch
+from shardwise.setup.materialise import Init, default_init
 from shardwise.synonyms import option_hint
 
 __all__ = ["Options"]

@@ -15,10 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise import order
-from shardwise.bucket import specs_of
-from shardwise.buffers import Bucket
-from shardwise.build import check_unsharded, cut, facts, uncut
 from shardwise.checkpoint import api
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.optimizer_state import Given, Optimizers, as_optimizers
@@ -26,21 +22,26 @@ from shardwise.comm.connect import connect, over
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, ScheduleError
-from shardwise.full_params import full_params
-from shardwise.hooks import Hooks
-from shardwise.listing import Layouts, Schedule
-from shardwise.methods import ForwardMethods
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.spec import specs_of
 from shardwise.optim.norm import chosen, clip_gradients, places_of
 from shardwise.optim.optimizer_hooks import OptimizerHooks
 from shardwise.options import Options
-from shardwise.recompute import check_own_checkpointing, checkpoint_units
-from shardwise.runtime import Runtime
-from shardwise.schedule import Mode, Order, Policy
-from shardwise.state import StateHooks, local_state, whole_copy
-from shardwise.strategies import Placement
-from shardwise.unit_state import UnitState
-from shardwise.units import Units, choose_units
-from shardwise.wrap import Wrap
+from shardwise.printed import Layouts, Schedule
+from shardwise.runtime.forward import Hooks
+from shardwise.runtime.forward_methods import ForwardMethods
+from shardwise.runtime.full_params import full_params
+from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.unit import UnitState
+from shardwise.schedule.events import Mode, Order, Policy
+from shardwise.schedule.placement import Placement
+from shardwise.setup import order
+from shardwise.setup.build import check_unsharded, cut, facts, uncut
+from shardwise.setup.recompute import check_own_checkpointing, checkpoint_units
+from shardwise.setup.whole_values import StateHooks, local_state, whole_copy
+from shardwise.strategies import placement_of
+from shardwise.units.units import Units, choose_units
+from shardwise.units.wrap import Wrap
 
 __all__ = ["Sharded", "shard"]
 
@@ -70,7 +71,7 @@ def shard(
         ConfigError: an argument is invalid, or the model is sharded already.
         RanksDisagree: the ranks were given different models or arguments.
     """
-    checked, placement = Options.of(options), Placement.named(strategy)
+    checked, placement = Options.of(options), placement_of(strategy)
     if wrap is not None and not isinstance(wrap, Wrap):
         raise ConfigError(
             f"wrap is {wrap!r}, not a wrap policy. Pass one, such as sw.wrap.by_class('Block')."

@@ -6,49 +6,13 @@ does in a step follows from that in ``schedule``, so a new one is a row of this 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
 from shardwise.errors import ConfigError, nearest
+from shardwise.schedule.placement import Placement
 from shardwise.synonyms import parse_strategy
 
-__all__ = ["Placement"]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where parameters, gradients and optimizer state live; nothing else."""
-
-    name: str  # the preset's
-    splits: bool  # all ranks split the parameters at rest; else each of them holds a copy
-    resident: bool  # the full bucket keeps its memory between uses (its values may be stale)
-    frees: bool  # a unit is freed after each use, not only at its last
-
-    @property
-    def words(self) -> str:
-        return "sharded" if self.splits else "replicated"
-
-    @classmethod
-    def named(cls, name: str | int | Enum) -> Placement:
-        """The preset of this name; any case, ``-`` for ``_``, and the field's other names.
-
-        Args:
-            name: also a member of torch's ``ShardingStrategy`` or its number, as accelerate has it.
-
-        Raises:
-            ConfigError: no such strategy; the message lists those there are.
-        """
-        key, hybrid = parse_strategy(name)
-        if key in _PRESETS and not hybrid:
-            return _PRESETS[key]
-        why = "does not exist"
-        if hybrid:
-            why = f"is {key} in groups of ranks with copies between the groups, and not there yet"
-        raise ConfigError(
-            f"strategy {name!r} {why}; nearest is {nearest(key, _PRESETS)[0]!r}. "
-            f"Choose one of {', '.join(_PRESETS)}."
-        )
-
+__all__ = ["placement_of"]
 
 _PRESETS = {
     "no_shard": Placement("no_shard", splits=False, resident=True, frees=False),
@@ -56,3 +20,24 @@ _PRESETS = {
     "shard_grad_op": Placement("shard_grad_op", splits=True, resident=False, frees=False),
     "full_shard": Placement("full_shard", splits=True, resident=False, frees=True),
 }
+
+
+def placement_of(name: str | int | Enum) -> Placement:
+    """The preset of this name; any case, ``-`` for ``_``, and the field's other names.
+
+    Args:
+        name: also a member of torch's ``ShardingStrategy`` or its number, as accelerate has it.
+
+    Raises:
+        ConfigError: no such strategy; the message lists those there are.
+    """
+    key, hybrid = parse_strategy(name)
+    if key in _PRESETS and not hybrid:
+        return _PRESETS[key]
+    why = "does not exist"
+    if hybrid:
+        why = f"is {key} in groups of ranks with copies between the groups, and not there yet"
+    raise ConfigError(
+        f"strategy {name!r} {why}; nearest is {nearest(key, _PRESETS)[0]!r}. "
+        f"Choose one of {', '.join(_PRESETS)}."
+    )

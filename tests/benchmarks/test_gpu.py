@@ -191,21 +191,24 @@ FSDP = "torch/distributed/fsdp/_fully_shard"
 @pytest.mark.parametrize(
     ("side", "frames"),
     [
-        ("parameters", [("shardwise/buffers.py", "gather"), ("shardwise/hooks.py", "f")]),
-        ("gradients", [("torch/_ops.py", "__call__"), ("shardwise/gradients.py", "write")]),
+        (
+            "parameters",
+            [("shardwise/memory/parameters.py", "gather"), ("shardwise/runtime/forward.py", "f")],
+        ),
+        ("gradients", [("torch/_ops.py", "__call__"), ("shardwise/memory/gradients.py", "write")]),
         ("gradients", [("shardwise/comm/reduction.py", "use")]),
-        ("engine", [("shardwise/runtime.py", "_deliver")]),
+        ("engine", [("shardwise/runtime/runtime.py", "_deliver")]),
         ("engine", [(f"{FSDP}/_fsdp_state.py", "_root_pre_forward")]),
         ("update", [("torch/optim/adamw.py", "step")]),
         ("update", [("shardwise/optim/flat.py", "step")]),
         (
             "model",
-            [("shardwise/train/decoder.py", "forward"), ("shardwise/hooks.py", "")],
+            [("shardwise/train/decoder.py", "forward"), ("shardwise/runtime/forward.py", "")],
         ),
         ("model", [("torch/nn/modules/linear.py", "forward")]),
         (
             "collectives",
-            [("benchmarks/gpu/simulated.py", "arrive"), ("shardwise/buffers.py", "")],
+            [("benchmarks/gpu/simulated.py", "arrive"), ("shardwise/memory/parameters.py", "")],
         ),
         ("parameters", [(f"{FSDP}/_fsdp_collectives.py", "foreach_all_gather_copy_out")]),
         ("parameters", [(f"{FSDP}/_fsdp_param.py", "init_unsharded_param")]),

@@ -77,19 +77,19 @@ def test_mutants_are_killed_where_a_test_fails_or_hangs(
     monkeypatch.setattr(mutants_run, "IMPORTED", ("pytest",))
     for path, text in {
         "src/shardwise/__init__.py": "",
-        "src/shardwise/a.py": code,
-        "tests/test_a.py": "from shardwise.a import f\ndef test_f():\n    assert f(1) == 1\n",
+        "src/shardwise/a/b.py": code,
+        "tests/a/test_b.py": "from shardwise.a.b import f\ndef test_f():\n    assert f(1) == 1\n",
         "pyproject.toml": '[tool.pytest.ini_options]\nmarkers = ["spawn"]\n',
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     *_, report = run(Config(("a",), sample=10, jobs=1), lambda _: None)
     assert report.tables[0].rows == (
-        ("src/shardwise/a.py", 3, 2, 2 / 3),
+        ("src/shardwise/a/b.py", 3, 2, 2 / 3),
         ("a, all", 3, 2, 2 / 3),
         ("all", 3, 2, 2 / 3),
     )
-    assert report.notes == ("survived: src/shardwise/a.py:2: print(x) → pass",)
+    assert report.notes == ("survived: src/shardwise/a/b.py:2: print(x) → pass",)
 
 
 def test_the_table_counts_each_file_and_each_folder() -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import layout
 from shardwise.checkpoint.plan import (
     BLOCK,
     Entry,
@@ -25,6 +24,7 @@ from shardwise.checkpoint.plan import (
 )
 from shardwise.checkpoint.safetensors_format import PAGE, itemsize
 from shardwise.errors import CheckpointError
+from shardwise.layout import layout
 
 
 def entry(name: str, shape: tuple[int, ...], cuts: list[int], dtype: str = "F32") -> Entry:

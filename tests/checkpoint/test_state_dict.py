@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint.options import KINDS, kind_of
 from shardwise.checkpoint.state_dict import StateDict
 from shardwise.comm.protocol import Comm
-from shardwise.shard_tensor import ShardTensor
+from shardwise.memory.shard_tensor import ShardTensor
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from shardwise.cli.progress import reporter
-from shardwise.train.metrics import Built, Evaluated, Record, Resumed, Stepped, Warned
+from shardwise.train.records import Built, Evaluated, Record, Resumed, Stepped, Warned
 
 
 def story(steps: int) -> list[Record]:

@@ -337,7 +337,7 @@ def test_a_rank_s_error_is_said_under_torchrun_too(tmp_path: Path) -> None:
 # What the launcher starts in place of the command: as it is, but for what stands before it.
 LAUNCHER = """
 import sys
-from shardwise.launch.local import start
+from shardwise.launch.launcher import start
 start([sys.executable, "-c", *sys.argv[1:]], 2, 1, lambda fact: print("crashed", fact, flush=True))
 """
 SLOW = """

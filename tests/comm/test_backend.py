@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm import backend
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import over
-from shardwise.comm.group import Shutdown
 from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.transport import Shutdown
 from shardwise.errors import RanksDisagree
 from tests.comm.laws import start_sum, sum_of
 from tests.devices import DEVICES

@@ -14,16 +14,17 @@ from shardwise.comm import threads
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.options import Options
-from shardwise.schedule import Op
-from shardwise.strategies import Placement
-from shardwise.units import Units
+from shardwise.schedule.events import Op
+from shardwise.schedule.placement import Placement
+from shardwise.strategies import placement_of
+from shardwise.units.units import Units
 from tests import nets
 from tests.copies import clones, equal, seeded
 from tests.ranks import run_threads
 from tests.steps import train
 
 T = TypeVar("T")
-FULL, COPIED = Placement.named("full_shard"), Placement.named("no_shard")
+FULL, COPIED = placement_of("full_shard"), placement_of("no_shard")
 
 
 def on_a_grid(build: Callable[[], nn.Module], fn: Callable[[sw.Sharded, Mesh], T]) -> list[T]:

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.comm.protocol import Label
 from tests.comm.laws import start_sum
-from tests.comm.test_group import Noted
+from tests.comm.test_transport import Noted
 
 
 def test_pieces_go_straight_from_and_to_their_place() -> None:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer, lr_scheduler
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
-from shardwise.guard import ShardedParameter
+from shardwise.memory.sharded_parameter import ShardedParameter
 from shardwise.optim import fused
 from shardwise.optim.flat_state import FlatGradient, FlatState
 from shardwise.torch_internals import fused_adamw_

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
+from shardwise.memory.parameters import Bucket
 from tests import nets
 from tests.copies import local, on_ranks, said
 from tests.nets import Net

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
+from shardwise.memory.sharding import sharding_of
 from shardwise.optim.norm import norm_of
-from shardwise.sharding import sharding_of
 from tests import nets
 from tests.copies import local, on_ranks, said, seeded
 from tests.nets import NETS, Net

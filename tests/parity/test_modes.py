@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.reduction import Reduction
 from shardwise.precision import Dtypes, Precision
-from shardwise.runtime import Runtime
+from shardwise.runtime.runtime import Runtime
 from tests import nets
 from tests.nets import NETS, Net
 from tests.parity.plain import (

@@ -19,7 +19,7 @@ from shardwise.train.batches import Batches, MicroBatch
 from shardwise.train.config import Recipe
 from shardwise.train.job import Job
 from shardwise.train.loop import Outcome, train
-from shardwise.train.metrics import Busy, Record, Stepped
+from shardwise.train.records import Busy, Record, Stepped
 from shardwise.train.requests import SignalRequests
 
 

@@ -19,7 +19,7 @@ from shardwise.convert.difference import compare
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.checkpoints import is_due
 from shardwise.train.config import CheckpointConfig, Recipe
-from shardwise.train.metrics import Complete, Evaluated, Record, Resumed, Saved, Stepped, Warned
+from shardwise.train.records import Complete, Evaluated, Record, Resumed, Saved, Stepped, Warned
 from shardwise.train.requests import SignalRequests
 from tests.train.runs import Watched, checkpoint, digest, losses, saved, steps
 from tests.train.tiny import documents, tiny_recipe

@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from shardwise.accelerators import ROWS
-from shardwise.schedule import Prefetch
+from shardwise.schedule.events import Prefetch
 from shardwise.train.config import ModelConfig, PrecisionConfig, PrefetchConfig, Recipe
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardwise.train.config import ModelConfig
 from shardwise.train.decoder import Block, Decoder, initialiser
-from shardwise.train.export import llama_config
+from shardwise.train.hf_config import llama_config
 
 SHAPE = ModelConfig(width=24, layers=3, heads=6, kv_heads=2, hidden=40, tied=False)
 TIED = SHAPE.model_copy(update={"tied": True})

@@ -9,7 +9,7 @@ from shardwise.comm import threads
 from shardwise.comm.protocol import Comm
 from shardwise.train.footprint import footprint, storage_bytes
 from shardwise.train.job import build
-from shardwise.train.metrics import Bytes
+from shardwise.train.records import Bytes
 from tests.train.test_job import VOCABULARY, rows
 from tests.train.tiny import tiny_recipe
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise import wrap
 from shardwise.comm import threads
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
@@ -17,7 +16,8 @@ from shardwise.train.batches import Rows
 from shardwise.train.config import Recipe, ShardingConfig
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.job import Job, build, parameter_groups, wrap_of
-from shardwise.train.rates import learning_rate
+from shardwise.train.learning_rate import learning_rate
+from shardwise.units import wrap
 from tests.train.tiny import tiny_recipe
 
 VOCABULARY = 40

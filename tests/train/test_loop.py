@@ -12,7 +12,8 @@ from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
 from shardwise.train.config import Recipe
 from shardwise.train.loop import Outcome, train
-from shardwise.train.metrics import (
+from shardwise.train.recipe import read_recipe
+from shardwise.train.records import (
     Built,
     Busy,
     Evaluated,
@@ -24,7 +25,6 @@ from shardwise.train.metrics import (
     Saved,
     Stepped,
 )
-from shardwise.train.recipe import read_recipe
 from tests.train.tiny import tiny_recipe
 
 FILES = [

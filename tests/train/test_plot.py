@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from shardwise.train.metrics import Evaluated, Record, Stepped
 from shardwise.train.plot import plot_loss, smoothed
+from shardwise.train.records import Evaluated, Record, Stepped
 
 
 def run(steps: int) -> list[Record]:

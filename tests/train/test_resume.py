@@ -13,7 +13,7 @@ from shardwise.train.config import Recipe
 from shardwise.train.data import prepare
 from shardwise.train.folder import Folder
 from shardwise.train.job import build
-from shardwise.train.metrics import Evaluated, Resumed, Saved, Stepped, Stopped
+from shardwise.train.records import Evaluated, Resumed, Saved, Stepped, Stopped
 from shardwise.train.requests import Request, SignalRequests
 from tests.ranks import run_threads
 from tests.train.runs import (

@@ -12,7 +12,7 @@ from shardwise.comm import threads
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.train.batches import Rows, evenly_spaced
-from shardwise.train.metrics import Evaluated
+from shardwise.train.records import Evaluated
 from shardwise.train.validation import Validation, unigram_entropy
 
 VOCABULARY = 11

@@ -32,7 +32,7 @@ from shardwise.checkpoint.options import (
 from shardwise.checkpoint.state_dict import StateDict, model_state, put_model_state
 from shardwise.checkpoint.training_state import Training
 from shardwise.errors import ConfigError
-from shardwise.runtime import Runtime
+from shardwise.runtime.runtime import Runtime
 
 
 class Sharded(ShardedModel, Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.listing import size
+from shardwise.printed import size
 
 T = TypeVar("T")
 

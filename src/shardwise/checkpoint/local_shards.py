@@ -16,15 +16,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.buffers import Bucket
 from shardwise.checkpoint.plan import Entry, Held
 from shardwise.checkpoint.safetensors_format import code_of
 from shardwise.comm.protocol import Comm
-from shardwise.layout import Layout, Slot
-from shardwise.sharding import Sharding
-from shardwise.strategies import Placement
+from shardwise.layout.layout import Layout, Slot
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.sharding import Sharding
+from shardwise.schedule.placement import Placement
 from shardwise.torch_internals import buffers_of
-from shardwise.units import Member
+from shardwise.units.units import Member
 
 log = logging.getLogger("shardwise")
 

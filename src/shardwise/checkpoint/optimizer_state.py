@@ -27,8 +27,8 @@ from shardwise.checkpoint.reader import TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import CheckpointError
+from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.optim.cut_state import is_scalar
-from shardwise.shard_tensor import ShardTensor
 
 Optimizers = Sequence[Optimizer]
 Given = Optimizer | Iterable[Optimizer] | None

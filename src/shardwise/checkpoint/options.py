@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.training_state import Document, Training
 from shardwise.errors import ConfigError, nearest
-from shardwise.listing import size
+from shardwise.printed import size
 
 KINDS = ("full", "sharded", "local")
 CHOICES = {

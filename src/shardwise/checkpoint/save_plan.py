@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.buffers import Bucket
 from shardwise.checkpoint import checksum, manifest, training_state
 from shardwise.checkpoint.collectives import all_gather_object, raise_on_all
 from shardwise.checkpoint.local_shards import (
@@ -36,6 +35,7 @@ from shardwise.checkpoint.segments import Segments
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ScheduleError
+from shardwise.memory.parameters import Bucket
 
 MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
 RNG, BUFFER = "rng/", "buffer/"  # what the tensors of RANKS begin with

@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.buffers import Bucket
 from shardwise.checkpoint.collectives import all_gather_object, run_on_rank_0
 from shardwise.checkpoint.load_plan import ModelPlan
 from shardwise.checkpoint.local_shards import (
@@ -39,8 +38,9 @@ from shardwise.checkpoint.reader import TensorLocation
 from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of, itemsize
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.listing import size
-from shardwise.shard_tensor import ShardTensor
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.shard_tensor import ShardTensor
+from shardwise.printed import size
 from shardwise.torch_internals import buffers_of, parameters_of
 
 

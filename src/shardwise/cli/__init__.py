@@ -26,9 +26,9 @@ def _run(arguments: list[str] | None) -> None:
     import click
 
     from shardwise.cli.commands import commands
-    from shardwise.cli.folded import escape_lines
+    from shardwise.cli.format_names import escape_lines
     from shardwise.errors import ShardwiseError
-    from shardwise.launch.reasons import os_error_message
+    from shardwise.launch.error_files import os_error_message
 
     try:
         sys.exit(commands.main(arguments, standalone_mode=False) or 0)

@@ -118,7 +118,7 @@ def train(recipe: str, overrides: tuple[str, ...], **processes: Any) -> None:
 
 def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
     """The recipe; under a launcher its errors are printed once, not by every rank."""
-    from shardwise.launch.reasons import write_error_file
+    from shardwise.launch.error_files import write_error_file
     from shardwise.train.recipe import read_recipe
 
     try:

@@ -14,13 +14,13 @@ import click
 import torch
 
 from shardwise.checkpoint.reader import CheckpointReader
-from shardwise.cli.folded import escape
+from shardwise.cli.format_names import escape
 from shardwise.cli.runs import checkpoint_of
 from shardwise.convert.catalogue import OF_TORCH
 from shardwise.convert.export import CONFIG, ExportOptions, export, export_torch_file
 from shardwise.convert.writer import Converted, Destination, workplace
 from shardwise.errors import ConfigError
-from shardwise.listing import size
+from shardwise.printed import size
 
 __all__ = ["ExportArguments", "parse_size", "run_export"]
 

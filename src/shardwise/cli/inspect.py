@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
-from shardwise.cli.catalogues import format_checkpoint, format_damage, format_run
-from shardwise.cli.differences import format_difference
-from shardwise.cli.folded import escape, escape_lines, plural
+from shardwise.cli.format_checkpoint import format_checkpoint, format_damage, format_run
+from shardwise.cli.format_difference import format_difference
+from shardwise.cli.format_names import escape, escape_lines, plural
 from shardwise.cli.runs import Listed, Run, checkpoint_of, folder_of_run, meant, survey
 from shardwise.convert.catalogue import OF_TORCH, SUFFIX, Catalogue, Damage, damage_of
 from shardwise.convert.difference import ABSENT, Change, Difference, compare

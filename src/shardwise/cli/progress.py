@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shardwise.cli.lines import format_record, format_step
-from shardwise.train.metrics import Built, Emit, Prepared, Record, Stepped
+from shardwise.cli.format_records import format_record, format_step
+from shardwise.train.records import Built, Emit, Prepared, Record, Stepped
 
 __all__ = ["reporter"]
 

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 import click
 
-from shardwise.cli.lines import format_record
+from shardwise.cli.format_records import format_record
 from shardwise.cli.progress import reporter
 from shardwise.comm.connect import connect
 from shardwise.comm.environment import Launch, read_launch
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
-from shardwise.launch.local import EXIT_STOPPED, exit_with_launcher, launch_attempt, start
-from shardwise.launch.reasons import record_errors, write_error_file
+from shardwise.launch.error_files import record_errors, write_error_file
+from shardwise.launch.launcher import EXIT_STOPPED, exit_with_launcher, launch_attempt, start
 from shardwise.launch.signals import save_and_stop_signals
 from shardwise.train.batches import accumulation
 from shardwise.train.config import Recipe
 from shardwise.train.loop import train
-from shardwise.train.metrics import Complete, Emit, Record
+from shardwise.train.records import Complete, Emit, Record
 from shardwise.train.requests import SignalRequests
 from shardwise.train.start import Attempt, Start, decide_start
 

@@ -27,8 +27,8 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm.desync import Collective
 from shardwise.comm.gloo import close_connections
-from shardwise.comm.group import Group, Shutdown, Transfer, noop
 from shardwise.comm.protocol import Label, OnReceived, Pending, check_divisible, rows_of
+from shardwise.comm.transport import Group, Shutdown, Transfer, noop
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 

@@ -27,11 +27,11 @@ from shardwise.accelerators import (
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.environment import Launch, read_launch
 from shardwise.comm.gloo import GlooComm
-from shardwise.comm.group import Shutdown
 from shardwise.comm.local import LocalComm
 from shardwise.comm.malloc import keep_mapped
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
+from shardwise.comm.transport import Shutdown
 from shardwise.errors import ConfigError, RanksDisagree
 
 __all__ = ["connect", "over"]

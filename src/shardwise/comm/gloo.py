@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.desync import NO_TAG, Collective
-from shardwise.comm.group import Shutdown
 from shardwise.comm.messages import MessagesComm
+from shardwise.comm.transport import Shutdown
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.comm.group import Shutdown
 from shardwise.comm.protocol import Comm, Completed, Label, OnReceived, Pending
+from shardwise.comm.transport import Shutdown
 
 __all__ = ["LocalComm"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.desync import Collective
-from shardwise.comm.group import Group, Shutdown, Transfer
 from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import OnReceived, rows_of
+from shardwise.comm.transport import Group, Shutdown, Transfer
 
 __all__ = ["MessagesComm"]
 

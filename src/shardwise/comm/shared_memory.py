@@ -34,9 +34,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.arena import Arena, Heap, SymmetricHeap
 from shardwise.comm.desync import Collective
-from shardwise.comm.group import Group, InFlight, Shutdown, Transfer, noop
 from shardwise.comm.memory import SharedMemory
 from shardwise.comm.protocol import Label, OnReceived, Pending, check_divisible, rows_of
+from shardwise.comm.transport import Group, InFlight, Shutdown, Transfer, noop
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from shardwise.buffers import Bucket
 from shardwise.errors import OptimizerError
-from shardwise.shard_tensor import ShardTensor
-from shardwise.sharding import Sharding, sharding_of
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.shard_tensor import ShardTensor
+from shardwise.memory.sharding import Sharding, sharding_of
 
 __all__ = ["cut_state", "is_scalar", "uncut_state"]
 

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, OptimizerError
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.flat_state import FlatState
 from shardwise.optim.groups import Policy, check_loaded, chosen, defaults, resolved
 from shardwise.optim.norm import norm_of
 from shardwise.optim.optimizer_hooks import Shown
 from shardwise.optim.update import Call, Key, Update, decide
-from shardwise.sharding import Sharding, sharding_of
 from shardwise.torch_internals import disable_torch_function
 
 __all__ = ["FlatOptimizer"]

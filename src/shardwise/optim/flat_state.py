@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.buffers import Bucket
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import ConfigError
-from shardwise.sharding import sharding_of
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.sharding import sharding_of
 from shardwise.torch_internals import get_version
 
 __all__ = ["STEP", "FlatGradient", "FlatState", "State"]

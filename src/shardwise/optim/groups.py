@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from shardwise.buffers import Bucket
 from shardwise.errors import ConfigError, OptimizerError, nearest
-from shardwise.sharding import sharding_of
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.sharding import sharding_of
 from shardwise.synonyms import OPTIMIZER_OPTIONS
-from shardwise.units import Member
+from shardwise.units.units import Member
 
 __all__ = ["Policy", "check_loaded", "chosen", "defaults", "resolved"]
 

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.bucket import cut_at_multiples
-from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
-from shardwise.reductions import CHUNK
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.spec import cut_at_multiples
+from shardwise.memory.tensor_reductions import CHUNK
 from shardwise.torch_internals import disable_torch_function, foreach_mul_, foreach_norm, get_grad
 
 __all__ = ["Place", "chosen", "clip_gradients", "norm_of", "places_of"]

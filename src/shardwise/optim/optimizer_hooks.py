@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
 from shardwise.errors import OptimizerError
-from shardwise.guard import ShardedParameter
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.shard_tensor import ShardTensor
+from shardwise.memory.sharded_parameter import ShardedParameter
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.cut_state import cut_state, uncut_state
-from shardwise.shard_tensor import ShardTensor
-from shardwise.sharding import Sharding, sharding_of
 from shardwise.torch_internals import hooks_behind, skip_in_dynamo
 
 __all__ = ["OptimizerHooks", "Shown"]

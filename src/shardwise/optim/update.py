@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.bucket import cut_at_multiples
-from shardwise.cuts import Views
+from shardwise.memory.spec import cut_at_multiples
+from shardwise.memory.views import Views
 from shardwise.optim.flat_state import STEP, FlatState
 
 __all__ = ["Call", "Key", "Run", "Update", "decide", "runs"]

@@ -21,14 +21,14 @@ from shardwise.checkpoint.folder import steps
 from shardwise.checkpoint.training_state import NAME as TRAINING_FILE
 from shardwise.checkpoint.training_state import Document
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from shardwise.train.collectives import broadcast_text
 from shardwise.train.config import CheckpointConfig
 from shardwise.train.data import Data
-from shardwise.train.exchange import broadcast_text
-from shardwise.train.export import config_texts
 from shardwise.train.folder import CHECKPOINTS
+from shardwise.train.hf_config import config_texts
 from shardwise.train.job import Job
-from shardwise.train.metrics import Record, Resumed, Saved, Warned, count
 from shardwise.train.recipe import flatten
+from shardwise.train.records import Record, Resumed, Saved, Warned, count
 from shardwise.train.start import OVERWRITE_HINT, Start, check_same_run
 from shardwise.train.tokenizer import FILE
 

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from shardwise.errors import ConfigError
-from shardwise.strategies import Placement
+from shardwise.strategies import placement_of
 
 if TYPE_CHECKING:
     import torch
@@ -222,7 +222,7 @@ def _whole_number(value: object) -> object:
 
 
 def _known_strategy(value: str) -> str:
-    return Placement.named(value).name
+    return placement_of(value).name
 
 
 class ShardingConfig(Section):

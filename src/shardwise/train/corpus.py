@@ -18,7 +18,7 @@ from pathlib import Path
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
 from shardwise.train.formats import Skipped, documents
-from shardwise.train.metrics import LeftOut, count
+from shardwise.train.records import LeftOut, count
 
 __all__ = ["Corpus", "Split", "read_corpus", "split"]
 

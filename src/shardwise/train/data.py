@@ -18,11 +18,11 @@ from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
 from shardwise.train import tokenizer as bpe
 from shardwise.train.batches import Rows
+from shardwise.train.collectives import broadcast_text, broadcast_tokens
 from shardwise.train.config import Recipe
 from shardwise.train.corpus import read_corpus, split
-from shardwise.train.exchange import broadcast_text, broadcast_tokens
 from shardwise.train.folder import Folder
-from shardwise.train.metrics import Prepared
+from shardwise.train.records import Prepared
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

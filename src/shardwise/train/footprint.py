@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.buffers import Bucket
 from shardwise.comm.protocol import Comm
+from shardwise.memory.parameters import Bucket
 from shardwise.sharded import Sharded
-from shardwise.train.exchange import all_gather_floats
-from shardwise.train.metrics import Bytes, Placed
+from shardwise.train.collectives import all_gather_floats
+from shardwise.train.records import Bytes, Placed
 
 __all__ = ["footprint", "storage_bytes"]
 

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise import wrap as wraps
 from shardwise.comm.protocol import Comm
 from shardwise.precision import Precision
-from shardwise.schedule import Prefetch
+from shardwise.schedule.events import Prefetch
 from shardwise.sharded import Sharded, shard
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, Rows
 from shardwise.train.config import OptimizerConfig, Recipe, ShardingConfig
 from shardwise.train.decoder import Decoder, initialiser
-from shardwise.train.rates import learning_rate
-from shardwise.wrap import Wrap
+from shardwise.train.learning_rate import learning_rate
+from shardwise.units import wrap as wraps
+from shardwise.units.wrap import Wrap
 
 __all__ = ["Job", "build", "parameter_groups", "wrap_of"]
 

@@ -27,17 +27,17 @@ from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.train.batches import accumulation
 from shardwise.train.checkpoints import Checkpoints, RunState, is_due
+from shardwise.train.collectives import all_gather_floats
 from shardwise.train.config import Recipe, RunConfig
 from shardwise.train.data import Data, prepare
-from shardwise.train.desk import RunLogger
-from shardwise.train.estimate import check_memory
-from shardwise.train.exchange import all_gather_floats
-from shardwise.train.export import WEIGHTS, config_texts
 from shardwise.train.folder import Folder
 from shardwise.train.footprint import footprint
+from shardwise.train.hf_config import WEIGHTS, config_texts
 from shardwise.train.job import Job, build
-from shardwise.train.meter import Throughput, memory_in_use
-from shardwise.train.metrics import (
+from shardwise.train.memory_estimate import check_memory
+from shardwise.train.plot import plot_loss
+from shardwise.train.recipe import flatten
+from shardwise.train.records import (
     Built,
     Complete,
     Emit,
@@ -49,11 +49,11 @@ from shardwise.train.metrics import (
     Stopped,
     Warned,
 )
-from shardwise.train.plot import plot_loss
-from shardwise.train.recipe import flatten
 from shardwise.train.requests import Request, SignalRequests, combined
+from shardwise.train.run_logger import RunLogger
 from shardwise.train.sample import sample
 from shardwise.train.start import FIRST_ATTEMPT, Attempt, Start
+from shardwise.train.throughput import Throughput, memory_in_use
 from shardwise.train.validation import Validation
 
 __all__ = ["Outcome", "train"]

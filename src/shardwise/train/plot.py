@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwise.train.metrics import Evaluated, Record, Stepped
+from shardwise.train.records import Evaluated, Record, Stepped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,8 +17,8 @@ import yaml
 from pydantic import ValidationError
 
 from shardwise.errors import ConfigError
-from shardwise.train.complaints import ValueOrigins, did_you_mean, error_messages, known_keys
 from shardwise.train.config import Key, Recipe, keys
+from shardwise.train.recipe_errors import ValueOrigins, did_you_mean, error_messages, known_keys
 
 __all__ = ["Key", "flatten", "keys", "read_recipe", "to_yaml"]
 

@@ -31,8 +31,8 @@ from shardwise.checkpoint.folder import steps
 from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
 from shardwise.train.folder import CHECKPOINTS, METRICS, RECIPE, locate
-from shardwise.train.metrics import count
 from shardwise.train.recipe import flatten, keys
+from shardwise.train.records import count
 
 __all__ = [
     "FIRST_ATTEMPT",

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from shardwise.comm.protocol import Comm
 from shardwise.train.batches import IGNORED, Indices, MicroBatch, Rows, evenly_spaced, rank_batches
-from shardwise.train.exchange import all_gather_floats
-from shardwise.train.metrics import Evaluated
+from shardwise.train.collectives import all_gather_floats
+from shardwise.train.records import Evaluated
 from shardwise.train.tokenizer import Tokens
 
 __all__ = ["Validation", "unigram_entropy"]

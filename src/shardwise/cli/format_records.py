@@ -1,0 +1,187 @@
+"""Prints records: pure functions from a record to lines of text.
+
+Each line is complete in itself, for log files and `grep`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.cli.tables import table
+from shardwise.train.records import (
+    Built,
+    Busy,
+    Bytes,
+    Complete,
+    Evaluated,
+    Finished,
+    Placed,
+    Prepared,
+    Record,
+    Resumed,
+    Sampled,
+    Saved,
+    Stepped,
+    Stopped,
+    Warned,
+    count,
+)
+
+__all__ = ["clock", "format_record", "format_step"]
+
+MAX_RANK_COLUMNS = 4  # ranks that get a column each
+LABEL_WIDTH = 9  # width of the first word of a line
+
+
+def format_record(record: Record) -> list[str]:
+    """The lines to print for ``record``."""
+    return _FORMATTERS[type(record)](record)
+
+
+def _labelled(word: str, text: str) -> str:
+    """``text`` after its label; later lines are indented to the same column."""
+    return f"{word:<{LABEL_WIDTH}} " + text.replace("\n", "\n" + " " * (LABEL_WIDTH + 1))
+
+
+def _prepared(r: Prepared) -> list[str]:
+    size = f"first {_size(r.nbytes)} (data.max_bytes); more was not read"
+    text = f"{r.source}: {count(r.files, 'file')}, {size if r.capped else _size(r.nbytes)}"
+    origin = "from the last run" if r.cached else "trained on the training split"
+    dropped = f"last {r.dropped[0]} + {r.dropped[1]} dropped"
+    return [
+        _labelled("text", text),
+        *(_labelled("left out", str(file)) for file in r.left_out),
+        _labelled("split", f"{_per_split(r.documents)} documents, by a hash of their text"),
+        _labelled("tokenizer", f"BPE vocabulary {r.vocabulary:,}, {origin}"),
+        _labelled("tokens", f"{_per_split(r.tokens)} tokens, {dropped} ({r.seconds:.1f} s)"),
+        _labelled(
+            "rows",
+            f"{_per_split(r.rows)} sequences of {r.context:,} tokens, "
+            "packed without document masking",
+        ),
+    ]
+
+
+def _per_split(counts: tuple[int, int]) -> str:
+    return f"{counts[0]:,} train + {counts[1]:,} validation"
+
+
+def _built(r: Built) -> list[str]:
+    ranks = count(r.ranks, "rank")
+    accumulation = count(r.accumulation, "accumulation step")
+    return [
+        _labelled("model", f"{r.parameters:,} parameters, {r.strategy} over {ranks}"),
+        _labelled(
+            "batch", f"global batch {r.rows} = micro-batch {r.micro} × {accumulation} × {ranks}"
+        ),
+        _labelled(
+            "schedule",
+            f"{count(r.steps, 'step')} of {r.rows * r.context:,} tokens, {r.epochs:.2f} epochs",
+        ),
+        _labelled("tokens/s", "over all ranks, in recent steps, without validation and saving"),
+        "",
+    ]
+
+
+def format_step(r: Stepped, width: int | None = None) -> str:
+    """A step in at most ``width`` columns; fields are dropped in a fixed order, never the ETA."""
+    digits = len(f"{r.steps:,}")
+    parts = {
+        "step": f"step {r.step:>{digits},}/{r.steps:,}",
+        "loss": f"loss {r.loss:7.4f}",
+        "lr": f"lr {r.lr:.2e}",
+        "norm": f"grad norm {r.grad_norm:6.3f}",
+        "speed": f"{r.tokens_per_second:>7,.0f} tokens/s",
+        "memory": f"memory {r.memory / 1e6:,.0f} MB",
+        "eta": f"ETA {clock(r.seconds_left)}",
+    }
+    for part in ("norm", "lr", "memory", "speed", "loss"):
+        if width is None or len("  ".join(parts.values())) <= width:
+            break
+        del parts[part]
+    return "  ".join(parts.values())
+
+
+def _evaluated(r: Evaluated) -> str:
+    perplexity = f"{r.perplexity:,.2f}" if math.isfinite(r.perplexity) else "inf"
+    return (
+        f"step {r.step:,}  validation loss {r.loss:.4f}  "
+        f"unigram baseline {r.unigram_entropy:.2f}  "
+        f"perplexity {perplexity}  accuracy {r.accuracy:.1%}"
+    )
+
+
+def _saved(r: Saved) -> str:
+    removed = f"; {', '.join(r.removed)} removed" if r.removed else ""
+    return f"saved {r.path} ({_size(r.nbytes)}, {r.seconds:.1f} s){removed}"
+
+
+def _resumed(r: Resumed) -> str:
+    return f"resumed at step {r.step:,}, sample {r.sample:,}, from {r.path}"
+
+
+def _stopped(r: Stopped) -> str:
+    saved = "checkpoint saved; rerun the same command to resume"
+    lost = "NOT SAVED: rerun the same command to resume from the last checkpoint"
+    return f"stopped at step {r.step:,}/{r.steps:,}, {saved if r.saved else lost}"
+
+
+def _complete(r: Complete) -> str:
+    return _labelled(
+        "done",
+        f"{r.folder} is already complete ({count(r.steps, 'step')}): raise run.steps to train "
+        "longer, or start over with --run.overwrite true (deletes this run)",
+    )
+
+
+def _placed(r: Placed) -> list[str]:
+    ranks = len(r.rows[0].per_rank)
+    total = Bytes(
+        "all",
+        tuple(sum(row.per_rank[rank] for row in r.rows) for rank in range(ranks)),
+        sum(row.whole for row in r.rows),
+    )
+    titles = [f"rank {n}" for n in range(ranks)] if ranks <= MAX_RANK_COLUMNS else ["least", "most"]
+    rows = []
+    for row in (*r.rows, total):
+        per_rank = (
+            row.per_rank if ranks <= MAX_RANK_COLUMNS else (min(row.per_rank), max(row.per_rank))
+        )
+        share = max(row.per_rank) / row.whole if row.whole else 1.0
+        rows.append([row.kind, *(f"{n:,}" for n in per_rank), f"{row.whole:,}", f"{share:.1%}"])
+    return table(rows, ["bytes", *titles, "one process", "share"])
+
+
+def _finished(r: Finished) -> list[str]:
+    saved = f"saved in {r.folder} after {clock(r.seconds)}: "
+    return ["", _labelled("done", saved + ", ".join(r.files))]
+
+
+_FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
+    Prepared: _prepared,
+    Built: _built,
+    Stepped: lambda r: [format_step(r)],
+    Evaluated: lambda r: [_evaluated(r)],
+    Sampled: lambda r: ["", _labelled("sample", r.prompt + r.text)],
+    Placed: lambda r: ["", *_placed(r)],
+    Warned: lambda r: [_labelled("warning", r.message)],
+    Busy: lambda r: [_labelled("busy", f"{r.what}, {r.seconds:.0f} s so far")],
+    Saved: lambda r: [_saved(r)],
+    Resumed: lambda r: [_resumed(r)],
+    Stopped: lambda r: [_stopped(r)],
+    Complete: lambda r: [_complete(r)],
+    Finished: _finished,
+}
+
+
+def clock(seconds: float) -> str:
+    """``3725`` → ``"1:02:05"``, ``65`` → ``"1:05"``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 100_000 else f"{nbytes / 1e3:,.1f} kB"

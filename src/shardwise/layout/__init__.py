@@ -1,0 +1,1 @@
+"""Unit → buckets → slots: which rank owns which range. Pure numbers, no torch."""

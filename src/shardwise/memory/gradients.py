@@ -1,0 +1,287 @@
+"""The gradient side of a bucket: collect, reduce, settle, deliver.
+
+    autograd ─▶ collect ─▶ gradient bucket ─▶ reduce ─▶ settle ─▶ deliver ─▶ shard.grad
+               one copy    [W * S], the        sum      mean      added to
+               each        reduce's input      [S]                what was there
+
+The ordinary way lets autograd keep one tensor per parameter and copies them all together
+afterwards. Here each gradient is written where it will be sent from, once: a large one at once,
+while the processor still has it at hand; small ones wait for each other, because a call costs
+more than their bytes.
+
+Between micro-batches that are not reduced, ``.grad`` is the parameter's slot in the gradient
+bucket, as it is this rank's sum in plain torch: what is done to it is done to what will be
+reduced, and what is taken away from there (``zero_grad()``) will not be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.protocol import Label
+from shardwise.comm.reduction import PendingReduction
+from shardwise.errors import RanksDisagree, ShardUseError
+from shardwise.memory.sharded_parameter import LocalGradient, is_of_shard, put_grad
+from shardwise.memory.spec import BucketSpec
+from shardwise.torch_internals import (
+    disable_torch_function,
+    foreach_copy_,
+    get_grad,
+    get_version,
+    set_grad,
+)
+
+__all__ = ["Gradients"]
+
+SMALL = 1 << 14  # elements: below this a copy costs less than the call that asks for it
+
+
+class Gradients:
+    """The gradient side of a bucket: collect, reduce, settle, deliver."""
+
+    def __init__(self, spec: BucketSpec) -> None:
+        self.spec = spec
+        self.copied = 0  # bytes
+        self.full: Tensor | None = None  # [W * S] while gradients are collected or travel
+        self.arrived: set[int] = set()  # those that lie in ``full``, or wait to be written there
+        self.arrived_now: set[int] = set()  # those that arrived since the unit's backward began
+        self.touched: set[int] = set()  # those that arrived since the last ``deliver``
+        self.trained = frozenset(range(len(spec.members)) if spec.trainable else ())
+        self.aside: dict[int, Tensor] = {}
+        self.carries = False  # has a pass that did not reduce written here since the last reduce?
+        self._shown: dict[int, Tensor] = {}  # what ``.grad`` is between two passes
+        self._versions: dict[int, int] = {}  # of what is shown instead of what is aside
+        self._numels = [slot.numel for slot in spec.slots]
+        self._small = [numel < SMALL for numel in self._numels]
+        self._waiting: dict[int, Tensor] = {}
+        self._views: list[Tensor] = []
+        self._reducing: PendingReduction | None = None
+        self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
+        self._label = Label("reduce", spec.unit)
+
+    @property
+    def complete(self) -> bool:
+        """Has every trained parameter's gradient arrived since the unit's backward began?"""
+        return self.trained <= self.arrived_now
+
+    def touched_flags(self) -> list[bool]:
+        """Per parameter: did a gradient arrive since the last ``deliver``?"""
+        count = len(self._small)
+        if len(self.touched) in (0, count):
+            return [bool(self.touched)] * count
+        return [index in self.touched for index in range(count)]
+
+    def set_aside(self) -> None:
+        """Move the shards' ``.grad`` out of autograd's way; ``deliver`` adds to them."""
+        self.adopt()
+        with disable_torch_function():
+            for index, param in enumerate(self.spec.params):
+                if (grad := get_grad(param)) is not None:
+                    if index not in self._shown:
+                        self.aside[index] = grad
+                    set_grad(param, None)
+        self._shown.clear()
+        self._versions.clear()
+
+    def show(self) -> None:
+        """After a pass that did not reduce: let ``.grad`` be what was collected, or set aside."""
+        self.write()  # what waits is autograd's, and may change after this
+        with disable_torch_function():
+            for index in self.arrived:
+                if index in self.aside:  # with a version of its own, which tells of writes
+                    self._views[index] = self._views[index].data
+                    self._versions[index] = get_version(self._views[index])
+                self._shown[index] = view = self._views[index]
+                view.__class__ = LocalGradient
+            unused = {i: self.aside.pop(i) for i in self.aside.keys() - self.arrived}
+            for index, grad in (self._shown | unused).items():
+                put_grad(self.spec.params[index], grad)
+
+    def adopt(self) -> None:
+        """Do to what was collected what was done to ``.grad`` since ``show``.
+
+        Raises:
+            ShardUseError: it was changed, and is only the part that came after an averaged one.
+        """
+        if not self._shown:
+            return
+        with disable_torch_function():
+            for index, view in tuple(self._shown.items()):
+                grad = get_grad(self.spec.params[index])
+                if grad is None or is_of_shard(grad, view):
+                    self._forget(index)
+                    continue
+                if grad is not view:
+                    view.copy_(grad)
+                self._adopt_aside(index, view)
+        if not self.arrived:
+            self.full, self._views = None, []
+
+    def _adopt_aside(self, index: int, view: Tensor) -> None:
+        if index not in self.aside or get_version(view) == self._versions[index]:
+            return
+        if view.any():
+            raise ShardUseError(
+                f"the gradient of {self.spec.members[index].name!r} was changed while a part "
+                "of it is averaged over the ranks and another part is not, which .grad shows: "
+                "the change cannot be carried over to both. Set it to zero or to None, or change "
+                "it before the first or after the last micro-batch."
+            )
+        self.aside[index].zero_()
+
+    def was_added_to(self, index: int, grad: Tensor) -> bool:
+        """Did autograd add ``grad`` to what is shown, before we knew that a pass had begun?"""
+        if self._shown.get(index) is not grad:
+            return False
+        if index in self._versions:
+            self._versions[index] += 1
+        return True
+
+    def _forget(self, index: int) -> None:
+        for kept in (self.arrived, self.touched):
+            kept.discard(index)
+        for shown in (self._shown, self._versions, self.aside):
+            shown.pop(index, None)
+
+    def is_reduced(self) -> bool:
+        """Have all collected gradients been reduced, or thrown away by the user?"""
+        self.adopt()
+        self.carries = bool(self.arrived)
+        return not self.carries
+
+    def restore(self) -> None:
+        """Let ``.grad`` be what was set aside."""
+        with disable_torch_function():
+            for index, grad in self.aside.items():
+                put_grad(self.spec.params[index], grad)
+        self.aside.clear()
+
+    def drop(self) -> None:
+        """Forget what was collected and what is on its way; give the shards' ``.grad`` back."""
+        if self._reducing is not None:
+            with contextlib.suppress(RanksDisagree):  # the memory must outlive what is in flight
+                self._reducing.pending.wait()
+        with disable_torch_function():
+            for index, view in self._shown.items():
+                if get_grad(self.spec.params[index]) is view:
+                    set_grad(self.spec.params[index], None)
+        self.restore()
+        self.full = self._reducing = self._result = None
+        self._views, self.carries = [], False
+        for kept in (self._waiting, self._shown, self._versions):
+            kept.clear()
+        for indices in (self.arrived, self.touched):
+            indices.clear()
+
+    def collect(self, index: int, grad: Tensor, carried: bool) -> bool:
+        """Write one parameter's gradient into its slot; a second one is added.
+
+        Args:
+            index: which parameter.
+            grad: its whole gradient. It is kept until ``write`` if it is small.
+            carried: the bucket outlives this backward pass (accumulation), so it is kept in the
+                wide dtype of sums instead of the narrow one that travels.
+
+        Returns:
+            Whether every trained parameter's gradient has arrived since then.
+        """
+        if self.full is None:
+            dtypes = self.spec.dtypes
+            self._open(dtypes.sum if carried else dtypes.wire)
+        self.carries = self.carries or carried
+        again = index in self.arrived
+        self.arrived.add(index)
+        self.arrived_now.add(index)
+        self.touched.add(index)
+        if self._small[index] and not again and not grad.is_sparse:
+            self._waiting[index] = grad
+            return self.complete
+        self.write()
+        view, grad = self._views[index], grad.to_dense() if grad.is_sparse else grad
+        if grad is view:  # it was in ``.grad``, and autograd has added to it
+            return self.complete
+        if again:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        self.copied += view.nbytes
+        return self.complete
+
+    def write(self) -> None:
+        """Write the small gradients that wait, all at once."""
+        if not self._waiting:
+            return
+        views = [self._views[index] for index in self._waiting]
+        foreach_copy_(views, list(self._waiting.values()))
+        self.copied += sum([self._numels[index] for index in self._waiting]) * views[0].itemsize
+        self._waiting.clear()
+
+    def _open(self, dtype: torch.dtype) -> Tensor:
+        spec = self.spec
+        self.full = full = spec.averages[0][0].memory.gradient(spec.layout.numel, dtype)
+        self._views = spec.full_views(full)
+        return full
+
+    def reduce(self) -> None:
+        """Issue the reduce-scatter of what was collected; absent gradients count as zero."""
+        spec = self.spec
+        full = self.full if self.full is not None else self._open(spec.dtypes.wire)
+        self.write()
+        if len(self.arrived) < len(self._views):
+            for index in set(range(len(self._views))) - self.arrived:
+                self._views[index].zero_()
+        for start, stop in spec.gaps:
+            full[start:stop].zero_()
+        comm, reduction = spec.averages[0]
+        self._reducing = reduction.start(full, comm, self._label)
+        self.full = self._reducing.sent
+
+    def settle(self) -> None:
+        """Wait for the reduce and let the gradient bucket go."""
+        if self._reducing is not None:
+            self._reducing.pending.wait()
+            result = self._over_copies(self._reducing.out)
+            self._result = result if self._result is None else self._result.add_(result)
+        self.full = self._reducing = None
+        self._views, self.carries = [], False
+        self.arrived.clear()
+
+    def _over_copies(self, mean: Tensor) -> Tensor:
+        """From what the first axis gave: ``[S]``, the mean over all ranks, as it is stored."""
+        spec, copies = self.spec, self.spec.replicate
+        for comm, reduction in spec.averages[1:]:
+            _, mean, pending = reduction.start(mean, comm, self._label)
+            pending.wait()
+        mean = mean.to(spec.dtypes.stored)  # the same tensor where it is
+        if copies.size == 1:
+            return mean
+        full = copies.memory.gradient(spec.layout.shard_numel, mean.dtype)
+        full.view(copies.size, -1)[copies.rank] = mean
+        copies.all_gather(full, Label("spread", spec.unit)).wait()
+        return full
+
+    def deliver(self, used: Sequence[bool], at_rest: bool) -> None:
+        """Give each parameter its ``.grad``, added to what it had.
+
+        Args:
+            used: per parameter, did any rank have a gradient for it? Otherwise it keeps what it
+                had, ``None`` included, as in a plain training step.
+            at_rest: the parameters have the shapes of their shards.
+        """
+        if self._result is not None:
+            put = set_grad if at_rest else put_grad
+            views = self.spec.rest_views(self._result)
+            with disable_torch_function():
+                for param, view, here in zip(self.spec.params, views, used, strict=True):
+                    if here:
+                        put(param, view)
+                for index in self.aside:
+                    if used[index]:
+                        self.aside[index].add_(views[index])
+            self._result = None
+            self.touched.clear()
+        self.restore()

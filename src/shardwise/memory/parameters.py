@@ -1,0 +1,362 @@
+"""The parameter side of a bucket: the shard, the full bucket, and who shows which.
+
+Big memory is owned here and in ``gradients``, nowhere else. The ordinary way gathers into a
+staging buffer and copies every parameter out of it, then copies every gradient into another
+one. Here the gathered bucket *is* the parameters' storage, and the gradient bucket *is* what
+the reduce-scatter reads:
+
+    rank 1 of 3     |  shard 0  |  shard 1  |  shard 2  |
+    full bucket     | a a a b b | b c c · · | d d d d · |   gathered: every parameter is a view
+    shard                       | b c c · · |               at rest: own views, optimizer's truth
+    gradient bucket | a a a b b | b c c · · | d d d d · |   each gradient is written once
+
+Two rules, both because autograd keeps views of what it saw in the forward pass:
+a bucket has one storage for life, resized between nothing and full (a new storage would leave
+those views stale, silently); and gathers write through a second tensor on that storage, whose
+version counter is its own (the views' counters must not move).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.malloc import in_huge_pages
+from shardwise.comm.protocol import Label, Pending
+from shardwise.errors import ShardUseError
+from shardwise.memory.gathered_parameter import GatheredParameter
+from shardwise.memory.gradients import Gradients
+from shardwise.memory.sharded_parameter import ShardedParameter
+from shardwise.memory.sharding import sharding_of
+from shardwise.memory.spec import BucketSpec
+from shardwise.memory.use_errors import wrong_replacement
+from shardwise.torch_internals import disable_torch_function, get_version, set_data, storage_key
+
+__all__ = ["Bucket", "State"]
+
+OUR_CLASSES = (nn.Parameter, ShardedParameter)
+_DETACH: Any = Tensor.detach
+
+
+class State(Enum):
+    """How far a bucket is on its way from shards to whole parameters and back."""
+
+    AT_REST = auto()  # parameters show the shard
+    IN_FLIGHT = auto()  # the full bucket is being filled; parameters still show the shard
+    READY = auto()  # parameters show the full bucket
+
+
+class Bucket:
+    """A bucket's memory: the shard, the full bucket, and which of them the parameters show."""
+
+    def __init__(self, spec: BucketSpec) -> None:
+        self.spec, self.home = spec, spec.home
+        self.unit, self.layout, self.dtypes = spec.unit, spec.layout, spec.dtypes
+        self.members, self.params, self.trainable = spec.members, spec.params, spec.trainable
+        self.gradients = Gradients(spec)
+        self.state = State.AT_REST
+        self.copied = 0  # bytes that gathers copied or cast on this rank
+        self._pending: Pending | None = None
+        self._label = Label("gather", spec.unit)
+        self._memory = spec.shard.memory
+        self._is_cast = False  # does a full bucket of another dtype hold what the shard holds now?
+        self._allocate()
+        ours = [param for param in self.params if type(param) in OUR_CLASSES]
+        #: Whose class changes. Classes that users gave their parameters are left alone.
+        self._ours = [] if self.home.stays_whole else ours
+        self._class_at_rest = nn.Parameter if self.home.whole else ShardedParameter
+        #: Are all parameters guarded at rest?
+        self._guards = len(ours) == len(self.params) and not self.home.whole
+        self._may_be_written = False  # by a method, since the parameters became whole
+        self._versions: list[int] = []
+        for param in self._ours:
+            param.before_write = self._before_write  # type: ignore[attr-defined]
+
+    @property
+    def gathered(self) -> bool:
+        """Is the full bucket there, or on its way?"""
+        return self.state is not State.AT_REST
+
+    @property
+    def is_whole(self) -> bool:
+        """Do the parameters show the full bucket?"""
+        return self.state is State.READY or self.home.stays_whole
+
+    # ---- memory at rest ------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        dtype, numel = self.dtypes.compute, self.layout.numel
+        with torch.inference_mode(False):
+            self.full = self._memory.full(numel, dtype)  # [W * S]
+            self._full_views = self.spec.full_views(self.full)
+            self._storage = self.full.untyped_storage()
+            self._writer = torch.empty(0, dtype=dtype, device=self.full.device)
+            self._writer.set_(self._storage, 0, (numel,), (1,))
+            self._own = self.spec.own(self._writer)
+        self._nbytes = self._storage.nbytes()
+        self.storage_key = storage_key(self.full)  # tells whether a tensor is a view of a parameter
+        self._allocate_shard()
+        if not self.home.lasting:
+            self._memory.free(self._storage)
+
+    def _allocate_shard(self) -> None:
+        with torch.inference_mode(False):
+            size, stored = self.layout.shard_numel, self.dtypes.stored
+            aliased = self.home.aliased
+            self.shard = in_huge_pages(  # [S]
+                self.spec.own(self.full) if aliased else self._memory.shard(size, stored)
+            )
+            self.shard.zero_()  # padding stays zero for life
+            self._rest_views = self.spec.rest_views(self.shard)
+        self._addresses = _addresses(self._rest_views)
+
+    def take(self, index: int, whole: Tensor) -> None:
+        """Copy this rank's part of a whole parameter into the shard."""
+        self._rest_views[index].copy_(self.part(index, whole))
+
+    def part(self, index: int, whole: Tensor) -> Tensor:
+        """This rank's part of parameter ``index``, or of its gradient, in a ``whole`` one."""
+        return self.spec.sharding(index).cut(whole.detach(), self._rest_views[index].shape)
+
+    # ---- gather and free -----------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Issue the all-gather; ``ready`` waits for it. A gathered bucket stays as it is."""
+        if self.state is not State.AT_REST:
+            return
+        self.state = State.IN_FLIGHT
+        self.adopt()
+        home = self.home
+        if home.stays_whole:
+            return
+        if not home.lasting:
+            self._memory.refill(self._storage, self._nbytes)
+        if not home.aliased and not self._is_cast:
+            self._is_cast = home.lasting
+            self._own.copy_(self.shard)
+            self.copied += self._own.nbytes
+        if not home.whole:
+            self._pending = self.spec.shard.all_gather(self._writer, self._label)
+
+    def ready(self) -> None:
+        """Wait for the gather and let the parameters be views of the full bucket."""
+        if self.state is State.AT_REST:
+            self.gather()
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        if self.state is State.IN_FLIGHT:
+            if not self.home.stays_whole:
+                with disable_torch_function():
+                    self._bind(self._full_views, GatheredParameter)
+                    self._versions = list(map(get_version, self.params))
+                self._may_be_written = False
+            self.state = State.READY
+        elif self.dtypes.stored is not self.dtypes.compute:
+            # A change of dtype makes autograd forget the node that adds up a parameter's gradients.
+            # So a unit that was kept since its last use must change, too: else the uses of a tied
+            # weight would be summed by autograd here and by us there, and strategies would differ.
+            values = list(map(_DETACH, self.params)) if self.is_written() else self._full_views
+            self.rest()
+            with disable_torch_function():
+                self._bind(values, GatheredParameter)
+            self.state = State.READY
+
+    def free(self, still_read: bool = False) -> None:
+        """Let the parameters be shards again, and the full bucket's memory go.
+
+        Args:
+            still_read: a graph still reads the full bucket, so its memory stays until the next
+                ``free``.
+        """
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:  # gathered ahead and never entered: the peers still send
+                pending.wait()
+        finally:
+            if self.state is not State.AT_REST:
+                if not self.home.stays_whole:  # ``adopt`` takes what was put in a value's place
+                    self.rest()
+                self.state = State.AT_REST  # last: where Ctrl-C comes between, it is done again
+            if not (still_read or self.home.lasting):
+                self._memory.free(self._storage)
+
+    def rest(self) -> None:
+        """Let the parameters be what this rank holds at rest."""
+        if self.state is State.READY:
+            self.state = State.IN_FLIGHT
+        with disable_torch_function():
+            self._bind(self._rest_views, self._class_at_rest)
+
+    def rest_one(self, index: int) -> None:
+        """The same for one parameter, which shows it for the first time."""
+        param = self.params[index]
+        if type(param) in OUR_CLASSES and not self.home.stays_whole:
+            param.__class__ = self._class_at_rest
+        with disable_torch_function():
+            set_data(param, self._rest_views[index])
+
+    def expire(self) -> None:
+        """The shard may be written next, so what was cast from it is no longer its value."""
+        self._is_cast = False
+
+    def adopt(self) -> None:
+        """Take over values that were put in place of a parameter's by ``param.data = ...``.
+
+        A guarded parameter does so itself. Who has read ``param.data`` before keeps the values that
+        were there, as of any parameter: where nothing is split, the bucket moves to other memory.
+        """
+        with disable_torch_function():
+            same = _addresses(self.params) == self._addresses
+            if same and (self._guards or _shapes(self.params) == _shapes(self._rest_views)):
+                return
+            for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):
+                if param.shape != view.shape or param.dtype != view.dtype:
+                    raise wrong_replacement(self.members[index].name, view, param)
+            values = [param.detach() for param in self.params]
+            if self.home.whole:
+                self._allocate() if self.home.aliased else self._allocate_shard()
+            for param, view, value in zip(self.params, self._rest_views, values, strict=True):
+                if value.data_ptr() != view.data_ptr():
+                    if (sharding := sharding_of(param)) is not None:
+                        sharding.end_loans()
+                    view.copy_(value)
+            self.rest()
+
+    # ---- whole values, outside the step --------------------------------------------------
+
+    def whole(self) -> list[Tensor]:
+        """Every parameter whole, in its stored dtype, in new memory. A collective."""
+        if not self.gathered:
+            self.adopt()
+        return self._whole_of(self.shard)
+
+    def whole_of_parts(
+        self, parts: Sequence[Tensor | None], dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """What ranks have one part of for each parameter, whole. A collective.
+
+        Args:
+            parts: per parameter, in the shape of its shard; ``None`` counts as zeros.
+            dtype: of all of them; ``None`` = the shard's.
+        """
+        flat = torch.zeros_like(self.shard, dtype=dtype)
+        with disable_torch_function():
+            for view, part in zip(self.spec.rest_views(flat), parts, strict=True):
+                if part is not None:
+                    view.copy_(part.view(view.shape))
+        return self._whole_of(flat)
+
+    def _whole_of(self, flat: Tensor) -> list[Tensor]:
+        """What is laid out like the shard, whole. A collective."""
+        if self.home.whole:
+            full = flat.clone()
+        else:
+            full = torch.empty(self.layout.numel, dtype=flat.dtype, device=flat.device)
+            self.spec.own(full).copy_(flat)
+            self.spec.shard.all_gather(full, Label("whole", self.unit)).wait()
+        return self.spec.full_views(full)
+
+    def bind_whole(self, wholes: list[Tensor]) -> None:
+        """Let the parameters be ``wholes``, and plain, until ``rest``."""
+        with disable_torch_function():
+            self._bind(wholes, nn.Parameter)
+
+    def _bind(self, values: list[Tensor], kind: type[nn.Parameter]) -> None:
+        """Let the parameters be ``values``, and ours of class ``kind``."""
+        for param in self._ours:
+            param.__class__ = kind
+        for param, value in zip(self.params, values, strict=True):
+            set_data(param, value)
+
+    # ---- written while whole -----------------------------------------------------------------
+
+    def is_written(self) -> bool:
+        """May a parameter have been written since it became whole?"""
+        if self.home.stays_whole or self.state is not State.READY:
+            return False
+        return (
+            self._may_be_written
+            or list(map(get_version, self.params)) != self._versions
+            or (
+                len(self._ours) < len(self.params)
+                and _addresses(self.params) != _addresses(self._full_views)
+            )
+        )
+
+    def keep_written(self) -> None:
+        """Take this rank's part of what was written into the shard.
+
+        Raises:
+            ConfigError: a parameter was replaced by what its shard cannot hold.
+            ShardUseError: all ranks wrote to the memory that they share.
+        """
+        if self.home.shared and not self._may_be_written:
+            raise self._written_by_all()
+        with torch.no_grad(), disable_torch_function():
+            for index, (param, full) in enumerate(zip(self.params, self._full_views, strict=True)):
+                whole = Tensor.detach(param)
+                if (whole.shape, whole.dtype) != (full.shape, full.dtype):
+                    raise wrong_replacement(self.members[index].name, full, whole)
+                self._take_written(index, whole)
+        self._is_cast = False
+
+    def _take_written(self, index: int, whole: Tensor) -> None:
+        shard = self._rest_views[index]
+        part = self.spec.sharding(index).cut(whole, shard.shape)
+        if part.dtype is shard.dtype:
+            shard.copy_(part)
+        else:  # a cast that nobody wrote to is no new value
+            written = part != shard.to(part.dtype)
+            shard.copy_(torch.where(written, part.to(shard.dtype), shard))
+
+    def _before_write(self) -> None:
+        """A parameter may be written next: this rank must write to memory of its own."""
+        if not self._may_be_written and self.home.shared:
+            with torch.inference_mode(False), disable_torch_function():
+                self._bind(self.spec.full_views(self.full.clone()), GatheredParameter)
+        self._may_be_written = True
+
+    def _written_by_all(self) -> ShardUseError:
+        versions = map(get_version, self.params)
+        states = zip(self.members, versions, self._versions, strict=True)
+        name = next(member.name for member, now, before in states if now != before)
+        return ShardUseError(
+            f"parameter {name!r} was written in a forward pass by a function, while "
+            f"{self.spec.shard.size} ranks map the same memory, so each of them wrote to it. Write "
+            "by a method of the parameter, such as param.add_(...), which is kept; or call "
+            'sw.connect(transport="messages").'
+        )
+
+    def close(self) -> None:
+        """Let all memory go, once the parameters have other memory. Nothing works after it.
+
+        At once, and not when what refers to this object is found to be garbage: another layout may
+        be made next.
+        """
+        for param in self._ours:
+            del param.before_write  # type: ignore[attr-defined]
+        self.gradients.drop()
+        self.full = self.shard = self._writer = self._own = torch.empty(0)
+        self._storage = self.full.untyped_storage()
+        self._full_views = self._rest_views = []
+
+    def holds(self, index: int, whole: Tensor) -> bool:
+        """Has this rank's part of parameter ``index`` the bits of that in ``whole``?
+
+        Bits, since a NaN is not equal to itself.
+        """
+        shard, part = self._rest_views[index].reshape(-1), self.part(index, whole).reshape(-1)
+        return torch.equal(shard.view(torch.uint8), part.view(torch.uint8))
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _shapes(tensors: Iterable[Tensor]) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors]

@@ -1,0 +1,104 @@
+"""Where one rank's part of a parameter lies, and how the ranks put their parts together.
+
+Each parameter of a sharded model carries a ``Sharding``. So does every tensor that was computed
+from one rank's part, such as a gradient or a moving average (see ``shard_tensor``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.protocol import Comm, Label
+from shardwise.layout.layout import Layout, Slot
+
+__all__ = ["Engine", "Sharding", "sharding_of"]
+
+
+class Engine(Protocol):
+    """What shards ask of the engine of their model."""
+
+    @property
+    def computing(self) -> bool:
+        """Is a forward or backward pass of the model under way?"""
+
+    def make_whole(self, unit: str) -> None:
+        """Let the parameters of a unit be whole until the step is over."""
+
+    def before_write(self, unit: str) -> None:
+        """Shards of a unit are written next: nobody may still read or send what they hold."""
+
+
+@dataclass(eq=False)
+class Sharding:
+    """Where a parameter's elements are.
+
+    Attributes:
+        name, shape: its first full name, and the whole parameter's shape.
+        start, stop: the range of the flattened parameter that this rank stores.
+    """
+
+    slot: Slot  # its place in its bucket
+    unit: str  # its unit's name
+    placement: str  # "fully_sharded" or "replicated" (the optimizer sees all of it)
+    layout: Layout = field(repr=False)  # of its bucket
+    comm: Comm = field(repr=False)  # the ranks that have the other ranges
+    engine: weakref.ref[Engine] | None = field(default=None, repr=False)
+    #: What was read from the parameter and shares the shard's memory, by ``id``.
+    lent: weakref.WeakValueDictionary[int, Tensor] = field(
+        default_factory=weakref.WeakValueDictionary, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        self.name, self.shape = self.slot.name, torch.Size(self.slot.shape)
+        self.start, self.stop = self.layout.owned(self.slot, self.comm.rank)
+
+    @property
+    def serving(self) -> Engine | None:
+        """The engine, while a pass is under way in which it can make parameters whole."""
+        engine = None if self.engine is None else self.engine()
+        return engine if engine is not None and engine.computing else None
+
+    def before_write(self) -> None:
+        """The shard of the parameter is written next."""
+        if self.engine is not None and (engine := self.engine()) is not None:
+            engine.before_write(self.unit)
+
+    def end_loans(self) -> None:
+        """What was lent keeps its values, in memory of its own: the shard gets other ones."""
+        for tensor in list(self.lent.values()):
+            tensor.data = tensor.clone()
+        self.lent.clear()
+
+    def cut(self, whole: Tensor, local_shape: torch.Size) -> Tensor:
+        """This rank's part of ``whole`` (``shape`` elements), in the shape of its shard."""
+        return whole.reshape(-1)[self.start : self.stop].view(local_shape)
+
+    def cuts_like(self, other: Sharding) -> bool:
+        """Has each rank the same range of both? The answer is the same on every rank."""
+        return self is other or self._cut == other._cut
+
+    @property
+    def _cut(self) -> tuple[object, ...]:
+        slot = self.slot
+        return slot.shape, slot.atom, slot.start, self.layout.shard_numel, self.comm.size
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Every rank's ``part`` put together: ``shape``, in new memory. A collective."""
+        comm = self.comm
+        ranges = [self.layout.owned(self.slot, rank) for rank in range(comm.size)]
+        sizes = [stop - start for start, stop in ranges]
+        padded = torch.empty(max(sizes), dtype=part.dtype, device=part.device)
+        padded[: part.numel()] = part.reshape(-1)
+        rows = comm.gather_rows(padded, Label("read", self.name))
+        pieces = [row[:size] for row, size in zip(rows.unbind(), sizes, strict=True)]
+        return torch.cat(pieces).view(self.shape).to(part.device)
+
+
+def sharding_of(tensor: Tensor) -> Sharding | None:
+    """A parameter's sharding, or that of a value of it; ``None`` for a tensor that has none."""
+    return getattr(tensor, "sharding", None)

@@ -1,0 +1,188 @@
+"""A bucket on paper: which parameters it holds, in which dtypes, and where each one lies.
+
+Parameters that differ in stored dtype, compute dtype or trainability cannot share a flat
+buffer, so a unit has one bucket for each combination. (FSDP1 refuses such units, FSDP2 sends
+them as bytes.) Nothing here owns memory: ``parameters`` and ``gradients`` do, and both ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise import accelerators
+from shardwise.comm.mesh import Mesh
+from shardwise.comm.protocol import Comm
+from shardwise.comm.reduction import Reduction
+from shardwise.layout import layout
+from shardwise.layout.layout import Layout, Slot
+from shardwise.memory.sharding import Sharding
+from shardwise.memory.views import Views
+from shardwise.options import Options
+from shardwise.precision import Dtypes
+from shardwise.schedule.placement import Placement
+from shardwise.units.units import Member, Unit
+
+__all__ = ["BucketSpec", "Home", "cut_at_multiples", "specs_of"]
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a bucket's memory lies, which its mesh, placement and dtypes decide."""
+
+    shared: bool  # the ranks that split it map one full bucket, so a gather moves nothing
+    lasting: bool  # the full bucket keeps its memory when it is freed
+    aliased: bool  # the shard is a slice of the full bucket, so a gather copies nothing
+    whole: bool  # the shard is the whole bucket, so a gather sends nothing
+    stays_whole: bool  # parameters show the same, whole memory all the time
+
+
+@dataclass(frozen=True, eq=False)
+class BucketSpec:
+    """What both sides of a bucket, parameters and gradients, agree on.
+
+    Attributes:
+        unit: the unit's name.
+        members: its parameters, each with a slot of its first name in ``layout``.
+        layout: who owns which range, over the ranks that split it.
+        dtypes: stored, compute, wire and sum.
+        reduction: how its gradients are averaged over all ranks.
+        shard: the ranks that split it.
+        replicate: the ranks that hold the same of it as this rank.
+        placement: where parameters live at rest.
+    """
+
+    unit: str
+    members: tuple[Member, ...]
+    layout: Layout
+    dtypes: Dtypes
+    reduction: Reduction
+    shard: Comm
+    replicate: Comm
+    placement: Placement
+
+    @cached_property
+    def params(self) -> list[nn.Parameter]:
+        return [member.param for member in self.members]
+
+    @cached_property
+    def trainable(self) -> bool:
+        """As it was when the model was sharded; ``requires_grad`` may have changed since."""
+        return self.params[0].requires_grad
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        return [self.layout.slot(member.name) for member in self.members]
+
+    @cached_property
+    def averages(self) -> list[tuple[Comm, Reduction]]:
+        """The axes over which gradients are summed, one after the other, and how."""
+        axes = [comm for comm in (self.shard, self.replicate) if comm.size > 1] or [self.shard]
+        if len(axes) == 1:
+            return [(axes[0], self.reduction)]
+        first, last = replace(self.reduction, after=1.0), replace(self.reduction, before=1.0)
+        return list(zip(axes, (first, last), strict=True))
+
+    @cached_property
+    def home(self) -> Home:
+        """Where its memory lies."""
+        same_dtype = self.dtypes.stored is self.dtypes.compute
+        shared, whole = self.shard.memory.shared, self.shard.size == 1
+        lasting = shared or self.placement.resident or (same_dtype and whole)
+        aliased = lasting and same_dtype
+        return Home(shared, lasting, aliased, whole, aliased and whole)
+
+    @cached_property
+    def ranges(self) -> list[tuple[int, int]]:
+        """What this rank holds of each parameter: elements ``[start, stop)`` of its shard."""
+        return [self.layout.local_range(slot, self.shard.rank) for slot in self.slots]
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements that one rank sums; a shard has a piece for each copy (see ``Mesh``)."""
+        return self.layout.shard_numel // self.replicate.size
+
+    def summed_by(self, element: int) -> int:
+        """The rank of the mesh that sums this element of the shard."""
+        return element // self.piece_numel * self.shard.size + self.shard.rank
+
+    def own(self, full: Tensor) -> Tensor:
+        """``[W * S] → [S]``: this rank's shard of a full bucket."""
+        size = self.layout.shard_numel
+        return full[self.shard.rank * size : (self.shard.rank + 1) * size]
+
+    def full_views(self, full: Tensor) -> list[Tensor]:
+        """``[W * S] →`` each parameter, whole."""
+        return self._whole.of(full)
+
+    def rest_views(self, flat: Tensor) -> list[Tensor]:
+        """``[S] →`` what this rank holds of each."""
+        return self._at_rest.of(flat)
+
+    @cached_property
+    def _whole(self) -> Views:
+        return Views(
+            [(slot.start, slot.stop, slot.shape) for slot in self.slots], self.layout.numel
+        )
+
+    @cached_property
+    def _at_rest(self) -> Views:
+        shapes = (self.layout.shard_shape(slot, self.shard.rank) for slot in self.slots)
+        pairs = zip(self.ranges, shapes, strict=True)
+        return Views([(*range_, shape) for range_, shape in pairs], self.layout.shard_numel)
+
+    @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The ranges of a full bucket that belong to no parameter."""
+        return self._whole.gaps
+
+    def sharding(self, index: int) -> Sharding:
+        """Where parameter ``index``'s elements are."""
+        placement = "fully_sharded" if self.placement.splits else "replicated"
+        return Sharding(self.slots[index], self.unit, placement, self.layout, self.shard)
+
+
+def cut_at_multiples(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """``[start, stop)``, cut at the multiples of ``size``."""
+    while start < stop:
+        end = min(stop, (start // size + 1) * size)
+        yield start, end
+        start = end
+
+
+def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> list[BucketSpec]:
+    """A unit's buckets, one for each combination of dtypes, trainability and ``bucketing``."""
+    groups: dict[Any, list[Member]] = {}
+    for member in unit.members:
+        param = member.param
+        dtypes = options.precision.of(param.dtype, param.requires_grad)
+        part = {"block": None, "layer": member.name.rpartition(".")[0], "none": member.name}[
+            options.bucketing
+        ]
+        groups.setdefault((dtypes, param.requires_grad, part), []).append(member)
+    return [
+        BucketSpec(
+            unit.name,
+            tuple(members),
+            _solve(members, dtypes, options, mesh),
+            dtypes,
+            options.precision.reduction(dtypes, mesh.size),
+            *mesh,
+            placement,
+        )
+        for (dtypes, _, _), members in groups.items()
+    ]
+
+
+def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, mesh: Mesh) -> Layout:
+    """Places are the same for all meshes of as many ranks, so that sums are rounded alike."""
+    slots = [Slot(member.name, tuple(member.shape)) for member in members]
+    if options.bucketing == "none":
+        return layout.chunk_rows(slots[0], mesh.size, options.uneven).over(mesh.shard.size)
+    narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.compute, dtypes.wire))
+    alignment = accelerators.row(mesh.shard.device.type).alignment
+    return layout.solve(slots, mesh.size, max(1, alignment // narrowest)).over(mesh.shard.size)

@@ -1,0 +1,250 @@
+"""Reductions of a sharded parameter to one number.
+
+Each rank reduces its own part, which may be empty; one small all-gather collects these numbers,
+and each rank combines them in rank order. So the result is the same bits on every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.protocol import Comm, Label
+from shardwise.memory.function_call import Call
+from shardwise.memory.sharding import Sharding
+from shardwise.memory.use_errors import torch_clip_grad_called
+from shardwise.torch_internals import foreach_norm
+
+__all__ = ["TensorReduction", "norms_of_list", "over_ranks", "reduce", "reduction_of"]
+
+CHUNK = 1 << 16
+"""Elements. On CPU torch adds millions of squares one by one, with an error of up to 1e-3."""
+
+
+@dataclass(frozen=True)
+class TensorReduction:
+    """A reduction of all elements: one of each rank's part, and one of their results.
+
+    Attributes:
+        part: a tensor of any shape, possibly empty → 0-dim.
+        combine: the ranks' results, ``[W]`` → 0-dim.
+        dtype: of the result.
+    """
+
+    part: Callable[[Tensor], Tensor]
+    combine: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+
+
+def over_ranks(
+    parts: Tensor, combine: Callable[[Tensor], Tensor], comm: Comm, label: Label
+) -> Tensor:
+    """Combine each of ``parts`` (``[k]``, of any dtype) with the other ranks': ``[k]``.
+
+    A collective.
+    """
+    sent = parts.to(comm.device, torch.uint8 if parts.dtype is torch.bool else parts.dtype)
+    columns = comm.gather_rows(sent, label).to(parts.device, parts.dtype).unbind(1)
+    return torch.stack([combine(column) for column in columns])
+
+
+@dataclass(frozen=True)
+class ReductionArgs:
+    """The arguments of a reduction.
+
+    Attributes:
+        part: this rank's part.
+        numel: elements of the full tensor.
+        options: the other arguments, by name.
+    """
+
+    part: Tensor
+    numel: int
+    options: dict[str, Any]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The requested dtype of the result, if any."""
+        return self.options.get("dtype")
+
+
+def reduction_of(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: Tensor, numel: int
+) -> TensorReduction | None:
+    """The reduction of a function; ``None`` if it does not reduce all elements.
+
+    Args:
+        name: of torch's function, such as ``"norm"``.
+        args, kwargs: its arguments after the tensor.
+        part: this rank's part of the tensor.
+        numel: elements of the full tensor.
+    """
+    positional = dict(zip(_POSITIONAL.get(name, ()), args, strict=False))
+    named = {key: value for key, value in kwargs.items() if not _is_default(value)}
+    options = positional | named
+    known = {*_POSITIONAL.get(name, ()), "dtype"}
+    if name not in _REDUCTIONS or len(positional) < len(args) or not known.issuperset(options):
+        return None
+    return _REDUCTIONS[name](ReductionArgs(part, numel, options))
+
+
+def reduce(call: Call) -> Any:
+    """The global number on every rank, or a ``ShardUseError``. A collective."""
+    shard = call.first
+    if not (call.args and call.args[0] is shard) or len(list(call.tensors())) > 1:
+        return call.unsupported()
+    sharding: Sharding = shard.sharding
+    numel = sharding.shape.numel()
+    reduction = reduction_of(call.name, call.args[1:], call.kwargs, shard, numel)
+    if reduction is None:
+        return call.unsupported()
+    if call.records():
+        return call.recording_error()
+    name = call.name.removeprefix("linalg_")
+    if name.endswith("norm") and _is_clipping():
+        raise torch_clip_grad_called()
+    local = reduction.part(shard).reshape(1)
+    label = Label(name, sharding.name)
+    return over_ranks(local, reduction.combine, sharding.comm, label)[0].to(reduction.dtype)
+
+
+def norms_of_list(call: Call) -> Any:
+    """The norm of each tensor of a list: one collective for all shards of the same ranks."""
+    if call.records():
+        return call.recording_error()
+    if _is_clipping():
+        raise torch_clip_grad_called()
+    tensors = list(call.args[0])
+    order = float(call.kwargs.get("ord", (*call.args[1:], 2.0)[0]))
+    norms = [vector_norm(tensor, order) for tensor in tensors]
+    groups: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if call.is_shard(tensor):
+            groups.setdefault(id(tensor.sharding.comm), []).append(index)
+    for indices in groups.values():
+        local = torch.stack([norms[index].double() for index in indices])
+        comm, label = tensors[indices[0]].sharding.comm, Label("norm", f"of {len(indices)} shards")
+        norms_over_ranks = over_ranks(local, partial(joined_norm, order), comm, label)
+        for index, norm in zip(indices, norms_over_ranks.unbind(), strict=True):
+            norms[index] = norm
+    dtype = call.kwargs.get("dtype")
+    return [norm.to(dtype or t.dtype) for norm, t in zip(norms, tensors, strict=True)]
+
+
+def _is_clipping() -> bool:
+    """Is this norm computed by torch's clip_grad_norm_, which cannot be intercepted itself?"""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.utils.clip_grad":
+        frame = frame.f_back
+    while frame is not None and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        if frame.f_code.co_name == "clip_grad_norm_":
+            return True
+        frame = frame.f_back  # a comprehension has a frame of its own before Python 3.12
+    return False
+
+
+def _is_default(value: object) -> bool:
+    return value is None or value is False or value == ()
+
+
+def vector_norm(part: Tensor, order: float) -> Tensor:
+    """The p-norm of a tensor of any shape, in a wide dtype; 0-dim."""
+    flat = part.reshape(-1).to(_wide(part.dtype))
+    if not flat.numel():
+        return torch.full((), inf if order < 0 else 0.0, dtype=flat.dtype, device=flat.device)
+    chunks = flat.split(CHUNK) if flat.device.type == "cpu" else (flat,)
+    return joined_norm(order, torch.stack(foreach_norm(chunks, order)))
+
+
+def joined_norm(order: float, norms: Tensor) -> Tensor:
+    """The norm of a vector from the norms of its pieces."""
+    return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)
+
+
+def _norm(args: ReductionArgs) -> TensorReduction | None:
+    order = args.options.get("p", args.options.get("ord", "fro"))
+    order = 2.0 if order == "fro" else order
+    if isinstance(order, str) or not args.part.is_floating_point():
+        return None
+    local_reduce = partial(vector_norm, order=float(order))
+    return TensorReduction(
+        local_reduce, partial(joined_norm, float(order)), args.dtype or args.part.dtype
+    )
+
+
+def _linalg_norm(args: ReductionArgs) -> TensorReduction | None:
+    """The norm of all elements; a matrix norm (two dimensions and an order) is not supported."""
+    of_matrix = args.part.ndim > 1 and args.options.get("ord", "fro") != "fro"
+    return None if of_matrix else _norm(args)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of this dtype are summed."""
+    if dtype.is_complex or dtype is torch.float64:
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def _sum(args: ReductionArgs) -> TensorReduction:
+    dtype = args.part.dtype
+    wide = _wide(args.dtype or dtype)
+    result_dtype = dtype if dtype.is_floating_point or dtype.is_complex else wide
+    return TensorReduction(partial(torch.sum, dtype=wide), torch.sum, args.dtype or result_dtype)
+
+
+def _mean(args: ReductionArgs) -> TensorReduction | None:
+    if not (args.dtype or args.part.dtype).is_floating_point:  # torch refuses it, too
+        return None
+    return replace(_sum(args), combine=lambda sums: sums.sum() / args.numel)
+
+
+def _largest(args: ReductionArgs) -> TensorReduction:
+    return _extreme(args, torch.amax, _range(args.part.dtype)[0])
+
+
+def _smallest(args: ReductionArgs) -> TensorReduction:
+    return _extreme(args, torch.amin, _range(args.part.dtype)[1])
+
+
+def _extreme(
+    args: ReductionArgs, choose: Callable[[Tensor], Tensor], empty_value: float
+) -> TensorReduction:
+    def local_reduce(part: Tensor) -> Tensor:
+        return choose(part) if part.numel() else part.new_full((), empty_value)
+
+    return TensorReduction(local_reduce, choose, args.part.dtype)
+
+
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    """The smallest and the largest number of this dtype."""
+    if dtype is torch.bool:
+        return 0, 1
+    if dtype.is_floating_point:
+        return -inf, inf
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+
+_POSITIONAL = {"norm": ("p",), "linalg_vector_norm": ("ord",), "linalg_norm": ("ord",)}
+"""The positional arguments after the tensor."""
+_REDUCTIONS: dict[str, Callable[[ReductionArgs], TensorReduction | None]] = {
+    "norm": _norm,
+    "linalg_vector_norm": _norm,
+    "linalg_norm": _linalg_norm,
+    "sum": _sum,
+    "mean": _mean,
+    "max": _largest,
+    "amax": _largest,
+    "min": _smallest,
+    "amin": _smallest,
+    "any": lambda _: TensorReduction(torch.any, torch.any, torch.bool),
+    "all": lambda _: TensorReduction(torch.all, torch.all, torch.bool),
+    "count_nonzero": lambda _: TensorReduction(torch.count_nonzero, torch.sum, torch.int64),
+}

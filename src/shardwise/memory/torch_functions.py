@@ -1,0 +1,276 @@
+"""Dispatch of torch's functions on shards: the result is a shard, a global number, or an error.
+
+The rules are those of ``shard_tensor``. An error is returned, not raised: in a pass of the model
+the caller may gather the arguments instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.protocol import Label
+from shardwise.errors import ShardUseError
+from shardwise.memory.elementwise import (
+    COPIES,
+    ELEMENTWISE,
+    METADATA,
+    NEW,
+    SHAPES,
+    bare_name,
+    writes,
+)
+from shardwise.memory.function_call import Call
+from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.memory.tensor_reductions import norms_of_list, over_ranks, reduce
+from shardwise.memory.use_errors import autograd_grad_called, wrong_replacement
+
+__all__ = ["dispatch", "gather_arguments"]
+
+Row = Sequence[Tensor]
+"""Operands of an elementwise function; the first one may be written to."""
+
+
+def dispatch(call: Call) -> Any:
+    """The result, or a ``ShardUseError`` if the function needs the full tensor."""
+    bare = bare_name(call.name)
+    if call.name in _SPECIAL:
+        return _SPECIAL[call.name](call)
+    if bare in SHAPES:
+        return _shape(call)
+    if bare in METADATA:
+        return call.mark(call.run(), call.first.sharding)
+    if bare in NEW:
+        return call.run()
+    if bare in COPIES:
+        return _copy(call)
+    if bare in ELEMENTWISE and not (bare == "where" and len(call.values) == 1):
+        return _elementwise(call)
+    return reduce(call)
+
+
+def gather_arguments(call: Call, refusal: ShardUseError) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gather the arguments, if a pass of the model is running. Collectives.
+
+    Raises:
+        ShardUseError: ``refusal``, outside a pass, or if the call writes to a shard.
+    """
+    shards = {id(shard): shard for shard in call.shards(call.tensors())}
+    serving = [(shard, shard.sharding.serving) for shard in shards.values()]
+    if call.is_shard(call.written) or any(engine is None for _, engine in serving):
+        raise refusal
+    replacements = dict[int, Tensor]()
+    for shard, engine in serving:
+        if isinstance(shard, nn.Parameter):
+            engine.make_whole(shard.sharding.unit)  # type: ignore[attr-defined]
+        else:
+            replacements[id(shard)] = shard.sharding.whole(shard)
+    return call.with_replacements(replacements)
+
+
+# ---- element by element ------------------------------------------------------------------------
+
+
+def _copy(call: Call) -> Any:
+    """Copy of the first operand; a second one gives only dtype and device."""
+    source = call.args[0] if call.args else None
+    if not call.is_shard(source):
+        return call.run()
+    return call.recording_error() if call.records() else call.mark(call.run(), call.first.sharding)
+
+
+def _elementwise(call: Call) -> Any:
+    rows, written = call.rows(), writes(call.name)
+    references = [next(iter(call.shards(row)), None) for row in rows]
+    pairs: list[tuple[Row, Any]] = [
+        (row, reference)
+        for row, reference in zip(rows, references, strict=True)
+        if reference is not None
+    ]
+    local_parts = _local_parts(call, pairs) if written else {}
+    compatible = [
+        ([local_parts.get(id(tensor), tensor) for tensor in row], reference)
+        for row, reference in pairs
+    ]
+    if "out" in call.kwargs or not all(_are_compatible(call, *pair) for pair in compatible):
+        return call.unsupported()
+    if call.records():
+        return call.recording_error()
+    replacements = local_parts | _reshard_like(call, compatible)
+    if written:
+        _notify_write(row[0] for row, _ in pairs)
+    result = call.run(replacements)
+    changed = [row[0] for row in rows] if result is None else result  # None: foreach, in place
+    results = changed if isinstance(changed, (list, tuple)) else [changed]
+    for tensor, reference in zip(results, references, strict=False):
+        if reference is not None:
+            call.mark(tensor, reference.sharding)
+    return result
+
+
+def _are_compatible(call: Call, row: Row, reference: Any) -> bool:
+    """Can these operands be combined: shards of one full shape, and plain tensors of the shard's?
+
+    Plain 0-dim tensors may scale, but not be written to, since they would get one rank's element.
+    In a pass of the model plain tensors have the full shape.
+    """
+    plain = [tensor for tensor in row if not call.is_shard(tensor)]
+    if any(s.sharding.shape != reference.sharding.shape for s in call.shards(row)):
+        return False
+    if plain and row[0] is plain[0] and plain[0].ndim == 0 and writes(call.name):
+        return False
+    sized = [tensor for tensor in plain if tensor.ndim]
+    return not sized or (
+        reference.sharding.serving is None
+        and all(tensor.shape == reference.shape for tensor in sized)
+    )
+
+
+def _local_parts(call: Call, pairs: Iterable[tuple[Row, Any]]) -> dict[int, Tensor]:
+    """By id, this rank's part of each full tensor that is written to a shard.
+
+    In a forward pass one parameter may be gathered and another one sharded.
+    """
+    return {
+        id(tensor): call.mark(reference.sharding.cut(tensor, reference.shape), reference.sharding)
+        for row, reference in pairs
+        if id(row[0]) == id(reference) and reference.sharding.serving is not None
+        for tensor in row
+        if not call.is_shard(tensor) and tensor.ndim and tensor.shape == reference.sharding.shape
+    }
+
+
+def _reshard_like(call: Call, pairs: Iterable[tuple[Row, Any]]) -> dict[int, Tensor]:
+    """By id, replacements of shards whose sharding differs from the reference. Collectives."""
+    replacements = dict[int, Tensor]()
+    for row, reference in pairs:
+        for shard in call.shards(row):
+            if not shard.sharding.cuts_like(reference.sharding):
+                whole = shard.sharding.whole(shard)
+                replacements[id(shard)] = reference.sharding.cut(whole, reference.shape)
+    return replacements
+
+
+def _notify_write(written: Iterable[Tensor]) -> None:
+    """Called before sharded parameters are written, directly or through an alias."""
+    for sharding in dict.fromkeys(map(_param_sharding, written)):
+        if sharding is not None:
+            sharding.before_write()
+
+
+def _param_sharding(tensor: Any) -> Sharding | None:
+    """The sharding of the parameter whose memory this tensor uses, or ``None``."""
+    sharding = sharding_of(tensor)
+    is_alias = sharding is not None and id(tensor) in sharding.lent
+    return sharding if is_alias or isinstance(tensor, nn.Parameter) else None
+
+
+def _set_where(call: Call) -> Any:
+    """``shard[mask] = number``, as in ``gradient[gradient.isnan()] = 0``."""
+    shard, mask, value = call.args
+    scalar = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
+    if not (call.is_shard(shard) and call.is_shard(mask) and mask.dtype is torch.bool and scalar):
+        return call.unsupported()
+    filled = _elementwise(Call(Tensor.masked_fill_, call.args, {}, call.kind))
+    return filled if isinstance(filled, ShardUseError) else None
+
+
+def _equal(call: Call) -> Any:
+    """``equal`` and ``allclose``: true if true on every rank."""
+    (row,), reference = call.rows(), call.first
+    if not _are_compatible(call, row, reference):
+        return call.unsupported()
+    local = torch.tensor([call.run(_reshard_like(call, [(row, reference)]))])
+    label = Label(call.name, reference.sharding.name)
+    return bool(over_ranks(local, torch.all, reference.sharding.comm, label))
+
+
+def _unscale(call: Call) -> None:
+    """GradScaler's unscale: a gradient that is not finite on one rank counts on every rank."""
+    call.run()
+    gradients, found = call.args[:2]
+    label = Label("unscale", "gradients")
+    for comm in {id(g.sharding.comm): g.sharding.comm for g in call.shards(gradients)}.values():
+        combined = over_ranks(found.reshape(1), torch.amax, comm, label)
+        found.copy_(combined.reshape(found.shape))
+
+
+# ---- attributes and aliases ----------------------------------------------------------------------
+
+
+def _get(call: Call) -> Any:
+    attribute = call.attribute
+    if attribute in ("T", "mT", "H", "mH"):
+        return call.unsupported()
+    if attribute == "shape":
+        return _shape(call)
+    return _alias(call) if attribute == "data" else call.run()
+
+
+def _alias(call: Call) -> Any:
+    """``data`` and ``detach()``: a shard in the same memory."""
+    value = call.mark(call.run(), call.first.sharding)
+    if (sharding := _param_sharding(call.first)) is not None:
+        sharding.lent[id(value)] = value
+    return value
+
+
+def _shape(call: Call) -> Any:
+    """The shape of the shard; in a pass of the model that of the full tensor."""
+    sharding: Sharding = call.first.sharding
+    if sharding.serving is None:
+        return call.run()
+    return call.run({id(call.first): torch.empty(sharding.shape, device="meta")})
+
+
+def _set(call: Call) -> Any:
+    if call.attribute != "data":
+        return call.run()
+    shard, value = call.args
+    sharding: Sharding = shard.sharding
+    if call.is_shard(value):
+        if value.sharding.shape != sharding.shape:
+            return call.unsupported()
+        value = _reshard_like(call, [((value,), shard)]).get(id(value), value)
+    elif sharding.serving is not None and value.shape == sharding.shape:
+        value = sharding.cut(value, shard.shape)
+    _check_replacement(shard, value)
+    if not isinstance(shard, nn.Parameter):
+        return call.run()
+    sharding.before_write()
+    sharding.end_loans()
+    return shard.detach().copy_(value)  # into the memory that the engine sends
+
+
+def _check_and_run(call: Call) -> Any:
+    """``module.to(...)`` calls this before it sets ``.data``."""
+    _check_replacement(*call.args)
+    return call.run()
+
+
+def _check_replacement(shard: Tensor, value: Tensor) -> None:
+    if (shard.shape, shard.dtype, shard.device) != (value.shape, value.dtype, value.device):
+        sharding = sharding_of(shard)
+        raise wrong_replacement("" if sharding is None else sharding.name, shard, value)
+
+
+def _autograd_grad(call: Call) -> Any:
+    raise autograd_grad_called(call.first.sharding.name)
+
+
+_SPECIAL: dict[str, Callable[[Call], Any]] = {
+    "__get__": _get,
+    "__set__": _set,
+    "__delete__": Call.run,
+    "__setitem__": _set_where,
+    "detach": _alias,
+    "_has_compatible_shallow_copy_type": _check_and_run,
+    "grad": _autograd_grad,
+    "_foreach_norm": norms_of_list,
+    "equal": _equal,
+    "allclose": _equal,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+}

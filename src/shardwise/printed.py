@@ -1,0 +1,138 @@
+"""Schedules and layouts as plain text: one line for each event, or for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.comm.mesh import Mesh
+from shardwise.comm.protocol import Comm
+from shardwise.memory.spec import BucketSpec
+from shardwise.schedule.events import Event, Op, UnitBytes
+
+__all__ = ["Layouts", "Schedule", "size"]
+
+
+def size(nbytes: float) -> str:
+    """``1536`` → ``"1.5 KiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One step's events; iterate over ``events``, or print it.
+
+    Attributes:
+        events: the step, in order.
+        nbytes: bytes of each unit.
+        strategy, mode: of the schedule.
+        world: number of ranks.
+        meshes: the axes of each unit.
+    """
+
+    events: tuple[Event, ...]
+    nbytes: Mapping[str, UnitBytes]
+    strategy: str
+    mode: str
+    world: int
+    meshes: Mapping[str, Mesh]
+
+    def sent(self, event: Event) -> int:
+        """Bytes that one rank sends for ``event``."""
+        if event.op not in (Op.GATHER, Op.REDUCE):
+            return 0
+        unit, (shard, replicate) = self.nbytes[event.unit], self.meshes[event.unit]
+        if event.op is Op.GATHER:
+            return 0 if shard.memory.shared else _to_others(unit.gathered, shard)
+        replicated = (unit.gradients + unit.mean) // shard.size
+        return _to_others(unit.gradients, shard) + _to_others(replicated, replicate)
+
+    def __str__(self) -> str:
+        width = max([len(_name(unit)) for unit in self.nbytes], default=6)
+        lines = [self._title()]
+        phase, depth = None, 0
+        for event in self.events:
+            if event.phase is not phase:
+                phase = event.phase
+                lines.append(f"{phase}:")
+            depth -= event.op is Op.EXIT
+            lines.append("    " + self._line(event, depth, width))
+            depth += event.op is Op.ENTER
+        return "\n".join(lines)
+
+    def _title(self) -> str:
+        gathers = sum(event.op is Op.GATHER for event in self.events)
+        reduces = sum(event.op is Op.REDUCE for event in self.events)
+        sent = sum(self.sent(event) for event in self.events)
+        return (
+            f"# one step ({self.mode}) of {self.strategy} on {self.world} "
+            f"rank{'s' * (self.world != 1)}: {gathers} gathers, {reduces} reduces, "
+            f"a rank sends {size(sent)}"
+        )
+
+    def _line(self, event: Event, depth: int, width: int) -> str:
+        name = "" if event.op is Op.END else _name(event.unit)
+        text = f"{'  ' * max(depth, 0)}{event.op:<6}  {name:<{width}}"
+        if event.op is Op.GATHER and self.meshes[event.unit].shard.size > 1:
+            full = size(self.nbytes[event.unit].gathered)
+            shared = self.meshes[event.unit].shard.memory.shared
+            sends = "memory is shared" if shared else f"sends {size(self.sent(event))}"
+            text += f"  # all-gather, {full}, {sends}: {event.reason}"
+        elif event.op is Op.REDUCE:
+            full = size(self.nbytes[event.unit].gradients)
+            how, sends = _reduction(self.meshes[event.unit]), size(self.sent(event))
+            text += f"  # {how}, {full}, sends {sends}: {event.reason}"
+        elif event.reason:
+            text += f"  # {event.reason}"
+        return text.rstrip()
+
+
+def _reduction(mesh: Mesh) -> str:
+    over_shards = ["reduce-scatter"] if mesh.shard.size > 1 or mesh.replicate.size == 1 else []
+    over_copies = ["reduce-scatter", "all-gather"] if mesh.replicate.size > 1 else []
+    return " + ".join(over_shards + over_copies)
+
+
+def _to_others(nbytes: int, ranks: Comm) -> int:
+    """The bytes that one rank sends of ``nbytes``, of which it keeps its own piece."""
+    return nbytes * (ranks.size - 1) // ranks.size
+
+
+def _name(unit: str) -> str:
+    return unit or "(root)"
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The layout of every parameter and its dtypes, by unit; print it."""
+
+    specs: tuple[BucketSpec, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{self._title(spec)}\n{spec.layout}" for spec in self.specs)
+
+    def _title(self, spec: BucketSpec) -> str:
+        dtypes = spec.dtypes
+        parts = [f"stored {_short(dtypes.stored)}", f"computed in {_short(dtypes.compute)}"]
+        if spec.trainable:
+            parts += [f"gradients sent in {_short(dtypes.wire)}"]
+            parts += [f"summed in {_short(dtypes.sum)}", f"mean by {spec.reduction.how}"]
+        else:
+            parts += ["frozen"]
+        return f"{_name(spec.unit)}  ({', '.join(parts)})"
+
+    def padding(self) -> dict[str, int]:
+        """Bytes of padding of each unit, over all ranks, as gathered."""
+        padding: dict[str, int] = {}
+        for spec in self.specs:
+            nbytes = spec.layout.padding * spec.dtypes.compute.itemsize
+            padding[spec.unit] = padding.get(spec.unit, 0) + nbytes
+        return padding
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,245 @@
+"""The backward pass, as autograd tells it: its begin and end, the nodes it comes to, gradients.
+
+``forward_calls`` makes of nodes and gradients which unit's backward pass begins or has ended, and
+has a drawing of each hard case. The runtime is told: begin, enter, collect, exit, end.
+
+Hooks sit on autograd's *nodes*, not on tensors, and no node of our own is inserted. An output
+that is changed in place keeps the node that made it in the graph; a hook on the tensor would be
+lost, and an identity function would forbid the change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from shardwise.errors import ScheduleError, ShardUseError
+from shardwise.memory.grad_hooks import is_handed_out, on_gradient
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.use_errors import autograd_grad_called
+from shardwise.runtime.forward_calls import ForwardCall, ForwardCalls
+from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.unit import UnitState
+from shardwise.schedule.events import Phase
+from shardwise.torch_internals import (
+    disable_torch_function,
+    get_grad,
+    graph_task,
+    is_accumulate_grad,
+    keeps_graph,
+    queue_callback,
+    sequence_number,
+    set_grad,
+    skip_in_dynamo,
+)
+
+__all__ = ["Backward"]
+
+
+class Backward:
+    """Turns what autograd does into cues.
+
+    Args:
+        runtime: who is told.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.suspended = False  # full_params(): everything is whole, nothing to do
+        self.calls = ForwardCalls(
+            partial(runtime.enter, phase=Phase.BACKWARD),
+            partial(runtime.exit, phase=Phase.BACKWARD),
+        )
+        self._begun = False  # a backward pass has begun, and its end was not seen
+        self._keeps_graph = False  # is the graph of this backward pass there for another one?
+        self._token: weakref.ref[_Token] | None = None
+        self._handles: list[Any] = []
+        self._handles_before: list[Any] = []  # of hooks that are called before gradients are added
+        self._places: list[tuple[UnitState, Bucket, int]] = []
+
+    def install(self) -> None:
+        """Put the parameters' hooks in place."""
+        self._places = [
+            (state, bucket, index)
+            for state in self.runtime.units.values()
+            for bucket in state.buckets
+            if bucket.dtypes.stored.is_floating_point or bucket.trainable
+            for index in range(len(bucket.params))
+        ]
+        for number, (_, bucket, index) in enumerate(self._places):
+            # Weak: the garbage collector does not see what this kind of hook holds.
+            hook = partial(_arrived, weakref.ref(self), number)
+            self._handles.append(on_gradient(bucket.params[index], hook))
+
+    def remove(self) -> None:
+        """Take the parameters' hooks away again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hook_before(False)
+
+    # ---- begin and end ---------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Is a backward pass under way?"""
+        return self._token is not None and self._token() is not None
+
+    def abandon(self, why: str, drops: bool = False) -> None:
+        """Forget a pass that stopped; ``drops``: and all that was collected and not reduced."""
+        self.calls.forget()
+        self.runtime.abandon(why, drops)
+
+    def abandon_stopped(self) -> None:
+        """Forget a backward pass that an exception has ended."""
+        if self._begun and not (self.running and graph_task() >= 0):  # a traceback may hold it
+            self._begun, self._token = False, None
+            self.abandon("a backward pass stopped before its end", drops=True)
+
+    def _begin(self) -> None:
+        """Autograd has come to the first node or gradient of a backward pass.
+
+        The engine of autograd calls ``_end`` after the last. After an exception nobody holds the
+        token any more.
+        """
+        if self.running:
+            return
+        self.abandon_stopped()
+        if (reason := self._handed_out()) is not None:
+            self.abandon("a backward pass was refused")
+            raise reason
+        self._begun = True
+        recorded = torch.is_grad_enabled()  # by create_graph=True
+        self._keeps_graph = recorded or keeps_graph()
+        self.runtime.begin_backward(recorded)
+        token = _Token()
+        self._token = weakref.ref(token, self._stopped)
+        queue_callback(partial(self._end, token))
+
+    def _end(self, token: _Token) -> None:
+        self._token = None  # the traceback of an exception would hold the token
+        self.calls.leave_all(tuple(self.runtime.units)[::-1])
+        self.runtime.end_backward(self._keeps_graph)
+        self._begun = False
+        self._hook_before(self.runtime.facts.keeps_graph)
+
+    def _hook_before(self, recorded: bool) -> None:
+        """A pass through a recorded graph comes to parameters before it comes to a unit."""
+        for handle in self._handles_before:
+            handle.remove()
+        places = self._places if recorded else ()
+        params = [bucket.params[index] for _, bucket, index in places]
+        with disable_torch_function():
+            self._handles_before = [
+                param.register_hook(partial(_comes, weakref.ref(self)))
+                for param in params
+                if param.requires_grad
+            ]
+
+    def _stopped(self, token: weakref.ref[_Token]) -> None:
+        """An exception has ended a backward pass. Not all can be done now: it may be Ctrl-C."""
+        if token is self._token:
+            self.runtime.show_shards()
+
+    def _handed_out(self) -> ShardUseError | None:
+        """The error if torch.autograd.grad returns a parameter's gradient instead of adding it."""
+        # For a shard at rest it is refused where it is called.
+        whole = (bucket for bucket in self.runtime.trained.buckets if bucket.is_whole)
+        members = (member for b in whole for member in b.members if member.param.requires_grad)
+        for member in members if self.runtime.comm.size > 1 else ():
+            if (answer := is_handed_out(member.param)) is not None:
+                return autograd_grad_called(member.name) if answer else None
+        return None
+
+    # ---- calls -----------------------------------------------------------------------------
+
+    def expect(
+        self, call: ForwardCall, outputs: Collection[Node], inputs: Collection[Node]
+    ) -> None:
+        """Ask autograd to tell when it comes back through a forward call.
+
+        Args:
+            call: the call, which has ended.
+            outputs: the nodes that made what it returned, but for those of its inputs.
+            inputs: the nodes that made what it was given.
+        """
+        self.calls.expect(call)
+        for node in outputs:
+            node.register_prehook(partial(self._come_to, call, sequence_number(node)))
+        call.end_is_seen = bool(inputs)
+        for node in inputs:
+            if is_accumulate_grad(node):
+                # A leaf's gradient is due as early as those of the parameters, in any order.
+                node.register_prehook(partial(self._leave_when_complete, call))
+                continue
+            node.register_prehook(partial(self._leave, call))
+            call.input_nodes.add(sequence_number(node))
+
+    def _come_to(self, call: ForwardCall, node: int, gradients: Any) -> None:
+        self._begin()
+        self.calls.come_to(call, node)
+
+    def _leave(self, call: ForwardCall, gradients: Any) -> None:
+        if self.running:
+            self.calls.leave(call)
+
+    def _leave_when_complete(self, call: ForwardCall, gradients: Any) -> None:
+        if self.running:
+            complete = call.unit is None or self.runtime.units[call.unit].complete
+            self.calls.inputs_complete(call, complete)
+
+    # ---- gradients -------------------------------------------------------------------------
+
+    def _collect(self, number: int, param: Tensor) -> None:
+        state, bucket, index = self._places[number]
+        if self.suspended:
+            param.grad = None
+            raise ScheduleError(
+                "backward() inside full_params() would leave whole gradients on every rank. Train "
+                "outside the block; full_params() is for reading, writing and generating."
+            )
+        gradient = get_grad(param)
+        if gradient is None:  # a function whose backward gave None for its parameter
+            return
+        if gradient.requires_grad:
+            set_grad(param, None)
+            raise ScheduleError(
+                f"the gradient of {bucket.members[index].name!r} carries a graph "
+                "(create_graph=True), which averaging over the ranks would lose. A derivative with "
+                "respect to inputs is taken with torch.autograd.grad(loss, inputs, create_graph="
+                "True); one with respect to parameters inside `with sharded.full_params():`."
+            )
+        running = self._token is not None and self._token() is not None
+        # Taken first: what the shards have when a backward pass begins is set aside.
+        if running or not bucket.gradients.was_added_to(index, gradient):
+            set_grad(param, None)
+        if not running:
+            self._begin()
+        if self.runtime.collect(state, bucket, index, gradient):
+            self.calls.parameters_complete(state.name, state.wholly_trained)
+
+
+def _arrived(backward: weakref.ref[Backward], number: int, param: Tensor) -> None:
+    if (alive := backward()) is not None:
+        alive._collect(number, param)
+
+
+def _comes(backward: weakref.ref[Backward], _: Tensor) -> None:
+    if (alive := backward()) is not None:
+        alive._begin()
+
+
+class _Token:
+    """Held by autograd's queue of callbacks alone: it dies with the backward pass."""
+
+    __slots__ = ("__weakref__",)
+
+
+skip_in_dynamo(Backward._come_to, Backward._leave, Backward._leave_when_complete, Backward._end)
+skip_in_dynamo(_arrived, _comes)

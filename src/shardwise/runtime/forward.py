@@ -1,0 +1,323 @@
+"""The forward pass, as the hooks on modules tell it.
+
+    pre-hook ─ enter ─▶ compute ─▶ hook ─ exit      (one frame per call)
+
+The nodes that made what a call returned go to ``backward``, which autograd tells when it comes
+back to them.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from shardwise.errors import ScheduleError, ShardUseError
+from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.memory.use_errors import functorch_transform
+from shardwise.runtime.backward import Backward
+from shardwise.runtime.compiling import hide_gradients
+from shardwise.runtime.forward_calls import ForwardCall
+from shardwise.runtime.pytrees import cast, grad_fns, may_hide_tensors, tensors
+from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.structure_check import StructureCheck
+from shardwise.schedule.events import Phase
+from shardwise.torch_internals import (
+    graph_task,
+    is_transformed,
+    next_sequence_number,
+    skip_in_dynamo,
+    storage_key,
+)
+from shardwise.units.structure import as_group, has_forward, partial_roots
+
+__all__ = ["Hooks"]
+
+
+@dataclass(slots=True)
+class Frame:
+    """A forward call that has begun and not ended."""
+
+    module: nn.Module
+    unit: str | None
+    call: ForwardCall | None  # None: no gradients, or a recomputation of a call that has one
+    inputs: frozenset[Node]
+    python: FrameType  # Python's frame, which is on a stack for as long as the call goes on
+    handled: BaseException | None  # what the caller was handling already when it began
+    listed: bool  # False: a recomputation, which no schedule lists
+    resume: Any  # of the outermost call: the cursor to go on with
+
+
+class Hooks:
+    """Installs hooks on a model and turns what they see into cues.
+
+    Args:
+        model: the root.
+        entry_modules: the modules whose forward uses a unit, with the unit's name.
+        runtime: who is told.
+        casts: dtypes of the model's floating-point inputs and outputs (``None``: as they are).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entry_modules: Mapping[nn.Module, str],
+        runtime: Runtime,
+        casts: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+    ) -> None:
+        self.model, self.entry_modules = model, entry_modules
+        self.runtime, self.casts = runtime, casts
+        self._root = runtime.units.get(entry_modules.get(model, ""))
+        own = [] if self._root is None else [p for b in self._root.buckets for p in b.params]
+        self._partial_roots = partial_roots(model, entry_modules, own)
+        #: What the user's code calls: the model, or the parts of one that has no forward.
+        self._outermost = frozenset((model,) if has_forward(model) else as_group(model))
+        self.backward = Backward(runtime)
+        self._frames: list[Frame] = []
+        self._handles: list[Any] = []
+        members = [m for s in runtime.units.values() for b in s.buckets for m in b.members]
+        self.registered = StructureCheck(model, {a: m.param for m in members for a in m.aliases})
+
+    def install(self) -> None:
+        """Put every hook in place."""
+        self.registered.install()
+        for module in dict.fromkeys((self.model, *self.entry_modules, *self._partial_roots)):
+            self._handles += [
+                module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._after, always_call=True),
+            ]
+        self.backward.install()
+        for sharding in self._shardings():
+            sharding.engine = weakref.ref(self)
+
+    def remove(self) -> None:
+        """Take every hook away again."""
+        self.registered.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.backward.remove()
+        for sharding in self._shardings():
+            sharding.engine = None
+
+    def _shardings(self) -> Iterator[Sharding]:
+        params = (p for s in self.runtime.units.values() for b in s.buckets for p in b.params)
+        return (found for param in params if (found := sharding_of(param)) is not None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardUseError(
+            f"a module of the sharded {type(self.model).__name__} cannot be pickled, nor copied "
+            "without the rest: it belongs to this rank's group. Save model.state_dict() (whole "
+            "tensors) or sharded.local_state_dict() (shards); copy.deepcopy(model) of the whole "
+            "model gives a plain copy."
+        )
+
+    # ---- what shards ask -------------------------------------------------------------------
+
+    @property
+    def computing(self) -> bool:
+        """Is a forward or backward pass under way? One that has stopped is not."""
+        self._abandon_stopped()
+        return bool(self._frames) or self.backward.running
+
+    def make_whole(self, unit: str) -> None:
+        """A parameter is read outside its unit's call: it stays whole until the step is over."""
+        phase = Phase.BACKWARD if self.backward.running else Phase.FORWARD
+        self.runtime.serve(unit, phase, "read")
+        self.runtime.facts.pinned.add(unit)
+
+    def before_write(self, unit: str) -> None:
+        """Shards of a unit are written next, at any time."""
+        self.runtime.before_write(unit)
+
+    def check_idle(self, asked: str) -> None:
+        """Raises ``ScheduleError`` while a forward or backward pass is under way."""
+        if self.computing:
+            raise ScheduleError(
+                f"{asked} in the middle of a step, while units are gathered and gradients are on "
+                "their way, and other ranks may be at another unit. Do it between steps: after "
+                "backward(), or before the forward pass."
+            )
+        if self.backward.suspended:
+            raise ScheduleError(
+                f"{asked} inside full_params(), where every parameter is whole already and will be "
+                "a shard again at the end of the block. Do it after the block."
+            )
+
+    # ---- forward ---------------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.backward.suspended:
+            return None
+        if self._frames and self._may_begin(module):
+            self._abandon_stopped()
+        unit = self.entry_modules.get(module)
+        if self._root is not None and module in self._partial_roots:
+            unit = self._root.name
+            if self.runtime.facts.forward[self._root.name]:  # as usual, the model is being called
+                return None
+        return self._enter(module, unit, (args, kwargs), sys._getframe(1))
+
+    def _may_begin(self, module: nn.Module) -> bool:
+        """Might this be the first call of a pass, though others seem to be open?"""
+        return module in self._outermost or self._frames[0].module not in self._outermost
+
+    def _enter(self, module: nn.Module, unit: str | None, given: Any, python: FrameType) -> Any:
+        recomputes = graph_task() != -1 and self.backward.running
+        resume = None if self._frames or recomputes else self._begin(unit)
+        call, inputs = self._expected(unit, recomputes), frozenset[Node]()
+        if call is not None:
+            inputs = frozenset(grad_fns(given))
+        handled = sys.exc_info()[1]
+        frame = Frame(module, unit, call, inputs, python, handled, not recomputes, resume)
+        self._frames.append(frame)
+        if unit is not None:
+            self.runtime.enter(unit, Phase.FORWARD, frame.listed)
+        return None if recomputes else self._cast(module, given, self.casts[0])
+
+    def _expected(self, unit: str | None, recomputes: bool) -> ForwardCall | None:
+        """The call that begins, if the backward pass comes back to it.
+
+        In a recomputation (activation checkpointing) only if the first call ran without gradients
+        (the reentrant kind). Else autograd knows the first one, and the unit only has to be whole.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        if recomputes and (unit is None or self.backward.calls.expects(unit)):
+            return None
+        parent = self._frames[-1].call if self._frames else None
+        return ForwardCall(unit, parent, next_sequence_number())
+
+    def _begin(self, unit: str | None) -> Any:
+        if is_transformed():
+            raise functorch_transform()
+        self.backward.abandon_stopped()
+        self.registered.check()
+        if torch.is_grad_enabled():
+            self.runtime.update_trained()
+        hide_gradients(self.runtime)
+        return self.runtime.begin_forward(unit)
+
+    def _abandon_stopped(self) -> None:
+        """Forget calls that have ended without a hook: torch calls none after KeyboardInterrupt."""
+        going_on = len(self._frames)
+        while going_on and not _goes_on(self._frames[going_on - 1].python):
+            going_on -= 1
+        stopped = self._frames[going_on:]
+        del self._frames[going_on:]
+        if stopped and not going_on and stopped[0].listed:
+            self.backward.abandon("a forward pass stopped before its end")
+        for frame in reversed(stopped) if going_on else ():
+            self._failed(frame)
+        self.backward.abandon_stopped()
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.backward.suspended or not self._frames:
+            return None
+        if self._frames[-1].module is not module:
+            self._abandon_stopped()
+            if not self._frames or self._frames[-1].module is not module:
+                return None
+        frame = self._frames.pop()
+        if sys.exc_info()[1] is not frame.handled:
+            self._failed(frame)
+            return None
+        self._expect_backward(frame, output)
+        if frame.unit is not None:
+            self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
+        if frame.listed and not self._frames:
+            self.runtime.end_forward(frame.resume)
+        return self._cast(module, output, self.casts[1])
+
+    def _failed(self, frame: Frame) -> None:
+        """The call raised. Early-stopped recomputations do so, and mean no harm."""
+        if frame.listed and not self._frames:
+            self.backward.abandon("a forward pass raised an exception")
+        elif frame.unit is not None:  # the model may catch it and go on
+            self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
+
+    def _expect_backward(self, frame: Frame, output: Any) -> None:
+        """Ask autograd to tell when it comes back; where it cannot, pin the unit.
+
+        So does an output that is a view of a parameter: the unit stays whole until the step ends.
+        """
+        pins = frame.listed and frame.unit is not None and self._shows(frame.unit, output)
+        if frame.call is not None:
+            nodes = [n for n in grad_fns(output, with_bases=True) if n not in frame.inputs]
+            if nodes:
+                self.backward.expect(frame.call, nodes, frame.inputs)
+            pins = pins or (not nodes and may_hide_tensors(output))
+        if pins and frame.unit is not None:
+            self.runtime.facts.pinned.add(frame.unit)
+
+    def _shows(self, unit: str, output: Any) -> bool:
+        homes = self.runtime.units[unit].homes
+        return any(storage_key(tensor) in homes for tensor in tensors(output))
+
+    # ---- other methods ---------------------------------------------------------------------
+
+    def unit_of(self, module: nn.Module) -> str | None:
+        """The unit that ``module`` itself reads: its own, or that of a module around it."""
+        if module in self.entry_modules:
+            return self.entry_modules[module]
+        inside = {
+            self.entry_modules[part] for part in module.modules() if part in self.entry_modules
+        }
+        mine = {id(param) for param in module.parameters()}
+        holders = (
+            name
+            for name, state in self.runtime.units.items()
+            if name not in inside and any(id(p) in mine for b in state.buckets for p in b.params)
+        )
+        return next(holders, None)
+
+    def call(
+        self,
+        module: nn.Module,
+        unit: str | None,
+        method: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run a method of ``module`` as its ``forward`` is run: ``unit`` is whole inside."""
+        if self._frames and self._may_begin(module):
+            self._abandon_stopped()
+        around = unit is not None and self.runtime.facts.forward[unit] > 0
+        if around or self.backward.suspended or any(f.module is module for f in self._frames):
+            return method(*args, **kwargs)
+        given = (args, kwargs)
+        args, kwargs = self._enter(module, unit, given, sys._getframe()) or given
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._after(module, args, None)
+            raise
+        replaced = self._after(module, args, output)
+        return output if replaced is None else replaced
+
+    def _cast(self, module: nn.Module, tree: Any, dtype: torch.dtype | None) -> Any:
+        """What goes into or comes out of the model, in its dtype; ``None``: as it is."""
+        return None if dtype is None or module not in self._outermost else cast(tree, dtype)
+
+
+def _goes_on(call: FrameType) -> bool:
+    """Is this call on the stack of this thread, or else of another one?"""
+    return _is_on(sys._getframe(1), call) or any(
+        _is_on(stack, call) for stack in sys._current_frames().values()
+    )
+
+
+def _is_on(stack: FrameType | None, call: FrameType) -> bool:
+    while stack is not None and stack is not call:
+        stack = stack.f_back
+    return stack is call
+
+
+skip_in_dynamo(Hooks._before, Hooks._after)

@@ -1,0 +1,125 @@
+"""Gathers all parameters and gradients in place for the duration of a context manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import ShardUseError
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.sharded_parameter import LocalGradient, put_grad
+from shardwise.memory.use_errors import wrong_replacement
+from shardwise.torch_internals import disable_torch_function, get_grad, get_version
+
+__all__ = ["full_params"]
+
+
+@contextmanager
+def full_params(buckets: Sequence[Bucket], ranks: Comm, writeback: bool) -> Iterator[None]:
+    """Inside the block every parameter and its gradient is gathered, in the stored dtype.
+
+    Raises:
+        ShardUseError: at the end, if something was written without ``writeback``.
+    """
+    wholes = [bucket.whole() for bucket in buckets]
+    entries = [
+        _Entry(bucket, index, whole)
+        for bucket, values in zip(buckets, wholes, strict=True)
+        for index, whole in enumerate(values)
+    ]
+    _gather_gradients(buckets, entries, ranks)
+    for bucket, values in zip(buckets, wholes, strict=True):
+        bucket.bind_whole(values)
+    for entry in entries:
+        entry.enter()
+    try:
+        yield
+    finally:
+        for entry in entries:
+            entry.exit()
+        for bucket in buckets:
+            bucket.rest()
+        for entry in entries:
+            entry.set_grad(entry.shard_grad)
+    if writeback:
+        for entry in entries:
+            entry.write_back()
+    elif written := [name for entry in entries for name in entry.written()]:
+        others = f" (and {len(written) - 1} more)" if len(written) > 1 else ""
+        raise ShardUseError(
+            f"{written[0]!r}{others} was written inside full_params(), and the values are lost. "
+            "Use full_params(writeback=True) to keep them."
+        )
+
+
+class _Entry:
+    """One parameter and its gradient before, during and after the block."""
+
+    def __init__(self, bucket: Bucket, index: int, whole: Tensor) -> None:
+        self.bucket, self.index, self.whole = bucket, index, whole
+        self.param, self.name = bucket.params[index], bucket.members[index].name
+        with disable_torch_function():
+            self.shard_grad = get_grad(self.param)  # its shape is the shard's
+        # A gradient that is accumulated over micro-batches has the full shape already.
+        self.is_local = type(self.shard_grad) is LocalGradient
+        self.gradient = self.shard_grad if self.is_local else None
+
+    def set_grad(self, gradient: Tensor | None) -> None:
+        with disable_torch_function():
+            put_grad(self.param, gradient)
+
+    def enter(self) -> None:
+        self.set_grad(self.gradient)
+        self._versions = get_version(self.param), _version(self.gradient)
+
+    def exit(self) -> None:
+        self.value, self.gradient_after = self.param.detach(), get_grad(self.param)
+        versions = get_version(self.param), _version(self.gradient_after)
+        is_unchanged = self.gradient_after is self.gradient and (
+            self.is_local or versions[1] == self._versions[1]
+        )
+        self._gradient_is_written = not is_unchanged
+        self._is_moved = versions[0] != self._versions[0]
+
+    def written(self) -> list[str]:
+        """The names of the parameter and the gradient, if they were written."""
+        value = self._is_moved or self.value.data_ptr() != self.whole.data_ptr()
+        names = [self.name] if value or not self.bucket.holds(self.index, self.whole) else []
+        return names + [f"{self.name}.grad"] * self._gradient_is_written
+
+    def write_back(self) -> None:
+        """Copy this rank's part of written values into the shards."""
+        if (self.value.shape, self.value.dtype) != (self.whole.shape, self.whole.dtype):
+            raise wrong_replacement(self.name, self.whole, self.value)
+        self.bucket.take(self.index, self.value)
+        if self._gradient_is_written:
+            after = self.gradient_after
+            self.set_grad(None if after is None else self.bucket.part(self.index, after).clone())
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else get_version(tensor)
+
+
+def _gather_gradients(buckets: Sequence[Bucket], entries: Sequence[_Entry], ranks: Comm) -> None:
+    """Gather the gradients of parameters that have one on any rank. A collective."""
+    shards = [None if entry.is_local else entry.shard_grad for entry in entries]
+    has_gradient = torch.tensor([shard is not None for shard in shards], dtype=torch.uint8)
+    present = ranks.gather_rows(has_gradient, Label("whole", "which gradients there are"))
+    on_any_rank = iter(present.any(0).tolist())
+    start = 0
+    for bucket in buckets:
+        bucket_entries = entries[start : start + len(bucket.params)]
+        start += len(bucket_entries)
+        with_gradient = [entry for entry in bucket_entries if next(on_any_rank)]
+        if not with_gradient:
+            continue
+        wholes = bucket.whole_of_parts(
+            [None if e.is_local else e.shard_grad for e in bucket_entries]
+        )
+        for entry in with_gradient:
+            entry.gradient = wholes[entry.index].data  # with a version counter of its own

@@ -1,0 +1,311 @@
+"""Carries out events and reports facts. What happens in a step is decided elsewhere, by values.
+
+    user's code ─ cue ─▶ runtime ─┬─ as expected ──▶ the schedule's events ─┐
+                                  └─ a surprise ───▶ improvise(facts, cue) ─┴─▶ carried out, if due
+
+From the first cue that the schedule of the step's mode does not list there, the rest of the step
+is improvised, and what really happened is the order of the next step. The same holds on every
+rank, so an improvised step cannot hang.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.protocol import Comm, Label
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.use_errors import gradient_without_gather
+from shardwise.precision import Precision
+from shardwise.runtime.schedules import Schedules
+from shardwise.runtime.trained import Trained
+from shardwise.runtime.unit import UnitState
+from shardwise.schedule.cursor import Cursor, Step
+from shardwise.schedule.events import Cue, Event, Op, Order, Phase, Policy
+from shardwise.schedule.improvise import (
+    Facts,
+    end_events,
+    improvise,
+    is_due,
+    reduces_left_over,
+    released,
+)
+
+__all__ = ["Runtime"]
+
+log = logging.getLogger("shardwise")
+
+ACTS = {
+    Op.GATHER: UnitState.gather,
+    Op.FREE: UnitState.free,
+    Op.REDUCE: UnitState.reduce,
+    Op.SETTLE: UnitState.settle,
+}
+
+
+class Runtime:
+    """Carries out steps. Hooks call it; it calls the buckets.
+
+    Args:
+        units: the state of each unit, by name, in order.
+        comm: the ranks.
+        policy: placement and prefetch (modes are derived from it).
+        precision: how trained parameters are stored.
+        order: the first guess.
+        participates: skip to a cue that comes later in the schedule, carrying out what lies
+            between, instead of improvising (``divergence="participate"``).
+
+    Attributes:
+        facts: what has been done so far; only ``reduces`` is set from outside.
+        listeners: called with each event that is carried out.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, UnitState],
+        comm: Comm,
+        policy: Policy,
+        precision: Precision,
+        order: Order,
+        participates: bool = False,
+    ) -> None:
+        self.units, self.comm, self.policy = units, comm, policy
+        self._skip = self._participate if participates else None
+        self.trained = Trained(units.values(), comm, precision.stored)
+        self.schedules, self._cursor = Schedules(units, policy, order), Cursor("train", ())
+        self.facts = Facts(trained=self.trained.units)
+        #: Nothing is gathered where parameters are whole at rest, so nobody is told of it.
+        self._untold = {
+            (op, unit) for unit in units if not policy.gathers(unit) for op in (Op.GATHER, Op.FREE)
+        }
+        self._peers_may_read = False  # a peer may still compute with shared parameters
+        self._pinned: frozenset[str] = frozenset()  # before the forward pass without gradients
+        self.listeners: list[Callable[[Event], None]] = []
+
+    def whole_trainable(self) -> Iterator[nn.Parameter]:
+        """The trainable parameters that are whole now."""
+        whole = (state for name, state in self.units.items() if name in self.facts.gathered)
+        return (param for state in whole for bucket in state.trainable for param in bucket.params)
+
+    # ---- cues ------------------------------------------------------------------------------
+
+    def enter(self, unit: str, phase: Phase, listed: bool = True) -> None:
+        """A call of ``unit`` begins, or its backward pass; ``listed=False``: a recomputation."""
+        if phase is Phase.FORWARD:
+            self.facts.forward[unit] += 1
+        else:
+            self.facts.backward[unit] += 1
+            self.units[unit].begin_backward()
+        if listed:
+            self._cue(Cue(Op.ENTER, unit, phase))
+        else:
+            self.serve(unit, Phase.BACKWARD, "recomputed")
+
+    def exit(self, unit: str, phase: Phase, listed: bool = True) -> None:
+        """A call of ``unit`` has ended, or its backward pass has."""
+        calls = self.facts.forward if phase is Phase.FORWARD else self.facts.backward
+        calls[unit] -= 1
+        if listed:
+            self._cue(Cue(Op.EXIT, unit, phase))
+
+    def serve(self, unit: str, phase: Phase, reason: str) -> None:
+        """Let a unit be whole now, whatever the schedule says."""
+        if unit not in self.facts.gathered:
+            self._carry_out((Event(Op.GATHER, unit, phase, reason),))
+        self.units[unit].ready()
+
+    def _cue(self, cue: Cue) -> None:
+        step = self._cursor.match(cue, self._skip)
+        if step is None:
+            step = self._improvised(cue)
+        if step.before:
+            self._carry_out(step.before)
+        if cue.op is Op.ENTER:
+            self.serve(cue.unit, cue.phase, "on demand")
+        if self.listeners:
+            self._tell(Event(*cue))
+        if step.after:
+            self._carry_out(step.after)
+
+    def _improvised(self, cue: Cue) -> Step:
+        last = not self._cursor.unfinished_backward(cue.unit)
+        listed = tuple(improvise(self.policy, self.facts, cue, last))
+        return Step(cue, listed, ()) if cue.op is Op.ENTER else Step(cue, (), listed)
+
+    def _participate(self, step: Step) -> None:
+        """Do what other ranks may do in a unit that this rank does not enter."""
+        self._carry_out(step.before + step.after)
+
+    # ---- events ----------------------------------------------------------------------------
+
+    def _carry_out(self, listed: Iterable[Event]) -> None:
+        for event in listed:
+            if is_due(event, self.facts):
+                self.facts.note(event)
+                ACTS[event.op](self.units[event.unit])
+                if self.listeners and event[:2] not in self._untold:
+                    self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        for listener in self.listeners:
+            listener(event)
+
+    def _finish(self, phase: Phase, freed: Collection[str], keep: Collection[str] = ()) -> None:
+        """A pass is over: what is in flight is settled, and units are freed, with their pins."""
+        self.facts.unpin({*keep, *(self.units.keys() - freed)})
+        for unit in freed:
+            self.units[unit].expire()
+        self._carry_out(end_events(self.facts, freed, phase))
+
+    # ---- the forward pass --------------------------------------------------------------------
+
+    def begin_forward(self, first: str | None) -> Cursor:
+        """A forward pass starts with unit ``first``. Returns what ``end_forward`` goes on with."""
+        before = self._cursor
+        if not torch.is_grad_enabled():
+            self._cursor = Cursor("forward", self.schedules.script("forward"))
+            self._pinned = frozenset(self.facts.pinned)
+            for bucket in self.trained.buckets:
+                bucket.gradients.adopt()  # memory of what was thrown away is not kept
+            return before
+        self._peers_may_read, mode = True, self._mode()
+        if before.ended:
+            self._cursor = Cursor(mode, self.schedules.script(mode))
+        elif not before.lists_forward(mode, first):
+            before.improvise()
+        return self._cursor
+
+    def end_forward(self, cursor: Cursor) -> None:
+        """A forward pass is over: end the step, if no backward pass will."""
+        if self._cursor.mode == "forward":
+            self._cue(Cue(Op.END, "", Phase.FORWARD))
+            self._fence("forward")
+            self._finish(Phase.FORWARD, self.units, keep=self._pinned)
+            self._learn()
+            self._cursor = cursor
+
+    def _mode(self) -> str:
+        return self.facts.mode(any(state.collected for state in self.units.values()))
+
+    # ---- the backward pass -------------------------------------------------------------------
+
+    def begin_backward(self, recorded: bool) -> None:
+        """Before the first gradient: the shards' own gradients step aside.
+
+        A pass that is ``recorded`` makes a graph, whose backward pass reads parameters before it
+        comes to a unit; so units stay whole for it.
+        """
+        self.facts.keeps_graph = self.facts.keeps_graph or recorded
+        self.update_trained()  # gradients go to what is trained now, whatever it was before
+        if self._cursor.mode == "forward" or self._cursor.ended:
+            self._cursor = Cursor(self._mode(), ())
+            self._cursor.improvise()
+        for bucket in self.trained.buckets:
+            bucket.gradients.set_aside()
+
+    def collect(self, state: UnitState, bucket: Bucket, index: int, grad: Tensor) -> bool:
+        """Move a parameter's gradient into the gradient bucket.
+
+        Returns:
+            Whether that was the last gradient of the unit, and no other call of it will be entered.
+        """
+        if not bucket.is_whole:
+            raise gradient_without_gather(bucket.members[index].name, state.name)
+        if state.name in self.facts.reducing:  # nothing may be written into what travels
+            self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
+        complete = bucket.gradients.collect(index, grad, not self.facts.reduces)
+        return complete and state.complete and not self._cursor.unstarted_backward(state.name)
+
+    def end_backward(self, kept: bool) -> None:
+        """After the last gradient; ``kept``: the graph of the pass is there for another one."""
+        facts, cue = self.facts, Cue(Op.END, "", Phase.BACKWARD)
+        collected = [name for name, state in self.units.items() if state.collected]
+        self._carry_out(reduces_left_over(facts, collected))
+        step = self._cursor.match(cue, self._skip) or Step(cue, (), ())
+        used = self.trained.ask_used() if facts.reduces else None
+        self._carry_out(step.before)
+        self._tell(Event(*cue))
+        self._carry_out(step.after)
+        facts.keeps_graph = facts.keeps_graph and kept
+        self._finish(Phase.BACKWARD, released(self.policy, facts, self.units))
+        self.trained.end_backward(used)
+        if used is not None and self.trained.buckets:  # every rank has answered
+            self._peers_may_read = False
+        self._learn()
+
+    def _learn(self) -> None:
+        """What really happened is the order of the next step, but where ranks may differ."""
+        self._cursor.ended = True
+        order = None if self._skip is not None else self._cursor.changed_order()
+        self.schedules.learn(self._cursor.mode, order, tells=self.comm.rank == 0)
+
+    # ---- between steps -----------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Free what a forward pass left whole for a backward pass that may never come.
+
+        Values may change now, so nothing that was gathered or cast counts as new.
+        """
+        self.facts.keeps_graph = False
+        self._carry_out(Event(Op.FREE, n, Phase.FORWARD, "between steps") for n in self.units)
+        for state in self.units.values():
+            state.end_step()
+        self.facts.gathered.clear()
+
+    def before_write(self, unit: str) -> None:
+        """Every rank writes shards of a unit at rest next; a peer may still compute with them."""
+        # Where it was gathered ahead of its use, what travels would be old.
+        self._carry_out([Event(Op.FREE, unit, Phase.FORWARD, "written")])
+        if self._cursor.ended:
+            self.await_readers()
+        else:
+            self.comm.fence(Label("fence", "written"))
+
+    def await_readers(self) -> None:
+        """Shared parameters are written next: wait for a forward pass that had no other end."""
+        if self._peers_may_read:
+            self._fence("forward")
+
+    def _fence(self, reason: str) -> None:
+        """Wait until every rank is here, so until none computes with shared parameters."""
+        self.comm.fence(Label("fence", reason))
+        self._peers_may_read = False
+
+    def update_trained(self) -> None:
+        """From now on those parameters are trained whose ``requires_grad`` is set now."""
+        self.trained.update()
+        if self.trained.units == self.facts.trained:
+            return
+        self.facts.trained = self.trained.units
+        self.schedules.turn_to(self.trained.units)
+        if not self._cursor.ended:  # what it still has to do was decided for other units
+            self._cursor.improvise()
+
+    # ---- passes that stop --------------------------------------------------------------------
+
+    def show_shards(self) -> None:
+        """At once after an exception: parameters and ``.grad`` are those of units at rest."""
+        for name, state in self.units.items():
+            if not self.facts.forward[name]:  # a call of the user's goes on in it
+                state.show_shards()
+
+    def abandon(self, why: str, drops: bool = False) -> None:
+        """Forget a pass that stopped; ``drops``: and all that was collected and not reduced."""
+        kept = (
+            "what was not averaged yet was dropped, parameters"
+            if drops
+            else "parameters and gradients"
+        )
+        log.warning("%s: %s are as before it", why, kept)
+        for state in self.units.values():
+            state.abandon()
+            if drops:
+                state.drop_gradients()
+        self.facts.forget_pass()
+        self._cursor.ended = True
+        if drops:
+            self.facts.reducing.clear()
+            self.trained.forget_gradients()

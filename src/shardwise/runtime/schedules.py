@@ -1,0 +1,107 @@
+"""The schedules of one model: one for each kind and mode of a step, from an order that may change.
+
+An order is guessed first; later it is what a real step did. To train other units is another kind
+of step: a GAN, which switches its discriminator off and on in each step, has two, and would build
+each anew every time if there were room for one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from shardwise.runtime.unit import UnitState
+from shardwise.schedule.cursor import Step, steps
+from shardwise.schedule.events import Event, Mode, Order, Policy, UnitBytes, events
+
+__all__ = ["Schedules"]
+
+log = logging.getLogger("shardwise")
+
+KINDS = 16
+"""Kinds of steps that are kept. Which units are trained may be drawn anew at every step."""
+
+
+@dataclass
+class _Kind:
+    orders: dict[Mode, Order]
+    scripts: dict[Mode, tuple[Step, ...]] = field(default_factory=dict)
+    ran: set[Mode] = field(default_factory=set)
+
+
+class Schedules:
+    """One schedule for each mode, built when it is first needed.
+
+    Args:
+        units: the state of each unit, by name, in order.
+        policy: placement and prefetch; modes are derived from it.
+        order: the first guess.
+
+    Attributes:
+        orders: by mode, of the kind of step that is taken now.
+        ran: the modes in which such a step was taken.
+        steps_done: backward passes that have ended.
+    """
+
+    def __init__(self, units: Mapping[str, UnitState], policy: Policy, order: Order) -> None:
+        self._units, self._policy = units, policy
+        self.steps_done, self._warned = 0, set[Mode]()
+        forward = Order(order.forward)
+        first = {"train": order, "accumulate": order, "last": order, "forward": forward}
+        self._kinds: dict[frozenset[str], _Kind] = {}  # by trained units, the last used is last
+        self._take(frozenset(n for n, state in units.items() if state.trainable), _Kind(first))
+
+    def turn_to(self, trained: frozenset[str]) -> None:
+        """From now on these units are trained."""
+        known = self._kinds.pop(trained) if trained in self._kinds else _Kind(dict(self.orders))
+        self._take(trained, known)
+        if len(self._kinds) > KINDS:
+            del self._kinds[next(iter(self._kinds))]
+
+    def _take(self, trained: frozenset[str], kind: _Kind) -> None:
+        self._kinds[trained] = kind
+        self.orders, self._scripts, self.ran = kind.orders, kind.scripts, kind.ran
+
+    def nbytes(self) -> dict[str, UnitBytes]:
+        """Bytes of each unit: gathered parameters, and gradients."""
+        return {name: state.nbytes() for name, state in self._units.items()}
+
+    def events(self, mode: Mode) -> tuple[Event, ...]:
+        """The schedule of ``mode``, as it stands now."""
+        return events(self.orders[mode], self._policy_of(mode), self.nbytes())
+
+    def script(self, mode: Mode) -> tuple[Step, ...]:
+        """The same, cut at its cues."""
+        if mode not in self._scripts:
+            self._scripts[mode] = steps(self.events(mode))
+        return self._scripts[mode]
+
+    def set_order(self, mode: Mode, order: Order) -> None:
+        """Let ``mode`` have another order from now on."""
+        self.orders[mode] = order
+        self._scripts.pop(mode, None)
+
+    def learn(self, mode: Mode, order: Order | None, tells: bool) -> None:
+        """A step in ``mode`` is over; ``order``: what came instead of what was expected.
+
+        An order that changes after a step has followed it is logged once, if ``tells``.
+        """
+        self.steps_done += mode != "forward"
+        if order is not None and order != self.orders[mode]:
+            self.set_order(mode, order)
+            if tells and mode in self.ran and mode not in self._warned:
+                self._warned.add(mode)
+                log.warning(
+                    "the order of units changed in step %d (%s): the new one is used from now on. "
+                    "A model whose order changes often gains nothing from prefetch; set "
+                    "prefetch=sw.Prefetch(forward=0, backward=0). This is said once.",
+                    self.steps_done,
+                    mode,
+                )
+        self.ran.add(mode)
+
+    def _policy_of(self, mode: Mode) -> Policy:
+        stay = frozenset(n for n in self._units if not self._policy.placements[n].frees)
+        gathered = stay if mode == "last" else frozenset[str]()
+        return replace(self._policy, reduces=mode != "accumulate", gathered_at_start=gathered)

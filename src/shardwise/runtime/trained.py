@@ -1,0 +1,131 @@
+"""Which parameters are trained: laid out when the model was sharded, looked up in every step.
+
+A GAN switches its discriminator off and on in each step, a fine-tuning unfreezes a block now and
+then. A new layout would move every parameter and all optimizer state. So buckets stay as they
+are, and only what is expected changes: a frozen parameter of a trainable bucket has no gradient, a
+unit without any trained parameter is not reduced, and a bucket that was frozen takes memory for
+gradients when the first one arrives.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+
+import torch
+
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import ScheduleError
+from shardwise.memory.parameters import Bucket
+from shardwise.runtime.unit import UnitState
+from shardwise.runtime.unused_parameters import ask_used
+from shardwise.torch_internals import disable_torch_function
+
+__all__ = ["Trained"]
+
+
+class Trained:
+    """Which parameters are trained, as of the last look.
+
+    Args:
+        units: the state of each unit, in order.
+        comm: the ranks.
+        stored: the dtype in which trained parameters are to be stored; ``None`` = as they are.
+
+    Attributes:
+        buckets: those that take part in backward passes.
+        units: the names of their units.
+    """
+
+    def __init__(
+        self, units: Iterable[UnitState], comm: Comm, stored: torch.dtype | None = None
+    ) -> None:
+        self._states, self._comm, self._stored = tuple(units), comm, stored
+        every = [bucket for state in self._states for bucket in state.buckets]
+        self._places = [(bucket, index) for bucket in every for index in range(len(bucket.params))]
+        self._params = [bucket.params[index] for bucket, index in self._places]
+        self._flags = [bucket.trainable for bucket, _ in self._places]  # one for each parameter
+        self._unreduced: frozenset[Bucket] = frozenset()  # with gradients that were not averaged
+        self._apply()
+
+    def update(self) -> None:
+        """Read every ``requires_grad`` again. A collective where one changed.
+
+        Raises:
+            ScheduleError: a parameter cannot be trained in the bucket that it has.
+            RanksDisagree: it changed on some ranks only; the message names it.
+        """
+        with disable_torch_function():
+            flags = [param.requires_grad for param in self._params]
+        if flags != self._flags:
+            self._agree(flags)
+            self._flags = flags
+            self._apply()
+        elif self._holds_frozen and not self._unreduced:
+            self._apply()
+
+    def ask_used(self) -> Callable[[], list[bool]]:
+        """Which parameters any rank has a gradient of; call the answer to wait. A collective."""
+        flags = [flag for bucket in self.buckets for flag in bucket.gradients.touched_flags()]
+        return ask_used(flags, self._comm)
+
+    def end_backward(self, used: Callable[[], list[bool]] | None) -> None:
+        """Let every shard have its mean gradient, or what this rank has collected so far.
+
+        Args:
+            used: the answer of ``ask_used``; ``None``: gradients are not reduced yet, and until
+                then their buckets take part in backward passes.
+        """
+        self._unreduced = frozenset(self.buckets if used is None else ())
+        if used is None:
+            for bucket in self.buckets:
+                bucket.gradients.show()
+            return
+        for comm in self._copies:  # peers still read this rank's mean
+            comm.fence(Label("fence", "gradients"))
+        flags = iter(used())
+        for bucket in self.buckets:
+            used_here = [next(flags) for _ in bucket.params]
+            bucket.gradients.deliver(used_here, at_rest=not bucket.gathered)
+
+    def forget_gradients(self) -> None:
+        """What was collected and not reduced was dropped."""
+        self._unreduced = frozenset()
+
+    def _agree(self, flags: list[bool]) -> None:
+        """Check that every rank has changed the same."""
+        pairs = zip(self._places, self._flags, flags, strict=True)
+        changed = [(bucket, index, new) for (bucket, index), old, new in pairs if old is not new]
+        for bucket, index, trained in changed:
+            if trained and self._stored not in (None, bucket.dtypes.stored):
+                raise _wrong_dtype(bucket, index, self._stored)
+        bucket, index, trained = changed[0]
+        what = f"that {bucket.members[index].name!r} is {'trained' if trained else 'frozen'} now"
+        more = f", and {len(changed) - 1} more changed" if len(changed) > 1 else ""
+        label = Label("agree", f"{what}{more} [{zlib.crc32(bytes(flags)):08x}]")
+        self._comm.gather_rows(torch.zeros(1, dtype=torch.uint8), label)
+
+    def _apply(self) -> None:
+        """Let gradients be expected of the parameters that are trained."""
+        flags = iter(self._flags)
+        for state in self._states:
+            for bucket in state.buckets:
+                trained = [index for index in range(len(bucket.params)) if next(flags)]
+                bucket.gradients.trained = frozenset(trained)
+                bucket.trainable = bucket.trainable or bool(trained)
+            counts = {b: len(b.gradients.trained) for b in state.buckets}
+            state.trainable = [b for b in counts if counts[b] or b in self._unreduced]
+            state.wholly_trained = all(counts[b] == len(b.params) for b in counts)
+        self.buckets = [bucket for state in self._states for bucket in state.trainable]
+        self._copies = list(dict.fromkeys(b.spec.replicate for b in self.buckets))
+        self.units = frozenset(state.name for state in self._states if state.trainable)
+        #: Does a bucket take part only until its gradients are reduced?
+        self._holds_frozen = not all(bucket.gradients.trained for bucket in self.buckets)
+
+
+def _wrong_dtype(bucket: Bucket, index: int, stored: torch.dtype | None) -> ScheduleError:
+    return ScheduleError(
+        f"parameter {bucket.members[index].name!r} is trainable now, and was not when the model "
+        f"was sharded: its bucket is stored in {bucket.dtypes.stored}, and precision.stored asks "
+        f"for {stored}. Call sharded.relayout() after changing requires_grad."
+    )

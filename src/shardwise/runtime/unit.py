@@ -1,0 +1,127 @@
+"""A unit at work: its buckets, which go through a step together."""
+
+from __future__ import annotations
+
+import contextlib
+
+from shardwise.comm.protocol import Label
+from shardwise.errors import RanksDisagree
+from shardwise.memory.parameters import Bucket
+from shardwise.schedule.events import UnitBytes
+
+__all__ = ["UnitState"]
+
+
+class UnitState:
+    """A unit's buckets, one for each combination of dtypes and trainability.
+
+    Attributes:
+        trainable: the buckets that take part in backward passes.
+        wholly_trained: every parameter has a gradient, so none is needed once all are there.
+    """
+
+    def __init__(self, name: str, buckets: tuple[Bucket, ...]) -> None:
+        self.name, self.buckets = name, buckets
+        self.trainable: list[Bucket] = []  # ``Trained`` sets both
+        self.wholly_trained = False
+
+    @property
+    def homes(self) -> frozenset[int]:
+        """The identities of the storages that hold its parameters while they are whole."""
+        return frozenset([bucket.storage_key for bucket in self.buckets])
+
+    @property
+    def collected(self) -> bool:
+        """Has a pass written gradients since the last reduce? Also if they were thrown away."""
+        for bucket in self.trainable:
+            if bucket.gradients.carries or bucket.gradients.full is not None:
+                return True
+        return False
+
+    @property
+    def complete(self) -> bool:
+        """Has every gradient arrived since the backward pass of the last call began?"""
+        return all(b.gradients.complete for b in self.trainable)
+
+    def _keep_written(self) -> None:
+        """Keep what was written to parameters while they were whole.
+
+        Ranks that map the same memory wait for each other before they write to it, since a peer may
+        still compute with it, and after it, since they read each other's parts next.
+        """
+        written = [bucket for bucket in self.buckets if bucket.is_written()]
+        if not written:
+            return
+        fences = [bucket.spec.shard for bucket in written if bucket.home.shared][:1]
+        for comm in fences:
+            comm.fence(Label("fence", "written parameters"))
+        for bucket in written:
+            bucket.keep_written()
+        for comm in fences:
+            comm.fence(Label("fence", "written parameters"))
+
+    def gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.gather()
+
+    def ready(self) -> None:
+        for bucket in self.buckets:
+            bucket.ready()
+
+    def begin_backward(self) -> None:
+        """A call's backward pass begins: no gradient has come since."""
+        for bucket in self.trainable:
+            bucket.gradients.arrived_now.clear()
+
+    def reduce(self) -> None:
+        for bucket in self.trainable:
+            bucket.gradients.reduce()
+
+    def settle(self) -> None:
+        for bucket in self.trainable:
+            bucket.gradients.settle()
+
+    def free(self) -> None:
+        try:
+            self._keep_written()
+        finally:
+            for bucket in self.buckets:
+                bucket.free()
+
+    def expire(self) -> None:
+        """An optimizer may step next: what was cast is old then."""
+        for bucket in self.buckets:
+            bucket.expire()
+
+    def end_step(self) -> None:
+        """Let the parameters be shards; their memory stays while something reads it."""
+        try:
+            self._keep_written()
+        finally:
+            for bucket in self.buckets:
+                bucket.expire()
+                bucket.free(still_read=True)
+
+    def show_shards(self) -> None:
+        """After a pass that stopped: parameters and ``.grad`` of a unit at rest. Nobody waits."""
+        for bucket in self.buckets:
+            bucket.rest()
+            bucket.gradients.restore()
+
+    def abandon(self) -> None:
+        """Be at rest after a pass that stopped half-way, even if the group is dead by now."""
+        for bucket in self.buckets:
+            with contextlib.suppress(RanksDisagree):
+                bucket.free()
+
+    def drop_gradients(self) -> None:
+        """Forget what was collected and not reduced, or is on its way."""
+        for bucket in self.buckets:
+            bucket.gradients.drop()
+
+    def nbytes(self) -> UnitBytes:
+        """Bytes, padding included."""
+        gathered = sum(b.layout.numel * b.dtypes.compute.itemsize for b in self.buckets)
+        gradients = sum(b.layout.numel * b.dtypes.wire.itemsize for b in self.trainable)
+        mean = sum(b.layout.numel * b.dtypes.stored.itemsize for b in self.trainable)
+        return UnitBytes(gathered, gradients, mean)

@@ -1,0 +1,1 @@
+"""Order and strategy → events. Pure: no torch, no network, no clock."""

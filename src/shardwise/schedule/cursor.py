@@ -1,0 +1,116 @@
+"""A place in a schedule: what comes next, and what really happened on the way.
+
+The runtime asks the cursor about each cue. From the first surprise on the cursor has no answer,
+and the runtime improvises. The cursor records what happens, which is the next step's order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shardwise.schedule.events import CUES, Cue, Event, Mode, Op, Order, Phase
+
+__all__ = ["Cursor", "Step", "steps"]
+
+
+class Step(NamedTuple):
+    """A cue, with what is carried out when it comes: ``before`` it, and ``after`` it."""
+
+    cue: Cue
+    before: tuple[Event, ...]
+    after: tuple[Event, ...]
+
+
+def steps(listed: Sequence[Event]) -> tuple[Step, ...]:
+    """Cut a schedule at its cues.
+
+    What a cue releases is carried out right after it; gathers that come later in the list wait
+    for the next cue, so that nothing is gathered for a backward pass that never comes.
+    """
+    cut: list[Step] = []
+    between: list[Event] = []
+    for event in listed:
+        if event.op not in CUES:
+            between.append(event)
+            continue
+        released = _last_release(between) if cut else 0
+        if cut:
+            cut[-1] = cut[-1]._replace(after=tuple(between[:released]))
+        cut.append(Step(Cue(event.op, event.unit, event.phase), tuple(between[released:]), ()))
+        between = []
+    if cut:
+        cut[-1] = cut[-1]._replace(after=tuple(between))
+    return tuple(cut)
+
+
+def _last_release(between: Sequence[Event]) -> int:
+    return max((i + 1 for i, event in enumerate(between) if event.op is not Op.GATHER), default=0)
+
+
+class Cursor:
+    """A place in one mode's schedule, and what really happened on the way."""
+
+    def __init__(self, mode: Mode, script: tuple[Step, ...]) -> None:
+        self.mode, self._script, self._at = mode, script, 0
+        self.improvised, self.ended = not script, not script
+        self._seen: list[Cue] = []
+        self._counts: dict[tuple[Op, str, Phase], int] = defaultdict(int)
+
+    @property
+    def _next(self) -> Cue | None:
+        known = not self.improvised and self._at < len(self._script)
+        return self._script[self._at].cue if known else None
+
+    def lists_forward(self, mode: Mode, first: str | None) -> bool:
+        """Does a step in ``mode`` go on with another forward pass here, of unit ``first``?
+
+        A root may have no unit to tell by: then any unit may be next.
+        """
+        if mode != self.mode or self._next is None:
+            return False
+        enter = self._next.op is Op.ENTER and self._next.phase is Phase.FORWARD
+        return enter and first in (None, self._next.unit)
+
+    def improvise(self) -> None:
+        self.improvised, self.ended = True, False
+
+    def match(self, cue: Cue, skip: Callable[[Step], None] | None) -> Step | None:
+        """The step of ``cue``, or ``None`` from the first surprise on."""
+        if cue.op is not Op.END:
+            self._seen.append(cue)
+        self._counts[cue] += 1
+        if skip is not None and self._next != cue:
+            self._skip_to(cue, skip)
+        at = self._at
+        if self.improvised or at == len(self._script) or self._script[at].cue != cue:
+            self.improvised = True
+            return None
+        self._at = at + 1
+        return self._script[at]
+
+    def _skip_to(self, cue: Cue, skip: Callable[[Step], None]) -> None:
+        later = [i for i in range(self._at, len(self._script)) if self._script[i].cue == cue]
+        for step in self._script[self._at : later[0]] if later else ():
+            self._at += 1
+            skip(step)
+
+    def unfinished_backward(self, unit: str) -> bool:
+        """Was ``unit`` entered more often than the backward pass has left it?"""
+        entered = self._counts[Op.ENTER, unit, Phase.FORWARD]
+        return entered > self._counts[Op.EXIT, unit, Phase.BACKWARD]
+
+    def unstarted_backward(self, unit: str) -> bool:
+        """Was ``unit`` entered more often than the backward pass has entered it?"""
+        entered = self._counts[Op.ENTER, unit, Phase.FORWARD]
+        return entered > self._counts[Op.ENTER, unit, Phase.BACKWARD]
+
+    def changed_order(self) -> Order | None:
+        """What came instead of what was expected; ``None`` if it is no order of a whole step.
+
+        A second backward pass through one graph has no forward pass.
+        """
+        forward = tuple(cue for cue in self._seen if cue.phase is Phase.FORWARD)
+        backward = tuple(cue for cue in self._seen if cue.phase is Phase.BACKWARD)
+        return Order(forward, backward) if self.improvised and forward else None

@@ -1,0 +1,349 @@
+"""One step as a list of events. Pure: no torch, no network, no clock.
+
+The ordinary way scatters the order of a step over hooks and flags, so a planner has to
+imitate it and a test has to patch it. Here the order is a value: the runtime carries it
+out, the planner weighs it, the trace prints it, the tests read it as a table.
+
+    cues (what the user's code does)          events (what we add)
+    enter root                                gather root
+      enter blocks.0   exit blocks.0          gather blocks.0 … free blocks.0
+      enter blocks.1   exit blocks.1          gather blocks.1 … free blocks.1
+    exit root
+    … and back again, where an exit also reduces, and a settle ends what a reduce began
+
+The prefetch rules follow PyTorch FSDP (Zhao et al. 2023, arXiv 2304.11277, §3.3.2–3.4); depth is
+in bytes, not in units, because units differ in size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from shardwise.errors import ConfigError
+from shardwise.schedule.placement import Placement
+
+__all__ = [
+    "Cue",
+    "Event",
+    "Mode",
+    "Op",
+    "Order",
+    "Phase",
+    "Policy",
+    "Prefetch",
+    "UnitBytes",
+    "events",
+]
+
+
+Mode = str
+"""``"train"``; ``"accumulate"`` and ``"last"`` micro-batch; ``"forward"`` without gradients."""
+
+
+class Op(StrEnum):
+    """What an event does. The first three are cues: the user's code triggers them."""
+
+    ENTER = "enter"
+    EXIT = "exit"
+    END = "end"  # the step is over: the forward pass without gradients, or the backward pass
+    GATHER = "gather"
+    FREE = "free"
+    REDUCE = "reduce"
+    SETTLE = "settle"  # wait for a reduce, hand its result over, release the gradient bucket
+
+
+CUES = frozenset({Op.ENTER, Op.EXIT, Op.END})
+
+
+class Phase(StrEnum):
+    """Which half of a step an event lies in."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Cue(NamedTuple):
+    """A module of ``unit`` begins or ends computing. ``END`` has no unit."""
+
+    op: Op
+    unit: str
+    phase: Phase
+
+
+class Event(NamedTuple):
+    """One entry of the schedule. ``reason`` is for people."""
+
+    op: Op
+    unit: str
+    phase: Phase
+    reason: str = ""
+
+
+class Order(NamedTuple):
+    """The cues of one step. ``backward`` is empty where no gradients are computed."""
+
+    forward: tuple[Cue, ...]
+    backward: tuple[Cue, ...] = ()
+
+
+class UnitBytes(NamedTuple):
+    """What a unit takes, in bytes.
+
+    Attributes:
+        gathered: its parameters, as computed in.
+        gradients: those of its gradients that travel to be summed; 0 if it is frozen.
+        mean: the same gradients, summed, as stored.
+    """
+
+    gathered: int
+    gradients: int
+    mean: int = 0
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How far ahead of their use units are gathered.
+
+    Attributes:
+        forward: bytes gathered ahead in the forward pass; ``None`` = the largest unit, 0 = off.
+        backward: the same in the backward pass.
+        when: ``"pre"``: the next gather is issued before this unit's gradients are computed
+            (BACKWARD_PRE); ``"post"``: after, before its reduce (BACKWARD_POST).
+        limit: gathers in flight at most (``limit_all_gathers``); ``None`` = no limit.
+    """
+
+    forward: int | None = None
+    backward: int | None = None
+    when: str = "pre"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.when not in ("pre", "post"):
+            raise ConfigError(
+                f"prefetch.when is {self.when!r}; it can be 'pre' (BACKWARD_PRE) or 'post' "
+                "(BACKWARD_POST). For no backward prefetch set prefetch.backward=0."
+            )
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(
+                f"prefetch.limit is {self.limit}; at least 1 gather must be allowed in flight."
+            )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Everything besides the order that a schedule depends on.
+
+    Attributes:
+        placements: where each unit lives, by its name.
+        prefetch: how far ahead units are gathered.
+        reduces: gradients leave the rank in this step (``False`` while accumulating).
+        casts: computing needs another dtype than is stored, so even whole parameters are
+            "gathered" (cast; nothing is sent).
+        gathered_at_start: units that are gathered when the step begins.
+    """
+
+    placements: Mapping[str, Placement]
+    prefetch: Prefetch = Prefetch()
+    reduces: bool = True
+    casts: bool = False
+    gathered_at_start: frozenset[str] = frozenset()
+
+    def gathers(self, unit: str) -> bool:
+        """Is the unit at rest something else than what it computes with?"""
+        return self.placements[unit].splits or self.casts
+
+
+@dataclass
+class _Writer:
+    """The list while it grows, and what is gathered at its end.
+
+    A model that deviates at every step has its schedule built at every step, so no question is
+    answered by a search through the cues: where each unit is used next is known beforehand, and
+    two heaps hold the next uses of the units that are not gathered and of those that are not open.
+    """
+
+    cues: tuple[Cue, ...]
+    policy: Policy
+    nbytes: Mapping[str, UnitBytes]
+    events: list[Event] = field(default_factory=list)
+    gathered: set[str] = field(default_factory=set)
+    ahead: set[str] = field(default_factory=set)  # gathered, not entered yet
+    ahead_bytes: int = 0
+    open: Counter[str] = field(default_factory=Counter)  # entered, not left yet
+    reducing: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.next_use, first_uses = _uses(self.cues)
+        self.largest = max((unit.gathered for unit in self.nbytes.values()), default=0)
+        # Positions of cues. One that is past, or whose unit is gathered by now, is stale.
+        self.not_open = list(first_uses.values())
+        wanted = (unit for unit in first_uses if self.policy.gathers(unit))
+        self.not_gathered = [first_uses[unit] for unit in wanted if unit not in self.gathered]
+        heapify(self.not_open)
+        heapify(self.not_gathered)
+
+    def add(self, op: Op, unit: str, phase: Phase, reason: str) -> None:
+        self.events.append(Event(op, unit, phase, reason))
+
+    def gather(self, unit: str, phase: Phase, reason: str) -> None:
+        self.gathered.add(unit)
+        self.ahead.add(unit)
+        self.ahead_bytes += self.nbytes[unit].gathered
+        self.add(Op.GATHER, unit, phase, reason)
+
+    def enter(self, unit: str) -> None:
+        self.used.add(unit)
+        self.open[unit] += 1
+        if unit in self.ahead:
+            self.ahead.remove(unit)
+            self.ahead_bytes -= self.nbytes[unit].gathered
+
+    def exit(self, unit: str, again: int | None) -> None:
+        self.open[unit] -= 1
+        if not self.open[unit] and again is not None:
+            heappush(self.not_open, again)
+
+    def free(self, unit: str, again: int | None, phase: Phase, reason: str) -> None:
+        self.gathered.discard(unit)
+        if again is not None:
+            heappush(self.not_gathered, again)
+        self.add(Op.FREE, unit, phase, reason)
+
+    def settle(self, keep: int, phase: Phase, reason: str) -> None:
+        while len(self.reducing) > keep:
+            self.add(Op.SETTLE, self.reducing.pop(0), phase, reason)
+
+
+def _uses(cues: Sequence[Cue]) -> tuple[list[int | None], dict[str, int]]:
+    """For each cue, where its unit is entered next; and for each unit, where it is first."""
+    upcoming: dict[str, int] = {}
+    next_use: list[int | None] = [None] * len(cues)
+    for position in reversed(range(len(cues))):
+        cue = cues[position]
+        next_use[position] = upcoming.get(cue.unit)
+        if cue.op is Op.ENTER:
+            upcoming[cue.unit] = position
+    return next_use, upcoming
+
+
+def events(order: Order, policy: Policy, nbytes: Mapping[str, UnitBytes]) -> tuple[Event, ...]:
+    """One step as a list.
+
+    Args:
+        order: the cues, forward and backward.
+        policy: placement, prefetch and mode.
+        nbytes: what each unit takes, by name.
+
+    Returns:
+        The cues in their order, with every gather, free, reduce and settle between them, and
+        ``END`` last.
+    """
+    end = Cue(Op.END, "", Phase.BACKWARD if order.backward else Phase.FORWARD)
+    cues = (*order.forward, *order.backward, end)
+    writer = _Writer(cues, policy, nbytes, gathered=set(policy.gathered_at_start))
+    for position, cue in enumerate(cues):
+        if cue.op is Op.ENTER:
+            _enter(writer, position, cue)
+        elif cue.op is Op.EXIT:
+            _exit(writer, position, cue)
+        else:
+            _end(writer, cue)
+    return tuple(writer.events)
+
+
+def _enter(writer: _Writer, position: int, cue: Cue) -> None:
+    if writer.policy.gathers(cue.unit) and cue.unit not in writer.gathered:
+        again = cue.unit in writer.used
+        writer.gather(cue.unit, cue.phase, "needed again" if again else "first use")
+    if cue.phase is Phase.FORWARD or writer.policy.prefetch.when == "pre":
+        _prefetch(writer, position, f"ahead, while {cue.unit or '(root)'} computes")
+    writer.events.append(Event(*cue))
+    writer.enter(cue.unit)
+
+
+def _exit(writer: _Writer, position: int, cue: Cue) -> None:
+    again = writer.next_use[position]
+    writer.events.append(Event(*cue))
+    writer.exit(cue.unit, again)
+    if cue.phase is Phase.BACKWARD and writer.policy.prefetch.when == "post":
+        _prefetch(writer, position, f"ahead, {cue.unit or '(root)'} has computed")
+    if writer.open[cue.unit]:
+        return
+    if _releases(writer, position, cue):
+        reason = "last use" if again is None else "not needed soon"
+        writer.free(cue.unit, again, cue.phase, reason)
+    if _is_reduced(writer, cue) and again is None:
+        writer.reducing.append(cue.unit)
+        writer.add(Op.REDUCE, cue.unit, cue.phase, "its gradients are complete")
+        writer.settle(1, cue.phase, "one reduce stays in flight")
+
+
+def _end(writer: _Writer, cue: Cue) -> None:
+    writer.events.append(Event(*cue))
+    writer.settle(0, cue.phase, "the optimizer may run next")
+    for unit in sorted(writer.gathered):
+        if not _stays_gathered(writer.policy, unit):
+            writer.free(unit, None, cue.phase, "the step is over")
+
+
+def _stays_gathered(policy: Policy, unit: str) -> bool:
+    """Between micro-batches nothing changes the parameters, so only ``frees`` lets them go."""
+    frees = policy.reduces or policy.placements[unit].frees
+    return not (policy.gathers(unit) and frees)
+
+
+def _prefetch(writer: _Writer, position: int, reason: str) -> None:
+    prefetch, cue = writer.policy.prefetch, writer.cues[position]
+    budget = prefetch.forward if cue.phase is Phase.FORWARD else prefetch.backward
+    if budget == 0:
+        return
+    budget = writer.largest if budget is None else budget
+    if cue.unit in writer.ahead:  # used now, so not ahead of its use
+        budget += writer.nbytes[cue.unit].gathered
+    while (wanted := _first_to_gather(writer, position)) is not None:
+        if wanted.phase is not cue.phase:
+            return
+        if writer.ahead_bytes + writer.nbytes[wanted.unit].gathered > budget:
+            return
+        if prefetch.limit is not None and len(writer.ahead) >= prefetch.limit:
+            return
+        writer.gather(wanted.unit, cue.phase, reason)
+
+
+def _first_to_gather(writer: _Writer, position: int) -> Cue | None:
+    """The first use after ``position`` of a unit that is not gathered."""
+    while writer.not_gathered:
+        at = writer.not_gathered[0]
+        if at > position and writer.cues[at].unit not in writer.gathered:
+            return writer.cues[at]
+        heappop(writer.not_gathered)
+    return None
+
+
+def _releases(writer: _Writer, position: int, cue: Cue) -> bool:
+    policy, placement = writer.policy, writer.policy.placements[cue.unit]
+    gathered = policy.gathers(cue.unit) and cue.unit in writer.gathered
+    if placement.resident or not gathered:
+        return False
+    if not placement.frees:
+        return policy.reduces and writer.next_use[position] is None
+    return not _comes_next(writer, position)
+
+
+def _comes_next(writer: _Writer, position: int) -> bool:
+    """Is the unit that is left at ``position`` the next to compute, besides those around it?"""
+    while writer.not_open and writer.not_open[0] <= position:
+        heappop(writer.not_open)
+    return bool(writer.not_open) and writer.not_open[0] == writer.next_use[position]
+
+
+def _is_reduced(writer: _Writer, cue: Cue) -> bool:
+    if cue.phase is Phase.FORWARD or not writer.policy.reduces:
+        return False
+    return writer.nbytes[cue.unit].gradients > 0

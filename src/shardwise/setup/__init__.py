@@ -1,0 +1,1 @@
+"""Once per model: its values, its order, its shards."""

@@ -1,0 +1,163 @@
+"""From a model's whole parameters to this rank's shards, and back.
+
+Unit by unit: values are made or received, each rank copies its own part, and the whole unit
+is let go before the next one, so that beyond the model as it was given no more than one unit
+is whole at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shardwise.comm.malloc import trim
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
+from shardwise.integrations.wrappers import check_unwrapped
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.sharding import sharding_of
+from shardwise.memory.spec import BucketSpec
+from shardwise.options import Options
+from shardwise.runtime.unit import UnitState
+from shardwise.schedule.placement import Placement
+from shardwise.setup.materialise import checksums, give_values, sync
+from shardwise.torch_internals import buffers_of
+from shardwise.units.units import Unit, Units
+from shardwise.version import __version__
+
+__all__ = ["check_unsharded", "cut", "facts", "uncut"]
+
+log = logging.getLogger("shardwise")
+
+GIVEN_BACK = 1 << 18
+"""Elements of a unit whose memory goes back at once; for smaller ones it is not worth the call."""
+
+Specs = Mapping[str, Sequence[BucketSpec]]
+"""The buckets of each unit, by its name."""
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """Raises ``ConfigError`` where ``shard()`` would cut what it cannot or should not."""
+    check_unwrapped(model)
+    for name, param in model.named_parameters():
+        if sharding_of(param) is not None:
+            raise ConfigError(
+                f"parameter {name!r} is sharded already, so sharding this model again would cut "
+                "shards of shards. Call shard() once, on the outermost model; to shard anew, "
+                "call sharded.unshard() first."
+            )
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet (a lazy module), so it cannot be laid out. "
+                "Run one batch through the model before shard()."
+            )
+
+
+def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs) -> dict[str, str]:
+    """What every rank must have alike, as short texts to compare."""
+    chosen = {k: v for k, v in vars(options).items() if k not in ("init", "mesh")}
+    alike = {
+        "versions": f"shardwise {__version__}, torch {torch.__version__}",
+        "strategy": placement.name,
+        "options": ", ".join(f"{name}={value}" for name, value in chosen.items()),
+    }
+    for name, buckets in specs.items():
+        numel = sum(spec.layout.used for spec in buckets)
+        trained = sum(spec.layout.used for spec in buckets if spec.trainable)
+        text = f"{numel:,} elements ({trained:,} trainable), layout {_digest(buckets)}"
+        alike[f"unit {name or '(root)'}"] = text
+    if not options.sync_module_states:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        alike |= checksums((name, tensor) for name, tensor in tensors if not tensor.is_meta)
+    return alike
+
+
+def _digest(buckets: Iterable[BucketSpec]) -> str:
+    text = repr(
+        [(s.layout, s.placement, s.dtypes, [m.aliases for m in s.members]) for s in buckets]
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def cut(
+    model: nn.Module, units: Units, specs: Specs, options: Options, comm: Comm
+) -> dict[str, UnitState]:
+    """Give every parameter its value and cut it; afterwards each rank holds its shards alone."""
+    states: dict[str, UnitState] = {}
+    sends = options.sync_module_states and comm.size > 1
+
+    def finished(unit: Unit) -> None:
+        buckets = (_cut_bucket(spec, comm if sends else None) for spec in specs[unit.name])
+        states[unit.name] = UnitState(unit.name, tuple(buckets))
+        if comm.device.type == "cpu" and unit.numel >= GIVEN_BACK:
+            trim()
+
+    given = [m.param.numel() * m.param.element_size() for unit in units for m in unit.members]
+    give_values(model, units, comm.device, options.init, finished)
+    given += _place_buffers(model, options.precision.buffers, comm, sends)
+    if sends:
+        text = "states synchronised from rank 0 (%d tensors, %d bytes)"
+        log.info(text, len(given), sum(given))
+    numel = sum(unit.numel for unit in units)
+    if (
+        all(spec.replicate.size == comm.size for buckets in specs.values() for spec in buckets)
+        and numel >= 1e9
+    ):
+        log.warning(
+            "no_shard holds all %.1f billion parameters, their gradients and optimizer state on "
+            'every rank; strategy="full_shard" holds 1/%d of them',
+            numel / 1e9,
+            comm.size,
+        )
+    return {unit.name: states[unit.name] for unit in units}
+
+
+def _cut_bucket(spec: BucketSpec, ranks: Comm | None) -> Bucket:
+    """Cut whole parameters into this rank's shards, and let each go before the next one.
+
+    Args:
+        ranks: those that get rank 0's values; ``None`` = each rank has them.
+    """
+    bucket = Bucket(spec)
+    for index, param in enumerate(spec.params):
+        sharding, value = spec.sharding(index), param.data
+        bucket.take(index, sync(value, ranks, sharding.name) if ranks else value)
+        gradient, param.grad = param.grad, None
+        bucket.rest_one(index)
+        param.sharding = sharding  # type: ignore[attr-defined]
+        if gradient is not None:
+            local = sharding.cut(gradient, param.shape)
+            param.grad = local.to(param.device, bucket.dtypes.stored, copy=True)
+    return bucket
+
+
+def _place_buffers(
+    model: nn.Module, dtype: torch.dtype | None, comm: Comm, sends: bool
+) -> Iterable[int]:
+    """Buffers stay whole on each rank: moved, cast, and sent by rank 0 once. Yields their bytes."""
+    for prefix, module in model.named_modules():
+        for name, buffer in buffers_of(module).items():
+            if buffer is None:
+                continue
+            cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            placed = buffer.to(comm.device, cast)
+            if sends:
+                placed = sync(placed, comm, f"{prefix}.{name}".lstrip("."))
+            buffers_of(module)[name] = placed
+            yield placed.nbytes
+
+
+def uncut(buckets: Iterable[Bucket]) -> None:
+    """Make every parameter plain and whole again. A collective; gradients are dropped."""
+    for bucket in buckets:
+        bucket.gradients.drop()
+        for param, whole in zip(bucket.params, bucket.whole(), strict=True):
+            param.grad = None
+            param.__class__ = nn.Parameter
+            param.data = whole.clone()
+            del param.sharding  # type: ignore[attr-defined]
+        bucket.close()

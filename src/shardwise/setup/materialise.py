@@ -1,0 +1,161 @@
+"""How a model's values come to be on every rank: given, made, or sent by rank 0.
+
+A model that was built on the meta device has shapes and no values. Making it whole on every
+rank and then sharding it needs room for all of it; here it is made module by module in the
+order of ``model.apply``, so random numbers are drawn as for the whole model, and each unit is
+sharded and dropped as soon as its last module has its values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import ConfigError
+from shardwise.torch_internals import buffers_of, parameters_of
+from shardwise.units.units import Unit
+
+__all__ = ["Init", "checksums", "default_init", "give_values", "sync"]
+
+Init = Callable[[nn.Module], Any]
+"""Gives a module's own parameters and buffers (not its children's) their values."""
+
+
+def default_init(module: nn.Module) -> None:
+    """``module.reset_parameters()`` where there is one."""
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def give_values(
+    model: nn.Module,
+    units: Sequence[Unit],
+    device: torch.device,
+    init: Init,
+    finished: Callable[[Unit], None],
+) -> None:
+    """Make each parameter real, one unit at a time.
+
+    Args:
+        model: any mix of real and meta parameters.
+        units: every parameter's unit.
+        device: where values are made.
+        init: called for each module that has meta parameters or buffers of its own, in the order
+            of ``model.apply``.
+        finished: called for each unit when all its members have values; afterwards they may go.
+
+    Raises:
+        ConfigError: ``init`` left a parameter or buffer without a value.
+    """
+    waiting = {unit: {id(module) for module in _owners(unit)} for unit in units}
+    # Asked before anything is made: a tied weight is initialised by each of its owners.
+    unmade = {module for module in model.modules() if _is_meta(module)}
+    order = list(_in_apply_order(model))
+    last = {id(module): place for place, (_, module) in enumerate(order)}  # one may come twice
+    for place, (name, module) in enumerate(order):
+        if module in unmade:
+            _make(module, device)
+            init(module)
+            _check_made(name, module)
+        if last[id(module)] > place:
+            continue
+        for unit, owners in list(waiting.items()):
+            owners.discard(id(module))
+            if not owners:
+                del waiting[unit]
+                finished(unit)
+
+
+def _owners(unit: Unit) -> Iterator[nn.Module]:
+    return (module for member in unit.members for module, _ in member.owners)
+
+
+def _in_apply_order(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in model.named_children():
+        yield from _in_apply_order(child, f"{prefix}{name}.")
+    yield prefix.rstrip("."), model
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from _present(parameters_of(module))
+    yield from _present(buffers_of(module))
+
+
+def _present(tensors: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for _, tensor in _own(module))
+
+
+def _make(module: nn.Module, device: torch.device) -> None:
+    """Give meta tensors memory, filled with a mark that no initialisation leaves behind.
+
+    Parameters are swapped, not replaced: optimizers and ties refer to the objects.
+    """
+    for _, param in _present(parameters_of(module)):
+        if param.is_meta:
+            made = nn.Parameter(_marked(param, device), requires_grad=param.requires_grad)
+            torch.utils.swap_tensors(param, made)
+    for name, buffer in _present(buffers_of(module)):
+        if buffer.is_meta:
+            buffers_of(module)[name] = _marked(buffer, device)
+
+
+def _marked(like: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if made.is_floating_point():
+        return made.fill_(torch.nan)
+    return made if made.dtype is torch.bool else made.fill_(torch.iinfo(made.dtype).max)
+
+
+def _check_made(name: str, module: nn.Module) -> None:
+    for own, tensor in _own(module):
+        if tensor.numel() and _is_marked(tensor):
+            full = f"{name}.{own}".lstrip(".")
+            raise ConfigError(
+                f"{full!r} of {type(module).__name__} was built on the meta device and still has "
+                "no value after its initialisation, so training would start from garbage. Give "
+                f"{type(module).__name__} a reset_parameters() that fills it, or pass "
+                "init=<function of a module> to shard(); for a transformers model "
+                "init=model._init_weights."
+            )
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    # In pieces: a whole one's answer has a byte for each element, which is half of a bf16 unit.
+    return any(_has_mark(piece) for piece in tensor.detach().reshape(-1).split(1 << 20))
+
+
+def _has_mark(piece: Tensor) -> bool:
+    if piece.is_floating_point():
+        return bool(piece.isnan().any())
+    return piece.dtype is not torch.bool and bool((piece == torch.iinfo(piece.dtype).max).any())
+
+
+def sync(value: Tensor, comm: Comm, name: str) -> Tensor:
+    """Rank 0's ``value`` on every rank, contiguous and on the comm's device. A collective."""
+    # Moved first: what a model was built on may be no place that the comm's backend serves.
+    moved = value.to(comm.device).contiguous()
+    if moved.numel():
+        comm.broadcast(moved, 0, Label("broadcast", name)).wait()
+    return moved
+
+
+def checksums(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
+    """A checksum of each tensor's bytes, to find where ranks differ."""
+    return {f"values of {name}": f"{_crc(tensor):08x}" for name, tensor in tensors}
+
+
+def _crc(tensor: Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().tobytes())

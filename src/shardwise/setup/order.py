@@ -1,0 +1,98 @@
+"""The order in which units run: guessed, rehearsed on the meta device, then recorded.
+
+A prefetch needs to know what comes next, and asking the user for it (as lists of modules to
+prefetch) goes stale with the first refactoring. So there is one order per mode, which starts
+as a guess from the order in which modules were registered, can be replaced by a rehearsal
+without memory or compute, and is corrected by what a real step did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ScheduleError
+from shardwise.schedule.events import Cue, Op, Order, Phase
+from shardwise.torch_internals import tree_map_only
+
+__all__ = ["guess", "mirror", "rehearse"]
+
+EntryModules = Mapping[nn.Module, str]
+"""The modules whose forward uses a unit, with the unit's name."""
+
+
+def guess(model: nn.Module, entry_modules: EntryModules) -> Order:
+    """The order of registration: right for most models, harmless where it is wrong."""
+    forward = tuple(_walk(model, entry_modules))
+    return Order(forward, mirror(forward))
+
+
+def _walk(module: nn.Module, entry_modules: EntryModules) -> Iterator[Cue]:
+    unit = entry_modules.get(module)
+    if unit is not None:
+        yield Cue(Op.ENTER, unit, Phase.FORWARD)
+    for child in module.children():
+        yield from _walk(child, entry_modules)
+    if unit is not None:
+        yield Cue(Op.EXIT, unit, Phase.FORWARD)
+
+
+def mirror(forward: Sequence[Cue]) -> tuple[Cue, ...]:
+    """The backward pass enters the units in reverse order: first the one that was left last."""
+    flip = {Op.ENTER: Op.EXIT, Op.EXIT: Op.ENTER}
+    return tuple(Cue(flip[cue.op], cue.unit, Phase.BACKWARD) for cue in reversed(forward))
+
+
+def rehearse(
+    model: nn.Module, entry_modules: EntryModules, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Order:
+    """Run ``model`` on the meta device and note which units it enters.
+
+    Nothing is allocated and nothing is sent: parameters, buffers and inputs are replaced by meta
+    tensors for the length of the call.
+
+    Args:
+        args, kwargs: what ``model`` would be called with; only shapes and dtypes matter.
+
+    Raises:
+        ScheduleError: the model looks at values (``.item()``, data-dependent branches), which the
+            meta device does not have.
+    """
+    state = {
+        name: torch.empty(_whole_shape(tensor), dtype=tensor.dtype, device="meta")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    cues: list[Cue] = []
+    handles = [hook for item in entry_modules.items() for hook in _listen(*item, cues)]
+    called = tree_map_only(Tensor, lambda t: t.to("meta"), (tuple(args), dict(kwargs)))
+    try:
+        with torch.no_grad():
+            torch.func.functional_call(model, state, *called)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ScheduleError(
+            f"the rehearsal on the meta device stopped: {error}. The model looks at values, which "
+            "a rehearsal does not have. Leave it out: the first real step records the order."
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Order(tuple(cues), mirror(cues))
+
+
+def _listen(module: nn.Module, unit: str, cues: list[Cue]) -> list[Any]:
+    def enter(*_: object) -> None:
+        cues.append(Cue(Op.ENTER, unit, Phase.FORWARD))
+
+    def leave(*_: object) -> None:
+        cues.append(Cue(Op.EXIT, unit, Phase.FORWARD))
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+
+
+def _whole_shape(tensor: Tensor) -> torch.Size:
+    """That of the whole parameter, where ``tensor`` is a shard of one."""
+    sharding = getattr(tensor, "sharding", None)
+    return tensor.shape if sharding is None else sharding.shape

@@ -1,0 +1,125 @@
+"""Whole values in and out of a sharded model, outside the step.
+
+``model.state_dict()`` of a sharded model means what it means for a plain one: whole tensors
+under the usual names. Every rank takes part, one bucket at a time, so no rank ever needs
+room for the whole model on its device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.torch_internals import ASSIGN, disable_torch_function, parameters_of
+from shardwise.units.units import Member
+
+__all__ = ["StateHooks", "local_state", "whole_copy"]
+
+
+class StateHooks:
+    """Makes ``state_dict()`` and ``load_state_dict()`` of a sharded model use whole tensors.
+
+    Args:
+        model: the sharded model.
+        buckets: all its buckets, in an order that is the same on every rank.
+        idle: raises while a step is under way; false where parameters are whole already.
+    """
+
+    def __init__(
+        self, model: nn.Module, buckets: Sequence[Bucket], idle: Callable[[], bool]
+    ) -> None:
+        self._buckets, self._idle = tuple(buckets), idle
+        self._names = {module: name for name, module in model.named_modules()}
+        self._model = model
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        for module in self._names:
+            # A partial, because torch marks the hook with an attribute, which a method refuses.
+            self._handles.append(module.register_state_dict_post_hook(partial(self._make_whole)))
+            self._handles.append(module.register_load_state_dict_pre_hook(self._take_parts))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _make_whole(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        """Replace shards by whole CPU tensors; for a child, only if it was asked itself."""
+        if (module is not self._model and prefix) or not self._idle():
+            return
+        start = f"{self._names[module]}." if self._names[module] else ""
+        for bucket in self._buckets:
+            if any(alias.startswith(start) for m in bucket.members for alias in m.aliases):
+                _put(state, bucket, prefix, start)
+
+    def _take_parts(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
+    ) -> None:
+        """Let ``load_state_dict`` accept whole tensors: each rank keeps its own part."""
+        if not self._idle():
+            return
+        if metadata.get(ASSIGN, False):
+            raise ConfigError(
+                "load_state_dict(assign=True) would put new parameters in place of those that are "
+                "sharded, and the ranks would train the old ones. Leave assign out."
+            )
+        for name, param in parameters_of(module).items():
+            sharding, value = param is not None and sharding_of(param), state.get(prefix + name)
+            if param is not None and sharding and isinstance(value, Tensor):
+                with disable_torch_function():
+                    state[prefix + name] = _part(value.detach(), param, sharding)
+
+
+def _put(state: dict[str, Any], bucket: Bucket, prefix: str, start: str) -> None:
+    for member, whole in zip(bucket.members, bucket.whole(), strict=True):
+        keys = [prefix + a.removeprefix(start) for a in member.aliases if a.startswith(start)]
+        present = [key for key in keys if key in state]
+        # A clone: a view would make torch.save write the whole bucket for every parameter.
+        value = whole.detach().cpu().clone() if present else None
+        state.update(dict.fromkeys(present, value))
+
+
+def _part(value: Tensor, param: nn.Parameter, sharding: Sharding) -> Tensor:
+    if value.shape == sharding.shape:
+        return sharding.cut(value, param.shape)
+    if value.shape == param.shape:
+        return value
+    raise ConfigError(
+        f"parameter {sharding.name!r} has shape {tuple(value.shape)} in the state dict and "
+        f"{tuple(sharding.shape)} in the model (this rank's shard: {tuple(param.shape)}), so it "
+        "cannot be loaded. Load whole tensors of this model, as model.state_dict() gives them, or "
+        "this rank's own shards, as sharded.local_state_dict() does."
+    )
+
+
+def local_state(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
+    """This rank's shards by parameter name, without communication and without copies."""
+    with disable_torch_function():
+        return {
+            alias: member.param.detach()
+            for bucket in buckets
+            for member in bucket.members
+            for alias in member.aliases
+        }
+
+
+def whole_copy(
+    model: nn.Module, members: Sequence[Member], wholes: Mapping[str, Tensor], memo: dict[int, Any]
+) -> Any:
+    """A plain deep copy of ``model`` with whole parameters, from which our hooks were removed."""
+    for member in members:
+        param = nn.Parameter(wholes[member.name].clone(), requires_grad=member.param.requires_grad)
+        memo[id(member.param)] = param
+    with torch.no_grad():
+        return copy.deepcopy(model, memo)

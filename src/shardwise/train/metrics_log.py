@@ -1,0 +1,100 @@
+"""`metrics.jsonl`: one JSON object per record, appended as it is emitted, over all restarts.
+
+A killed run has recorded steps that the resumed run repeats. So the file is cut at the step that
+the run resumes from, atomically, before anything is appended. Records that are logged before that
+step is known are queued.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.train.folder import Folder, errors_naming
+from shardwise.train.records import Evaluated, Record, Stepped
+
+__all__ = ["MetricsLog", "lines_until"]
+
+PLOTTED = {"stepped": Stepped, "evaluated": Evaluated}
+
+
+class MetricsLog:
+    """The file, and its records of steps and validations since the run's first step.
+
+    A line is complete or absent, so the file of a killed run can be read. Numbers that are not
+    finite are ``null``, since JSON has no infinity.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[Record] = []
+        self._started = False
+
+    def start(self, step: int) -> None:
+        """Keep the records up to step ``step``, and append from now on."""
+        with errors_naming(self.path):
+            lines = self.path.read_text("utf-8", "replace") if self.path.exists() else ""
+        kept_lines = list(lines_until(lines.splitlines(), step))
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept_lines)
+        queued, self._started = self.records, True
+        self.records = [
+            record for line in kept_lines if (record := _plotted_record(line)) is not None
+        ]
+        Folder(self.path.parent).write_text(self.path.name, text)
+        for record in queued:
+            self(record)
+
+    def __call__(self, record: Record) -> None:
+        self.records.append(record)
+        if not self._started:
+            return
+        line = {"record": type(record).__name__.lower(), **asdict(record)}
+        if isinstance(record, Evaluated):
+            line["perplexity"] = record.perplexity
+        with errors_naming(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_finite(line), ensure_ascii=False) + "\n")
+
+    def sync(self) -> None:
+        """Flush the file to the disk: a checkpoint must not be ahead of it."""
+        with errors_naming(self.path), self.path.open("a") as file:
+            os.fsync(file.fileno())
+
+
+def lines_until(lines: Iterable[str], step: int) -> Iterator[dict[str, Any]]:
+    """The lines before the first that is torn or speaks of a step later than ``step``. Pure.
+
+    Of a run that begins anew, ``step`` 0, there are none.
+    """
+    for line in lines if step else ():
+        try:
+            parsed = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(parsed, dict) or parsed.get("step", 0) > step:
+            return
+        yield parsed
+
+
+def _plotted_record(line: Mapping[str, Any]) -> Record | None:
+    """The record of a line, if it is plotted."""
+    kind = PLOTTED.get(str(line.get("record")))
+    if kind is None:
+        return None
+    values = {field.name: line.get(field.name) for field in fields(kind)}
+    record: Record = kind(
+        **{name: math.nan if value is None else value for name, value in values.items()}
+    )
+    return record
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

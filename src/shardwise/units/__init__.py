@@ -1,0 +1,1 @@
+"""Model → units: which parameters are gathered together. Nothing here changes the model."""

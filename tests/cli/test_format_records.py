@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from shardwise.cli.format_records import _FORMATTERS, clock, format_record, format_step
+from shardwise.train.records import (
+    Built,
+    Busy,
+    Bytes,
+    Complete,
+    Evaluated,
+    Finished,
+    LeftOut,
+    Placed,
+    Prepared,
+    Record,
+    Resumed,
+    Sampled,
+    Saved,
+    Stepped,
+    Stopped,
+    Warned,
+)
+
+PREPARED = Prepared(
+    source="/data",
+    files=12,
+    nbytes=3_400_000,
+    left_out=(LeftOut("not text", files=2, places=("/data/a.gif", "/data/b.zip")),),
+    capped=True,
+    documents=(10, 2),
+    tokens=(1_234_567, 4_321),
+    rows=(100, 4),
+    context=128,
+    dropped=(7, 0),
+    vocabulary=2048,
+    cached=False,
+    seconds=1.26,
+)
+
+
+def test_the_data_is_accounted_for() -> None:
+    assert format_record(PREPARED) == [
+        "text      /data: 12 files, first 3.4 MB (data.max_bytes); more was not read",
+        "left out  2 files, not text (/data/a.gif, …)",
+        "split     10 train + 2 validation documents, by a hash of their text",
+        "tokenizer BPE vocabulary 2,048, trained on the training split",
+        "tokens    1,234,567 train + 4,321 validation tokens, last 7 + 0 dropped (1.3 s)",
+        (
+            "rows      100 train + 4 validation sequences of 128 tokens, packed without document "
+            "masking"
+        ),
+    ]
+
+
+def test_text_without_a_limit_is_read_whole() -> None:
+    one = replace(PREPARED, files=1, capped=False, left_out=(), cached=True)
+    assert format_record(one)[0] == "text      /data: 1 file, 3.4 MB"
+    assert format_record(one)[2] == "tokenizer BPE vocabulary 2,048, from the last run"
+
+
+def test_the_global_batch_is_a_product_that_can_be_checked() -> None:
+    built = Built(31_392, "full_shard", 3, 12, 2, 2, 32, 30, 0.5)
+    assert format_record(built) == [
+        "model     31,392 parameters, full_shard over 3 ranks",
+        "batch     global batch 12 = micro-batch 2 × 2 accumulation steps × 3 ranks",
+        "schedule  30 steps of 384 tokens, 0.50 epochs",
+        "tokens/s  over all ranks, in recent steps, without validation and saving",
+        "",
+    ]
+
+
+STEPPED = Stepped(7, 150, 5.43219, 1.5e-3, 0.98765, 6_512.4, 640_000_000, 92.2)
+
+
+def test_a_step_is_one_line_with_everything() -> None:
+    assert format_record(STEPPED) == [
+        (
+            "step   7/150  loss  5.4322  lr 1.50e-03  grad norm  0.988    6,512 tokens/s  "
+            "memory 640 MB  ETA 1:32"
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (80, "step   7/150  loss  5.4322    6,512 tokens/s  memory 640 MB  ETA 1:32"),
+        (60, "step   7/150  loss  5.4322    6,512 tokens/s  ETA 1:32"),
+        (30, "step   7/150  ETA 1:32"),
+        (9, "step   7/150  ETA 1:32"),
+    ],
+)
+def test_on_a_narrow_terminal_the_time_that_is_left_goes_last(width: int, line: str) -> None:
+    assert format_step(STEPPED, width) == line
+
+
+def test_lines_of_steps_are_equally_long() -> None:
+    few = format_record(Stepped(1, 1000, 10.5, 1e-3, 12.5, 65.4, 640 * 2**20, 92.2))
+    many = format_record(Stepped(1000, 1000, 5.4, 1e-3, 0.9, 65_000.4, 640 * 2**20, 92.2))
+    assert [*map(len, few)] == [*map(len, many)]
+
+
+def test_validation_stands_beside_the_baseline_it_should_beat() -> None:
+    assert format_record(Evaluated(150, 4.25, 0.256, 6.2, 16_384, 1.0)) == [
+        (
+            "step 150  validation loss 4.2500  unigram baseline 6.20  perplexity 70.11  "
+            "accuracy 25.6%"
+        )
+    ]
+
+
+def test_a_perplexity_that_overflows_is_called_infinite() -> None:
+    assert "perplexity inf" in format_record(Evaluated(1, 1e4, 0.0, 6.2, 9, 1.0))[0]
+
+
+def test_bytes_are_a_table_with_a_column_for_each_rank() -> None:
+    placed = Placed((Bytes("parameters", (512, 500), 1_000), Bytes("buffers", (8, 8), 8)))
+    assert format_record(placed) == [
+        "",
+        "bytes       rank 0  rank 1  one process   share",
+        "─" * 47,
+        "parameters     512     500        1,000   51.2%",
+        "buffers          8       8            8  100.0%",
+        "all            520     508        1,008   51.6%",
+    ]
+
+
+def test_many_ranks_are_shown_by_their_extremes() -> None:
+    table = format_record(Placed((Bytes("parameters", (10, 11, 12, 13, 14), 60),)))
+    assert table[1].split() == ["bytes", "least", "most", "one", "process", "share"]
+    assert table[3].split() == ["parameters", "10", "14", "60", "23.3%"]
+
+
+def test_nothing_at_all_has_a_share_too() -> None:
+    assert format_record(Placed((Bytes("buffers", (0,), 0),)))[3].split()[-1] == "100.0%"
+
+
+def test_a_sample_is_indented_as_a_whole() -> None:
+    assert format_record(Sampled("def f():", "\n  pass")) == [
+        "",
+        "sample    def f():\n            pass",
+    ]
+
+
+def test_the_end_says_where_everything_is() -> None:
+    assert format_record(Finished("runs/demo", ("a", "b"), 65.0, 128)) == [
+        "",
+        "done      saved in runs/demo after 1:05: a, b",
+    ]
+
+
+def test_a_checkpoint_says_its_place_size_and_time_and_what_went() -> None:
+    saved = Saved(100, "runs/demo/checkpoints/step-100", 41_800_000, 0.44, ("step-50", "step-25"))
+    assert format_record(saved) == [
+        "saved runs/demo/checkpoints/step-100 (41.8 MB, 0.4 s); step-50, step-25 removed"
+    ]
+    assert format_record(Saved(1, "a/step-1", 4_180, 0.0, ())) == ["saved a/step-1 (4.2 kB, 0.0 s)"]
+
+
+def test_where_a_run_goes_on_is_said_in_steps_and_samples() -> None:
+    assert format_record(Resumed(3_200, 51_200, "runs/demo/checkpoints/step-3200", 4)) == [
+        "resumed at step 3,200, sample 51,200, from runs/demo/checkpoints/step-3200"
+    ]
+
+
+def test_a_stop_says_whether_anything_is_lost() -> None:
+    assert format_record(Stopped(80, 128, saved=True)) == [
+        "stopped at step 80/128, checkpoint saved; rerun the same command to resume"
+    ]
+    assert format_record(Stopped(80, 128, saved=False)) == [
+        (
+            "stopped at step 80/128, NOT SAVED: rerun the same command to resume from the last "
+            "checkpoint"
+        )
+    ]
+
+
+def test_a_run_with_nothing_left_to_do_says_how_to_have_more() -> None:
+    assert format_record(Complete("runs/demo", 128)) == [
+        (
+            "done      runs/demo is already complete (128 steps): raise run.steps to train longer, "
+            "or start over with --run.overwrite true (deletes this run)"
+        )
+    ]
+
+
+def test_what_takes_long_is_said() -> None:
+    assert format_record(Busy("reading text", 2.0)) == ["busy      reading text, 2 s so far"]
+
+
+def test_every_record_has_lines() -> None:
+    assert set(get_args(Record)) == set(_FORMATTERS)
+
+
+def test_a_warning_is_a_line() -> None:
+    assert format_record(Warned("careful")) == ["warning   careful"]
+
+
+def test_a_clock_has_hours_when_needed() -> None:
+    assert [clock(s) for s in (0, 59.6, 3_599, 3_725)] == ["0:00", "1:00", "59:59", "1:02:05"]

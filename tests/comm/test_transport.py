@@ -1,0 +1,80 @@
+"""What every group has in common, on a transport that only takes note."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.desync import Collective
+from shardwise.comm.messages import MessagesComm
+from shardwise.comm.protocol import Label
+from shardwise.comm.transport import Shutdown
+from shardwise.errors import RanksDisagree
+
+
+class Noted(MessagesComm):
+    """Keeps what it was given; every peer answers with ``answer`` of this rank's text."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        answer: Callable[[str], str] = str,
+        shutdown: Shutdown | None = None,
+    ) -> None:
+        super().__init__(rank, size, torch.device("cpu"), shutdown)
+        self.posts: list[tuple[Collective, Mapping[int, Tensor], Mapping[int, Tensor]]] = []
+        self.texts: list[str] = []
+        self.left: list[str] = []
+        self._answer = answer
+
+    def _post(
+        self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
+        self.posts.append((collective, sends, receives))
+        return lambda: None
+
+    def _gather_texts(self, collective: Collective, text: str) -> list[str]:
+        self.posts.append((collective, {}, {}))
+        self.texts.append(text)
+        return [text, *[self._answer(text)] * (self.size - 1)]
+
+    def _fail(self, reason: str) -> RanksDisagree:
+        return RanksDisagree(reason)
+
+    def _leave(self, how: str) -> None:
+        self.left.append(how)
+
+
+def test_collectives_are_numbered_as_they_are_issued() -> None:
+    comm = Noted(0, 2)
+    comm.broadcast(torch.zeros(1), 1, Label("broadcast"))
+    comm.agree({})
+    comm.all_gather(torch.zeros(2), Label("gather"))
+    assert [collective.seq for collective, _, _ in comm.posts] == [0, 1, 2]
+
+
+def test_the_end_of_a_with_block_tells_whether_it_was_an_error() -> None:
+    ended: list[str] = []
+    comm = Noted(0, 2, shutdown=Shutdown(callback=lambda: ended.append("after it left")))
+    with comm:
+        pass
+    comm.close()
+    assert comm.left == ["it closed its communicator"]
+    assert ended == ["after it left"]
+    with pytest.raises(KeyError), Noted(0, 2) as comm:
+        raise KeyError("x")
+    assert comm.left == ["it raised KeyError('x')"]
+
+
+def test_facts_travel_only_if_their_digests_differ() -> None:
+    comm = Noted(0, 2)
+    comm.agree({"a": "1"})
+    assert [len(text) for text in comm.texts] == [64]
+    other = Noted(0, 2, lambda text: text.replace("1", "2") if text[0] == "{" else "other digest")
+    with pytest.raises(RanksDisagree, match="a: rank 0: 1; rank 1: 2"):
+        other.agree({"a": "1"})
+    assert other.texts[-1] == '{"a": "1"}'

@@ -1,0 +1,215 @@
+"""What a forward pass writes to a parameter is kept, or it is an error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from shardwise.memory.gathered_parameter import GatheredParameter
+from tests.ranks import run_sharing, run_threads
+from tests.steps import STRATEGIES
+
+RUNS = {"messages": run_threads, "memory": run_sharing}
+BF16 = sw.Precision(compute=torch.bfloat16)
+Write = Callable[["Writing"], object]
+
+
+class Writing(nn.Module):
+    """Writes to a parameter of its own in each forward pass, as ``write`` says."""
+
+    def __init__(self, write: Write) -> None:
+        super().__init__()
+        self.write = write
+        self.linear = nn.Linear(4, 4)
+        self.target = nn.Parameter(torch.arange(10.0), requires_grad=False)
+        self.embed = nn.Embedding(5, 4, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write(self)
+        out: Tensor = self.linear(x).sum() * self.target.mean()
+        return out
+
+
+def replace(model: Writing) -> None:
+    model.target.data = model.target.data * 2
+
+
+def add_in_place(model: Writing) -> None:
+    model.target += 1  # type: ignore[misc]
+
+
+def set_items(model: Writing) -> None:
+    model.target[3:7] = -1.0
+
+
+WRITES: dict[str, Write] = {
+    "add_": lambda model: model.target.add_(1),
+    "+=": add_in_place,
+    "[] =": set_items,
+    "data.add_": lambda model: model.target.data.add_(1),
+    "data.clamp_": lambda model: model.linear.weight.data.clamp_(-0.1, 0.1),
+    "data =": replace,
+    "detach().mul_": lambda model: model.target.detach().mul_(2),
+    "nn.init": lambda model: nn.init.constant_(model.linear.weight, 0.25),
+    "max_norm": lambda model: model.embed(torch.arange(4)),
+    "reads only": lambda model: model.linear.weight.detach().sum() + model.target.data[0],
+}
+
+
+def trained(model: Writing, steps: int = 3) -> dict[str, Tensor]:
+    """Whole values after a few forward and backward passes."""
+    for _ in range(steps):
+        model(torch.ones(4, 4)).backward()
+        model.zero_grad()
+    with torch.no_grad():
+        model(torch.ones(4, 4))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_kept(write: Write, run: Callable[..., object], **options: object) -> None:
+    torch.manual_seed(0)
+    model = Writing(write)
+    expected = trained(copy.deepcopy(model))
+
+    def rank(comm: Comm) -> None:
+        mine = copy.deepcopy(model)
+        sw.shard(mine, comm=comm, wrap=sw.wrap.whole(), **options)  # type: ignore[arg-type]
+        for name, value in trained(mine).items():
+            torch.testing.assert_close(value, expected[name], msg=f"{name} of rank {comm.rank}")
+
+    run(3, rank)
+
+
+@pytest.mark.parametrize("transport", RUNS)
+@pytest.mark.parametrize("write", WRITES)
+def test_what_forward_writes_is_kept(write: str, transport: str) -> None:
+    assert_kept(WRITES[write], RUNS[transport])
+
+
+@pytest.mark.parametrize("transport", RUNS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_in_every_strategy(strategy: str, transport: str) -> None:
+    assert_kept(WRITES["data.add_"], RUNS[transport], strategy=strategy)
+    assert_kept(WRITES["add_"], RUNS[transport], strategy=strategy)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_where_it_computes_in_a_narrow_dtype_only_what_was_written_is_rounded(
+    strategy: str, world: int
+) -> None:
+    def rank(comm: Comm) -> None:
+        model = Writing(WRITES["[] ="])
+        with torch.no_grad():
+            model.target.fill_(1 + 2**-20)  # which bfloat16 does not have
+        sw.shard(model, strategy, comm=comm, precision=BF16)
+        model(torch.ones(4, 4)).backward()
+        target = model.state_dict()["target"]
+        assert target[3:7].tolist() == [-1.0] * 4
+        assert target[:3].tolist() == [1 + 2**-20] * 3
+
+    run_threads(world, rank)
+
+
+def test_a_function_that_writes_is_noticed_by_the_parameters_version() -> None:
+    write: Write = lambda model: torch._foreach_add_([model.target], 1.0)  # noqa: E731
+    assert_kept(write, run_threads)
+
+
+def test_over_shared_memory_a_function_that_writes_is_an_error_that_says_how_to() -> None:
+    def rank(comm: Comm) -> None:
+        model = Writing(lambda model: torch._foreach_add_([model.target], 1.0))
+        sw.shard(model, comm=comm)
+        with pytest.raises(sw.ShardUseError, match=r"'target' was written .* 2 ranks map the same"):
+            model(torch.ones(4, 4)).backward()
+
+    run_sharing(2, rank)
+
+
+class Around(nn.Module):
+    """Writes to a parameter of its part outside the calls of that part."""
+
+    def __init__(self, write: Write) -> None:
+        super().__init__()
+        self.write, self.seen = write, list[float]()
+        self.part = Writing(lambda part: self.seen.append(part.target.float().sum().item()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.part(x)
+        for _ in range(2):
+            with torch.no_grad():
+                self.write(self.part)
+            out = out + self.part(x)
+        with torch.no_grad():
+            self.write(self.part)
+        return out
+
+
+def seen(model: Around) -> list[float]:
+    """Sums over the target: in each call of a few steps, and at the end."""
+    for _ in range(2):
+        model(torch.ones(4, 4)).backward()
+        model.zero_grad()
+    model(torch.ones(4, 4))
+    return [*model.seen, model.state_dict()["part.target"].sum().item()]
+
+
+@pytest.mark.parametrize("precision", [sw.Precision(), BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("transport", RUNS)
+@pytest.mark.parametrize("write", ["+=", "data.add_", "data =", "detach().mul_"])
+def test_what_a_module_around_it_writes_is_kept(
+    write: str, transport: str, precision: sw.Precision
+) -> None:
+    """In every strategy: the unit may still be whole. Integers are exact in any dtype."""
+    expected = seen(Around(WRITES[write]))
+
+    def rank(comm: Comm) -> None:
+        for strategy in STRATEGIES:
+            model = Around(WRITES[write])
+            sw.shard(model, strategy, sw.wrap.by_class(Writing), comm, precision=precision)
+            assert seen(model) == expected, strategy
+
+    RUNS[transport](2, rank)
+
+
+def test_a_replacement_that_the_shard_cannot_hold_is_an_error() -> None:
+    """As bitsandbytes packs its weights anew on a CPU in evaluation."""
+
+    def pack(model: Writing) -> None:
+        model.target.data = torch.zeros(3)
+
+    def rank(comm: Comm) -> None:
+        model = Writing(pack)
+        sw.shard(model, comm=comm)
+        with pytest.raises(sw.ConfigError, match=r"'target' was replaced by .* shape \(3,\)"):
+            model(torch.ones(4, 4)).backward()
+
+    run_threads(2, rank)
+
+
+def test_a_copy_of_a_gathered_parameter_is_nobodys() -> None:
+    copies: list[nn.Parameter] = []
+
+    def rank(comm: Comm) -> None:
+        model = Writing(lambda model: copies.append(copy.deepcopy(model.target)))
+        sw.shard(model, comm=comm)
+        model(torch.ones(4, 4))
+
+    run_threads(2, rank)
+    with torch.no_grad():
+        assert copies[0].add_(1).tolist() == [float(i) for i in range(1, 11)]
+
+
+def test_every_method_that_writes_tells_first() -> None:
+    """So a method that a later torch brings is not forgotten."""
+    own = vars(GatheredParameter)
+    names = [n for n in dir(Tensor) if n.endswith("_") and not n.startswith("_")]
+    assert {n for n in names if n not in own} == {"requires_grad_", "share_memory_"}
+    assert {"__iadd__", "__setitem__", "data", "detach"} <= own.keys()

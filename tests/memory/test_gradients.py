@@ -1,0 +1,530 @@
+"""From autograd to ``shard.grad``: each gradient is written once, where it is sent from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Comm
+from shardwise.memory.sharded_parameter import LocalGradient
+from shardwise.memory.sharding import sharding_of
+from tests.copies import local
+from tests.nets import (
+    NETS,
+    Batch,
+    Net,
+    decoder,
+    decoder_batch,
+    loss,
+    numbers,
+    tokens,
+    unused_expert,
+    unused_expert_batch,
+)
+from tests.parity.plain import mean_in_rank_order
+from tests.ranks import run_threads
+from tests.steps import STRATEGIES, assert_at_rest, assert_gradients, averaged, play, train
+from tests.watched import Watched
+from tests.written import Written, storage
+
+WORLDS = (1, 2, 3)
+
+
+# ---- what is there already ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_that_is_there_is_set_aside_and_added_to(strategy: str, world: int) -> None:
+    models = [decoder()]
+    models += [deepcopy(models[0]) for _ in range(world - 1)]
+    batches = [decoder_batch(rank, 2) for rank in range(world)]
+    truth = averaged(models[0], train, batches)
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sw.shard(model, strategy, comm=comm)
+        before = {name: torch.full_like(p, 0.25) for name, p in model.named_parameters()}
+        for name, param in model.named_parameters():
+            param.grad = before[name]
+        train(model, batches[comm.rank])
+        for name, param in model.named_parameters():
+            assert param.grad is before[name]
+        quarter = {n: None if g is None else torch.full_like(g, 0.25) + g for n, g in truth.items()}
+        assert_gradients(model, quarter)
+
+    run_threads(world, rank)
+
+
+def test_the_backward_pass_does_not_see_the_shards_gradient() -> None:
+    """Autograd would refuse to add a whole gradient to one of the shard's shape."""
+    models = [nn.Linear(5, 3), nn.Linear(5, 3)]
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sw.shard(model, wrap=sw.wrap.whole(), comm=comm)
+        seen: list[Tensor | None] = []
+        model.weight.register_hook(lambda grad: seen.append(model.weight.grad))
+        for _ in range(2):
+            model(numbers(0, (2, 5))).sum().backward()
+            assert model.weight.grad is not None
+            assert model.weight.grad.shape == model.weight.shape
+        assert seen == [None, None]
+
+    run_threads(2, rank)
+
+
+def test_a_gradient_from_before_shard_is_cut_and_kept() -> None:
+    models = [nn.Linear(5, 3), nn.Linear(5, 3)]
+    for model in models:
+        model.weight.grad = torch.arange(15.0).view(3, 5)
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sw.shard(model, wrap=sw.wrap.whole(), comm=comm)
+        sharding = sharding_of(model.weight)
+        assert sharding is not None
+        assert model.weight.grad is not None
+        whole = torch.arange(15.0).view(3, 5)
+        assert torch.equal(model.weight.grad, sharding.cut(whole, model.weight.shape))
+
+    run_threads(2, rank)
+
+
+def test_zeroed_gradients_stay_tensors_and_are_added_to() -> None:
+    """``zero_grad(set_to_none=False)`` keeps the memory."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        train(model, batch)
+        model.zero_grad(set_to_none=False)
+        train(model, batch)
+
+    play(decoder(), [step] * 2, [decoder_batch(rank, 2) for rank in range(2)])
+
+
+# ---- one pass ----------------------------------------------------------------------------------
+
+
+class Collected:
+    """Every gradient bucket that was there at an event."""
+
+    def __init__(self, sharded: sw.Sharded) -> None:
+        self.fulls: dict[int, Tensor] = {}
+        self.most = 0
+        self._sharded = sharded
+        sharded.runtime.listeners.append(self._look)
+
+    def _look(self, event: object) -> None:
+        fulls = [b.gradients.full for b in self._sharded.buckets if b.gradients.full is not None]
+        self.fulls |= {storage(full): full for full in fulls}
+        self.most = max(self.most, len(fulls))
+
+
+def with_gradient(model: nn.Module, batch: Batch) -> int:
+    """Bytes of the parameters that have a gradient after a plain step."""
+    plain = deepcopy(model)
+    train(plain, batch)
+    return sum(p.numel() * p.element_size() for p in plain.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_each_element_of_a_gradient_bucket_is_written_once(
+    net: Net, strategy: str, world: int
+) -> None:
+    """By a gradient, or by a zero where there is none; and nothing writes to it afterwards."""
+    models = [net.build() for _ in range(world)]
+    used = [with_gradient(model, net.batch(rank, 2)) for rank, model in enumerate(models)]
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        train(sharded.model, net.batch(comm.rank, 2))
+        buckets = [bucket for bucket in sharded.buckets if bucket.trainable]
+        before = sum(bucket.gradients.copied for bucket in buckets)
+        sharded.model.zero_grad()
+        collected = Collected(sharded)
+        with Written() as written:
+            train(sharded.model, net.batch(comm.rank, 2))
+        found = written.into(*collected.fulls.values())
+        assert found.pop("copy_", 0) + found.pop("_foreach_copy_", 0) == used[comm.rank]
+        assert sum(b.gradients.copied for b in buckets) - before == used[comm.rank]
+        whole = sum(full.untyped_storage().nbytes() for full in collected.fulls.values())
+        assert found.pop("zero_", 0) == whole - used[comm.rank]
+        assert found == {}
+
+    run_threads(world, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_nothing_relies_on_what_is_in_new_memory(net: Net, strategy: str) -> None:
+    models = [net.build()]
+    models.append(deepcopy(models[0]))
+    batches = [net.batch(rank, 2) for rank in range(2)]
+    truth = averaged(models[0], train, batches)
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], strategy, comm=Watched(comm, dirty=True))
+        for _ in range(2):
+            train(sharded.model, batches[comm.rank])
+            assert_gradients(sharded.model, truth)
+            sharded.model.zero_grad()
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_at_most_two_gradient_buckets_exist_at_once(strategy: str) -> None:
+    """One is filled while one travels. DDP and ZeRO-1 as others build them keep all."""
+    models = [decoder(), decoder()]
+
+    def rank(comm: Comm) -> int:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        collected = Collected(sharded)
+        train(sharded.model, decoder_batch(comm.rank, 2))
+        assert len(collected.fulls) == len(sharded.buckets)
+        return collected.most
+
+    assert run_threads(2, rank) == [2, 2]
+
+
+# ---- kinds of gradients --------------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, sparse=sparse)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.embed(ids).sum(1)
+        return out
+
+
+def test_sparse_gradients_arrive_as_dense_shards() -> None:
+    dense = Sparse(sparse=False)
+    batches = [(tokens(rank, (2, 3), 7), numbers(rank, (2, 4))) for rank in range(2)]
+    truth = averaged(dense, train, batches)
+    models = [Sparse(sparse=True) for _ in range(2)]
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        model.load_state_dict(dense.state_dict())
+        sw.shard(model, comm=comm)
+        train(model, batches[comm.rank])
+        assert_gradients(model, truth)
+
+    run_threads(2, rank)
+
+
+def test_expanded_and_transposed_gradients_are_laid_out_like_their_parameters() -> None:
+    def step(model: nn.Module, batch: Batch) -> None:
+        """The gradient of a sum is expanded, that of a transpose is a transpose."""
+        (model(batch[0]).t() @ torch.arange(6.0).view(2, 3)).sum().backward()
+
+    play(nn.Linear(5, 3), [step] * 2, [(numbers(rank, (2, 5)),) for rank in range(2)])
+
+
+def test_parameters_that_no_rank_uses_have_no_gradient_whatever_was_allocated() -> None:
+    models = [unused_expert(), unused_expert()]
+
+    def rank(comm: Comm) -> list[str]:
+        sharded = sw.shard(models[comm.rank], comm=Watched(comm, dirty=True))
+        train(sharded.model, unused_expert_batch(comm.rank, 2))
+        return [name for name, p in sharded.model.named_parameters() if p.grad is None]
+
+    names = run_threads(2, rank)
+    assert names[0] == names[1]
+    assert len(names[0]) == 8
+    assert all(".experts.3." in name for name in names[0])
+
+
+# ---- accumulation ------------------------------------------------------------------------------
+
+
+def parts(rank: int) -> list[Batch]:
+    return [decoder_batch(100 * rank + part, 2) for part in range(3)]
+
+
+def accumulated(model: nn.Module, world: int) -> dict[str, Tensor | None]:
+    """Each rank's three micro-batches one by one, then the mean over ranks."""
+    ranks = []
+    for rank in range(world):
+        plain = deepcopy(model)
+        for batch in parts(rank):
+            (loss(plain, batch) / 3).backward()
+        ranks.append({name: param.grad for name, param in plain.named_parameters()})
+    return dict(mean_in_rank_order(ranks))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulated_gradients_stay_on_the_rank_until_the_last_micro_batch(
+    strategy: str, world: int
+) -> None:
+    models = [decoder()]
+    models += [deepcopy(models[0]) for _ in range(world - 1)]
+    truth = accumulated(models[0], world)
+
+    def rank(comm: Comm) -> None:
+        watched = Watched(comm)
+        sharded = sw.shard(models[comm.rank], strategy, comm=watched)
+        first, second, last = parts(comm.rank)
+        for _ in range(2):
+            with sharded.no_sync():
+                (loss(sharded.model, first) / 3).backward()
+            assert not [line for line in watched.log if line.startswith("reduce")]
+            watched.log.clear()
+            with sharded.accumulate(last=False):
+                (loss(sharded.model, second) / 3).backward()
+            assert not [line for line in watched.log if not line.startswith("gather")]
+            assert (watched.log == []) == (strategy != "full_shard" or world == 1)
+            assert all(type(param.grad) is LocalGradient for param in sharded.model.parameters())
+            assert all(b.gradients.full is not None for b in sharded.buckets)
+            with sharded.accumulate(last=True):
+                (loss(sharded.model, last) / 3).backward()
+            assert_gradients(sharded.model, truth)
+            assert_at_rest(sharded)
+            sharded.model.zero_grad()
+            watched.log.clear()
+
+    run_threads(world, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reducing_every_micro_batch_gives_the_same_gradient_for_less_memory(strategy: str) -> None:
+    models = [decoder(), decoder()]
+    truth = accumulated(models[0], 2)
+    models[1].load_state_dict(models[0].state_dict())
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        for batch in parts(comm.rank):
+            (loss(sharded.model, batch) / 3).backward()
+            assert_at_rest(sharded)
+        for name, param in sharded.model.named_parameters():
+            sharding, whole = sharding_of(param), truth[name]
+            assert sharding is not None
+            assert param.grad is not None
+            assert whole is not None
+            mine = sharding.cut(whole, param.shape)
+            torch.testing.assert_close(local(param.grad), mine, rtol=1e-5, atol=1e-7)
+
+    run_threads(2, rank)
+
+
+def test_reductions_per_step_are_one_when_accumulating_and_one_each_otherwise() -> None:
+    models = [decoder(), decoder()]
+
+    def rank(comm: Comm) -> list[int]:
+        sharded = sw.shard(models[comm.rank], comm=comm)
+        counts = []
+        for syncs in (False, True):
+            comm.counters.reset()
+            for number, batch in enumerate(parts(comm.rank), start=1):
+                with sharded.accumulate(last=syncs or number == 3):
+                    loss(sharded.model, batch).backward()
+            counts.append(comm.counters.calls["reduce"])
+        return counts
+
+    for counts in run_threads(2, rank):
+        assert counts == [5, 15]
+
+
+def by_model(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def by_hand(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def to_zero(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
+
+
+def half_of_them(model: nn.Module) -> None:
+    torch.optim.SGD(list(model.parameters())[::2], lr=0.1).zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("throw_away", [by_model, by_hand, to_zero, half_of_them])
+def test_what_zero_grad_takes_from_an_accumulation_is_gone(
+    throw_away: Callable[[nn.Module], None], strategy: str
+) -> None:
+    """As in plain torch, and for each parameter by itself."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        sharded = handles.get(model)
+        with sharded.no_sync() if sharded else nullcontext():
+            (loss(model, batch) * 1000).backward()
+        throw_away(model)
+        train(model, batch)
+
+    handles: dict[nn.Module, sw.Sharded] = {}
+    models = [decoder()]
+    models.append(deepcopy(models[0]))
+    batches = [decoder_batch(rank, 2) for rank in range(2)]
+    truth = averaged(models[0], step, batches)
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        handles[model] = sw.shard(model, strategy, comm=comm)
+        step(model, batches[comm.rank])
+        assert_gradients(model, truth)
+        assert_at_rest(handles[model])
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_between_micro_batches_grad_is_this_ranks_whole_sum(strategy: str) -> None:
+    """As under DDP's ``no_sync``, also where the parameter itself is a shard."""
+    models = [decoder()]
+    models.append(deepcopy(models[0]))
+    plain = deepcopy(models)
+
+    def rank(comm: Comm) -> None:
+        batch = decoder_batch(comm.rank, 2)
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        with sharded.no_sync():
+            train(sharded.model, batch)
+        train(plain[comm.rank], batch)
+        pairs = zip(sharded.model.parameters(), plain[comm.rank].parameters(), strict=True)
+        for param, whole in pairs:
+            assert param.grad is not None
+            assert whole.grad is not None
+            assert torch.equal(param.grad, whole.grad)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_put_in_place_of_an_accumulation_is_what_is_reduced(strategy: str) -> None:
+    """``p.grad = f(p.grad)`` between micro-batches, as in plain torch."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        sharded = handles.get(model)
+        with sharded.no_sync() if sharded else nullcontext():
+            train(model, batch)
+        for param in model.parameters():
+            param.grad = None if param.grad is None else param.grad * 3
+        train(model, batch)
+
+    handles: dict[nn.Module, sw.Sharded] = {}
+    models = [decoder()]
+    models.append(deepcopy(models[0]))
+    batches = [decoder_batch(rank, 2) for rank in range(2)]
+    truth = averaged(models[0], step, batches)
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        handles[model] = sw.shard(model, strategy, comm=comm)
+        step(model, batches[comm.rank])
+        assert_gradients(model, truth)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("change", [lambda grad: grad * 2, lambda grad: grad.add_(1)])
+def test_a_gradient_that_is_averaged_in_part_only_is_not_changed(
+    change: Callable[[Tensor], Tensor],
+) -> None:
+    sharded = sw.shard(decoder(), comm=LocalComm())
+    train(sharded.model, decoder_batch(0, 2))
+    with sharded.no_sync():
+        train(sharded.model, decoder_batch(0, 2))
+    param = next(sharded.model.parameters())
+    assert param.grad is not None
+    param.grad = change(param.grad)
+    with pytest.raises(sw.ShardUseError, match="averaged over the ranks and another part is not"):
+        train(sharded.model, decoder_batch(0, 2))
+
+
+def test_a_backward_pass_that_meets_no_unit_adds_to_an_accumulation() -> None:
+    """A penalty on whole parameters: autograd has added to ``.grad`` before it tells us."""
+    model = decoder()
+    plain = deepcopy(model)
+    sharded = sw.shard(model, "no_shard", comm=LocalComm())
+    batch = decoder_batch(0, 2)
+    for one, last in ((plain, nullcontext()), (model, sharded.no_sync())):
+        train(one, batch)
+        with last:
+            train(one, batch)
+        torch.stack([param.pow(2).sum() for param in one.parameters()]).sum().backward()
+    for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, whole.grad)
+
+
+def test_an_optimizer_steps_over_nothing_once_the_accumulation_is_thrown_away() -> None:
+    model = decoder()
+    sharded = sw.shard(model, comm=LocalComm())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = deepcopy(model.state_dict())
+    with sharded.no_sync():
+        train(model, decoder_batch(0, 2))
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    assert_at_rest(sharded)
+
+
+def test_dropped_gradients_are_forgotten_and_those_of_shards_stay() -> None:
+    model = decoder()
+    sharded = sw.shard(model, comm=LocalComm())
+    train(model, decoder_batch(0, 2))
+    kept = {
+        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
+    with sharded.accumulate(last=False):
+        train(model, decoder_batch(1, 2))
+    sharded.drop_gradients()
+    assert_at_rest(sharded)
+    assert_gradients(model, kept)
+
+
+def test_an_optimizer_may_not_step_over_gradients_that_were_never_reduced() -> None:
+    model = decoder()
+    sharded = sw.shard(model, comm=LocalComm())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sharded.accumulate(last=False):
+        train(model, decoder_batch(0, 2))
+    with pytest.raises(sw.ShardwiseError, match=r"never reduced.*accumulate\(last=True\)"):
+        optimizer.step()
+
+
+def test_a_gradient_of_one_micro_batch_is_not_the_users_memory_in_the_next() -> None:
+    """What ``backward(gradient)`` was given may be written again as soon as it has returned."""
+
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 3))
+
+        def forward(self) -> Tensor:
+            return self.weight.view(-1)
+
+    def rank(comm: Comm) -> list[float]:
+        sharded = sw.shard(View(), "zero1", comm=comm)
+        given = torch.ones(6)
+        with sharded.accumulate(last=False):
+            sharded.model().backward(given)
+        given.fill_(10.0)
+        with sharded.accumulate(last=True):
+            sharded.model().backward(given)
+        weight = sharded.model.get_parameter("weight")
+        assert weight.grad is not None
+        return list(local(weight.grad).flatten().tolist())
+
+    for world in (1, 2):
+        found = [value for mine in run_threads(world, rank) for value in mine]
+        assert found == [11.0] * 6

@@ -1,0 +1,509 @@
+"""One object, two states: what a parameter is at rest and while its unit computes, and why.
+
+Each rule of the design's "Parameter identity" is one test. Bytes are counted twice: by the
+engine, and by a dispatch mode that sees every operator and knows nothing of the engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Comm
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.sharded_parameter import ShardedParameter
+from shardwise.schedule.events import Event, Op
+from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
+from tests.ranks import run_threads
+from tests.steps import STRATEGIES, assert_at_rest, play, train
+from tests.watched import Watched
+from tests.written import Written, storage
+
+SPLIT = ("zero1", "shard_grad_op", "full_shard")
+
+
+def in_forward(module: nn.Module, look: Callable[[], object]) -> None:
+    """Call ``look`` whenever ``module`` computes."""
+
+    def hook(*_: object) -> None:
+        look()
+
+    module.register_forward_pre_hook(hook)
+
+
+# ---- identity ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_parameters_keep_identity_names_and_attributes(net: Net, strategy: str) -> None:
+    models = [net.build(), net.build()]
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        for number, param in enumerate(model.parameters()):
+            param.mark = number  # type: ignore[attr-defined]
+        sw.shard(model, strategy, comm=comm)
+        train(model, net.batch(0, 2))
+        after = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        assert after == before
+        for number, param in enumerate(model.parameters()):
+            assert isinstance(param, nn.Parameter)
+            assert param.mark == number  # type: ignore[attr-defined]
+
+    run_threads(2, rank)
+
+
+def test_a_hook_on_a_parameter_goes_on_seeing_whole_gradients() -> None:
+    models = [nn.Linear(5, 3), nn.Linear(5, 3)]
+    seen: list[torch.Size] = []
+    for model in models:
+        model.weight.register_hook(lambda grad: seen.append(grad.shape))
+
+    def rank(comm: Comm) -> None:
+        sw.shard(models[comm.rank], comm=comm)
+        for _ in range(2):
+            train(models[comm.rank], (numbers(0, (2, 5)), numbers(1, (2, 3))))
+
+    run_threads(2, rank)
+    assert seen == [torch.Size([3, 5])] * 4
+
+
+def test_a_hook_may_change_a_gradient_before_it_is_averaged() -> None:
+    def step(model: nn.Module, batch: Batch) -> None:
+        assert isinstance(model, nn.Linear)
+        handle = model.weight.register_hook(lambda grad: grad * 3)
+        train(model, batch)
+        handle.remove()
+
+    batches = [(numbers(rank, (2, 5)), numbers(9, (2, 3))) for rank in range(2)]
+    play(nn.Linear(5, 3), [step, step], batches)
+
+
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_at_rest_a_parameter_is_the_shard_and_gathered_a_view_of_the_full_bucket(
+    strategy: str,
+) -> None:
+    models = [decoder(), decoder()]
+    plain = decoder().state_dict()
+    for model in models:
+        model.load_state_dict(plain)
+
+    def rank(comm: Comm) -> int:
+        model = models[comm.rank]
+        sharded = sw.shard(model, strategy, comm=comm)
+        homes = {param: bucket for bucket in sharded.buckets for param in bucket.params}
+        looks: list[None] = []
+
+        def look(prefix: str) -> None:
+            for name, param in model.get_submodule(prefix).named_parameters(prefix):
+                assert not isinstance(param, ShardedParameter)
+                assert storage(param) == storage(homes[param].full)
+                assert torch.equal(param.detach(), plain[name])
+                looks.append(None)
+
+        for name in ("embed", "blocks.0", "blocks.1", "blocks.2"):
+            in_forward(model.get_submodule(name), partial(look, name))
+        train(model, decoder_batch(0, 2))
+        for param in model.parameters():
+            assert type(param) is ShardedParameter
+            assert storage(param) == storage(homes[param].shard)
+        held = sum(param.numel() for param in model.parameters())
+        assert held < 0.6 * sum(value.numel() for value in plain.values())
+        return len(looks)
+
+    assert run_threads(2, rank) == [1 + 3 * 13] * 2
+
+
+def test_rows_stay_rows_so_that_rules_about_dimensions_hold_on_shards() -> None:
+    model = decoder()
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    sw.shard(model, comm=LocalComm())
+    for name, param in model.named_parameters():
+        assert param.ndim == len(shapes[name])
+
+
+# ---- one storage for life ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_bucket_has_one_storage_for_life(strategy: str) -> None:
+    """A pool that re-homes buckets leaves autograd's saved views stale, silently."""
+    models = [decoder(), decoder()]
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        optimizer = torch.optim.SGD(sharded.model.parameters(), lr=0.1)
+        homes = [(storage(b.full), storage(b.shard)) for b in sharded.buckets]
+        for _ in range(3):
+            train(sharded.model, decoder_batch(comm.rank, 2))
+            optimizer.step()
+            with torch.inference_mode():
+                loss(sharded.model, decoder_batch(comm.rank, 2))
+            assert [(storage(b.full), storage(b.shard)) for b in sharded.buckets] == homes
+
+    run_threads(2, rank)
+
+
+class Doubled(nn.Module):
+    """Its backward pass needs ``weight``, through a view that autograd saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 13.0).view(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.view(-1)
+
+
+def test_saved_views_show_new_values_after_the_optimizer_has_stepped() -> None:
+    """The gradient of the input is the weight as it was gathered last."""
+    models = [nn.Sequential(nn.Linear(12, 12), Doubled()) for _ in range(2)]
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sharded = sw.shard(model, wrap=sw.wrap.by_class(Doubled, nn.Linear), comm=comm)
+        optimizer = torch.optim.SGD([{"params": list(model[1].parameters()), "lr": 0.5}])
+        for _ in range(3):
+            x = torch.ones(1, 12, requires_grad=True)
+            model[1](x).sum().backward()
+            with sharded.full_params():
+                expected = model[1].get_parameter("weight").detach().view(1, -1).clone()
+            assert x.grad is not None
+            assert torch.equal(x.grad, expected)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_threads(2, rank)
+
+
+def test_a_view_that_was_saved_before_a_change_of_the_shard_sees_the_change_not_stale_memory() -> (
+    None
+):
+    """As with any tensor: a saved view shows what its memory holds when it is read."""
+    models = [Doubled(), Doubled()]
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sharded = sw.shard(model, wrap=sw.wrap.whole(), comm=comm)
+        x = torch.ones(1, 12, requires_grad=True)
+        value = model(x).sum()
+        with torch.no_grad():
+            model(x)  # evaluation: gathers, and frees again
+        for bucket in sharded.buckets:
+            bucket.shard.mul_(2)
+        value.backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, 2 * Doubled().weight.detach().view(1, -1))
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gathers_do_not_move_the_version_counter_of_saved_views(strategy: str) -> None:
+    """Else backward says "modified by an inplace operation" after the second gather."""
+    models = [decoder(), decoder()]
+
+    def rank(comm: Comm) -> set[tuple[int, int]]:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        weight = sharded.model.get_parameter("blocks.1.mlp.up.weight")
+        bucket = next(b for b in sharded.buckets if any(p is weight for p in b.params))
+        versions: set[tuple[int, int]] = set()
+
+        def look() -> None:
+            versions.add((weight._version, bucket.full._version))
+
+        in_forward(sharded.model.get_submodule("blocks.1.mlp.up"), look)
+        for _ in range(3):
+            train(sharded.model, decoder_batch(comm.rank, 2))
+            look()
+        return versions
+
+    for versions in run_threads(2, rank):
+        assert len(versions) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_that_is_sharded_and_first_used_in_inference_mode_can_be_trained(
+    strategy: str,
+) -> None:
+    models = [decoder(), decoder()]
+
+    def rank(comm: Comm) -> None:
+        with torch.inference_mode():
+            sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+            loss(sharded.model, decoder_batch(comm.rank, 2))
+        optimizer = torch.optim.SGD(sharded.model.parameters(), lr=0.1)
+        for _ in range(2):
+            train(sharded.model, decoder_batch(comm.rank, 2))
+            optimizer.step()
+            with torch.inference_mode():
+                loss(sharded.model, decoder_batch(comm.rank, 2))
+        for bucket in sharded.buckets:
+            assert not bucket.full.is_inference()
+            assert not bucket.shard.is_inference()
+
+    run_threads(2, rank)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "full_shard"])
+def test_at_every_moment_the_full_buckets_weigh_what_the_schedule_says(strategy: str) -> None:
+    models = [decoder(), decoder()]
+
+    def rank(comm: Comm) -> int:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        runtime, gathered, peaks = sharded.runtime, set[str](), [0]
+
+        def weigh(event: Event) -> None:
+            if event.op is Op.GATHER:
+                gathered.add(event.unit)
+            elif event.op is Op.FREE:
+                gathered.remove(event.unit)
+            said = sum(runtime.schedules.nbytes()[unit].gathered for unit in gathered)
+            assert sum(b.full.untyped_storage().nbytes() for b in sharded.buckets) == said
+            peaks.append(said)
+
+        runtime.listeners.append(weigh)
+        for _ in range(2):
+            train(sharded.model, decoder_batch(comm.rank, 2))
+            assert_at_rest(sharded)
+        assert gathered == set()
+        return max(peaks)
+
+    whole = sum(p.numel() * 4 for p in decoder().parameters())
+    [peak, other] = run_threads(2, rank)
+    assert peak == other
+    assert (peak < whole) == (strategy == "full_shard")
+
+
+def test_at_rest_a_rank_holds_one_part_of_the_parameters() -> None:
+    models = [decoder() for _ in range(3)]
+    whole = sum(param.numel() for param in models[0].parameters())
+
+    def rank(comm: Comm) -> int:
+        watched = Watched(comm)
+        sharded = sw.shard(models[comm.rank], comm=watched)
+        train(sharded.model, decoder_batch(comm.rank, 2))
+        sharded.model.zero_grad()
+        return sum(memory.untyped_storage().nbytes() for memory in kept(watched, sharded))
+
+    for nbytes in run_threads(3, rank):
+        assert whole * 4 / 3 <= nbytes <= whole * 4 / 3 * 1.02 + 128 * 3
+
+
+def kept(watched: Watched, sharded: sw.Sharded) -> list[Tensor]:
+    """What was allocated and still belongs to a bucket."""
+    homes = {storage(t) for bucket in sharded.buckets for t in (bucket.full, bucket.shard)}
+    return [memory for memory in watched.allocated if storage(memory) in homes]
+
+
+# ---- bytes that are copied ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_the_only_copy_of_a_gather_is_the_ranks_own_slice(
+    net: Net, strategy: str, world: int
+) -> None:
+    models = [net.build() for _ in range(world)]
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        train(sharded.model, net.batch(comm.rank, 2))
+        gathers: Counter[str] = Counter()
+        sharded.runtime.listeners.append(
+            lambda event: gathers.update([event.unit] if event.op is Op.GATHER else [])
+        )
+        before = [bucket.copied for bucket in sharded.buckets]
+        with Written() as written:
+            train(sharded.model, net.batch(comm.rank, 2))
+        for bucket, copied in zip(sharded.buckets, before, strict=True):
+            own = 0 if bucket.home.aliased else bucket.layout.shard_numel * 4 * gathers[bucket.unit]
+            assert bucket.copied - copied == own
+            assert written.into(bucket.full) == ({"copy_": own} if own else {})
+
+    run_threads(world, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_alone_copies_no_parameter_and_calls_nobody(strategy: str) -> None:
+    model, comm = decoder(), Watched(LocalComm())
+    sharded = sw.shard(model, strategy, comm=comm)
+    comm.log.clear()
+    with Written() as written:
+        for _ in range(2):
+            train(model, decoder_batch(0, 2))
+            model.zero_grad()
+    assert comm.log == []
+    assert comm.counters.calls == {}
+    assert written.into(*[bucket.full for bucket in sharded.buckets]) == {}
+    assert [bucket.copied for bucket in sharded.buckets] == [0] * len(sharded.buckets)
+    for bucket in sharded.buckets:
+        assert storage(bucket.full) == storage(bucket.shard)
+
+
+def test_a_cast_is_the_copy_of_the_own_slice() -> None:
+    """bf16 compute on fp32 shards costs no copy more: half the bytes, once."""
+    models = [decoder(), decoder()]
+
+    def rank(comm: Comm) -> None:
+        precision = sw.Precision(compute=torch.bfloat16)
+        sharded = sw.shard(models[comm.rank], comm=comm, precision=precision)
+        train(sharded.model, decoder_batch(comm.rank, 2))
+        before = sum(bucket.copied for bucket in sharded.buckets)
+        comm.counters.reset()
+        with Written() as written:
+            train(sharded.model, decoder_batch(comm.rank, 2))
+        copied = sum(bucket.copied for bucket in sharded.buckets) - before
+        assert written.into(*[b.full for b in sharded.buckets]) == {"copy_": copied}
+        assert comm.counters.bytes_sent["gather"] == copied  # to one peer, the own slice
+
+    run_threads(2, rank)
+
+
+# ---- padding, frozen parameters, many dtypes ----------------------------------------------------
+
+
+def padding_of(bucket: Bucket, flat: Tensor) -> Tensor:
+    """The elements of a full bucket that belong to no parameter."""
+    free = torch.ones(bucket.layout.numel, dtype=torch.bool)
+    for slot in bucket.layout.slots:
+        free[slot.start : slot.stop] = False
+    return flat[free]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_padding_stays_zero(net: Net, strategy: str) -> None:
+    models = [net.build() for _ in range(3)]
+
+    def rank(comm: Comm) -> int:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        optimizer = torch.optim.AdamW(sharded.model.parameters(), lr=0.1)
+        for _ in range(2):
+            train(sharded.model, net.batch(comm.rank, 2))
+            optimizer.step()
+            optimizer.zero_grad()
+        for bucket in sharded.buckets:
+            bucket.gather()
+            bucket.ready()
+            assert not padding_of(bucket, bucket.full).any()
+            bucket.free()
+        return sum(bucket.layout.padding for bucket in sharded.buckets)
+
+    assert all(padding > 0 for padding in run_threads(3, rank))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_parameters_have_no_gradient_bucket_and_are_never_reduced(strategy: str) -> None:
+    from tests.nets import mostly_frozen, mostly_frozen_batch
+
+    models = [mostly_frozen(), mostly_frozen()]
+
+    def rank(comm: Comm) -> None:
+        watched = Watched(comm)
+        sharded = sw.shard(models[comm.rank], strategy, comm=watched)
+        frozen = [bucket for bucket in sharded.buckets if not bucket.trainable]
+        trainable = [bucket for bucket in sharded.buckets if bucket.trainable]
+        watched.log.clear()
+        comm.counters.reset()
+        sharded.runtime.listeners.append(
+            lambda event: all_none([bucket.gradients.full for bucket in frozen])
+        )
+        train(sharded.model, mostly_frozen_batch(comm.rank, 2))
+        reduced = [line for line in watched.log if line.startswith("reduce")]
+        assert reduced == [f"reduce {bucket.unit}" for bucket in reversed(trainable)]
+        assert comm.counters.bytes_sent["reduce"] == sum(
+            bucket.spec.piece_numel * 4 for bucket in trainable
+        )
+
+    run_threads(2, rank)
+
+
+def all_none(values: list[Tensor | None]) -> None:
+    assert values == [None] * len(values)
+
+
+class Mixed(nn.Module):
+    """fp32 and bf16 to train; bytes, small integers, bf16 and fp16 that are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
+        self.narrow = nn.Parameter(torch.linspace(-1, 1, 35).view(7, 5).bfloat16())
+        self.bytes = frozen(torch.arange(55, dtype=torch.uint8).view(11, 5))
+        self.small = frozen(torch.arange(-6, 7, dtype=torch.int8).view(13, 1))
+        self.offset = frozen(torch.linspace(-2, 2, 13).half())
+        self.still = frozen(torch.linspace(0, 3, 5).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x * self.scale + self.still) @ self.narrow.float().t()
+        x = x @ self.narrow.float() @ (self.bytes.float() / 128).t()
+        return torch.cat([x, x[:, :2]], -1) * self.small.float().flatten() + self.offset
+
+
+def frozen(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
+
+
+MIXED = [(numbers(seed, (4, 5)), numbers(seed + 1, (4, 13))) for seed in (0, 7, 14)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_unit_may_hold_many_dtypes(strategy: str, world: int) -> None:
+    taken = play(Mixed(), [train] * 2, MIXED[:world], strategy=strategy)
+    assert taken[1].follows
+
+
+def test_each_dtype_and_trainability_is_a_bucket_of_its_own_and_bytes_travel_as_bytes() -> None:
+    models = [Mixed(), Mixed()]
+
+    def rank(comm: Comm) -> None:
+        precision = sw.Precision(compute=torch.bfloat16)
+        sharded = sw.shard(models[comm.rank], comm=comm, precision=precision)
+        assert [(b.dtypes.stored, b.dtypes.compute, b.trainable) for b in sharded.buckets] == [
+            (torch.float32, torch.bfloat16, True),
+            (torch.bfloat16, torch.bfloat16, True),
+            (torch.uint8, torch.uint8, False),
+            (torch.int8, torch.int8, False),
+            (torch.float16, torch.bfloat16, False),
+            (torch.bfloat16, torch.bfloat16, False),
+        ]
+        plain = Mixed().state_dict()
+        for name, value in sharded.model.state_dict().items():
+            assert value.dtype == plain[name].dtype
+            assert torch.equal(value, plain[name])
+
+    run_threads(2, rank)
+
+
+# ---- values that the user puts in ----------------------------------------------------------------
+
+
+def test_values_put_in_place_of_a_shard_are_taken_over_at_the_next_gather() -> None:
+    models = [nn.Linear(4, 6, bias=False) for _ in range(2)]
+
+    def rank(comm: Comm) -> Tensor:
+        model = models[comm.rank]
+        sharded = sw.shard(model, wrap=sw.wrap.whole(), comm=comm)
+        model.weight.data = torch.full_like(model.weight.data, 2.0)
+        with torch.no_grad():
+            out: Tensor = model(torch.ones(1, 4))
+        assert_at_rest(sharded)
+        return out
+
+    for out in run_threads(2, rank):
+        assert torch.equal(out, torch.full((1, 6), 8.0))

@@ -1,0 +1,120 @@
+"""A bucket on paper: who shares a flat buffer, and where each parameter lies in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.mesh import Mesh
+from shardwise.memory.spec import BucketSpec, specs_of
+from shardwise.options import Options
+from shardwise.schedule.placement import Placement
+from shardwise.strategies import placement_of
+from shardwise.units.units import choose_units
+from tests.nets import NETS, Net, decoder, mostly_frozen
+
+FULL = placement_of("full_shard")
+DDP = placement_of("no_shard")
+
+
+def specs(
+    model: nn.Module,
+    rank: int = 0,
+    world: int = 1,
+    placement: Placement = FULL,
+    options: Options = Options(),  # noqa: B008 - frozen
+) -> list[BucketSpec]:
+    mesh = Mesh.of(FakeComm(rank, world), placement.splits)
+    units = choose_units(model)
+    return [spec for unit in units for spec in specs_of(unit, options, mesh, placement)]
+
+
+# ---- who shares a buffer -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucketing", ["block", "layer", "none"])
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_every_parameter_lies_in_one_bucket(net: Net, bucketing: str) -> None:
+    model = net.build()
+    found = [
+        p for spec in specs(model, 0, 3, options=Options(bucketing=bucketing)) for p in spec.params
+    ]
+    assert len(found) == len(set(found)) == len(list(model.parameters()))
+
+
+def test_one_bucket_holds_one_combination_of_dtypes_and_trainability() -> None:
+    model = mostly_frozen()
+    model.get_submodule("blocks.0.mlp").bfloat16()
+    for spec in specs(model):
+        assert len({(param.dtype, param.requires_grad) for param in spec.params}) == 1
+    assert len([spec for spec in specs(model) if spec.unit == "blocks.0"]) == 3
+
+
+def test_bucketing_by_layer_and_by_parameter_splits_units_further() -> None:
+    counts = {
+        way: len(
+            [s for s in specs(decoder(), options=Options(bucketing=way)) if "blocks.0" in s.unit]
+        )
+        for way in ("block", "layer", "none")
+    }
+    assert counts == {"block": 1, "layer": 8, "none": 13}
+
+
+def test_trainability_is_that_of_the_moment_of_sharding() -> None:
+    model = mostly_frozen()
+    found = specs(model)
+    before = [spec.trainable for spec in found]
+    model.requires_grad_()
+    assert [spec.trainable for spec in found] == before
+
+
+# ---- where each one lies -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_the_ranks_parts_joined_are_the_whole_parameters(net: Net, world: int) -> None:
+    model = net.build()
+    per_rank = [specs(model, rank, world) for rank in range(world)]
+    for ranks in zip(*per_rank, strict=True):
+        full = torch.arange(float(ranks[0].layout.numel))
+        rests = [spec.rest_views(spec.own(full)) for spec in ranks]
+        for index, whole in enumerate(ranks[0].full_views(full)):
+            parts = [rest[index].flatten() for rest in rests]
+            assert torch.equal(torch.cat(parts), whole.flatten())
+            for spec, rest in zip(ranks, rests, strict=True):
+                sharding = spec.sharding(index)
+                assert sharding.shape == whole.shape
+                assert torch.equal(sharding.cut(whole, rest[index].shape), rest[index])
+
+
+def test_under_no_shard_each_rank_holds_all_of_it_and_says_replicated() -> None:
+    for spec in specs(decoder(), 1, 3, DDP):
+        assert spec.home.whole
+        full = torch.arange(float(spec.layout.numel))
+        for index, (whole, rest) in enumerate(
+            zip(spec.full_views(full), spec.rest_views(full), strict=True)
+        ):
+            assert torch.equal(whole, rest)
+            sharding = spec.sharding(index)
+            assert (sharding.start, sharding.stop) == (0, whole.numel())
+            assert sharding.placement == "replicated"
+
+
+def test_one_rank_alone_is_whole_at_rest_and_still_fully_sharded() -> None:
+    for spec in specs(decoder()):
+        assert spec.home.whole
+        assert spec.sharding(0).placement == "fully_sharded"
+    assert not any(spec.home.whole for spec in specs(decoder(), 0, 2))
+
+
+def test_slots_start_aligned_for_the_narrowest_dtype_that_lies_there() -> None:
+    """64 bytes on a CPU, in bf16 as in fp32."""
+    options = Options(precision=sw.Precision(compute=torch.bfloat16))
+    for spec in specs(decoder(), 0, 3, options=options):
+        for slot in spec.layout.slots:
+            assert slot.start * 2 % 64 == 0
+        assert spec.layout.shard_numel * 2 % 64 == 0

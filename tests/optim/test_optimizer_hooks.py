@@ -1,0 +1,660 @@
+"""Elementwise optimizers step on shards as on whole parameters; all others are told why not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import shardwise as sw
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Comm
+from shardwise.memory.shard_tensor import ShardTensor
+from shardwise.memory.sharded_parameter import ShardedParameter
+from shardwise.memory.sharding import sharding_of
+from tests import nets
+from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.nets import Net
+from tests.parity.plain import Recipe, one_by_one
+from tests.parity.sharded import How, assert_equal, on_threads
+from tests.steps import STRATEGIES, averaged, train
+
+ODD = Net(nets.scalar_and_13_rows, nets.scalar_and_13_rows_batch)  # scalars, too
+Groups = Iterable[nn.Parameter]
+
+ELEMENTWISE: dict[type[Optimizer], dict[str, Any]] = {
+    torch.optim.SGD: {"momentum": 0.9, "weight_decay": 0.01},
+    torch.optim.Adam: {"amsgrad": True},
+    torch.optim.AdamW: {"weight_decay": 0.1},
+    torch.optim.NAdam: {"weight_decay": 0.01},
+    torch.optim.RAdam: {"weight_decay": 0.01},
+    torch.optim.Adamax: {"weight_decay": 0.01},
+    torch.optim.Adagrad: {"lr_decay": 0.1, "initial_accumulator_value": 0.1},
+    torch.optim.Adadelta: {"weight_decay": 0.01},
+    torch.optim.RMSprop: {"momentum": 0.5, "centered": True},
+    torch.optim.Rprop: {},
+    torch.optim.ASGD: {"t0": 1.0, "lambd": 0.01},
+}
+
+
+def in_groups(kind: type[Optimizer], params: Iterable[nn.Parameter]) -> Optimizer:
+    """Matrices at one rate, the rest at another: by ``ndim``, as everybody writes it.
+
+    It makes no difference whether the parameters are whole or shards by now.
+    """
+    params = list(params)
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "lr": 0.05},
+        {"params": [p for p in params if p.ndim < 2], "lr": 0.01},
+    ]
+    return kind(groups, **ELEMENTWISE[kind])
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_an_elementwise_optimizer_steps_on_shards_as_on_whole_parameters(
+    kind: type[Optimizer],
+) -> None:
+    """Made before ``shard()`` or after it, with groups: bit-equal, scalars included."""
+    recipe = Recipe.of(ODD, lambda params: in_groups(kind, params))
+    plain = one_by_one(recipe, 3)
+    assert_equal(on_threads(3, recipe, How()), plain, "full_shard")
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        optimizer = in_groups(kind, model.parameters())
+        sw.shard(model, comm=comm)
+        for step in range(recipe.steps):
+            for batch in recipe.batches(step, comm.rank):
+                train(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    assert all(equal(state, plain.states[0]) for state in on_ranks(3, ODD.build, rank))
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_state_from_before_shard_is_cut_with_the_parameters(kind: type[Optimizer]) -> None:
+    def steps(model: nn.Module, optimizer: Optimizer, numbers: range) -> None:
+        for number in numbers:
+            train(model, ODD.batch(number, 2))  # the same on every rank: its mean is exact
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = seeded(ODD.build)
+    steps(plain, in_groups(kind, plain.parameters()), range(4))
+    expected = clones(plain.state_dict())
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        optimizer = in_groups(kind, model.parameters())
+        steps(model, optimizer, range(2))
+        sharded = sw.shard(model, comm=comm)
+        steps(model, optimizer, range(2, 4))
+        assert equal(model.state_dict(), expected)
+        for param in model.parameters():
+            held = {value.shape for value in optimizer.state[param].values() if value is not None}
+            assert held <= {param.shape, torch.Size(())}
+        # And back: the plain model goes on with whole state.
+        sharded.unshard()
+        steps(model, optimizer, range(4, 6))
+        assert not equal(model.state_dict(), expected)
+
+    on_ranks(4, ODD.build, rank)
+
+
+REFUSED: dict[str, tuple[Callable[[Groups], Optimizer], str]] = {
+    "LBFGS": (torch.optim.LBFGS, "its line search needs inner products over whole parameters"),
+    "Adafactor": (torch.optim.Adafactor, "averages over whole rows and columns"),
+    "Muon": (
+        lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]),
+        "it orthogonalises whole matrices",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_looks_across_elements_is_refused_with_the_reason(name: str) -> None:
+    make, reason = REFUSED[name]
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = make(model.parameters())
+        train(model, nets.decoder_batch(comm.rank, 2))
+        before = clones(sharded.local_state_dict())
+        text = said(sw.OptimizerError, lambda: optimizer.step(lambda: 0.0))
+        assert equal(sharded.local_state_dict(), before)
+        return text
+
+    for text in on_ranks(2, nets.decoder, rank):
+        assert text.startswith(f"{name} cannot step on shards (")
+        assert f"{reason}" in text
+        assert "so on shards it would be silently wrong" in text
+        assert text.endswith(
+            'Use an elementwise optimizer such as torch.optim.AdamW, or strategy="no_shard".'
+        )
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_sparse_adam_is_refused_since_averages_are_dense(strategy: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, strategy, comm=comm)
+        optimizer = torch.optim.SparseAdam(list(model.parameters()))
+        train(model, nets.decoder_batch(comm.rank, 2))
+        return said(sw.OptimizerError, optimizer.step)
+
+    for text in on_ranks(2, nets.decoder, rank):
+        assert text.startswith("SparseAdam cannot step on a sharded model: it needs sparse")
+
+
+def test_where_every_rank_has_all_any_optimizer_steps() -> None:
+    """LBFGS apart, which steps by its own line search: its ranks see their own losses."""
+    world, batches = 2, [nets.decoder_batch(rank, 2) for rank in range(2)]
+    for name in ("Adafactor", "Muon"):
+        make = REFUSED[name][0]
+        plain = seeded(nets.decoder)
+        for param, grad in zip(
+            plain.parameters(), averaged(plain, train, batches).values(), strict=True
+        ):
+            param.grad = grad
+        make(plain.parameters()).step()
+
+        def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+            sw.shard(model, "no_shard", comm=comm)
+            train(model, batches[comm.rank])
+            make(model.parameters()).step()  # noqa: B023 - called at once
+            return model.state_dict()
+
+        for state in on_ranks(world, nets.decoder, rank):
+            assert equal(state, clones(plain.state_dict()))
+
+
+def test_the_refusal_is_the_same_on_a_rank_that_holds_all_of_what_is_optimized() -> None:
+    def rank(comm: Comm, model: nn.Module) -> bool:
+        sw.shard(model, comm=comm)
+        bias = model.get_parameter("blocks.0.offset")
+        optimizer = torch.optim.LBFGS([bias])
+        train(model, ODD.batch(comm.rank, 2))
+        said(sw.OptimizerError, lambda: optimizer.step(lambda: 0.0))
+        return bias.numel() == 1
+
+    assert sorted(on_ranks(3, ODD.build, rank)) == [False, False, True]
+
+
+class Signed(Optimizer):
+    """Somebody's own."""
+
+    def __init__(self, params: Groups, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                with torch.no_grad():
+                    param.sub_(param.grad.sign(), alpha=group["lr"])
+
+
+class SignedElementwise(Signed):
+    elementwise = True
+
+
+class DecayedAdamW(torch.optim.AdamW):
+    """A subclass of one that is known."""
+
+
+def test_an_unknown_optimizer_is_refused_until_it_says_that_it_is_elementwise() -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, comm=comm)
+        train(model, nets.decoder_batch(comm.rank, 2))
+        SignedElementwise(model.parameters()).step()
+        DecayedAdamW(model.parameters()).step()
+        return said(sw.OptimizerError, Signed(model.parameters()).step)
+
+    for text in on_ranks(2, nets.decoder, rank):
+        assert "it is not known to update each element by itself. If it does, and takes no" in text
+        assert "`Signed.elementwise = True`" in text
+
+
+class ByKernel(SignedElementwise):
+    """Updates by a kernel that takes memory and its length, as 8-bit optimizers do."""
+
+    def __init__(self, params: Groups, before: Callable[[], object]) -> None:
+        super().__init__(params)
+        self.before = before
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.before()
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.view(-1).sub_(param.grad.view(-1), alpha=0.1)
+
+
+def test_a_step_inside_another_optimizers_step_leaves_that_its_plain_tensors() -> None:
+    """Ranks that are threads end their steps in the middle of each other's."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        other = copy.deepcopy(model)
+        for one in (model, other):
+            sw.shard(one, comm=comm)
+            train(one, nets.decoder_batch(comm.rank, 2))
+        assert all(param.grad is not None for param in model.parameters())  # and so they are marked
+        inner = torch.optim.SGD(other.parameters(), lr=0.1)
+        ByKernel(model.parameters(), inner.step).step()
+        for one in (model, other):
+            assert {type(param) for param in one.parameters()} == {ShardedParameter}
+            assert {type(param.grad) for param in one.parameters()} == {ShardTensor}
+
+    on_ranks(2, nets.decoder, rank)
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=5),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_learning_rate_schedules_work(name: str) -> None:
+    def run(model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedule, rates = SCHEDULERS[name](optimizer), []
+        for step in range(4):
+            train(model, nets.decoder_batch(step, 2))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates, clones(model.state_dict())
+
+    rates, state = run(seeded(nets.decoder))
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        found = run(model)
+        assert found[0] == rates
+        assert equal(found[1], state)
+
+    on_ranks(2, nets.decoder, rank)
+    assert len(set(rates)) > 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_that_would_miss_accumulated_gradients_is_an_error(strategy: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, strategy, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sharded.no_sync():
+            train(model, nets.decoder_batch(comm.rank, 2))
+        before = clones(sharded.local_state_dict())
+        text = said(sw.ScheduleError, optimizer.step)
+        assert equal(sharded.local_state_dict(), before)
+        sharded.drop_gradients()
+        optimizer.step()
+        assert equal(sharded.local_state_dict(), before)
+        return text
+
+    for text in on_ranks(2, nets.decoder, rank):
+        assert text == (
+            "unit 'embed' holds gradients that were accumulated and never reduced, so this update "
+            "would miss them. Run the last micro-batch under sharded.accumulate(last=True), or "
+            "call sharded.drop_gradients()."
+        )
+
+
+def test_a_step_inside_the_backward_pass_is_an_error() -> None:
+    """As in recipes that step parameter by parameter, to save gradients."""
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weight = model.get_parameter("blocks.1.norm1.weight")
+        handle = weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        text = said(sw.ScheduleError, lambda: train(model, nets.decoder_batch(comm.rank, 2)))
+        handle.remove()
+        return text
+
+    for text in on_ranks(2, nets.decoder, rank):
+        assert text.startswith("an optimizer stepped in the middle of a step")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_pass_without_a_backward_one_is_not_in_the_way_of_a_step(strategy: str) -> None:
+    """Somebody logs a loss and forgets ``no_grad``: units are left gathered."""
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sw.shard(model, strategy, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, nets.decoder_batch(comm.rank, 2))
+        logged = nets.loss(model, nets.decoder_batch(comm.rank, 2))
+        optimizer.step()
+        after = nets.loss(model, nets.decoder_batch(comm.rank, 2))
+        assert after < logged
+        return clones(model.state_dict())
+
+    plain = one_by_one(
+        Recipe(
+            nets.decoder,
+            lambda seed, rows: nets.decoder_batch(seed // 100 % 100, rows),
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            steps=1,
+        ),
+        2,
+    )
+    for state in on_ranks(2, nets.decoder, rank):
+        assert equal(state, plain.states[0])
+
+
+def test_optimizers_of_other_models_are_nobodys_business() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        with sharded.no_sync():
+            train(model, nets.decoder_batch(comm.rank, 2))
+        other = nn.Linear(2, 2)
+        other(torch.ones(2)).sum().backward()
+        torch.optim.LBFGS(other.parameters()).step(lambda: 1.0)
+        Signed(other.parameters()).step()
+
+    on_ranks(2, nets.decoder, rank)
+
+
+def test_one_optimizer_steps_on_a_sharded_and_a_plain_model() -> None:
+    plain, head = seeded(nets.decoder), nn.Linear(37, 1)
+    batch = nets.decoder_batch(0, 2)
+
+    def step(model: nn.Module, head: nn.Module, optimizer: Optimizer) -> None:
+        head(model(batch[0])).square().mean().backward()
+        optimizer.step()
+
+    def rank(comm: Comm, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        sw.shard(model, comm=comm)
+        mine = nn.Linear(37, 1)
+        mine.load_state_dict(start)
+        optimizer = torch.optim.AdamW([*model.parameters(), *mine.parameters()])
+        for _ in range(2):
+            step(model, mine, optimizer)
+            optimizer.zero_grad()
+        return model.state_dict(), mine.state_dict()
+
+    start = clones(head.state_dict())
+    optimizer = torch.optim.AdamW([*plain.parameters(), *head.parameters()])
+    for _ in range(2):
+        step(plain, head, optimizer)
+        optimizer.zero_grad()
+    for state, other in on_ranks(2, nets.decoder, rank):
+        assert equal(state, clones(plain.state_dict()))
+        assert equal(other, clones(head.state_dict()))
+
+
+def test_an_optimizers_own_state_dict_is_that_of_its_shards() -> None:
+    """Saved and loaded by the same rank of the same layout, as long as there are no checkpoints."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        first = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, nets.decoder_batch(comm.rank, 2))
+        first.step()
+        second = torch.optim.AdamW(model.parameters(), lr=0.7)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        start = clones(model.state_dict())
+        first.step()
+        ended = clones(model.state_dict())
+        model.load_state_dict(start)
+        second.step()
+        assert equal(clones(model.state_dict()), ended)
+
+    on_ranks(3, nets.decoder, rank)
+
+
+def test_parameters_that_an_optimizer_gets_later_are_seen() -> None:
+    """Inside the step they show the plain class, which torch's fused kernels want."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        first, second, third, *_ = model.parameters()
+        optimizer = torch.optim.SGD([first], lr=0.1)
+        inside = list[list[type]]()
+        optimizer.register_step_pre_hook(
+            lambda *_: inside.append([type(p) for p in (first, second, third)])
+        )
+        train(model, nets.decoder_batch(comm.rank, 2))
+        optimizer.step()
+        optimizer.add_param_group({"params": [second]})
+        optimizer.step()
+        optimizer.param_groups[0]["params"].append(third)
+        optimizer.step()
+        plain, guarded = nn.Parameter, ShardedParameter
+        assert inside == [[plain, guarded, guarded], [plain, plain, guarded], [plain] * 3]
+        assert [type(p) for p in (first, second, third)] == [guarded] * 3
+
+    on_ranks(2, nets.decoder, rank)
+
+
+def step_hooks() -> int:
+    return len(_global_optimizer_pre_hooks)
+
+
+def test_the_hooks_of_models_that_are_gone_go_with_the_next_model() -> None:
+    def shard_and_step() -> weakref.ref[nn.Module]:
+        model = nets.decoder()
+        sw.shard(model)
+        train(model, nets.decoder_batch(0, 2))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return weakref.ref(model)
+
+    gc.collect()
+    kept = nets.decoder()
+    sharded = sw.shard(kept)
+    before = step_hooks()
+    for _ in range(3):
+        ref = shard_and_step()
+        gc.collect()
+        assert ref() is None
+    after = step_hooks()
+    assert after <= before + 1
+    sharded.unshard()
+    assert step_hooks() == after - 1
+
+
+def test_the_shards_of_a_scalar_keep_the_optimizers_books() -> None:
+    """A 0-dim state is either the scalar's own, which is cut, or a count of steps, which is not."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        train(model, ODD.batch(0, 2))
+        optimizer.step()
+        sw.shard(model, comm=comm)
+        optimizer.step()
+        temperature = model.get_parameter("temperature")
+        sharding, state = sharding_of(temperature), optimizer.state[temperature]
+        assert sharding is not None
+        assert sharding.shape == ()
+        assert state["step"] == 2
+        assert state["exp_avg"].shape == temperature.shape
+        assert math.prod(temperature.shape) == sharding.stop - sharding.start
+
+    on_ranks(3, ODD.build, rank)
+
+
+# --- state that is loaded -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whole_state_is_loaded_before_the_first_step_and_after_it(
+    strategy: str, steps: int
+) -> None:
+    """A run that began unsharded goes on: ``optimizer.load_state_dict(torch.load(...))``."""
+
+    def run(model: nn.Module, shard: Callable[[nn.Module], object]) -> dict[str, Tensor]:
+        def train_on(optimizer: Optimizer, steps: int) -> None:
+            for _ in range(steps):
+                train(model, ODD.batch(0, 2))
+                optimizer.step(), optimizer.zero_grad()
+
+        first = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train_on(first, 2)
+        saved = copy.deepcopy(first.state_dict())
+        shard(model)
+        second = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train_on(second, steps)
+        for _ in range(2):  # the second time it is known already
+            second.load_state_dict(copy.deepcopy(saved))
+            train_on(second, 1)
+        return clones(model.state_dict())
+
+    plain = run(seeded(ODD.build), lambda model: None)
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        return run(model, lambda model: sw.shard(model, strategy, comm=comm))
+
+    for state in on_ranks(4, ODD.build, rank):
+        assert equal(state, plain)
+
+
+def test_state_of_another_number_of_ranks_is_refused() -> None:
+    model = nn.Linear(6, 6)
+    sw.shard(model, comm=FakeComm(0, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(
+        {
+            "state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(4, 6)}},
+            "param_groups": optimizer.state_dict()["param_groups"],
+        }
+    )
+    assert said(sw.ShardwiseError, optimizer.step) == (
+        "state 'exp_avg' of parameter 'weight' has shape (4, 6); the shard here is (32, 1) of "
+        "(6, 6). It is another rank's state, or that of other ranks. Load whole state, as an "
+        "unsharded optimizer has it, or use sharded.load_optimizer_state_dict() or sharded.load()."
+    )
+
+
+# --- parameters beside those of the model -----------------------------------------------------
+
+
+def test_parameters_of_no_sharded_model_are_counted_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Those of another sharded model are averaged; those that get no gradient do not move."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        other = seeded(ODD.build)
+        sw.shard(model, comm=comm), sw.shard(other, comm=comm)
+        plain = nn.ParameterDict({str(n): nn.Parameter(torch.ones(n)) for n in range(1, 6)})
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+        optimizer.add_param_group({"params": list(plain.values())})
+        for step in range(3):
+            train(model, ODD.batch(0, 2))
+            for param in plain.values() if step else ():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            assert bool(caplog.messages) <= bool(step)
+
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        on_ranks(2, ODD.build, rank)
+    [text] = caplog.messages
+    assert text == (
+        "SGD also holds 5 parameters that are in no sharded model (one of shape (1,), one of shape "
+        "(2,), one of shape (3,), …): each of the 2 ranks updates its own copy by its own "
+        "gradients, so the copies will differ. Shard the module that holds them, too, or average "
+        "their gradients before each step."
+    )
+
+
+def test_they_are_told_by_their_names_where_the_optimizer_knows_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, weights = ODD.build(), nn.ParameterDict({"aux": nn.Parameter(torch.ones(3))})
+    sw.shard(model, comm=FakeComm(0, 2))
+    optimizer = torch.optim.SGD([*model.named_parameters(), *weights.named_parameters()], lr=0.1)
+    weights["aux"].grad = torch.ones(3)
+    optimizer.step()
+    assert "also holds 1 parameters that are in no sharded model (aux): each of" in caplog.text
+
+
+def test_one_rank_has_nothing_to_differ_from(caplog: pytest.LogCaptureFixture) -> None:
+    model, plain = ODD.build(), nn.Parameter(torch.ones(3))
+    sw.shard(model, comm=LocalComm())
+    optimizer = torch.optim.SGD([*model.parameters(), plain])
+    train(model, ODD.batch(0, 2))
+    plain.grad = torch.ones(3)
+    optimizer.step()
+    assert caplog.messages == []
+
+
+# --- However a step ends, parameters are guarded after it -----
+
+
+class Stop(RuntimeError):
+    """Raised on purpose."""
+
+
+class Stops(torch.optim.SGD):
+    """An optimizer whose own code raises."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert {type(param) for param in self.param_groups[0]["params"]} == {nn.Parameter}
+        raise Stop
+
+
+def stop(*_: object) -> None:
+    raise Stop
+
+
+def in_a_hook(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(stop)
+    optimizer.step()
+
+
+def in_a_closure(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).step(stop)
+
+
+def in_the_optimizer(model: nn.Module) -> None:
+    Stops(model.parameters(), lr=0.1).step()
+
+
+def trained() -> sw.Sharded:
+    sharded = sw.shard(nets.decoder(), comm=FakeComm(0, 2))
+    train(sharded.model, nets.decoder_batch(0, 2))
+    assert all(param.grad is not None for param in sharded.model.parameters())  # marked from now on
+    return sharded
+
+
+def kinds(model: nn.Module) -> set[type]:
+    return {type(param) for param in model.parameters()}
+
+
+@pytest.mark.parametrize("stopping", [in_a_hook, in_a_closure, in_the_optimizer])
+def test_after_a_step_that_raised_parameters_are_guarded(
+    stopping: Callable[[nn.Module], None],
+) -> None:
+    model = trained().model
+    with suppress(Stop):
+        stopping(model)
+    assert kinds(model) == {ShardedParameter}
+    with pytest.raises(sw.ShardUseError):
+        next(model.parameters()).cumsum(0)
+
+
+def test_while_the_exception_is_kept_the_next_forward_pass_guards_them() -> None:
+    """A notebook keeps the last one; when it is forgotten is nobody's business."""
+    model = trained().model
+    with pytest.raises(Stop) as kept:
+        in_the_optimizer(model)
+    assert kinds(model) == {nn.Parameter}
+    train(model, nets.decoder_batch(0, 2))
+    del kept
+    assert kinds(model) == {ShardedParameter}

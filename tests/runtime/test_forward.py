@@ -1,0 +1,505 @@
+"""Where cues come from: whatever a module returns and whatever is done with it afterwards.
+
+Gradients are held against plain processes bit for bit (``tests.steps.play``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
+
+import shardwise as sw
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Comm
+from shardwise.schedule.events import Op, Phase
+from tests.nets import Batch, decoder, decoder_batch, loss, numbers
+from tests.ranks import run_threads
+from tests.steps import (
+    STRATEGIES,
+    Taken,
+    assert_at_rest,
+    assert_gradients,
+    averaged,
+    play,
+    train,
+    units_of,
+)
+
+BATCHES = [(numbers(rank, (3, 6)), numbers(rank + 50, (3, 2))) for rank in range(2)]
+
+
+class Layer(nn.Module):
+    """``first`` is done to its input, ``last`` to its output."""
+
+    def __init__(self, first: Callable[[Tensor], Tensor], last: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.first, self.last = first, last
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.fc(self.first(x)))
+
+
+class Chain(nn.Module):
+    """Three layers; ``between`` turns what one returns into what the next one takes."""
+
+    def __init__(
+        self,
+        last: Callable[[Tensor], Any] = torch.tanh,
+        between: Callable[[Any], Tensor] = lambda x: x,
+        first: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(first, last) for _ in range(3))
+        self.head = nn.Linear(6, 2)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.between(layer(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+# ---- what a module returns -----------------------------------------------------------------------
+
+
+@dataclass
+class Packed:
+    y: Tensor
+    n: int = 3
+
+
+@dataclass
+class Output(ModelOutput):
+    y: Tensor | None = None
+    z: Tensor | None = None
+
+
+RETURNED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "a tuple": (lambda y: (torch.tanh(y), None, 3), lambda out: out[0]),
+    "a dict": (lambda y: {"n": 3, "y": torch.tanh(y)}, lambda out: out["y"]),
+    "a list in a dict": (lambda y: {"ys": [torch.tanh(y)]}, lambda out: out["ys"][0]),
+    "a dataclass": (lambda y: Packed(torch.tanh(y)), lambda out: out.y),
+    "a model output": (lambda y: Output(y=torch.tanh(y)), lambda out: out.y),
+    "two parts": (lambda y: y.tanh().split(3, -1), lambda out: torch.cat(out, -1)),
+    "one of two": (lambda y: (torch.tanh(y), torch.exp(y)), lambda out: out[1]),
+    "a view": (lambda y: y.tanh().view(-1).view(-1, 6), lambda out: out),
+    "a transposed view": (lambda y: y.tanh().t().t(), lambda out: out),
+    "an expanded view": (lambda y: y.tanh().expand(1, -1, -1), lambda out: out[0]),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_module_may_return(name: str, strategy: str) -> None:
+    last, between = RETURNED[name]
+    taken = play(Chain(last, between), [train] * 2, BATCHES, strategy=strategy)
+    assert all(step.follows for step in taken)
+
+
+class Notes(nn.Module):
+    """Returns nothing: its output goes into what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, notes: dict[str, Tensor]) -> None:
+        notes["y"] = self.fc(notes["x"])
+
+
+def test_a_module_that_returns_nothing_has_not_failed_where_its_caller_handles_an_exception(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in a retry after a lack of memory."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        notes = {"x": batch[0]}
+        try:
+            raise MemoryError
+        except MemoryError:
+            model(notes)
+        notes["y"].sum().backward()
+
+    play(Notes(), [step] * 2, BATCHES, strategy="no_shard", wrap=sw.wrap.whole())
+    assert caplog.messages == []
+
+
+class Opaque:
+    """Nobody can know that there is a tensor inside."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.__hidden = y
+
+    def open(self) -> Tensor:
+        return self.__hidden
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_hides_tensors_keeps_its_unit_whole_until_the_step_ends(strategy: str) -> None:
+    model = Chain(lambda y: Opaque(torch.tanh(y)), lambda out: out.open())
+    taken = play(model, [train] * 3, BATCHES, strategy=strategy)
+    released = [e for e in taken[2].done if e.op is Op.FREE and e.unit.startswith("layers")]
+    assert {event.phase for event in released} <= {Phase.BACKWARD}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_so_does_it_through_an_evaluation_before_the_backward_pass(strategy: str) -> None:
+    def step(model: nn.Module, batch: Batch) -> None:
+        value = loss(model, batch)
+        with torch.no_grad():
+            model(batch[0])
+        value.backward()
+
+    model = Chain(lambda y: Opaque(torch.tanh(y)), lambda out: out.open())
+    play(model, [step] * 2, BATCHES, strategy=strategy)
+
+
+class ReturnsItsWeight(Layer):
+    """As heads do that hand out the matrix for another product, and weight-norm layers."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.fc(x)), self.fc.weight[0]
+
+
+class UsesWeights(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ReturnsItsWeight(lambda x: x, lambda x: x) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: list[Tensor] = []
+        for layer in self.layers:
+            x, row = layer(x)
+            rows.append(row)
+        out: Tensor = self.head(x * rows[0] + rows[1] + rows[2])
+        return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_view_of_a_parameter_that_is_returned_stays_valid_outside_its_unit(strategy: str) -> None:
+    play(UsesWeights(), [train] * 3, BATCHES, strategy=strategy)
+
+
+# ---- what is done with it ------------------------------------------------------------------------
+
+
+def halved(x: Tensor) -> Tensor:
+    """A part is changed in place, then seen in another shape."""
+    x[:, :3].mul_(0.5)
+    return x.view(-1).view(-1, 6)
+
+
+CHANGED: dict[str, Chain] = {
+    "its last operation": Chain(last=F.relu_),
+    "its first, on a copy": Chain(first=lambda x: F.relu_(x.clone())),
+    "its first, on the output of another": Chain(
+        last=lambda y: y, first=lambda x: F.relu_(x) if x.requires_grad else x
+    ),
+    "the caller": Chain(last=lambda y: y, between=lambda x: x.relu_()),
+    "the caller, in part": Chain(last=lambda y: y, between=halved),
+    "the caller, through a view": Chain(last=lambda y: y.view(-1).view(-1, 6), between=halved),
+    "the caller, and the next": Chain(
+        last=lambda y: y * 1.0, between=lambda x: x.mul_(2), first=lambda x: x.add(1).relu_()
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("by", CHANGED)
+def test_an_output_may_be_changed_in_place_by(by: str, strategy: str) -> None:
+    taken = play(CHANGED[by], [train] * 2, BATCHES, strategy=strategy)
+    assert all(step.follows for step in taken)
+
+
+def test_a_detached_output_ends_the_backward_pass_there() -> None:
+    model = Chain(between=lambda x: x.detach())
+    taken = play(model, [train] * 3, BATCHES)
+    assert taken[2].follows
+    assert units_of(backward(taken[2]), Op.ENTER) == ["head"]
+    assert units_of(backward(taken[2]), Op.REDUCE) == ["head"]
+
+
+def backward(taken: Taken) -> list[Any]:
+    return [event for event in taken.done if event.phase is Phase.BACKWARD]
+
+
+def test_an_output_that_is_not_used_is_never_entered_in_backward() -> None:
+    class Forked(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            self.layers[1](x)
+            out: Tensor = self.head(self.layers[2](self.layers[0](x)))
+            return out
+
+    taken = play(Forked(), [train] * 3, BATCHES)
+    assert taken[2].follows
+    assert "layers.1" not in units_of(backward(taken[2]), Op.ENTER)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inputs_may_be_leaves_that_want_a_gradient(strategy: str) -> None:
+    def step(model: nn.Module, batch: Batch) -> None:
+        x = batch[0].clone().requires_grad_()
+        train(model, (x, batch[1]))
+        grads.append(x.grad)
+
+    grads: list[Tensor | None] = []
+    taken = play(Chain(), [step] * 2, BATCHES, strategy=strategy)
+    assert taken[1].follows
+    plain, sharded = grads[:4], grads[4:]
+    for grad in sharded:
+        assert grad is not None
+        assert any(other is not None and torch.equal(grad, other) for other in plain)
+
+
+def test_inputs_may_be_passed_by_keyword_and_in_containers() -> None:
+    class Keywords(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x=x)
+            out: Tensor = self.head(input=x)
+            return out
+
+    assert all(step.follows for step in play(Keywords(), [train] * 2, BATCHES))
+
+
+def test_autocast_works_inside_and_around_the_model() -> None:
+    def step(model: nn.Module, batch: Batch) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(model, batch)
+        value.backward()
+
+    assert all(taken.follows for taken in play(Chain(), [step] * 3, BATCHES))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_graph_may_go_through_two_sharded_models(strategy: str) -> None:
+    """A generator and its critic, each sharded by itself."""
+    pairs = [generator_and_critic(), generator_and_critic()]
+    plain = nn.ModuleList(deepcopy(pairs[0]))
+    truth = averaged(plain, critical_step, BATCHES)
+    pairs[1][0].load_state_dict(pairs[0][0].state_dict())
+    pairs[1][1].load_state_dict(pairs[0][1].state_dict())
+
+    def rank(comm: Comm) -> None:
+        both = nn.ModuleList(pairs[comm.rank])
+        sharded = [sw.shard(model, strategy, comm=comm) for model in pairs[comm.rank]]
+        for _ in range(3):
+            critical_step(both, BATCHES[comm.rank])
+            assert_gradients(both, truth)
+            for each in sharded:
+                assert_at_rest(each)
+            both.zero_grad()
+
+    run_threads(2, rank)
+
+
+def generator_and_critic() -> tuple[Chain, Chain]:
+    generator, critic = Chain(), Chain()
+    generator.head = nn.Linear(6, 6)
+    return generator, critic
+
+
+def critical_step(both: nn.Module, batch: Batch) -> None:
+    critic, made = both.get_submodule("1"), both.get_submodule("0")(batch[0])
+    (critic(made).sum() - critic(batch[0]).square().sum()).backward()
+
+
+class Tree(nn.Module):
+    """Calls itself on both halves of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf, self.join = nn.Linear(1, 4), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == 1:
+            out: Tensor = self.leaf(x)
+            return out
+        half = x.shape[1] // 2
+        out = torch.tanh(self.join(torch.cat([self(x[:, :half]), self(x[:, half:])], 1)))
+        for block in self.blocks:
+            out = block(out)
+        return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_may_call_itself(inside: bool, strategy: str) -> None:
+    def step(model: nn.Module, batch: Batch) -> None:
+        model(batch[0][:, :3]).square().sum().backward()
+
+    model = nn.Sequential(Tree(), nn.Linear(4, 2)) if inside else Tree()
+    play(model, [step] * 2, BATCHES, strategy=strategy)
+
+
+# ---- what cannot work, and says so ---------------------------------------------------------------
+
+
+class Hoarder(nn.Module):
+    """Keeps a tensor for the loss instead of returning it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.gain = nn.Parameter(torch.ones(6))
+        self.kept = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        self.kept = (y * self.gain).sum()
+        return y.detach()
+
+
+def test_a_loss_of_what_a_unit_kept_to_itself_is_never_silently_wrong() -> None:
+    models = [nn.Sequential(Hoarder(), Hoarder(), nn.Linear(6, 2)) for _ in range(2)]
+    errors: list[str] = []
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sw.shard(model, wrap=sw.wrap.by_class(Hoarder, nn.Linear), comm=comm)
+        model(BATCHES[comm.rank][0])
+        with pytest.raises(RuntimeError) as error:  # or autograd's own, of a shape that is wrong
+            model.get_submodule("0").kept.backward()  # type: ignore[operator]
+        errors.append(str(error.value))
+
+    run_threads(2, rank)
+    assert len(errors) == 2
+    said = "the gradient of '0.gain' was computed while unit '0' was not gathered"
+    assert any(error.startswith(said) for error in errors)
+
+
+class Aside(nn.Module):
+    """Makes something for the loss after what it returns, and returns only that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.gate = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        self.kept = self.gate(y).sum()
+        return y
+
+
+def test_a_gradient_that_comes_while_its_units_gather_is_in_flight_is_refused_on_every_rank() -> (
+    None
+):
+    """However early the gather may have arrived: nobody has waited for it."""
+    models = [nn.Sequential(Aside(), Aside(), nn.Linear(6, 2)) for _ in range(2)]
+
+    def rank(comm: Comm) -> str:
+        model = models[comm.rank]
+        sw.shard(model, wrap=sw.wrap.by_class(Aside), comm=comm)
+        out = model(BATCHES[comm.rank][0])
+        kept = model.get_submodule("0").kept
+        with pytest.raises(sw.ScheduleError) as error:
+            (out.sum() + kept).backward()
+        return str(error.value)
+
+    first, second = run_threads(2, rank)
+    assert first == second
+    assert "the gradient of '0.gate.bias' was computed while unit '0' was not gathered" in first
+
+
+def test_a_module_inside_a_unit_called_past_the_unit_names_the_way_out() -> None:
+    models = [Chain(), Chain()]
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sw.shard(model, comm=comm)
+        with pytest.raises(sw.ShardUseError, match=r"'layers.0.fc.weight' is sharded.*full_params"):
+            model.layers[0].get_submodule("fc")(BATCHES[0][0])
+
+    run_threads(2, rank)
+
+
+def test_backward_inside_full_params_is_refused() -> None:
+    model = Chain()
+    sharded = sw.shard(model, comm=LocalComm())
+    with (
+        sharded.full_params(),
+        pytest.raises(sw.ShardwiseError, match=r"backward\(\) inside full_params"),
+    ):
+        train(model, BATCHES[0])
+    train(model, BATCHES[0])
+    assert_at_rest(sharded)
+
+
+# ---- what is left behind -------------------------------------------------------------------------
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    ) + sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
+
+
+def test_unshard_leaves_no_hook_and_keeps_those_of_the_user() -> None:
+    model = decoder()
+    seen: list[torch.Size] = []
+    model.get_submodule("blocks.0").register_forward_hook(lambda m, a, out: seen.append(out.shape))
+    before = hooks_of(model)
+    sharded = sw.shard(model, comm=LocalComm())
+    assert hooks_of(model) > before
+    train(model, decoder_batch(0, 2))
+    sharded.unshard()
+    assert hooks_of(model) == before
+    train(model, decoder_batch(0, 2))
+    assert seen == [torch.Size([2, 9, 16])] * 2
+
+
+def test_hooks_of_the_user_see_whole_parameters_before_and_after_a_unit_computes() -> None:
+    models = [Chain(), Chain()]
+    seen: list[torch.Size] = []
+    for model in models:
+        layer = model.layers[1]
+
+        def look(module: nn.Module, *_: object) -> None:
+            seen.append(module.get_parameter("fc.weight").shape)
+
+        layer.register_forward_pre_hook(look)
+        layer.register_forward_hook(look)
+
+    def rank(comm: Comm) -> None:
+        sw.shard(models[comm.rank], comm=comm)
+        train(models[comm.rank], BATCHES[comm.rank])
+
+    run_threads(2, rank)
+    assert seen == [torch.Size([6, 6])] * 4
+
+
+# ---- a model without a forward -----------------------------------------------------------------
+
+
+def generator_step(model: nn.Module, batch: Batch) -> None:
+    made, judge = model.get_submodule("made"), model.get_submodule("judge")
+    judge(made(batch[0])).square().mean().backward()
+
+
+def discriminator_step(model: nn.Module, batch: Batch) -> None:
+    made, judge = model.get_submodule("made"), model.get_submodule("judge")
+    (judge(batch[0]).mean() - judge(made(batch[0]).detach()).mean()).backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_parts_of_a_container_are_called_one_by_one(strategy: str) -> None:
+    """Two nets that one module only holds, as in many a GAN."""
+    model = nn.ModuleDict(
+        {
+            "made": nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)),
+            "judge": nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)),
+        }
+    )
+    play(model, [discriminator_step, generator_step] * 2, BATCHES, strategy=strategy)

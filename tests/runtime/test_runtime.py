@@ -1,0 +1,1014 @@
+"""What runs is what is printed; what was not foreseen is served, and known the next time.
+
+Every step below is held against plain processes, bit for bit (``tests.steps.play``): gradients,
+nothing left gathered, all ranks alike, and as many collectives as events.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
+from functools import partial
+from types import FrameType
+from typing import Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.protocol import Comm, Label
+from shardwise.schedule.events import Event, Mode, Op, Phase
+from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
+from tests.parity.plain import mean_in_rank_order
+from tests.ranks import run_sharing, run_threads
+from tests.steps import (
+    STRATEGIES,
+    Recorder,
+    Step,
+    assert_at_rest,
+    assert_gradients,
+    averaged,
+    play,
+    train,
+    units_of,
+)
+from tests.watched import Watched
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.fc(x))
+
+
+class Chain(nn.Module):
+    """Three layers and a head; ``path`` says which layers run, in which order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(6, 2)
+        self.path: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.path:
+            x = self.layers[number](x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def chain_batch(seed: int) -> Batch:
+    return numbers(seed, (3, 6)), numbers(seed + 50, (3, 2))
+
+
+BATCHES = [chain_batch(0), chain_batch(1)]
+
+
+def chain(model: nn.Module) -> Chain:
+    assert isinstance(model, Chain)
+    return model
+
+
+def along(*path: int) -> Step:
+    """A step through these layers."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        chain(model).path, before = path, chain(model).path
+        train(model, batch)
+        chain(model).path = before
+
+    return step
+
+
+# ---- what runs is what is printed --------------------------------------------------------------
+
+
+def one_of(mode: Mode, sharded: sw.Sharded, batch: Batch) -> None:
+    """A step in ``mode``; the last of two micro-batches comes after the first."""
+    if mode == "forward":
+        with torch.no_grad():
+            loss(sharded.model, batch)
+    elif mode == "train":
+        train(sharded.model, batch)
+    else:
+        with sharded.accumulate(last=mode == "last"):
+            train(sharded.model, batch)
+
+
+def rounds(comm: Comm, model: nn.Module, batch: Batch, strategy: str) -> dict[Mode, bool]:
+    """After each mode has run once: does what runs equal what is printed?"""
+    sharded = sw.shard(model, strategy, comm=comm)
+    recorder, equal = Recorder(sharded), {}
+    comm.counters.reset()
+    for again in (False, True):
+        for mode in ("train", "accumulate", "last", "forward"):
+            said = sharded.schedule_of(mode).events
+            one_of(mode, sharded, batch)
+            equal[mode] = recorder.take() == said or not again
+    return equal
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_in_every_mode_what_runs_is_what_is_printed(net: Net, strategy: str) -> None:
+    models = [net.build() for _ in range(2)]
+    for equal in run_threads(
+        2, lambda comm: rounds(comm, models[comm.rank], net.batch(comm.rank, 2), strategy)
+    ):
+        assert equal == {"train": True, "accumulate": True, "last": True, "forward": True}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_the_second_step_of_every_model_follows_its_schedule(net: Net, world: int) -> None:
+    batches = [net.batch(10 * rank, 2) for rank in range(world)]
+    taken = play(net.build(), [train, train], batches, strategy="full_shard")
+    assert taken[1].follows
+    assert not taken[1].on_demand
+
+
+def test_sequential_models_follow_their_schedule_from_the_first_step() -> None:
+    assert all(taken.follows for taken in play(Chain(), [train] * 3, BATCHES))
+
+
+def test_calls_that_share_their_input_end_in_one_order_on_every_rank() -> None:
+    """Six shells around a layer, all with the same input: the inner one ends first."""
+    model: nn.Module = nn.Linear(6, 6)
+    for _ in range(6):
+        model = Shell(model)
+    model = nn.Sequential(nn.Linear(6, 6), model, nn.Linear(6, 2))
+    wrap = sw.wrap.by_class(Shell, nn.Linear)
+    taken = play(model, [train] * 3, BATCHES, wrap=wrap)
+    assert taken[1].follows
+    ends = units_of([event for event in taken[2].done if event.phase is Phase.BACKWARD], Op.EXIT)
+    assert ends == ["2", *("1" + ".inner" * depth for depth in range(6, -1, -1)), "0"]
+
+
+class Shell(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.bias = nn.Parameter(torch.full((6,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) + self.bias * x
+        return out
+
+
+# ---- steps that nobody foresaw -----------------------------------------------------------------
+
+
+def two_forwards(model: nn.Module, batch: Batch) -> None:
+    (loss(model, batch) + loss(model, batch)).backward()
+
+
+def a_layer_alone(model: nn.Module, batch: Batch) -> None:
+    chain(model).layers[1](batch[0]).sum().backward()
+
+
+def a_layer_then_another(model: nn.Module, batch: Batch) -> None:
+    chain(model).head(chain(model).layers[1](batch[0])).sum().backward()
+
+
+def a_layer_then_the_model(model: nn.Module, batch: Batch) -> None:
+    train(model, (chain(model).layers[1](batch[0]), batch[1]))
+
+
+def part_by_part(model: nn.Module, batch: Batch) -> None:
+    """One layer's backward pass before the other's, by hand."""
+    first = chain(model).layers[0](batch[0])
+    middle = first.detach().requires_grad_()
+    chain(model).layers[1](middle).sum().backward()
+    first.backward(middle.grad)
+
+
+def a_forward_that_is_kept(model: nn.Module, batch: Batch) -> None:
+    kept = loss(model, batch)
+    train(model, batch)
+    del kept
+
+
+def gradient_of_the_input(model: nn.Module, batch: Batch) -> None:
+    x = batch[0].clone().requires_grad_()
+    train(model, (x, batch[1]))
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+KNOWN_THE_NEXT_TIME: dict[str, Step] = {
+    "a skipped branch": along(0, 2),
+    "a unit entered twice in a row": along(0, 1, 1, 2),
+    "a unit entered again later": along(0, 1, 0, 2),
+    "another order": along(2, 1, 0),
+    "only the head": along(),
+    "two forwards before one backward": two_forwards,
+    "a layer called directly": a_layer_alone,
+    "one layer called after another": a_layer_then_another,
+    "a layer called before the model": a_layer_then_the_model,
+    "a forward whose graph is kept": a_forward_that_is_kept,
+    "the gradient of an input": gradient_of_the_input,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", KNOWN_THE_NEXT_TIME)
+def test_a_step_that_deviates_is_served_and_known_the_next_time(name: str, strategy: str) -> None:
+    step = KNOWN_THE_NEXT_TIME[name]
+    steps = [train, step, step, train, train]
+    taken = play(Chain(), steps, BATCHES, strategy=strategy)
+    assert [taken[number].follows for number in (0, 2, 4)] == [True, True, True]
+    assert not taken[2].on_demand
+
+
+def evaluation_before(model: nn.Module, batch: Batch) -> None:
+    with torch.no_grad():
+        loss(model, batch)
+    train(model, batch)
+
+
+def inference_before(model: nn.Module, batch: Batch) -> None:
+    with torch.inference_mode():
+        loss(model, batch)
+    train(model, batch)
+
+
+def evaluation_between(model: nn.Module, batch: Batch) -> None:
+    value = loss(model, batch)
+    with torch.no_grad():
+        loss(model, batch)
+    value.backward()
+
+
+def inference_between(model: nn.Module, batch: Batch) -> None:
+    value = loss(model, batch)
+    with torch.inference_mode():
+        loss(model, batch)
+    value.backward()
+
+
+def a_forward_that_is_thrown_away(model: nn.Module, batch: Batch) -> None:
+    loss(model, batch)
+    train(model, batch)
+
+
+def two_backwards(model: nn.Module, batch: Batch) -> None:
+    value = loss(model, batch)
+    value.backward(retain_graph=True)
+    value.backward()
+
+
+def gradients_asked_for_first(model: nn.Module, batch: Batch) -> None:
+    x = batch[0].clone().requires_grad_()
+    value = loss(model, (x, batch[1]))
+    torch.autograd.grad(value, x, retain_graph=True)
+    value.backward()
+
+
+def both_forwards_then_both_backwards(model: nn.Module, batch: Batch) -> None:
+    first, second = loss(model, batch), loss(model, batch)
+    first.backward()
+    second.backward()
+
+
+def both_forwards_then_both_backwards_reversed(model: nn.Module, batch: Batch) -> None:
+    first, second = loss(model, batch), loss(model, batch)
+    second.backward()
+    first.backward()
+
+
+def an_evaluation_that_raises_between(model: nn.Module, batch: Batch) -> None:
+    value = loss(model, batch)
+    handle = chain(model).layers[1].get_submodule("fc").register_forward_pre_hook(stop)
+    with torch.no_grad(), pytest.raises(Stop):
+        loss(model, batch)
+    handle.remove()
+    value.backward()
+
+
+def backward_again_after_it_stopped(model: nn.Module, batch: Batch) -> None:
+    x = chain(model).layers[0](batch[0])
+    value = chain(model).head(chain(model).layers[1](x)).sum()
+    handle = x.register_hook(stop)
+    with pytest.raises(Stop):
+        value.backward(retain_graph=True)
+    handle.remove()
+    model.zero_grad()
+    value.backward()
+
+
+def an_evaluation_inside_backward(model: nn.Module, batch: Batch) -> None:
+    def evaluate(gradient: Tensor) -> None:
+        with torch.no_grad():
+            loss(model, batch)
+
+    x = chain(model).layers[0](batch[0])
+    x.register_hook(evaluate)
+    (chain(model).head(x).sum() + loss(model, batch)).backward()
+
+
+SERVED: dict[str, Step] = {
+    "evaluation before": evaluation_before,
+    "inference mode before": inference_before,
+    "evaluation between forward and backward": evaluation_between,
+    "inference mode between forward and backward": inference_between,
+    "a forward without backward": a_forward_that_is_thrown_away,
+    "a second backward": two_backwards,
+    "autograd.grad before backward": gradients_asked_for_first,
+    "forward, forward, backward, backward": both_forwards_then_both_backwards,
+    "the same, last in first out": both_forwards_then_both_backwards_reversed,
+    "part by part": part_by_part,
+    "an evaluation that raises between": an_evaluation_that_raises_between,
+    "backward again after it stopped": backward_again_after_it_stopped,
+    "an evaluation inside backward": an_evaluation_inside_backward,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", SERVED)
+def test_what_no_schedule_lists_is_served_every_time(name: str, strategy: str) -> None:
+    step = SERVED[name]
+    taken = play(Chain(), [train, step, step, train, train], BATCHES, strategy=strategy)
+    assert taken[0].follows
+    assert taken[4].follows
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_evaluation_follows_a_schedule_of_its_own_and_leaves_the_training_one_alone(
+    strategy: str,
+) -> None:
+    models = [Chain() for _ in range(2)]
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        recorder, batch = Recorder(sharded), BATCHES[comm.rank]
+        comm.counters.reset()
+        forward, whole = sharded.schedule_of("forward").events, sharded.schedule.events
+        for _ in range(2):
+            evaluation_before(sharded.model, batch)
+            assert recorder.take() == (*forward, *whole)
+            sharded.model.zero_grad()
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["evaluation between forward and backward", "a second backward"])
+def test_the_first_backward_pass_goes_on_as_listed(name: str, strategy: str) -> None:
+    """But for what an evaluation has freed, which is gathered again."""
+    taken = play(Chain(), [train, SERVED[name]], BATCHES, strategy=strategy)[1]
+    done = [e for e in taken.done if e.phase is Phase.BACKWARD and e.reason != "on demand"]
+    said = [e for e in taken.said if e.phase is Phase.BACKWARD]
+    assert done[: len(said)] == said
+
+
+class Forces(Chain):
+    """Differentiates inside its forward pass, as models of molecules do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x).detach().requires_grad_()
+        for layer in self.layers:
+            [slope] = torch.autograd.grad(layer(x).sum(), x)
+            x = layer(x - slope)
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_pass_inside_a_forward_pass_is_served(strategy: str) -> None:
+    play(Forces(), [train] * 3, BATCHES, strategy=strategy)
+
+
+class Around(nn.Module):
+    """A unit around another, through which it differentiates before it goes on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = x.detach().requires_grad_()
+        [slope] = torch.autograd.grad(self.layer(inner).sum(), inner)
+        out: Tensor = self.layer(x + slope) * self.gain
+        return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_so_is_one_inside_a_unit_which_stays_whole(strategy: str) -> None:
+    model = Chain()
+    model.layers = nn.ModuleList(Around() for _ in range(3))
+    wrap = sw.wrap.by_class(Around, Layer)
+    play(model, [train] * 3, BATCHES, strategy=strategy, wrap=wrap)
+
+
+def test_two_losses_that_share_a_layer_average_both() -> None:
+    """Each backward pass is averaged by itself, so the sum may round differently."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        first = chain(model).layers[0](batch[0])
+        second = chain(model).layers[1](first)
+        first.sum().backward(retain_graph=True)
+        second.sum().backward()
+
+    model = Chain()
+    truth = averaged(model, step, BATCHES)
+    models = [deepcopy(model) for _ in BATCHES]
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], comm=comm)
+        for _ in range(2):
+            step(sharded.model, BATCHES[comm.rank])
+            assert_at_rest(sharded)
+            for name, param in sharded.model.named_parameters():
+                whole = truth[name]
+                assert (param.grad is None) == (whole is None)
+                if param.grad is not None and whole is not None:
+                    mine = param.sharding.cut(whole, param.shape)  # type: ignore[attr-defined]
+                    torch.testing.assert_close(param.grad, mine, rtol=1e-6, atol=1e-7)
+            sharded.model.zero_grad()
+
+    run_threads(2, rank)
+
+
+def test_a_gradient_that_comes_while_its_bucket_travels_waits_for_it_and_is_added() -> None:
+    sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
+    runtime, state = sharded.runtime, sharded.runtime.units["head"]
+    [bucket] = state.buckets
+    recorder = Recorder(sharded)
+    runtime.begin_backward(recorded=False)
+    runtime.serve("head", Phase.BACKWARD, "by hand")
+    for value in (1.0, 2.0):
+        for index, slot in enumerate(bucket.layout.slots):
+            runtime.collect(state, bucket, index, torch.full(slot.shape, value))
+        runtime._carry_out([Event(Op.REDUCE, "head", Phase.BACKWARD)])
+    runtime.end_backward(kept=False)
+    ops = [event.op for event in recorder.events if event.unit == "head"]
+    assert ops == [Op.GATHER, Op.REDUCE, Op.SETTLE, Op.REDUCE, Op.SETTLE, Op.FREE]
+    grad = sharded.model.get_parameter("head.weight").grad
+    assert grad is not None
+    assert torch.equal(grad, torch.full_like(grad, 3.0))
+
+
+# ---- the order changes -------------------------------------------------------------------------
+
+
+def test_a_changed_order_is_said_once_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        play(Chain(), [train, along(0, 2), train, along(2, 0), train], BATCHES)
+    [said] = caplog.messages
+    assert said.startswith("the order of units changed in step 2 (train)")
+    assert "prefetch=sw.Prefetch(forward=0, backward=0)" in said
+
+
+def test_a_second_backward_pass_through_one_graph_changes_no_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(Chain(), comm=comm)
+        before = dict(sharded.runtime.schedules.orders)
+        for _ in range(2):
+            value = loss(sharded.model, BATCHES[comm.rank])
+            value.backward(retain_graph=True)
+            value.backward()
+        assert sharded.runtime.schedules.orders == before
+
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        run_threads(2, rank)
+    assert caplog.messages == []
+
+
+def test_a_wrong_first_guess_is_corrected_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        taken = play(Chain(), [along(2, 1, 0)] * 3, BATCHES)
+    assert [step.follows for step in taken] == [False, True, True]
+    assert caplog.messages == []
+
+
+# ---- steps that stop half-way ------------------------------------------------------------------
+
+
+class Stop(RuntimeError):
+    """Raised on purpose."""
+
+
+def stopping_in_forward(model: nn.Module, batch: Batch) -> None:
+    handle = chain(model).layers[1].get_submodule("fc").register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(Stop):
+            train(model, batch)
+    finally:
+        handle.remove()
+
+
+def stopping_in_backward(model: nn.Module, batch: Batch) -> None:
+    x = chain(model).layers[0](batch[0])
+    x.register_hook(stop)
+    with pytest.raises(Stop):
+        chain(model).head(chain(model).layers[1](x)).sum().backward()
+
+
+def stop(*_: object) -> None:
+    raise Stop
+
+
+STOPS = {"forward": stopping_in_forward, "backward": stopping_in_backward}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("where", STOPS)
+def test_after_an_exception_the_next_step_is_right_and_the_stopped_one_forgotten(
+    where: str, strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [Chain()]
+    models.append(deepcopy(models[0]))
+    truth = averaged(models[0], train, BATCHES)
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        batch = BATCHES[comm.rank]
+        for _ in range(2):
+            STOPS[where](sharded.model, batch)
+            train(sharded.model, batch)
+            assert_gradients(sharded.model, truth)
+            assert_at_rest(sharded)
+            sharded.model.zero_grad()
+        recorder, said = Recorder(sharded), sharded.schedule.events
+        comm.counters.reset()
+        train(sharded.model, batch)
+        assert recorder.take() == said
+
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        run_threads(2, rank)
+    assert caplog.messages == [WARNED[where]] * 4
+
+
+WARNED = {
+    "forward": "a forward pass raised an exception: parameters and gradients are as before it",
+    "backward": "a backward pass stopped before its end: what was not averaged yet was dropped, "
+    "parameters are as before it",
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt])
+def test_micro_batches_from_before_a_stopped_forward_pass_are_kept(
+    stop: type[BaseException], strategy: str
+) -> None:
+    """As the plain ``.grad`` is, where a batch that was too large is left out."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        def fail(*_: object) -> None:
+            raise stop
+
+        sharded = handles.get(model)
+        with sharded.no_sync() if sharded else nullcontext():
+            train(model, batch)
+        handle = chain(model).layers[1].get_submodule("fc").register_forward_pre_hook(fail)
+        with pytest.raises(stop):
+            train(model, batch)
+        handle.remove()
+        train(model, batch)
+
+    handles: dict[nn.Module, sw.Sharded] = {}
+    models = [Chain()]
+    models.append(deepcopy(models[0]))
+    truth = averaged(models[0], step, BATCHES)
+
+    def rank(comm: Comm) -> None:
+        sharded = handles[models[comm.rank]] = sw.shard(models[comm.rank], strategy, comm=comm)
+        step(sharded.model, BATCHES[comm.rank])
+        assert_gradients(sharded.model, truth)
+        assert_at_rest(sharded)
+
+    run_threads(2, rank)
+
+
+class Interrupt:
+    """Ctrl-C at the ``number``-th time that a function of the engine begins or ends."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.seen = number, list[str]()
+
+    def __enter__(self) -> Self:
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: FrameType, event: str, _: object) -> None:
+        if event not in ("call", "return") or "shardwise" not in frame.f_code.co_filename:
+            return
+        if frame.f_code.co_name == "<genexpr>":  # what is raised in one that is closed is lost
+            return
+        self.seen.append(frame.f_code.co_name)
+        if len(self.seen) == self.number:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ctrl_c_anywhere_in_a_step_leaves_the_model_between_steps(strategy: str) -> None:
+    """At once, while the traceback is still there: a notebook keeps it."""
+    sharded = sw.shard(Chain(), strategy, comm=FakeComm(0, 2))
+    model, batch = sharded.model, BATCHES[0]
+    before = deepcopy(model.state_dict())
+    train(model, batch)
+    truth = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    with Interrupt(0) as whole:
+        train(model, batch)
+    seen = whole.seen
+    ends = [at for at, name in enumerate(seen, 1) if name == "_end"]  # which a traceback holds
+    for number in [*range(1, len(seen), len(seen) // 16), *ends]:
+        model.zero_grad()
+        with pytest.raises(KeyboardInterrupt) as kept, Interrupt(number):
+            train(model, batch)
+        model.zero_grad()
+        assert all(map(torch.equal, model.state_dict().values(), before.values()))
+        assert_at_rest(sharded)
+        train(model, batch)
+        for param, grad in zip(model.parameters(), truth, strict=True):
+            assert param.grad is not None
+            assert grad is not None
+            assert torch.equal(param.grad, grad)
+        del kept
+
+
+def test_after_ctrl_c_in_a_forward_pass_a_shard_is_read_as_a_shard() -> None:
+    """In the pass it would be gathered, by all ranks alike."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
+    model, last = chain(sharded.model), sharded.model.get_parameter("head.weight")
+    model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, BATCHES[0])
+    with pytest.raises(sw.ShardUseError, match=r"'head\.weight' is sharded"), torch.no_grad():
+        last.cumsum(0)
+    assert_at_rest(sharded)
+
+
+@pytest.mark.parametrize("where", STOPS)
+def test_gradients_from_before_a_stopped_step_are_kept(where: str) -> None:
+    models = [Chain()]
+    models.append(deepcopy(models[0]))
+    truth = averaged(models[0], train, BATCHES)
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], comm=comm)
+        train(sharded.model, BATCHES[comm.rank])
+        STOPS[where](sharded.model, BATCHES[comm.rank])
+        sharded.model.state_dict()  # between steps: whatever stopped is over by now
+        assert_gradients(sharded.model, truth)
+        assert_at_rest(sharded)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "run"), [*((name, run_threads) for name in STRATEGIES), ("zero1", run_sharing)]
+)
+@pytest.mark.parametrize("where", STOPS)
+def test_a_stopped_step_shows_shards_and_their_gradients_at_once(
+    where: str, strategy: str, run: Callable[..., object]
+) -> None:
+    """Before the handle is used again: what the user's handler drops is not there later."""
+    models = [Chain()]
+    models.append(deepcopy(models[0]))
+    truth = averaged(models[0], train, BATCHES)
+
+    def rank(comm: Comm) -> None:
+        model = sw.shard(models[comm.rank], strategy, comm=comm).model
+        at_rest = [(type(param), param.shape) for param in model.parameters()]
+        train(model, BATCHES[comm.rank])
+        STOPS[where](model, BATCHES[comm.rank])
+        assert [(type(param), param.shape) for param in model.parameters()] == at_rest
+        assert_gradients(model, truth)
+        model.zero_grad()
+        train(model, BATCHES[comm.rank])
+        assert_gradients(model, truth)
+
+    run(2, rank)
+
+
+@pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
+def test_a_model_that_catches_a_layers_exception_goes_on(kind: type[BaseException]) -> None:
+    def stop(*_: object) -> None:
+        raise kind
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        handle = chain(model).layers[1].get_submodule("fc").register_forward_pre_hook(stop)
+        x = chain(model).layers[0](batch[0])
+        try:
+            x = chain(model).layers[1](x)
+        except kind:
+            handle.remove()
+        chain(model).head(chain(model).layers[2](x)).sum().backward()
+
+    taken = play(Chain(), [step] * 3 + [train] * 2, BATCHES)
+    assert taken[4].follows
+
+
+class Forgiving(Chain):
+    """Catches inside its own forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            try:
+                x = layer(x[:, :5])
+            except RuntimeError:
+                x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def test_a_unit_that_fails_and_is_called_again_in_one_forward_pass_is_served() -> None:
+    taken = play(Forgiving(), [train] * 3, BATCHES)
+    assert taken[2].follows
+
+
+# ---- shared parameters are written when nobody reads them ----------------------------------------
+
+
+class Fenced(FakeComm):
+    """Remembers where every rank would wait for the others."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.fences: list[str] = []
+
+    def fence(self, label: Label) -> None:
+        self.fences.append(str(label))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_new_values_wait_for_a_backward_pass_that_ended_without_a_collective(
+    trainable: bool,
+) -> None:
+    """Where a gradient is summed, every rank has answered by the end of the backward pass."""
+    comm, model = Fenced(), Chain().requires_grad_(trainable)
+    values = deepcopy(model.state_dict())
+    sw.shard(model, comm=comm)
+    model(BATCHES[0][0].clone().requires_grad_()).sum().backward()
+    model.load_state_dict(values)
+    assert len(comm.fences) == (0 if trainable else 1)
+
+
+# ---- parameters that are not used --------------------------------------------------------------
+
+
+class Choosy(nn.Module):
+    """Uses ``extra`` only where the batch says so; ``never`` nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 2)
+        self.extra = nn.Linear(6, 2)
+        self.never = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(x)
+        return out + self.extra(x) if x[0, 0] > 0 else out
+
+
+def signed(batch: Batch, sign: float) -> Batch:
+    x = batch[0].clone()
+    x[0, 0] = sign
+    return x, batch[1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("signs", [(1.0, -1.0), (-1.0, 1.0), (-1.0, -1.0), (1.0, 1.0)])
+def test_a_parameter_used_on_one_rank_only_is_averaged_with_zeros_and_on_none_stays_none(
+    signs: tuple[float, float], strategy: str
+) -> None:
+    batches = [signed(batch, sign) for batch, sign in zip(BATCHES, signs, strict=True)]
+    model = Choosy()
+    truth = averaged(model, train, batches)
+    assert truth["never.weight"] is None
+    assert (truth["extra.weight"] is None) == (max(signs) < 0)
+    play(model, [train] * 2, batches, strategy=strategy, wrap=sw.wrap.whole())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_skips_parameters_without_a_gradient(strategy: str) -> None:
+    """Weight decay would move them, if they had a gradient of zeros."""
+    models = [Choosy()]
+    models.append(deepcopy(models[0]))
+    before = models[0].never.weight.detach().clone()
+
+    def rank(comm: Comm) -> Tensor:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        optimizer = torch.optim.AdamW(sharded.model.parameters(), lr=0.1, weight_decay=0.5)
+        for _ in range(2):
+            train(sharded.model, signed(BATCHES[comm.rank], -1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        after: Tensor = sharded.model.state_dict()["never.weight"]
+        return after
+
+    for after in run_threads(2, rank):
+        assert torch.equal(after, before)
+
+
+# ---- gathers in flight, and when ---------------------------------------------------------------
+
+
+def watched_step(
+    prefetch: sw.Prefetch, strategy: str = "full_shard"
+) -> tuple[int, list[str], tuple[Event, ...]]:
+    """Most gathers in flight, what happened among computing, and the schedule, in a third step."""
+    models = [decoder(), decoder()]
+
+    def rank(comm: Comm) -> tuple[int, list[str], tuple[Event, ...]]:
+        watched = Watched(comm)
+        sharded = sw.shard(models[comm.rank], strategy, comm=watched, prefetch=prefetch)
+        for _ in range(2):
+            train(sharded.model, decoder_batch(comm.rank, 2))
+        for number, block in enumerate(sharded.model.get_submodule("blocks").children()):
+            say = partial(watched.log.append, f"compute blocks.{number}")
+            block.get_submodule("mlp.up").register_forward_hook(partial(tell, say))
+        watched.log.clear()
+        watched.most = 0
+        value = loss(sharded.model, decoder_batch(comm.rank, 2))
+        watched.log.append("backward")
+        value.backward()
+        assert watched.flying == 0
+        return watched.most, watched.log, sharded.schedule.events
+
+    ranks = run_threads(2, rank)
+    assert ranks[0] == ranks[1]
+    return ranks[0]
+
+
+def tell(say: Callable[[], None], module: nn.Module, args: object, out: Tensor) -> None:
+    """Say so when a gradient comes back to ``out``."""
+    out.register_hook(lambda grad: say())
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_never_are_more_gathers_in_flight_than_the_limit(limit: int) -> None:
+    most, _, _ = watched_step(sw.Prefetch(forward=10**9, backward=10**9, limit=limit))
+    assert most == limit
+
+
+def test_without_prefetch_one_gather_is_in_flight() -> None:
+    most, _, _ = watched_step(sw.Prefetch(forward=0, backward=0))
+    assert most == 1
+
+
+def backward_of(log: list[str]) -> list[str]:
+    """What happens to the blocks in the backward pass."""
+    return [line for line in log[log.index("backward") :] if "blocks" in line]
+
+
+def test_backward_pre_gathers_the_next_unit_before_this_ones_gradients() -> None:
+    _, log, _ = watched_step(sw.Prefetch(when="pre"))
+    assert backward_of(log) == [
+        "gather blocks.2",
+        "gather blocks.1",
+        "compute blocks.2",
+        "reduce blocks.2",
+        "gather blocks.0",
+        "compute blocks.1",
+        "reduce blocks.1",
+        "compute blocks.0",
+        "reduce blocks.0",
+    ]
+
+
+def test_backward_post_gathers_the_next_unit_after_this_ones_gradients_before_its_reduce() -> None:
+    _, log, _ = watched_step(sw.Prefetch(when="post"))
+    assert backward_of(log) == [
+        "gather blocks.2",
+        "compute blocks.2",
+        "gather blocks.1",
+        "reduce blocks.2",
+        "compute blocks.1",
+        "gather blocks.0",
+        "reduce blocks.1",
+        "compute blocks.0",
+        "reduce blocks.0",
+    ]
+
+
+def test_without_backward_prefetch_a_unit_is_gathered_when_its_turn_comes() -> None:
+    _, log, _ = watched_step(sw.Prefetch(backward=0))
+    assert backward_of(log) == [
+        "gather blocks.2",
+        "compute blocks.2",
+        "reduce blocks.2",
+        "gather blocks.1",
+        "compute blocks.1",
+        "reduce blocks.1",
+        "gather blocks.0",
+        "compute blocks.0",
+        "reduce blocks.0",
+    ]
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op", "full_shard"])
+def test_collectives_are_issued_as_the_schedule_lists_them(strategy: str, when: str) -> None:
+    _, log, events = watched_step(sw.Prefetch(when=when), strategy)
+    listed = [f"{e.op} {e.unit}" for e in events if e.op in (Op.GATHER, Op.REDUCE)]
+    assert [line for line in log if line.startswith(("gather", "reduce"))] == listed
+
+
+# ---- ranks that take different branches ----------------------------------------------------------
+
+
+# torch says so where it silences the second of two errors.
+@pytest.mark.filterwarnings("ignore:module forward hook")
+def test_ranks_that_take_different_branches_end_in_an_error_that_names_ranks_and_units() -> None:
+    models = [Chain(), Chain()]
+    models[1].path = (0, 2)
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], comm=comm)
+        for _ in range(3):
+            train(sharded.model, BATCHES[comm.rank])
+
+    with pytest.raises(sw.RanksDisagree) as error:
+        run_threads(2, rank)
+    assert "rank 0" in str(error.value)
+    assert "rank 1" in str(error.value)
+    assert "layers." in str(error.value)
+
+
+PATHS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "one skips the middle": ((0, 1, 2), (0, 2)),
+    "one skips the first": ((0, 1, 2), (1, 2)),
+    "one skips the last": ((0, 1, 2), (0, 1)),
+    "each skips another": ((0, 2), (1, 2)),
+    "both skip the same": ((0, 2), (0, 2)),
+    "one skips all": ((0, 1, 2), ()),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", PATHS)
+def test_a_rank_that_participates_contributes_zeros_to_the_units_it_skips(
+    name: str, strategy: str
+) -> None:
+    model = Chain()
+    paths = PATHS[name]
+    parts = []
+    for path, batch in zip(paths, BATCHES, strict=True):
+        plain = deepcopy(model)
+        along(*path)(plain, batch)
+        parts.append({key: param.grad for key, param in plain.named_parameters()})
+    truth = mean_in_rank_order(parts)
+    models = [deepcopy(model), deepcopy(model)]
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm, divergence="participate")
+        for _ in range(2):
+            with torch.no_grad():
+                chain(sharded.model).path = paths[comm.rank]
+                loss(sharded.model, BATCHES[comm.rank])
+            along(*paths[comm.rank])(sharded.model, BATCHES[comm.rank])
+            assert_gradients(sharded.model, truth)
+            assert_at_rest(sharded)
+            sharded.model.zero_grad()
+        train(sharded.model, BATCHES[comm.rank])  # and nobody is out of step afterwards
+
+    run_threads(2, rank)
+
+
+# --- what differs between ranks without being anybody's fault ----------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "full_shard"])
+def test_a_loss_that_one_rank_keeps_changes_nothing_on_any(strategy: str) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(decoder())
+
+    def work(comm: Comm) -> list[Tensor]:
+        model = models[comm.rank]
+        sw.shard(model, strategy, comm=comm)
+        optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(4):
+            logged = loss(model, decoder_batch(100 + step, 2))  # with gradients, by mistake
+            if comm.rank == 0:
+                kept.append(logged)
+            del logged
+            loss(model, decoder_batch(2 * step + comm.rank, 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.state_dict().values())
+
+    mine, theirs = run_threads(2, work)
+    assert all(map(torch.equal, mine, theirs))

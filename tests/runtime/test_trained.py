@@ -1,0 +1,332 @@
+"""What is trained changes between steps, and nothing else changes with it.
+
+Two ranks with equal batches form exact means, so that a plain model is the truth, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Comm
+from shardwise.errors import RanksDisagree
+from shardwise.schedule.events import Op
+from tests.copies import equal, on_ranks, said, seeded
+from tests.nets import numbers
+from tests.steps import STRATEGIES, Recorder, assert_at_rest, units_of
+
+Shard = Callable[[nn.Module], object]
+Program = Callable[[nn.Module, Shard], dict[str, Tensor]]
+
+
+class Chain(nn.Module):
+    """Three layers and a head; ``before`` and ``between`` are called with it as it computes."""
+
+    def __init__(self, outputs: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, outputs)
+        self.before: Callable[[Chain], object] = lambda model: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before(self)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+X = numbers(0, (4, 6))
+
+
+def train(model: nn.Module) -> None:
+    model(X).square().mean().backward()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_as_plain(program: Program, build: Callable[[], nn.Module], strategy: str) -> None:
+    plain = program(seeded(build), lambda model: None)
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        return program(model, lambda part: sw.shard(part, strategy, comm=comm))
+
+    for state in on_ranks(2, build, rank):
+        assert equal(state, plain)
+
+
+# --- as a plain model does ---------------------------------------------------------------------
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = Chain(), Chain(1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_critic_is_switched_off_and_on_in_every_step(strategy: str) -> None:
+    def program(model: nn.Module, shard: Shard) -> dict[str, Tensor]:
+        generator, critic = model.get_submodule("generator"), model.get_submodule("critic")
+        shard(generator), shard(critic)
+        first = torch.optim.Adam(generator.parameters(), lr=0.1)
+        second = torch.optim.Adam(critic.parameters(), lr=0.1)
+        for _ in range(3):
+            critic.requires_grad_(False)
+            F.softplus(-critic(generator(X))).mean().backward()
+            first.step(), first.zero_grad()
+            critic.requires_grad_(True)
+            fake = critic(generator(X).detach())
+            (F.softplus(fake) + F.softplus(-critic(2 * X))).mean().backward()
+            second.step(), second.zero_grad()
+        return {**whole(generator), **{f"critic.{k}": v for k, v in whole(critic).items()}}
+
+    assert_as_plain(program, Gan, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_layers_are_unfrozen_and_frozen_again_and_keep_their_optimizer_state(strategy: str) -> None:
+    """From the head down, then the head alone, then one bias alone."""
+
+    def program(model: nn.Module, shard: Shard) -> dict[str, Tensor]:
+        model.requires_grad_(False)
+        model.get_submodule("head").requires_grad_(True)
+        shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for trained in (("head",), ("head", "layers.2"), ("layers", "head"), ("head",), ()):
+            model.requires_grad_(False)
+            for name in trained:
+                model.get_submodule(name).requires_grad_(True)
+            model.get_parameter("layers.1.bias").requires_grad_(True)
+            for _ in range(2):
+                train(model)
+                optimizer.step(), optimizer.zero_grad()
+        return whole(model)
+
+    assert_as_plain(program, Chain, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "full_shard"])
+def test_what_was_accumulated_before_it_was_frozen_is_kept(strategy: str) -> None:
+    def program(model: nn.Module, shard: Shard) -> dict[str, Tensor]:
+        handle = shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            if isinstance(handle, sw.Sharded):
+                with handle.no_sync():
+                    train(model)
+            else:
+                train(model)
+            model.get_submodule("layers").requires_grad_(False)
+            train(model)
+            optimizer.step(), optimizer.zero_grad()
+            train(model)  # and only what is trained is reduced from now on
+            assert model.get_parameter("layers.0.bias").grad is None
+            optimizer.step(), optimizer.zero_grad()
+            model.requires_grad_(True)
+        return whole(model)
+
+    assert_as_plain(program, Chain, strategy)
+
+
+def frozen_in_forward(model: Chain) -> None:
+    model.layers.requires_grad_(False)
+
+
+def unfrozen_in_forward(model: Chain) -> None:
+    model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@pytest.mark.parametrize("change", [frozen_in_forward, unfrozen_in_forward])
+def test_the_model_itself_may_change_it_as_it_computes(
+    change: Callable[[Chain], None], strategy: str
+) -> None:
+    def program(model: nn.Module, shard: Shard) -> dict[str, Tensor]:
+        assert isinstance(model, Chain)
+        model.layers[0].requires_grad_(change is frozen_in_forward)
+        shard(model)
+        model.before = change
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            train(model)
+            optimizer.step(), optimizer.zero_grad()
+        return whole(model)
+
+    assert_as_plain(program, Chain, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_two_forward_passes_of_one_step_may_differ_in_it(strategy: str) -> None:
+    """The last one is frozen, and all is trained again when gradients come; then the reverse."""
+
+    def program(model: nn.Module, shard: Shard) -> dict[str, Tensor]:
+        shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for first in (True, False):
+            outs = []
+            for trained in (first, not first):
+                model.requires_grad_(trained)
+                outs.append(model(X.clone().requires_grad_(True)).square().mean())
+            model.requires_grad_(True)
+            sum(outs).backward()
+            optimizer.step(), optimizer.zero_grad()
+        return whole(model)
+
+    assert_as_plain(program, Chain, strategy)
+
+
+# --- what it costs -----------------------------------------------------------------------------
+
+
+def reduced(recorder: Recorder) -> list[str]:
+    return sorted(units_of(recorder.take(), Op.REDUCE))
+
+
+def test_only_units_with_a_trained_parameter_are_reduced_and_have_memory_for_gradients() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        model.requires_grad_(False)
+        sharded = sw.shard(model, comm=comm)
+        recorder = Recorder(sharded)
+        comm.counters.reset()
+        for names in ([], ["head"], ["head", "layers.0"], ["layers.0"]):
+            model.requires_grad_(False)
+            for name in names:
+                model.get_submodule(name).requires_grad_(True)
+            model(X.clone().requires_grad_(True)).sum().backward()
+            assert reduced(recorder) == names
+            assert sorted(unit.name for unit in sharded.units if has_grads(unit)) == names
+            assert_at_rest(sharded)
+            model.zero_grad()
+
+    def has_grads(unit: sw.units.units.Unit) -> bool:
+        return all(member.param.grad is not None for member in unit.members)
+
+    on_ranks(2, Chain, rank)
+
+
+def test_a_kind_of_step_follows_its_schedule_when_it_comes_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And a change of what is trained is no change of order that would have to be said."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        recorder = Recorder(sharded)
+        comm.counters.reset()
+        for again, trained in itertools.product((False, True, True), (False, True)):
+            for layer in list(model.get_submodule("layers").children())[:2]:
+                layer.requires_grad_(trained)
+            said = sharded.schedule.events
+            train(model)
+            done = recorder.take()
+            assert not again or done == sharded.schedule.events
+            assert said is not done
+
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        on_ranks(2, Chain, rank)
+    assert caplog.messages == []
+
+
+def test_what_was_trained_first_has_its_schedule_when_it_is_trained_again() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=LocalComm())
+    scripts = []
+    for trained in (True, False, True):
+        model[0].requires_grad_(trained)
+        model(torch.ones(1, 2)).sum().backward()
+        scripts.append(sharded.runtime.schedules.script("train"))
+    assert scripts[0] is scripts[2]
+    assert scripts[0] is not scripts[1]
+
+
+def test_no_more_than_some_kinds_of_steps_are_kept() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=LocalComm())
+    for trained in itertools.product((False, True), repeat=5):
+        for layer, on in zip(model, trained, strict=True):
+            layer.requires_grad_(on)
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert len(sharded.runtime.schedules._kinds) == 16
+
+
+def test_what_changes_only_under_no_grad_is_not_asked_about() -> None:
+    """``peft``'s ``disable_adapter()`` around the forward pass of a reference model."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        train(model)
+        before = sharded.runtime.schedules.script("train")
+        model.requires_grad_(False)
+        with torch.no_grad():
+            model(X)
+        model.requires_grad_(True)
+        comm.counters.reset()
+        train(model)
+        assert comm.counters.calls["agree"] == 1  # as always: which parameters were used
+        assert sharded.runtime.schedules.script("train") is before
+
+    on_ranks(2, Chain, rank)
+
+
+def test_the_norm_is_that_of_what_is_trained_now() -> None:
+    def rank(comm: Comm, model: nn.Module) -> Tensor:
+        model.get_submodule("layers").requires_grad_(False)
+        sharded = sw.shard(model, comm=comm)
+        model.requires_grad_(True)
+        train(model)
+        return sharded.clip_grad_norm_(0.1)
+
+    plain = seeded(Chain)
+    train(plain)
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(on_ranks(2, Chain, rank), [norm, norm])
+
+
+# --- what cannot be ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True``")
+@pytest.mark.parametrize("trained", [False, True])
+def test_ranks_that_train_different_parameters_are_told_which(trained: bool) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        model.get_submodule("head").requires_grad_(not trained)
+        sw.shard(model, comm=comm)
+        train(model)
+        if comm.rank == 1:
+            model.get_submodule("head").requires_grad_(trained)
+        return said(RanksDisagree, lambda: train(model))
+
+    what = f"that 'head.weight' is {'trained' if trained else 'frozen'} now, and 1 more changed"
+    for text in on_ranks(2, Chain, rank):
+        assert f"rank 1 is at agree {what} [" in text
+
+
+def test_a_parameter_that_is_stored_in_another_dtype_than_trained_ones_names_relayout() -> None:
+    model = Chain().double()
+    model.head.requires_grad_(False)
+    precision = sw.Precision(stored=torch.float32, compute=torch.float32)
+    sharded = sw.shard(model, comm=LocalComm(), precision=precision)
+    model.layers[0].requires_grad_(False)  # to freeze is always possible
+    train(model)
+    model.head.weight.requires_grad_(True)
+    assert said(sw.ScheduleError, lambda: train(model)) == (
+        "parameter 'head.weight' is trainable now, and was not when the model was sharded: its "
+        "bucket is stored in torch.float64, and precision.stored asks for torch.float32. Call "
+        "sharded.relayout() after changing requires_grad."
+    )
+    sharded.relayout()
+    train(model)
+    assert {param.dtype for param in model.parameters() if param.grad is not None} == {
+        torch.float32
+    }

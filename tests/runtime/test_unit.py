@@ -1,0 +1,70 @@
+"""A unit at work: several buckets that are gathered, reduced and forgotten together."""
+
+from __future__ import annotations
+
+import torch
+
+import shardwise as sw
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import Comm
+from shardwise.runtime.unit import UnitState
+from shardwise.schedule.events import UnitBytes
+from tests.nets import mostly_frozen, mostly_frozen_batch
+from tests.steps import assert_at_rest, train
+
+
+def block(comm: Comm, strategy: str = "full_shard") -> tuple[sw.Sharded, UnitState]:
+    """A unit of a frozen and a trainable bucket."""
+    sharded = sw.shard(mostly_frozen(), strategy, comm=comm)
+    return sharded, sharded.runtime.units["blocks.0"]
+
+
+def test_a_unit_with_frozen_parameters_has_a_bucket_that_is_never_reduced() -> None:
+    _, state = block(LocalComm())
+    assert [bucket.trainable for bucket in state.buckets] == [False, True]
+    assert state.trainable == [state.buckets[1]]
+
+
+def test_all_buckets_are_gathered_and_freed_together() -> None:
+    _, state = block(FakeComm(0, 2))
+    state.gather()
+    assert all(bucket.gathered for bucket in state.buckets)
+    state.ready()
+    assert all(bucket.is_whole for bucket in state.buckets)
+    state.free()
+    assert not any(bucket.gathered for bucket in state.buckets)
+
+
+def test_its_bytes_are_those_of_all_buckets_and_of_trainable_gradients_padding_included() -> None:
+    precision = sw.Precision(compute=torch.bfloat16, wire=torch.float64)
+    sharded = sw.shard(mostly_frozen(), comm=FakeComm(0, 2), precision=precision)
+    state = sharded.runtime.units["blocks.0"]
+    frozen, trainable = (bucket.layout.numel for bucket in state.buckets)
+    assert state.nbytes() == UnitBytes(2 * (frozen + trainable), 8 * trainable, 4 * trainable)
+
+
+def test_it_is_complete_when_every_gradient_of_its_last_visit_has_come() -> None:
+    sharded, state = block(LocalComm())
+    [bucket] = state.trainable
+    complete = []
+    for index, param in enumerate(bucket.params):
+        complete.append(state.complete)
+        bucket.gradients.collect(index, torch.ones_like(param), carried=False)
+    assert [*complete, state.complete] == [*[False] * len(bucket.params), True]
+    collected = [state.collected]
+    sharded.drop_gradients()
+    assert [*collected, state.collected] == [True, False]
+
+
+def test_an_abandoned_unit_is_at_rest_and_waits_for_nothing() -> None:
+    sharded, state = block(FakeComm(1, 2))
+    state.gather()
+    state.trainable[0].gradients.collect(
+        0, torch.ones(state.trainable[0].layout.slots[0].shape), carried=True
+    )
+    state.abandon()
+    state.drop_gradients()
+    assert_at_rest(sharded)
+    train(sharded.model, mostly_frozen_batch(0, 2))
+    assert_at_rest(sharded)

@@ -1,0 +1,514 @@
+"""One step as a list: the tables below are the specification.
+
+The first group reproduces what PyTorch's own FSDP2 tests expect
+(``test/distributed/_composable/fsdp/test_fully_shard_comm.py``, class ``TestFullyShardPrefetch``):
+a root with three or four layers, gathers, frees ("reshard") and reduces ("post_backward").
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import ConfigError
+from shardwise.schedule import events as schedule
+from shardwise.schedule.cursor import steps
+from shardwise.schedule.events import (
+    CUES,
+    Cue,
+    Event,
+    Op,
+    Order,
+    Phase,
+    Policy,
+    Prefetch,
+    UnitBytes,
+    events,
+)
+from shardwise.schedule.placement import Placement
+from shardwise.setup.order import mirror
+from shardwise.strategies import placement_of
+
+FULL = placement_of("full_shard")
+ZERO2 = placement_of("shard_grad_op")
+ZERO1 = placement_of("zero1")
+DDP = placement_of("no_shard")
+
+
+def everywhere(placement: Placement) -> Mapping[str, Placement]:
+    """Every unit lives there."""
+    return defaultdict(lambda: placement)
+
+
+def layers(count: int) -> Order:
+    """A root unit around ``count`` layers."""
+    cues = [Cue(Op.ENTER, "root", Phase.FORWARD)]
+    for layer in range(count):
+        cues += [Cue(Op.ENTER, f"layers.{layer}", Phase.FORWARD)]
+        cues += [Cue(Op.EXIT, f"layers.{layer}", Phase.FORWARD)]
+    cues.append(Cue(Op.EXIT, "root", Phase.FORWARD))
+    return Order(tuple(cues), mirror(cues))
+
+
+def weights(order: Order, nbytes: int = 100) -> dict[str, UnitBytes]:
+    return {cue.unit: UnitBytes(nbytes, nbytes) for cue in order.forward}
+
+
+def listed(order: Order, policy: Policy) -> tuple[Event, ...]:
+    return events(order, policy, weights(order))
+
+
+def table(found: tuple[Event, ...], phase: Phase, *ops: Op) -> str:
+    return "\n".join(f"{e.op} {e.unit}" for e in found if e.phase is phase and e.op in ops)
+
+
+def rows(text: str) -> str:
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def units_ahead(count: int) -> int:
+    """A prefetch depth in bytes that holds ``count`` units of 100 bytes."""
+    return count * 100
+
+
+# ---- PyTorch's tables ------------------------------------------------------------------------
+
+
+def policy(forward: int, backward: int, **changes: object) -> Policy:
+    prefetch = Prefetch(units_ahead(forward), units_ahead(backward))
+    return replace(Policy(everywhere(FULL), prefetch), **changes)  # type: ignore[arg-type]
+
+
+def test_forward_without_prefetch_gathers_each_unit_when_it_is_entered() -> None:
+    found = listed(layers(3), policy(forward=0, backward=1))
+    assert table(found, Phase.FORWARD, Op.GATHER) == rows("""
+        gather root
+        gather layers.0
+        gather layers.1
+        gather layers.2
+    """)
+
+
+def test_backward_gathers_one_ahead_what_was_freed() -> None:
+    """The root and the last layer were not: they would have been gathered again at once."""
+    found = listed(layers(3), policy(0, 1))
+    assert table(found, Phase.FORWARD, Op.FREE) == "free layers.0\nfree layers.1"
+    assert table(found, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
+        gather layers.1
+        reduce layers.2
+        gather layers.0
+        reduce layers.1
+        reduce layers.0
+        reduce root
+    """)
+
+
+def test_backward_with_reshard_false_gathers_nothing() -> None:
+    found = listed(layers(3), policy(0, 1, placements=everywhere(ZERO2)))
+    assert table(found, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
+        reduce layers.2
+        reduce layers.1
+        reduce layers.0
+        reduce root
+    """)
+
+
+def test_forward_prefetch_one() -> None:
+    found = listed(layers(4), policy(forward=1, backward=1))
+    assert table(found, Phase.FORWARD, Op.GATHER, Op.FREE) == rows("""
+        gather root
+        gather layers.0
+        gather layers.1
+        free layers.0
+        gather layers.2
+        free layers.1
+        gather layers.3
+        free layers.2
+    """)
+
+
+def test_forward_prefetch_two() -> None:
+    found = listed(layers(4), policy(forward=2, backward=1))
+    assert table(found, Phase.FORWARD, Op.GATHER, Op.FREE) == rows("""
+        gather root
+        gather layers.0
+        gather layers.1
+        gather layers.2
+        free layers.0
+        gather layers.3
+        free layers.1
+        free layers.2
+    """)
+
+
+def test_backward_prefetch_one_frees_before_it_reduces() -> None:
+    found = listed(layers(4), policy(forward=0, backward=1))
+    assert table(found, Phase.BACKWARD, Op.GATHER, Op.FREE, Op.REDUCE) == rows("""
+        gather layers.2
+        free layers.3
+        reduce layers.3
+        gather layers.1
+        free layers.2
+        reduce layers.2
+        gather layers.0
+        free layers.1
+        reduce layers.1
+        free layers.0
+        reduce layers.0
+        free root
+        reduce root
+    """)
+
+
+def test_backward_prefetch_two() -> None:
+    found = listed(layers(4), policy(forward=0, backward=2))
+    assert table(found, Phase.BACKWARD, Op.GATHER, Op.FREE, Op.REDUCE) == rows("""
+        gather layers.2
+        gather layers.1
+        free layers.3
+        reduce layers.3
+        gather layers.0
+        free layers.2
+        reduce layers.2
+        free layers.1
+        reduce layers.1
+        free layers.0
+        reduce layers.0
+        free root
+        reduce root
+    """)
+
+
+def test_two_forwards_before_one_backward_reduce_once() -> None:
+    once = layers(3)
+    twice = Order(once.forward * 2, mirror(once.forward * 2))
+    found = listed(twice, policy(0, 1))
+    assert table(found, Phase.BACKWARD, Op.REDUCE) == rows("""
+        reduce layers.2
+        reduce layers.1
+        reduce layers.0
+        reduce root
+    """)
+
+
+# ---- our own defaults --------------------------------------------------------------------------
+
+
+def test_backward_pre_gathers_before_this_units_gradients_and_post_after_them() -> None:
+    both = (Op.GATHER, Op.ENTER, Op.EXIT, Op.REDUCE)
+    pre = listed(layers(2), policy(0, 1))
+    assert table(pre, Phase.BACKWARD, *both).startswith(
+        rows("""
+        gather layers.0
+        enter root
+        enter layers.1
+        exit layers.1
+        reduce layers.1
+    """)
+    )
+    post = Policy(everywhere(FULL), Prefetch(0, units_ahead(1), when="post"))
+    assert table(listed(layers(2), post), Phase.BACKWARD, *both).startswith(
+        rows("""
+        enter root
+        enter layers.1
+        exit layers.1
+        gather layers.0
+        reduce layers.1
+    """)
+    )
+
+
+def test_without_backward_prefetch_each_gather_stands_right_before_its_use() -> None:
+    found = listed(layers(2), policy(0, 0))
+    assert table(found, Phase.BACKWARD, Op.GATHER, Op.ENTER) == rows("""
+        enter root
+        enter layers.1
+        gather layers.0
+        enter layers.0
+    """)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_never_more_gathers_in_flight_than_the_limit(limit: int) -> None:
+    unlimited = Prefetch(10**9, 10**9, limit=limit)
+    flying: set[str] = set()
+    most = 0
+    for event in listed(layers(6), Policy(everywhere(FULL), unlimited)):
+        if event.op is Op.GATHER:
+            flying.add(event.unit)
+        elif event.op is Op.ENTER:
+            flying.discard(event.unit)
+        most = max(most, len(flying))
+    assert most == limit
+
+
+def test_prefetch_depth_is_in_bytes() -> None:
+    order = layers(4)
+    heavy = {**weights(order), "layers.1": UnitBytes(300, 300)}
+    found = events(order, Policy(everywhere(FULL), Prefetch(250, 0)), heavy)
+    assert table(found, Phase.FORWARD, Op.GATHER, Op.ENTER).startswith(
+        rows("""
+        gather root
+        gather layers.0
+        enter root
+        enter layers.0
+        gather layers.1
+        gather layers.2
+        gather layers.3
+        enter layers.1
+    """)
+    )
+
+
+def test_settle_ends_every_reduce_and_one_stays_in_flight() -> None:
+    found = listed(layers(2), policy(0, 1))
+    assert table(found, Phase.BACKWARD, Op.REDUCE, Op.SETTLE, Op.END) == rows("""
+        reduce layers.1
+        reduce layers.0
+        settle layers.1
+        reduce root
+        settle layers.0
+        end
+        settle root
+    """).replace("end", "end ")
+
+
+def test_no_shard_gathers_and_frees_nothing_and_reduces_once() -> None:
+    found = listed(layers(2), Policy(everywhere(DDP)))
+    assert {event.op for event in found} == {Op.ENTER, Op.EXIT, Op.END, Op.REDUCE, Op.SETTLE}
+
+
+def test_zero1_gathers_once_and_gives_back_at_the_end() -> None:
+    found = listed(layers(2), Policy(everywhere(ZERO1)))
+    assert table(found, Phase.FORWARD, Op.GATHER).count("gather") == 3
+    assert table(found, Phase.BACKWARD, Op.GATHER) == ""
+    assert [event.op for event in found[-4:]] == [Op.SETTLE, Op.FREE, Op.FREE, Op.FREE]
+
+
+def test_while_accumulating_nothing_is_reduced_and_zero2_stays_gathered() -> None:
+    accumulate = listed(layers(2), Policy(everywhere(ZERO2), reduces=False))
+    assert not [e for e in accumulate if e.op in (Op.REDUCE, Op.SETTLE, Op.FREE)]
+    gathered_at_start = frozenset({"root", "layers.0", "layers.1"})
+    last = listed(layers(2), Policy(everywhere(ZERO2), gathered_at_start=gathered_at_start))
+    assert not [e for e in last if e.op is Op.GATHER]
+    assert len([e for e in last if e.op is Op.FREE]) == 3
+
+
+def test_a_frozen_unit_is_gathered_and_freed_and_never_reduced() -> None:
+    order = layers(2)
+    found = events(order, policy(0, 1), {**weights(order), "layers.0": UnitBytes(100, 0)})
+    assert "reduce layers.0" not in table(found, Phase.BACKWARD, Op.REDUCE)
+    assert "free layers.0" in table(found, Phase.BACKWARD, Op.FREE)
+
+
+def test_a_tied_unit_is_gathered_for_its_first_and_its_last_use_and_reduced_after_both() -> None:
+    forward = tuple(
+        Cue(op, unit, Phase.FORWARD)
+        for unit in ("tied", "layers.0", "layers.1", "tied")
+        for op in (Op.ENTER, Op.EXIT)
+    )
+    found = listed(Order(forward, mirror(forward)), policy(0, 0))
+    ops = (Op.GATHER, Op.FREE, Op.REDUCE)
+    assert table(found, Phase.FORWARD, *ops) == rows("""
+        gather tied
+        free tied
+        gather layers.0
+        free layers.0
+        gather layers.1
+        free layers.1
+        gather tied
+    """)
+    assert table(found, Phase.BACKWARD, *ops) == rows("""
+        free tied
+        gather layers.1
+        free layers.1
+        reduce layers.1
+        gather layers.0
+        free layers.0
+        reduce layers.0
+        gather tied
+        free tied
+        reduce tied
+    """)
+
+
+def test_a_unit_that_is_entered_again_before_it_is_left_is_reduced_once_at_the_outer_exit() -> None:
+    """Two forward passes, one backward: the first embedding waits for both gradients."""
+    forward = tuple(Cue(op, "a", Phase.FORWARD) for op in (Op.ENTER, Op.EXIT) * 2)
+    nested = (Op.ENTER, Op.ENTER, Op.EXIT, Op.EXIT)
+    backward = tuple(Cue(op, "a", Phase.BACKWARD) for op in nested)
+    found = listed(Order(forward, backward), policy(0, 0))
+    assert [event.op for event in found if event.phase is Phase.BACKWARD] == [
+        *nested,
+        Op.FREE,
+        Op.REDUCE,
+        Op.END,
+        Op.SETTLE,
+    ]
+
+
+def test_a_forward_pass_alone_ends_with_everything_free() -> None:
+    order = Order(layers(2).forward)
+    for placement in (FULL, ZERO2, ZERO1):
+        gathered = set()
+        for event in listed(order, Policy(everywhere(placement))):
+            if event.op is Op.GATHER:
+                gathered.add(event.unit)
+            elif event.op is Op.FREE:
+                gathered.remove(event.unit)
+        assert gathered == set()
+
+
+@pytest.mark.parametrize("placement", [FULL, ZERO2, ZERO1, DDP])
+@pytest.mark.parametrize("depth", [0, 100, 250, 10**6])
+def test_every_use_lies_between_a_gather_and_a_free(placement: Placement, depth: int) -> None:
+    gathered: set[str] = set() if placement.splits else {"root", *(f"layers.{i}" for i in range(5))}
+    for event in listed(layers(5), Policy(everywhere(placement), Prefetch(depth, depth))):
+        if event.op is Op.GATHER:
+            assert event.unit not in gathered
+            gathered.add(event.unit)
+        elif event.op is Op.FREE:
+            gathered.remove(event.unit)
+        elif event.op is Op.ENTER:
+            assert event.unit in gathered
+
+
+# ---- any order -------------------------------------------------------------------------------
+
+
+@st.composite
+def any_order(draw: st.DrawFn) -> Order:
+    """Units around units, used again, also inside themselves."""
+    cues, around = list[Cue](), list[str]()
+    for unit in draw(st.lists(st.sampled_from(["root", "a", "b", "c", None, None]), max_size=24)):
+        if unit is not None:
+            around.append(unit)
+            cues.append(Cue(Op.ENTER, unit, Phase.FORWARD))
+        elif around:
+            cues.append(Cue(Op.EXIT, around.pop(), Phase.FORWARD))
+    cues += [Cue(Op.EXIT, unit, Phase.FORWARD) for unit in reversed(around)]
+    return Order(tuple(cues), mirror(cues))
+
+
+def wanted_next(cues: Sequence[Cue], around: Sequence[str]) -> str | None:
+    """The next unit to compute, besides those around it."""
+    entered = (cue.unit for cue in cues if cue.op is Op.ENTER and cue.unit not in around)
+    return next(entered, None)
+
+
+@given(
+    order=any_order(),
+    placement=st.sampled_from([FULL, ZERO2, ZERO1]),
+    depth=st.sampled_from([None, 0, 100, 250, 10**9]),
+    when=st.sampled_from(["pre", "post"]),
+)
+def test_in_any_order_what_is_needed_next_is_gathered_next_and_kept_and_reduced_once(
+    order: Order, placement: Placement, depth: int | None, when: str
+) -> None:
+    cues = [*order.forward, *order.backward]
+    gathered, around, reduced, at = set[str](), list[str](), list[str](), 0
+    built = listed(order, Policy(everywhere(placement), Prefetch(depth, depth, when)))
+    for number, event in enumerate(built):
+        if event.op is Op.GATHER:
+            assert event.unit == wanted_next(cues[at:], list(gathered))
+            gathered.add(event.unit)
+        elif event.op is Op.FREE:
+            assert event.unit not in around
+            gathered.remove(event.unit)
+        elif event.op is Op.REDUCE:
+            assert not any(cue.unit == event.unit for cue in cues[at:])
+            reduced.append(event.unit)
+        elif event.op in (Op.ENTER, Op.EXIT):
+            assert Cue(*event[:3]) == cues[at]
+            assert event.unit in gathered
+            at += 1
+        if event.op is Op.ENTER:
+            around.append(event.unit)
+        elif event.op is Op.EXIT:
+            around.remove(event.unit)
+            if placement.frees and event.unit not in around:
+                after = takewhile(lambda e: e.op not in CUES, built[number + 1 :])
+                freed = any((e.op, e.unit) == (Op.FREE, event.unit) for e in after)
+                assert freed is (wanted_next(cues[at:], around) != event.unit)
+    assert at == len(cues)
+    assert sorted(reduced) == sorted({cue.unit for cue in cues})
+    assert gathered == set()
+
+
+def lines_run(order: Order, policy: Policy) -> int:
+    """How many lines of the builder run."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace if frame.f_code.co_filename == schedule.__file__ else None
+
+    before, heavy = sys.gettrace(), weights(order)
+    sys.settrace(trace)
+    try:
+        events(order, policy, heavy)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("placement", [FULL, ZERO2, ZERO1, DDP])
+@pytest.mark.parametrize("depth", [None, 10**9])
+def test_a_schedule_of_twice_the_units_is_twice_the_work(
+    placement: Placement, depth: int | None
+) -> None:
+    """A model that deviates at every step has it built at every step."""
+    policy = Policy(everywhere(placement), Prefetch(depth, depth))
+    once, twice = (lines_run(layers(n), policy) for n in (50, 100))
+    assert twice < 2.1 * once
+
+
+# ---- cutting at cues ---------------------------------------------------------------------------
+
+
+def test_a_cue_carries_what_it_releases_and_the_next_cue_what_it_needs() -> None:
+    cut = steps(listed(layers(2), policy(0, 0)))
+    leave = next(s for s in cut if s.cue == Cue(Op.EXIT, "layers.1", Phase.BACKWARD))
+    assert [event.op for event in leave.after] == [Op.FREE, Op.REDUCE]
+    enter = next(s for s in cut if s.cue == Cue(Op.ENTER, "layers.0", Phase.BACKWARD))
+    assert [event.op for event in enter.before] == [Op.GATHER]
+
+
+def test_cutting_loses_no_event() -> None:
+    found = listed(layers(3), policy(2, 2))
+    again = [
+        event for step in steps(found) for event in (*step.before, Event(*step.cue), *step.after)
+    ]
+    assert [(e.op, e.unit) for e in again] == [(e.op, e.unit) for e in found]
+
+
+# ---- bad values ----------------------------------------------------------------------------------
+
+
+def test_prefetch_refuses_what_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="BACKWARD_PRE"):
+        Prefetch(when="before")
+    with pytest.raises(ConfigError, match="limit is 0"):
+        Prefetch(limit=0)
+
+
+def test_a_gather_says_whether_its_unit_was_used_before() -> None:
+    gathers = [
+        e for e in listed(layers(2), Policy(everywhere(FULL), Prefetch(0, 0))) if e.op is Op.GATHER
+    ]
+    assert [(e.unit, e.reason) for e in gathers] == [
+        ("root", "first use"),
+        ("layers.0", "first use"),
+        ("layers.1", "first use"),
+        ("layers.0", "needed again"),
+    ]

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardwise.comm import threads
+from shardwise.comm.protocol import Comm
+from shardwise.train.collectives import all_gather_floats, broadcast_text, broadcast_tokens
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_everybody_has_what_rank_0_had(world: int, count: int) -> None:
+    values = np.arange(count, dtype=np.int32)
+
+    def rank(comm: Comm) -> list[int]:
+        return list(map(int, broadcast_tokens(comm, values if comm.rank == 0 else None, "numbers")))
+
+    assert threads.run(world, rank) == [values.tolist()] * world
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_text_arrives_letter_by_letter(world: int) -> None:
+    text = '{"é": "漢字"}'
+
+    def rank(comm: Comm) -> str:
+        return broadcast_text(comm, text if comm.rank == 0 else None, "text")
+
+    assert threads.run(world, rank) == [text] * world
+
+
+def test_numbers_are_gathered_in_rank_order_and_exact() -> None:
+    def rank(comm: Comm) -> list[list[float]]:
+        return all_gather_floats(comm, (comm.rank + 0.1, 2**53 - comm.rank), "numbers").tolist()
+
+    wanted = [[0.1, 2.0**53], [1.1, 2.0**53 - 1], [2.1, 2.0**53 - 2]]
+    assert threads.run(3, rank) == [wanted] * 3

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.train import memory_estimate as estimate
+from shardwise.train.config import ModelConfig
+from shardwise.train.decoder import Decoder
+from shardwise.train.memory_estimate import check_memory, machine_memory, state_bytes
+from tests.train.tiny import tiny_recipe
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_counted_as_the_decoder_has_them(tied: bool) -> None:
+    config = ModelConfig(width=24, layers=3, heads=6, kv_heads=2, hidden=40, tied=tied)
+    with torch.device("meta"):
+        model = Decoder(config, 300, context=16)
+    assert config.parameters(300) == sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "here", "states"),
+    [
+        ("no_shard", 1, 4),
+        ("no_shard", 4, 16),  # each rank has all of it
+        ("zero1", 1, 1 + 3 / 4),
+        ("shard_grad_op", 4, 1 + 3),
+        ("full_shard", 1, 4 / 4),
+        ("full_shard", 4, 4),
+    ],
+)
+def test_the_state_of_the_ranks_in_one_memory(
+    tmp_path: Path, strategy: str, here: int, states: float
+) -> None:
+    """Of four ranks; in sizes of all parameters, which are divided by four here."""
+    recipe = tiny_recipe(tmp_path, f"sharding.strategy={strategy}")
+    whole = 4 * recipe.model.parameters(300)
+    assert state_bytes(recipe, 4, here, 300) == states * whole
+
+
+def test_what_cannot_fit_is_refused_with_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = tiny_recipe(tmp_path, "model.width=8192", "model.layers=64", "model.hidden=22016")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(estimate, "machine_memory", lambda: 24_000_000_000)
+    with pytest.raises(ConfigError) as caught:
+        check_memory(large, CPU, 2)
+    said = str(caught.value)
+    assert said.startswith("the model has at least 47,516,237,824 parameters: with gradients")
+    assert "full_shard over 2 ranks takes 760.3 GB for the 2 of them on this cpu" in said
+    assert "which has 24.0 GB. Choose a smaller model" in said
+    check_memory(large, CPU, 128)
+    with pytest.raises(ConfigError):
+        check_memory(large, CPU, 2, 300)
+
+
+def test_memory_is_what_this_container_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "LIMITS", ())
+    whole = machine_memory()
+    assert whole > 2**28
+    for text, wanted in (("max", whole), ("1048576", 2**20)):
+        (tmp_path / "memory.max").write_text(text + "\n", "ascii")
+        monkeypatch.setattr(estimate, "LIMITS", (str(tmp_path / "memory.max"), "/nowhere"))
+        assert machine_memory() == wanted

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from shardwise.train.metrics_log import MetricsLog, lines_until
+from shardwise.train.records import Evaluated, Stepped, Warned
+
+
+def evaluated(loss: float, step: int = 3) -> Evaluated:
+    return Evaluated(step, loss, 0.5, 6.0, 100, 1.0)
+
+
+def stepped(step: int) -> Stepped:
+    return Stepped(step, 9, 5.0 - step, 1e-3, 1.0, 100.0, 2**20, 1.0)
+
+
+def begun(folder: Path, after: int = 0) -> MetricsLog:
+    journal = MetricsLog(folder / "metrics.jsonl")
+    journal.start(after)
+    return journal
+
+
+def test_each_record_is_a_line_as_soon_as_it_happens(tmp_path: Path) -> None:
+    journal = begun(tmp_path)
+    journal(Warned("é"))
+    assert journal.path.read_text("utf-8") == '{"record": "warned", "message": "é"}\n'
+    journal(evaluated(2.0))
+    last = json.loads(journal.path.read_text("utf-8").splitlines()[1])
+    assert last["record"] == "evaluated"
+    assert last["perplexity"] == math.exp(2.0)
+    assert journal.records == [Warned("é"), evaluated(2.0)]
+
+
+def test_what_is_not_a_number_is_null(tmp_path: Path) -> None:
+    journal = begun(tmp_path)
+    journal(evaluated(math.nan))
+    line = journal.path.read_text("utf-8")
+    assert '"loss": null' in line
+    assert "NaN" not in line
+
+
+def test_what_is_said_before_the_run_begins_waits_for_where_that_is(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    for step in (1, 2, 3):
+        first(stepped(step))
+    before = first.path.read_bytes()
+    again = MetricsLog(first.path)
+    again(Warned("waits"))
+    assert first.path.read_bytes() == before
+    again.start(2)
+    assert [json.loads(line).get("step") for line in open_lines(first.path)] == [1, 2, None]
+
+
+def open_lines(path: Path) -> list[str]:
+    return path.read_text("utf-8").splitlines()
+
+
+def test_steps_that_will_be_taken_again_are_cut(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    for record in (stepped(1), stepped(2), evaluated(4.0, 2), stepped(3), evaluated(3.0, 3)):
+        first(record)
+    again = begun(tmp_path, 2)
+    assert again.records == [stepped(1), stepped(2), evaluated(4.0, 2)]
+    again(stepped(3))
+    assert [json.loads(line)["step"] for line in open_lines(first.path)] == [1, 2, 2, 3]
+
+
+def test_a_run_that_begins_anew_begins_an_empty_file(tmp_path: Path) -> None:
+    begun(tmp_path)(Warned("old"))
+    assert begun(tmp_path).path.read_text("utf-8") == ""
+
+
+def test_a_torn_line_and_all_after_it_is_cut(tmp_path: Path) -> None:
+    whole = '{"record": "stepped", "step": 1}'
+    assert list(lines_until([whole, '{"record": "stepp', whole], 9)) == [json.loads(whole)]
+    assert list(lines_until([whole, "17"], 9)) == [json.loads(whole)]
+
+
+def test_a_loss_that_was_no_number_is_none_when_read_back(tmp_path: Path) -> None:
+    begun(tmp_path)(evaluated(math.inf, 1))
+    (back,) = begun(tmp_path, 1).records
+    assert isinstance(back, Evaluated)
+    assert math.isnan(back.loss)

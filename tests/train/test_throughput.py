@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+
+import pytest
+
+from shardwise.train.throughput import Throughput, resident_bytes
+
+
+def metered(durations: Iterable[float], tokens: int = 100) -> Throughput:
+    """A meter whose steps took this long by its clock, with ten seconds between them."""
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    meter = Throughput(clock)
+    for duration in durations:
+        with meter.step(tokens):
+            now += duration
+        now += 10.0
+    return meter
+
+
+def test_slow_first_steps_do_not_count() -> None:
+    meter = metered([60.0, 30.0, 9.0, 2.0, 2.0])
+    assert meter.tokens_per_second == 50.0
+    assert meter.seconds_per_step == 2.0
+
+
+def test_until_there_are_others_the_first_steps_are_all_there_is() -> None:
+    assert metered([4.0, 6.0]).seconds_per_step == 5.0
+    assert metered([4.0, 6.0]).tokens_per_second == 20.0
+
+
+def test_what_lies_between_steps_does_not_count() -> None:
+    assert metered([1.0] * 5).tokens_per_second == 100.0
+
+
+def test_a_slowdown_shows_within_twenty_steps() -> None:
+    meter = metered([1.0] * 1000 + [4.0] * 20)
+    assert meter.tokens_per_second == 25.0
+    assert meter.seconds_per_step == 4.0
+
+
+def test_the_time_that_is_left_counts_what_lies_between_steps() -> None:
+    assert metered([2.0] * 5).seconds_left(10) == 10 * (2.0 + 10.0)
+    assert metered([2.0]).seconds_left(10) == 20.0
+
+
+def test_a_step_costs_the_same_however_many_there_were() -> None:
+    meter = metered([1.0] * 1000)
+    assert len(meter._recent) == 20
+
+
+def test_a_meter_that_saw_nothing_says_zero() -> None:
+    assert (metered([]).tokens_per_second, metered([]).seconds_per_step) == (0.0, 0.0)
+
+
+def test_memory_grows_with_what_is_held() -> None:
+    before = resident_bytes()
+    with mmap.mmap(-1, 64 * 2**20) as held:  # pages of its own, whatever the heap has at hand
+        held.write(b"x" * len(held))
+        assert resident_bytes() - before == pytest.approx(len(held), rel=0.1)
