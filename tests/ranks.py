@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing as mp
 import pickle
+import socket
 import tempfile
 import threading
 import time
@@ -126,6 +127,13 @@ def gloo_group(rank: int, world: int, folder: str) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody uses now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def _results(pipes: list[Connection], deadline: float) -> list[tuple[Any, str]]:

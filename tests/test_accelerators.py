@@ -1,13 +1,13 @@
-"""One row per kind of device, and only generic device calls: a stand-in device shows both."""
+"""One row per kind of device: what is in the table, and how a row is found."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
 
-from shardwise.accelerators import ROWS, detect, device_of, row
+from shardwise.accelerators import ROWS, Accelerator, peak, row
 from shardwise.errors import ConfigError
 
 
@@ -19,6 +19,48 @@ def test_the_table() -> None:
         ("xpu", ["xccl", "ccl"], 128, False),
         ("hpu", ["hccl"], 128, False),
     ]
+
+
+def test_the_variables_and_the_compiler_of_each_row() -> None:
+    table = [(r.visible_devices, r.socket_interface, r.compile_backend) for r in ROWS]
+    assert table == [
+        ("", "GLOO_SOCKET_IFNAME", "inductor"),
+        ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "inductor"),
+        ("ZE_AFFINITY_MASK", "CCL_KVS_IFACE", "inductor"),
+        ("HABANA_VISIBLE_MODULES", "HCCL_SOCKET_IFNAME", "hpu_backend"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "flops"),
+    [
+        ("cuda", "NVIDIA H100 80GB HBM3", 989e12),
+        ("cuda", "NVIDIA H100 PCIe", 756e12),
+        ("cuda", "NVIDIA GB200", 2500e12),
+        ("cuda", "NVIDIA L40S", 362e12),
+        ("xpu", "Intel(R) Data Center GPU Max 1550", 832e12),
+        ("hpu", "GAUDI2", 432e12),
+        ("cuda", "a device of next year", None),
+        ("cpu", "a processor", None),
+    ],
+)
+def test_the_peak_is_found_by_the_devices_name(device: str, name: str, flops: float | None) -> None:
+    found = peak(row(device), name)
+    assert (found and found.flops) == flops
+    assert all(one.source for one in row(device).peaks)
+
+
+@pytest.mark.parametrize("known", ROWS, ids=lambda known: known.device)
+def test_the_documents_table_is_this_one(known: Accelerator) -> None:
+    page = Path(__file__).parents[1] / "docs" / "accelerators.md"
+    start = f"| `{known.device}` |"
+    line = next(line for line in page.read_text("utf-8").splitlines() if line.startswith(start))
+    words = [*(backend.name for backend in known.backends), known.socket_interface]
+    words += [backend.plugin for backend in known.backends]
+    words += [known.plugin, known.visible_devices, known.compile_backend]
+    words += [", ".join(str(dtype).removeprefix("torch.") for dtype in known.dtypes)]
+    assert [word for word in words if word not in line] == []
+    assert ("after a self-test" in line) is known.averages
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda", 1)])
@@ -33,42 +75,3 @@ def test_an_unknown_device_lists_the_rows_nearest_first() -> None:
     assert text.startswith("no accelerator is called 'hpus'. Known, nearest first: hpu (hccl), ")
     for known in ("cpu (gloo)", "cuda (nccl)", "xpu (xccl or ccl)"):
         assert known in text
-
-
-def see(monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
-    found = torch.device(device) if device else None
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: found is not None)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
-
-
-@pytest.mark.parametrize(
-    ("device", "expected"), [(None, "cpu"), ("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu")]
-)
-def test_what_this_machine_has(
-    monkeypatch: pytest.MonkeyPatch, device: str | None, expected: str
-) -> None:
-    see(monkeypatch, device)
-    assert detect().device == expected
-
-
-def test_each_process_gets_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_current: list[int] = []
-    module = SimpleNamespace(
-        is_available=lambda: True, device_count=lambda: 4, set_device=made_current.append
-    )
-    asked: list[str] = []
-
-    def get_device_module(device: str) -> SimpleNamespace:
-        asked.append(device)
-        return module
-
-    monkeypatch.setattr(torch, "get_device_module", get_device_module)
-    assert device_of(row("xpu"), 3) == torch.device("xpu", 3)
-    assert (asked, made_current) == (["xpu"] * 2, [3])
-    with pytest.raises(ConfigError, match="local rank 4 wants xpu:4, but torch sees 4 here"):
-        device_of(row("xpu"), 4)
-    assert made_current == [3]
-
-
-def test_cpu_ranks_share_one_device() -> None:
-    assert device_of(row("cpu"), 7) == torch.device("cpu")

@@ -26,11 +26,12 @@ PACKAGE = ROOT / "src" / "shardwise"
 LONGEST_FUNCTION = 60  # lines, docstring included
 LONGEST_FILE = 400  # lines
 MOST_PARAMETERS = 8  # counting self; the aim is 6
-ENGINE_BUDGET = 9_680  # a ratchet: lines with docstrings, without blanks and comments
+ENGINE_BUDGET = 9_830  # a ratchet: lines with docstrings, without blanks and comments
 PRIVATE_OF_TORCH = {
     *("_version", "_base", "_cdata", "_parameters", "_buffers", "_modules", "_sequence_nr"),
     *("_post_accumulate_grad_hooks", "_torchdynamo_disable", "hooks_dict_ref"),
 }
+VENDORS = {"cuda", "xpu", "hpu", "mps", "npu", "mtia"}
 NAMES_THAT_EXPLAIN_NOTHING = {"utils", "helpers", "common", "misc", "base"}
 
 # folder, or file beside them → what of the package it may import (itself always)
@@ -202,6 +203,14 @@ def torch_distributed(source: Source) -> list[str]:
     return [f"{source.name} uses {name}" for name in sorted(found)]
 
 
+def calls_of_one_vendor(source: Source) -> list[str]:
+    """``torch.cuda`` and its like: the engine asks ``torch.get_device_module`` for the device's."""
+    chains = {_chain(node) for node in source.nodes if isinstance(node, ast.Attribute)}
+    parts = (name.split(".") for name in chains | source.imports)
+    vendors = {two[1] for two in parts if two[0] == "torch" and two[1:] and two[1] in VENDORS}
+    return [f"{source.name} uses torch.{vendor}" for vendor in sorted(vendors)]
+
+
 def prints(source: Source) -> list[str]:
     """Writing to the terminal, or importing what does."""
     if source.within == "cli":
@@ -315,6 +324,11 @@ BROKEN: dict[Callable[[Source], list[str]], list[Source]] = {
         Source("runtime", "import torch\nd = torch.distributed.get_rank()"),
         Source("checkpoint/write", "import torch.distributed.checkpoint"),
     ],
+    calls_of_one_vendor: [
+        Source("runtime", "torch.cuda.synchronize()"),
+        Source("comm/backend", "from torch.xpu import Event"),
+        Source("comm/devices", "import torch.hpu"),
+    ],
     prints: [
         Source("train/loop", "print('step')"),
         Source("train/loop", "import sys\nsys.stderr.write('step')"),
@@ -372,7 +386,7 @@ def import_name(requirement: str) -> str:
 
 
 def third_party(source: Source) -> set[str]:
-    known = {*sys.stdlib_module_names, "shardwise", "tests", "benchmarks"}
+    known = {*sys.stdlib_module_names, "shardwise", "tests", "benchmarks", "examples"}
     return {name.split(".")[0] for name in source.imports} - known
 
 

@@ -1,30 +1,19 @@
-"""One row per kind of device: what must be imported, who carries its collectives, its alignment.
+"""One row per kind of device: plug-in, collectives, dtypes, variables, alignment, peak FLOP/s.
 
 A vendor's quirk is a cell of this table and not an ``if`` in the engine, which makes generic
 device calls only (``torch.accelerator``, ``torch.get_device_module``). A new device is a row.
+``shardwise doctor`` prints the table, and what of it is on this machine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 
 from shardwise.errors import ConfigError, nearest
 
-__all__ = [
-    "ROWS",
-    "Accelerator",
-    "Backend",
-    "detect",
-    "device_module",
-    "device_of",
-    "imported",
-    "row",
-]
+__all__ = ["ROWS", "Accelerator", "Backend", "Peak", "peak", "row"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +30,20 @@ class Backend:
 
 
 @dataclass(frozen=True)
+class Peak:
+    """What the vendor promises of the devices whose name contains ``name``.
+
+    Attributes:
+        flops: FLOP/s of dense matrix products in bf16 (fp16 where there is no bf16).
+        source: the vendor's document.
+    """
+
+    name: str
+    flops: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Accelerator:
     """A row.
 
@@ -50,32 +53,105 @@ class Accelerator:
         alignment: bytes at whose multiples a slot starts.
         averages: whether to use the backend's AVG, once it has passed a self-test. XCCL has
             divided twice for some sizes (intel/torch-xpu-ops#3020): there we sum and divide.
+        dtypes: floating-point dtypes in which every device of this kind computes.
+        visible_devices: the variable that hides devices from a process.
+        socket_interface: the variable that names the network interface of the collectives.
+        compile_backend: for ``torch.compile(backend=…)``.
+        peaks: peak FLOP/s by the device's name, the first match counts.
         plugin: the module whose import lets torch know the device; ``""`` if torch always does.
+        package: the distribution that has the plug-in.
+        environment: variables that must have these values when the plug-in is imported.
+        renamed: variables that hold the path of a file, by their old and their new name.
+        is_lazy: the plug-in's function that says whether operations are collected and run later.
     """
 
     device: str
     backends: tuple[Backend, ...]
     alignment: int
     averages: bool
+    dtypes: tuple[torch.dtype, ...]
+    visible_devices: str
+    socket_interface: str
+    compile_backend: str = "inductor"
+    peaks: tuple[Peak, ...] = ()
     plugin: str = ""
+    package: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    is_lazy: str = ""
 
+
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+A100 = "nvidia.com/en-us/data-center/a100"
+H100 = "nvidia.com/en-us/data-center/h100"
+H200 = "nvidia.com/en-us/data-center/h200"
+B200 = "NVIDIA Blackwell architecture technical brief"
+MAX = "Intel Data Center GPU Max series product brief"
+GAUDI2 = "Intel Gaudi 2 AI accelerator white paper"
+GAUDI3 = "Intel Gaudi 3 AI accelerator white paper"
 
 ROWS = (
-    Accelerator("cpu", (Backend("gloo"),), alignment=64, averages=False),
-    Accelerator("cuda", (Backend("nccl"),), alignment=128, averages=True),
+    Accelerator(
+        "cpu",
+        (Backend("gloo"),),
+        alignment=64,
+        averages=False,
+        dtypes=(FP32, BF16, FP16, FP64),
+        visible_devices="",
+        socket_interface="GLOO_SOCKET_IFNAME",
+    ),
+    Accelerator(
+        "cuda",
+        (Backend("nccl"),),
+        alignment=128,
+        averages=True,
+        dtypes=(FP32, BF16, FP16, FP64),
+        visible_devices="CUDA_VISIBLE_DEVICES",
+        socket_interface="NCCL_SOCKET_IFNAME",
+        peaks=(  # NVIDIA's tables show twice as much, with sparsity
+            Peak("A100", 312e12, A100),
+            Peak("H100 NVL", 835e12, H100),
+            Peak("H100 PCIe", 756e12, H100),
+            Peak("H100", 989e12, H100),
+            Peak("H200 NVL", 836e12, H200),
+            Peak("H200", 989e12, H200),
+            Peak("GB200", 2500e12, B200),
+            Peak("B200", 2250e12, B200),
+            Peak("L40S", 362e12, "nvidia.com/en-us/data-center/l40s"),
+            Peak("L4", 121e12, "nvidia.com/en-us/data-center/l4"),
+            Peak("V100", 125e12, "nvidia.com/en-us/data-center/v100"),
+        ),
+    ),
     Accelerator(
         "xpu",
         (Backend("xccl"), Backend("ccl", plugin="oneccl_bindings_for_pytorch")),
         alignment=128,
         averages=False,
+        dtypes=(FP32, BF16, FP16),  # the Arc series has no fp64
+        visible_devices="ZE_AFFINITY_MASK",
+        socket_interface="CCL_KVS_IFACE",
+        peaks=(Peak("Max 1550", 832e12, MAX), Peak("Max 1100", 352e12, MAX)),
         plugin="intel_extension_for_pytorch",
+        package="intel-extension-for-pytorch",
     ),
     Accelerator(
         "hpu",
         (Backend("hccl", plugin="habana_frameworks.torch.distributed.hccl"),),
         alignment=128,
         averages=False,
+        dtypes=(FP32, BF16),
+        visible_devices="HABANA_VISIBLE_MODULES",
+        socket_interface="HCCL_SOCKET_IFNAME",
+        compile_backend="hpu_backend",
+        peaks=(Peak("GAUDI3", 1835e12, GAUDI3), Peak("GAUDI2", 432e12, GAUDI2)),
         plugin="habana_frameworks.torch",
+        package="habana-torch-plugin",
+        environment=(("PT_HPU_LAZY_MODE", "0"),),
+        renamed=(
+            ("LOWER_LIST", "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST"),
+            ("FP32_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST"),
+        ),
+        is_lazy="habana_frameworks.torch.utils.internal.is_lazy",
     ),
 )
 
@@ -97,91 +173,10 @@ def row(device: torch.device | str) -> Accelerator:
     )
 
 
-def detect() -> Accelerator:
-    """The row of the accelerator that torch sees here; the CPU's if none has a row.
-
-    Raises:
-        ConfigError: a device's plug-in is installed, and cannot be imported.
-    """
-    if not torch.accelerator.is_available():
-        for known in ROWS:
-            imported(known.plugin)
-    if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        if found is not None and found.type in {known.device for known in ROWS}:
-            return row(found)
-    return row("cpu")
-
-
-def device_of(accelerator: Accelerator, local_rank: int) -> torch.device:
-    """The device of the ``local_rank``-th process of a machine, made the current one.
-
-    Always with its index: a bare ``xpu`` has sent libraries down the CUDA path.
-
-    Raises:
-        ConfigError: torch does not know the device, or sees fewer of it than there are processes.
-    """
-    if accelerator.device == "cpu":
-        return torch.device("cpu")
-    module = device_module(accelerator)
-    count = module.device_count()
-    if not count:
-        raise ConfigError(
-            f"torch sees no {accelerator.device} device on this machine. Pass "
-            'device="cpu" (--run.device cpu), or none to use what is there.'
-        )
-    if local_rank >= count:
-        raise ConfigError(
-            f"local rank {local_rank} wants {accelerator.device}:{local_rank}, but torch sees "
-            f"{count} here. Each process needs a device of its own: start at most {count} "
-            'processes on this machine, or pass device="cpu". If the launcher shows each process '
-            "only a device of its own, let it show all of them (srun --gpu-bind=none)."
-        )
-    module.set_device(local_rank)
-    return torch.device(accelerator.device, local_rank)
-
-
-def device_module(accelerator: Accelerator) -> Any:
-    """What ``torch.get_device_module`` gives, after the import of the device's plug-in.
-
-    Raises:
-        ConfigError: torch does not know the device, and no plug-in is installed that teaches it.
-    """
-    if not _is_available(accelerator.device):
-        imported(accelerator.plugin)
-    try:
-        return torch.get_device_module(accelerator.device)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"this torch does not know the device {accelerator.device}: it needs "
-            f"{accelerator.plugin}, which is not installed here. Install it, or pass "
-            'device="cpu".'
-        ) from error
-
-
-def imported(plugin: str) -> bool:
-    """Import ``plugin`` if its package is installed. Returns whether it is.
-
-    Raises:
-        ConfigError: it is installed, and its import fails.
-    """
-    if not plugin or find_spec(plugin.split(".", maxsplit=1)[0]) is None:
-        return False
-    try:
-        import_module(plugin)
-    except (ImportError, OSError) as error:
-        raise ConfigError(
-            f"{plugin} is installed, but its import failed ({error}), so its devices cannot be "
-            'used. Repair or remove that package, or pass device="cpu".'
-        ) from error
-    return True
-
-
-def _is_available(device: str) -> bool:
-    try:
-        return bool(torch.get_device_module(device).is_available())
-    except RuntimeError:  # torch does not know this kind of device
-        return False
+def peak(accelerator: Accelerator, name: str) -> Peak | None:
+    """The peak of the device called ``name``, as ``get_device_name()`` gives it, if it is known."""
+    known = (one for one in accelerator.peaks if one.name.lower() in name.lower())
+    return next(known, None)
 
 
 def _backends(accelerator: Accelerator) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -17,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.accelerators import Backend, row
 from shardwise.comm import connect as connect_module
 from shardwise.comm.backend import BackendComm
-from shardwise.comm.connect import _load, connect, over
+from shardwise.comm.connect import connect, load_backend, over
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import SharedMemoryComm
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.comm.laws import sum_of
-from tests.ranks import gloo_group, outcomes_of
+from tests.ranks import free_port, gloo_group, outcomes_of
 
 
 def sum_of_ranks(comm: Comm) -> float:
@@ -103,12 +102,6 @@ def raise_on_rank_0(rank: int) -> list[object]:
     except (KeyError, RanksDisagree) as error:
         return [str(error), dist.is_initialized(), time.monotonic() - start]
     return []
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.mark.spawn
@@ -226,7 +219,7 @@ def test_a_plug_in_is_imported_where_the_row_names_one(
     plugins: Path, device: str, module: str, backend: str
 ) -> None:
     stub(plugins, module)
-    assert _load(row(device)) == Backend(backend, module)
+    assert load_backend(row(device)) == Backend(backend, module)
     assert module in sys.modules
 
 
@@ -235,8 +228,8 @@ def test_what_torch_has_built_in_comes_before_a_plug_in(
 ) -> None:
     stub(plugins, "oneccl_bindings_for_pytorch")
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name in {"gloo", "xccl"})
-    assert _load(row("xpu")).name == "xccl"
-    assert _load(row("cpu")).name == "gloo"
+    assert load_backend(row("xpu")).name == "xccl"
+    assert load_backend(row("cpu")).name == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +243,7 @@ def test_what_torch_has_built_in_comes_before_a_plug_in(
 @pytest.mark.usefixtures("plugins")
 def test_a_missing_backend_is_named_with_where_it_comes_from(device: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
-        _load(row(device))
+        load_backend(row(device))
     assert text in str(error.value)
 
 

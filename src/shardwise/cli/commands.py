@@ -238,3 +238,45 @@ def export(source: Path, destination: Path, **options: Any) -> None:
     from shardwise.cli.export import ExportArguments, run_export
 
     run_export(source, destination, ExportArguments(**options))
+
+
+# --- doctor ----------------------------------------------------------------------------------
+
+DOCTOR = """\
+Show what this machine has: versions, devices, backends, environment.
+
+With --conformance: run the engine on its devices and compare with one process. One line for each
+check: collectives, sums, dtypes, training under every strategy, saving and loading.
+
+\b
+Examples:
+  shardwise doctor
+  shardwise doctor --conformance --json result.json
+  torchrun --nnodes 2 … -m shardwise.cli doctor --conformance
+
+\b
+Exit status: 0 if all is well; 1 if something is missing, or a check did not pass.
+"""
+
+
+@commands.command(
+    "doctor",
+    help=DOCTOR,
+    short_help="Show what this machine has, and check the engine on it.",
+    context_settings=CONTEXT_SETTINGS,
+)
+@click.option("--conformance", is_flag=True, help="Check the engine on the devices that are here.")
+@click.option("--device", help="Such as cpu.  [default: what torch sees]")
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    help="Ranks of --conformance.  [default: one for each device, two on a CPU]",
+)
+@click.option(
+    "--json", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here, too."
+)
+def doctor(**wanted: Any) -> None:
+    """The command; ``DOCTOR`` is what people read."""
+    from shardwise.cli.doctor import Examination, run_doctor
+
+    run_doctor(Examination(**wanted))

@@ -15,10 +15,11 @@ __all__ = ["table"]
 LINE_WIDTH = 100_000  # characters of a line: nothing is cut or wrapped, wherever it is printed
 
 
-def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> list[str]:
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: int = 1) -> list[str]:
     """Lines with columns as wide as their widest cell: the first to the left, others to the right.
 
     Args:
+        left: how many of the columns hold words, and go to the left.
         head: the columns' titles, with a rule below; no titles if empty.
     """
     rows = list(rows)
@@ -29,7 +30,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> list[str]:
         box=style, show_header=bool(head), show_edge=False, pad_edge=False, padding=padding
     )
     for number, title in enumerate(head or rows[0]):
-        justify = "left" if number == 0 else "right"
+        justify = "left" if number < left else "right"
         grid.add_column(Text(title), justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in rows:
         grid.add_row(*map(Text, row))

@@ -77,7 +77,7 @@ class BackendComm(Group):
                 torch_timeout = timedelta(seconds=timeout + 60)
                 reduce = dist.new_group(timeout=torch_timeout, group_desc="shardwise reductions")
                 self._groups = _Groups(group, reduce)
-            self.has_average = has_average and self._average_is_right()
+            self.has_average = has_average and self.average_is_right()
         except BaseException as error:
             self._watchdog.leave(f"it raised {error!r}")
             raise
@@ -145,8 +145,8 @@ class BackendComm(Group):
         except RuntimeError as error:
             raise self._watchdog.explain(-1, error) from error
 
-    def _average_is_right(self) -> bool:
-        """Self-test of AVG at several sizes: is it exact on every rank?"""
+    def average_is_right(self) -> bool:
+        """Whether AVG of 1, 2, …, size is (size + 1) / 2, for each of some sizes, on every rank."""
         is_correct = True
         for n in (1, 513, 65_537):
             full = torch.full((self.size * n,), self.rank + 1.0, device=self.device)

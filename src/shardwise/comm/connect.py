@@ -15,16 +15,9 @@ from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defin
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardwise.accelerators import (
-    Accelerator,
-    Backend,
-    detect,
-    device_module,
-    device_of,
-    imported,
-    row,
-)
+from shardwise.accelerators import Accelerator, Backend, row
 from shardwise.comm.backend import BackendComm
+from shardwise.comm.devices import detect, device_module, device_of, imported
 from shardwise.comm.environment import Launch, read_launch
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.local import LocalComm
@@ -34,7 +27,7 @@ from shardwise.comm.shared_memory import shared_memory
 from shardwise.comm.transport import Shutdown
 from shardwise.errors import ConfigError, RanksDisagree
 
-__all__ = ["connect", "over"]
+__all__ = ["connect", "load_backend", "over"]
 
 TIMEOUT = 1800.0  # seconds for which a rank waits for a slow one
 TRANSPORTS = ("auto", "memory", "messages", "native")
@@ -66,10 +59,10 @@ def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str 
     if launch is None:
         return LocalComm(this_device)
     if launch.size == 1:  # programs call torch.distributed at any number of ranks
-        name = _load(accelerator).name
+        name = load_backend(accelerator).name
         dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
         return LocalComm(this_device, Shutdown(callback=dist.destroy_process_group))
-    _init_process_group(_load(accelerator), this_device, timeout, launch)
+    _init_process_group(load_backend(accelerator), this_device, timeout, launch)
     serves_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     shutdown = Shutdown(LINGER if serves_store else 0.0, dist.destroy_process_group)
     try:
@@ -191,7 +184,7 @@ def _init_process_group(
         ) from error
 
 
-def _load(accelerator: Accelerator) -> Backend:
+def load_backend(accelerator: Accelerator) -> Backend:
     """The accelerator's first backend that is available, with its plug-in imported."""
     for backend in accelerator.backends:
         if not backend.plugin and dist.is_backend_available(backend.name):

@@ -1,0 +1,179 @@
+"""``shardwise doctor``: what is here; with ``--conformance``, whether the engine is right on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from shardwise.accelerators import ROWS, Accelerator, peak, row
+from shardwise.checkpoint.collectives import all_gather_object
+from shardwise.cli.tables import table
+from shardwise.comm.connect import connect, load_backend
+from shardwise.comm.devices import detect, device_module
+from shardwise.comm.environment import read_launch
+from shardwise.comm.protocol import Comm
+from shardwise.doctor.conformance import CHECKS, Result, conform
+from shardwise.doctor.machine import Devices, Package, device_name, devices, packages, variables
+from shardwise.errors import ShardwiseError
+from shardwise.launch.error_files import write_error_file
+from shardwise.launch.launcher import exit_with_launcher, start
+from shardwise.version import __version__
+
+__all__ = ["Examination", "run_doctor"]
+
+CPU_RANKS = 2  # of the conformance suite, where there is no accelerator
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What to look at, and where to write it down."""
+
+    conformance: bool
+    device: str | None
+    nproc: int | None
+    json: Path | None
+
+
+def run_doctor(wanted: Examination) -> None:
+    """``shardwise doctor``; raises where something is missing, or not right."""
+    if not wanted.conformance:
+        _look(wanted)
+        return
+    launch = read_launch(os.environ)
+    ranks = wanted.nproc or _ranks(wanted.device)
+    if launch is None and ranks > 1:
+        options = [f"--{name}={value}" for name, value in _given(wanted).items()]
+        command = [sys.executable, "-m", "shardwise.cli", "doctor", "--conformance", *options]
+        start(command, ranks)
+        return
+    exit_with_launcher(os.environ)
+    try:
+        with connect(wanted.device) as comm:
+            _examine(comm, wanted)
+    except ShardwiseError as error:
+        if write_error_file(error):
+            sys.exit(1)
+        raise
+
+
+def _ranks(device: str | None) -> int:
+    """Devices are counted and not used here: on some, only one process can."""
+    here = _accelerator(device)
+    return CPU_RANKS if here.device == "cpu" else max(1, device_module(here).device_count())
+
+
+def _accelerator(device: str | None) -> Accelerator:
+    return row(device) if device else detect()
+
+
+def _given(wanted: Examination) -> dict[str, str]:
+    given = {"device": wanted.device, "json": wanted.json}
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+# --- what is here ----------------------------------------------------------------------------
+
+
+def _look(wanted: Examination) -> None:
+    found, seen = packages(), [devices(known.device) for known in ROWS]
+    for lines in (_package_lines(found), _device_lines(seen), _variable_lines()):
+        click.echo("\n".join([*lines, ""]))
+    here = devices(_accelerator(wanted.device).device)
+    click.echo(f"here      ranks use {here.accelerator.device} over {here.backend or 'nothing'}")
+    if wanted.json:
+        facts = {**_facts(found), "devices": {one.accelerator.device: one.names for one in seen}}
+        _write(wanted.json, facts)
+    if unfit := [one.name for one in found if not one.fits]:
+        raise ShardwiseError(f"missing, or too old: {', '.join(unfit)}. Install what is needed.")
+
+
+def _package_lines(found: Sequence[Package]) -> list[str]:
+    rows = [(one.name, one.found or "none", one.needed, "" if one.fits else "NO") for one in found]
+    return table(rows, ["package", "found", "needed", ""], left=4)
+
+
+def _device_lines(seen: Sequence[Devices]) -> list[str]:
+    rows = []
+    for one in seen:
+        known = one.accelerator
+        best = peak(known, one.names[0]) if one.names else None
+        rows.append(
+            (
+                known.device,
+                f"{len(one.names)} × {one.names[0]}" if one.names else "none",
+                one.backend or "-",
+                known.compile_backend,
+                ", ".join(str(dtype).removeprefix("torch.") for dtype in known.dtypes),
+                f"{best.flops / 1e12:,.0f} TFLOP/s ({best.source})" if best else "-",
+            )
+        )
+    head = ["device", "here", "collectives", "compile", "dtypes", "bf16 peak"]
+    why = [f"{one.accelerator.device}: {one.problem}" for one in seen if one.problem]
+    return [*table(rows, head, left=6), "", *why]
+
+
+def _variable_lines() -> list[str]:
+    rows = [(one.device, one.name, one.value or "not set", one.meaning) for one in variables()]
+    return table(rows, ["device", "variable", "value", "meaning"], left=4)
+
+
+# --- whether it is right ---------------------------------------------------------------------
+
+
+def _examine(comm: Comm, wanted: Examination) -> None:
+    """Print a line for each check, on rank 0 alone, and write the results."""
+    name, backend = device_name(comm.device), load_backend(row(comm.device)).name
+    tell = click.echo if comm.rank == 0 else lambda _: None
+    each = all_gather_object(comm, str(comm.device), "devices")
+    tell(f"{comm.size} ranks on {name} over {backend}, by {type(comm).__name__}")
+    tell(", ".join(f"rank {rank} → {device}" for rank, device in enumerate(each)))
+    results: list[Result] = []
+    for result in conform(comm):
+        results.append(result)
+        verdict = "pass" if result.passed else "FAIL"
+        tell(f"{verdict}  {result.name:<20}  {result.detail}  ({result.seconds:.1f} s)")
+    passed = sum(result.passed for result in results)
+    tell(f"{passed} of {len(CHECKS)} checks passed")
+    if comm.rank == 0 and wanted.json:
+        facts = {
+            **_facts(packages()),
+            "device": comm.device.type,
+            "device_name": name,
+            "backend": backend,
+            "transport": type(comm).__name__,
+            "ranks": each,
+            "passed": passed == len(CHECKS),
+            "checks": [asdict(result) for result in results],
+        }
+        _write(wanted.json, facts)
+        tell(f"written   {wanted.json}")
+    if passed < len(CHECKS):
+        wrong = [name for name in CHECKS if name not in {one.name for one in results if one.passed}]
+        raise ShardwiseError(
+            f"{len(wrong)} of {len(CHECKS)} checks did not pass: {', '.join(wrong)}. Do not train "
+            "on this device with this version."
+        )
+
+
+def _facts(found: Sequence[Package]) -> dict[str, Any]:
+    return {
+        "format": "shardwise conformance 1",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "shardwise": __version__,
+        "torch": torch.__version__,
+        "packages": {one.name: one.found for one in found},
+        "environment": {one.name: one.value for one in variables() if one.value is not None},
+    }
+
+
+def _write(path: Path, facts: dict[str, Any]) -> None:
+    path.write_text(json.dumps(facts, indent=2) + "\n", "utf-8")

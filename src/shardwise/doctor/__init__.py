@@ -1,0 +1,1 @@
+"""What this machine has, and whether the engine is right on it: `shardwise doctor`."""

@@ -1,0 +1,362 @@
+"""Is the engine right on this device and over this backend? The suite that answers, rank by rank.
+
+Owners of hardware run it as one command; what the documents claim of an accelerator is what its
+result shows. Each check issues all of its collectives first and compares afterwards, so that a
+rank that finds something wrong leaves no other waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import optim
+from shardwise.accelerators import row
+from shardwise.checkpoint.collectives import all_gather_object, broadcast_object
+from shardwise.comm.backend import BackendComm
+from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.reduction import Reduction
+from shardwise.errors import RanksDisagree
+from shardwise.precision import Precision
+from shardwise.sharded import Sharded, shard
+
+__all__ = ["CHECKS", "Result", "conform"]
+
+SIZES = (1, 513, 65_537)  # elements of a rank's piece; XCCL's AVG was wrong for some sizes only
+ROWS = 4  # of a batch, on each rank
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one check, the same on every rank.
+
+    Attributes:
+        detail: what was covered, or what is wrong, by rank.
+        seconds: on this rank.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+    seconds: float
+
+
+class _Wrong(Exception):
+    """A result that is not the right one; the message has both."""
+
+
+def conform(comm: Comm) -> Iterator[Result]:
+    """The result of each check, in turn. A collective. Once the ranks lost each other, it ends."""
+    folder = TemporaryDirectory(prefix="shardwise-conformance-")
+    with folder as own:
+        shared = Path(broadcast_object(comm, own, "folder"))
+        for name, check in CHECKS.items():
+            start = perf_counter()
+            try:
+                detail, wrong = _outcome(comm, partial(check, comm, shared))
+            except RanksDisagree as error:
+                yield Result(name, passed=False, detail=str(error), seconds=perf_counter() - start)
+                return
+            yield Result(name, not wrong, wrong or detail, perf_counter() - start)
+
+
+def _outcome(comm: Comm, check: Callable[[], str]) -> tuple[str, str]:
+    """What the check says, and what is wrong on any rank: ``""`` if nothing is."""
+    detail, wrong = "", ""
+    try:
+        detail = check()
+    except RanksDisagree:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a device does is a result
+        wrong = str(error) if isinstance(error, _Wrong) else repr(error)
+    texts = all_gather_object(comm, wrong, "what is wrong")
+    return detail, "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
+# --- bytes and sums --------------------------------------------------------------------------
+
+
+def _values(rank: int, n: int, dtype: torch.dtype) -> Tensor:
+    """``[n]``: whole numbers below 128, exact in every dtype."""
+    return ((torch.arange(n) + 7 * rank) % 61 + rank % 61).to(dtype)
+
+
+def _dtypes(comm: Comm) -> tuple[torch.dtype, ...]:
+    return row(comm.device).dtypes
+
+
+def _gather(comm: Comm, _: Path) -> str:
+    dtypes = (*_dtypes(comm), torch.int64, torch.uint8)
+    pairs = []
+    for dtype in dtypes:
+        for n in SIZES:
+            full = torch.zeros(comm.size, n, dtype=dtype, device=comm.device)
+            full[comm.rank] = _values(comm.rank, n, dtype).to(comm.device)
+            comm.all_gather(full.view(-1), Label("gather", f"{dtype}")).wait()
+            expected = [_values(rank, n, dtype) for rank in range(comm.size)]
+            pairs.append((full, torch.stack(expected)))
+    _same(pairs)
+    return _listed(dtypes)
+
+
+def _broadcast(comm: Comm, _: Path) -> str:
+    pairs = []
+    for root in range(comm.size):
+        data = _values(comm.rank, 513, torch.float32).to(comm.device)
+        comm.broadcast(data, root, Label("broadcast")).wait()
+        pairs.append((data, _values(root, 513, torch.float32)))
+    _same(pairs)
+    return f"from each of {comm.size} ranks"
+
+
+def _exchange(comm: Comm, _: Path) -> str:
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for n in SIZES:
+        full = torch.cat([_values(comm.rank + to, n, torch.float32) for to in range(comm.size)])
+        received: list[Tensor] = []
+        comm.exchange(full.to(comm.device), received.extend, Label("exchange")).wait()
+        expected = [_values(rank + comm.rank, n, torch.float32) for rank in range(comm.size)]
+        pairs += zip([piece.clone() for piece in received], expected, strict=True)
+    _same(pairs)
+    return f"pieces of {', '.join(f'{n:,}' for n in SIZES)} elements"
+
+
+def _sum(comm: Comm, _: Path) -> str:
+    ways = [
+        (wire, total, n)
+        for wire in _dtypes(comm)
+        for total in dict.fromkeys((wire, torch.promote_types(wire, torch.float32)))
+        for n in SIZES
+    ]
+    worst = max(_roundings(comm, *way) for way in ways)
+    if worst > 2 * comm.size:  # a rounding for each addition, and one for the division
+        raise _Wrong(f"a mean of {comm.size} ranks is off by {worst:.1f} roundings")
+    return f"{_listed(_dtypes(comm))}, within {worst:.1f} roundings"
+
+
+def _roundings(comm: Comm, wire: torch.dtype, total: torch.dtype, n: int) -> float:
+    """By how many roundings of ``total`` a mean over ranks is off, with ``n`` elements for each."""
+    full = _values(comm.rank, comm.size * n, wire).to(comm.device)
+    reduction = Reduction(wire, total, after=comm.size)
+    reducing = reduction.start(full, comm, Label("reduce", f"{wire}"))
+    reducing.pending.wait()
+    each = [_values(rank, comm.size * n, wire).double() for rank in range(comm.size)]
+    expected = torch.stack(each).mean(0).view(comm.size, n)[comm.rank]
+    return _error(reducing.out, expected) / torch.finfo(total).eps
+
+
+def _average(comm: Comm, _: Path) -> str:
+    """Not a condition: where AVG is wrong or not there, sums are divided here."""
+    if not isinstance(comm, BackendComm):
+        return "no AVG of a backend is used: sums are formed here, in rank order"
+    if comm.has_average:
+        return "AVG passed its self-test, and is used"
+    try:
+        verdict = "is right" if comm.average_is_right() else "is WRONG"
+    except RuntimeError as error:
+        verdict = f"is refused ({error})"
+    return f"AVG {verdict} here; it is not used: sums are divided here"
+
+
+# --- computing -------------------------------------------------------------------------------
+
+
+def _products(comm: Comm, _: Path) -> str:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(33, 65, generator=generator).double() for _ in range(2))
+    expected = _through_linear(x, weight)
+    for dtype in _dtypes(comm):
+        found = _through_linear(x.to(comm.device, dtype), weight.to(comm.device, dtype))
+        for one, right in zip(found, expected, strict=True):
+            if _error(one, right) > 64 * torch.finfo(dtype).eps:
+                raise _Wrong(f"a linear layer in {dtype} is off by {_error(one, right):.1e}")
+    return f"{_listed(_dtypes(comm))}, forward and backward"
+
+
+def _through_linear(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``[33, 33]`` and the weight's gradient, ``[33, 65]``."""
+    weight = weight.clone().requires_grad_()
+    out = F.linear(x, weight)
+    out.square().mean().backward()
+    assert weight.grad is not None
+    return out.detach(), weight.grad
+
+
+class _Small(nn.Module):
+    """Sizes that no number of ranks divides, and blocks that become units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        blocks = (nn.Sequential(nn.LayerNorm(13), nn.Linear(13, 13), nn.GELU()) for _ in range(2))
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(13, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: ``[rows, 7]``."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+
+
+def _flat_adamw(sharded: Sharded) -> torch.optim.Optimizer:
+    return optim.AdamW(sharded, lr=0.01, eps=1e-4)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the small model is trained, and how far it may be from the plain one."""
+
+    strategy: str = "full_shard"
+    compute: torch.dtype | None = None
+    adamw: bool = False
+    accumulation: int = 1
+    tolerance: float = 1e-5
+
+
+def _parity(comm: Comm, _: Path, way: _Way) -> str:
+    """Losses, gradient norms and parameters of ``STEPS`` steps, against one process."""
+    plain, model = _model(comm), _model(comm)
+    sharded = shard(model, way.strategy, comm=comm, precision=Precision(compute=way.compute))
+    optimizers = (_flat_adamw(sharded), _adamw(plain)) if way.adamw else (_sgd(model), _sgd(plain))
+    pairs = []
+    for step in range(STEPS):
+        batches = [_batch(comm, step, number) for number in range(way.accumulation)]
+        loss, norm = _sharded_step(sharded, batches, comm)
+        pairs += [(loss, _plain_loss(plain, batches))]
+        pairs += [(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    states = model.state_dict()
+    pairs += [(states[name], value) for name, value in plain.state_dict().items()]
+    sharded.unshard()
+    worst = max(_error(found, right) for found, right in pairs)
+    if worst > way.tolerance:
+        raise _Wrong(f"differs from one process by {worst:.1e}, and {way.tolerance:.0e} is allowed")
+    return f"equals one process within {worst:.1e}"
+
+
+def _model(comm: Comm) -> nn.Module:
+    """The same on every rank, from a generator of its own: ranks may be threads."""
+    generator = torch.Generator().manual_seed(0)
+    model = _Small()
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.3, generator=generator)
+    return model.to(comm.device)
+
+
+def _batch(comm: Comm, step: int, number: int = 0) -> tuple[Tensor, Tensor]:
+    """All ranks' rows, ``[size * ROWS, 7]``, and their classes."""
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    x = torch.randn(comm.size * ROWS, 7, generator=generator)
+    y = torch.randint(5, (comm.size * ROWS,), generator=generator)
+    return x.to(comm.device), y.to(comm.device)
+
+
+def _sharded_step(
+    sharded: Sharded, batches: list[tuple[Tensor, Tensor]], comm: Comm
+) -> tuple[Tensor, Tensor]:
+    """The mean loss over ranks and micro-batches, and the norm before clipping."""
+    own = slice(comm.rank * ROWS, (comm.rank + 1) * ROWS)
+    total = torch.zeros(1, device=comm.device)
+    for number, (x, y) in enumerate(batches):
+        with sharded.accumulate(last=number == len(batches) - 1):
+            loss = F.cross_entropy(sharded.model(x[own]).float(), y[own]) / len(batches)
+            loss.backward()
+        total += loss.detach()
+    return comm.gather_rows(total, Label("gather", "losses")).mean(), sharded.clip_grad_norm_(1.0)
+
+
+def _plain_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    losses = [F.cross_entropy(model(x), y) / len(batches) for x, y in batches]
+    total = torch.stack(losses).sum()
+    total.backward()
+    return total.detach()
+
+
+# --- to disk and back ------------------------------------------------------------------------
+
+
+def _save_and_load(comm: Comm, folder: Path) -> str:
+    """Saved after one step, loaded after another: shards and optimizer state are the old ones."""
+    model = _model(comm)
+    sharded = shard(model, comm=comm)
+    optimizer = _flat_adamw(sharded)
+    everywhere = all(all_gather_object(comm, folder.is_dir(), "folder"))
+    kind = "sharded" if everywhere else "full"
+
+    def step(number: int) -> None:
+        _sharded_step(sharded, [_batch(comm, number)], comm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    sharded.save(folder / "step-1", optimizer, kind=kind)
+    step(1)
+    after = deepcopy(model.state_dict())
+    sharded.load(folder / "step-1", optimizer)
+    step(1)
+    pairs = [(value, after[name]) for name, value in model.state_dict().items()]
+    sharded.unshard()
+    _same(pairs)
+    return f"kind {kind}: a step after loading has the same bits as before"
+
+
+# --- comparing -------------------------------------------------------------------------------
+
+
+def _error(found: Tensor, right: Tensor) -> float:
+    """The largest difference, relative to the largest value; infinite where one is nan."""
+    one, other = found.detach().double().cpu(), right.detach().double().cpu()
+    scale = other.abs().max().item() or 1.0
+    error = (one - other).abs().max().item() / scale
+    return math.inf if math.isnan(error) else error  # max() would lose a nan
+
+
+def _same(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for found, right in pairs:
+        if not torch.equal(found.cpu(), right.cpu()):
+            different = int((found.cpu() != right.cpu()).sum())
+            raise _Wrong(f"{different:,} of {right.numel():,} {right.dtype} elements differ")
+
+
+def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
+CHECKS: dict[str, Callable[[Comm, Path], str]] = {
+    "all-gather": _gather,
+    "broadcast": _broadcast,
+    "all-to-all": _exchange,
+    "reduce-scatter": _sum,
+    "dtypes": _products,
+    **{f"parity {name}": partial(_parity, way=_Way(name)) for name in STRATEGIES},
+    "parity bf16": partial(_parity, way=_Way(compute=torch.bfloat16, tolerance=0.03)),
+    "parity AdamW": partial(_parity, way=_Way(adamw=True, tolerance=1e-4)),
+    "parity accumulation": partial(_parity, way=_Way(accumulation=3)),
+    "save and load": _save_and_load,
+    "average": _average,  # last: a backend that refuses it may leave its group unusable
+}
+"""By name, in the order in which they run: each says what it covered, or raises."""

@@ -1,0 +1,158 @@
+"""What is installed here, which devices there are, and what the environment says of them.
+
+Looks only: nothing here is needed by a run, and a plug-in that is broken is a line of the answer.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from shardwise.accelerators import ROWS, Accelerator, row
+from shardwise.comm.connect import load_backend
+from shardwise.comm.devices import device_module
+from shardwise.errors import ConfigError
+from shardwise.launch.launcher import available_cores
+
+__all__ = [
+    "Devices",
+    "Package",
+    "Variable",
+    "device_name",
+    "devices",
+    "packages",
+    "variables",
+]
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed distribution, or Python itself.
+
+    Attributes:
+        found: its version; ``""`` if it is not installed.
+        needed: what shardwise asks for, such as ``">=2.11"``; ``""`` if anything will do.
+    """
+
+    name: str
+    found: str
+    needed: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is there, and new enough."""
+        return bool(self.found) and _release(self.found) >= _release(self.needed)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of one kind that torch sees here.
+
+    Attributes:
+        names: one for each device.
+        backend: who carries their collectives; ``""`` if nobody does.
+        problem: why they cannot be used; ``""`` if they can.
+    """
+
+    accelerator: Accelerator
+    names: tuple[str, ...]
+    backend: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of the environment that matters to one kind of device."""
+
+    device: str
+    name: str
+    meaning: str
+    value: str | None
+
+
+# --- versions --------------------------------------------------------------------------------
+
+
+def packages() -> list[Package]:
+    """Python, what shardwise needs, and the plug-ins that are installed."""
+    about = metadata.metadata("shardwise")
+    lines = [line for line in metadata.requires("shardwise") or [] if "extra ==" not in line]
+    needed = [_name_and_version(line) for line in lines]
+    return [
+        Package("python", platform.python_version(), about["Requires-Python"] or ""),
+        *(Package(name, _version(name), version) for name, version in needed),
+        *(Package(known.package, _version(known.package)) for known in _with_plugin()),
+    ]
+
+
+def _with_plugin() -> Iterator[Accelerator]:
+    return (known for known in ROWS if known.package and _version(known.package))
+
+
+def _name_and_version(requirement: str) -> tuple[str, str]:
+    name = re.split(r"[\[<>=!~; (]", requirement)[0]
+    return name, requirement[len(name) :].partition(";")[0].strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """``"2.13.0+cpu"`` and ``">=2.13"`` → ``(2, 13, 0)`` and ``(2, 13)``."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0]))
+
+
+# --- devices ---------------------------------------------------------------------------------
+
+
+def devices(device: str) -> Devices:
+    """Those of the kind ``device``, as far as torch and its plug-ins see them."""
+    accelerator = row(device)
+    if device == "cpu":
+        return Devices(accelerator, (device_name(torch.device("cpu")),), "gloo")
+    try:
+        count = device_module(accelerator).device_count()
+        names = tuple(device_name(torch.device(device, index)) for index in range(count))
+        backend = load_backend(accelerator).name if names else ""
+    except ConfigError as error:
+        return Devices(accelerator, (), problem=str(error))
+    return Devices(accelerator, names, backend, "" if names else "torch sees none here")
+
+
+def device_name(device: torch.device) -> str:
+    """As its vendor calls it."""
+    if device.type == "cpu":
+        return f"{platform.machine()}, {available_cores()} cores"
+    return str(device_module(row(device)).get_device_name(device.index))
+
+
+# --- environment -----------------------------------------------------------------------------
+
+
+def variables(environ: Mapping[str, str] = os.environ) -> list[Variable]:
+    """Every variable of every row, set or not."""
+    return [
+        Variable(known.device, name, meaning, environ.get(name))
+        for known in ROWS
+        for name, meaning in _named(known)
+    ]
+
+
+def _named(accelerator: Accelerator) -> Iterator[tuple[str, str]]:
+    if accelerator.visible_devices:
+        yield accelerator.visible_devices, "devices that a process sees"
+    yield accelerator.socket_interface, "network interface of the collectives"
+    for name, value in accelerator.environment:
+        yield name, f"must be {value} when {accelerator.plugin} is imported; connect() sets it"
+    for old, new in accelerator.renamed:
+        yield new, f"a file; {old} in old versions, connect() sets both"

@@ -1,0 +1,63 @@
+"""``shardwise doctor`` as a user meets it: what it prints and writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import doctor, main
+from shardwise.doctor.conformance import CHECKS, Result
+from shardwise.doctor.machine import Package
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *map(str, arguments)])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_what_is_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run("--json", tmp_path / "here.json") == 0
+    out = capsys.readouterr().out
+    for start in ("torch ", "cpu     1 × ", "cuda    none", "hpu     PT_HPU_LAZY_MODE "):
+        assert any(line.startswith(start) for line in out.splitlines()), start
+    assert out.endswith("here      ranks use cpu over gloo\n")
+    written = json.loads((tmp_path / "here.json").read_text("utf-8"))
+    assert set(written["devices"]) == {"cpu", "cuda", "xpu", "hpu"}
+
+
+def test_a_package_that_is_too_old_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "packages", lambda: [Package("torch", "2.4.0", ">=2.11")])
+    assert run() == 1
+    assert capsys.readouterr().err.startswith("error: missing, or too old: torch.")
+
+
+def test_conformance_prints_a_line_for_each_check_and_writes_a_result(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run("--conformance", "--device=cpu", "--nproc=1", "--json", tmp_path / "r.json") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[6:26].strip() for line in lines if line.startswith("pass  ")] == list(CHECKS)
+    assert "rank 0 → cpu" in lines
+    assert f"{len(CHECKS)} of {len(CHECKS)} checks passed" in lines
+    written = json.loads((tmp_path / "r.json").read_text("utf-8"))
+    assert (written["passed"], written["device"], written["ranks"]) == (True, "cpu", ["cpu"])
+    assert [check["name"] for check in written["checks"]] == list(CHECKS)
+
+
+def test_a_check_that_fails_is_named_and_the_status_is_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    result = Result("all-gather", passed=False, detail="rank 0: wrong", seconds=0.1)
+    monkeypatch.setattr(doctor, "CHECKS", {"all-gather": None})
+    monkeypatch.setattr(doctor, "conform", lambda _: iter([result]))
+    assert run("--conformance", "--device=cpu", "--nproc=1", "--json", tmp_path / "r.json") == 1
+    out, err = capsys.readouterr()
+    assert "FAIL  all-gather            rank 0: wrong" in out
+    assert err.startswith("error: 1 of 1 checks did not pass: all-gather. Do not train")
+    assert json.loads((tmp_path / "r.json").read_text("utf-8"))["passed"] is False

@@ -1,0 +1,61 @@
+"""What doctor reports: versions, devices of each kind, variables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.accelerators import ROWS
+from shardwise.doctor.machine import Package, devices, packages, variables
+from tests.plugins import write_plugins
+
+
+@pytest.mark.parametrize(
+    ("found", "needed", "fits"),
+    [
+        ("2.13.0+cpu", ">=2.11", True),
+        ("2.9.1", ">=2.11", False),
+        ("2.11", ">=2.11", True),
+        ("", ">=8.1", False),
+        ("1.19.0", "", True),
+    ],
+)
+def test_a_version_fits_or_does_not(found: str, needed: str, fits: bool) -> None:
+    assert Package("one", found, needed).fits is fits
+
+
+def test_what_is_installed_here_fits() -> None:
+    found = {one.name: one for one in packages()}
+    assert found["torch"].needed == ">=2.11"
+    assert found["torch"].found == torch.__version__
+    assert [one.name for one in found.values() if not one.fits] == []
+
+
+def test_every_row_says_what_it_is_that_is_missing() -> None:
+    seen = {known.device: devices(known.device) for known in ROWS}
+    assert seen["cpu"].backend == "gloo"
+    assert seen["cpu"].problem == ""
+    assert "it needs habana_frameworks.torch" in seen["hpu"].problem
+    assert seen["xpu"].names == ()
+
+
+def test_a_broken_plug_in_is_a_line_of_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plugins(tmp_path, "hpu")
+    (tmp_path / "habana_frameworks/torch/__init__.py").write_text("import libSynapse")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    assert "its import failed (No module named 'libSynapse')" in devices("hpu").problem
+    for name in [name for name in sys.modules if name.startswith("habana_frameworks")]:
+        del sys.modules[name]
+
+
+def test_variables_are_shown_set_or_not() -> None:
+    shown = {one.name: one for one in variables({"PT_HPU_LAZY_MODE": "1"})}
+    assert shown["PT_HPU_LAZY_MODE"].value == "1"
+    assert shown["PT_HPU_LAZY_MODE"].meaning.startswith("must be 0 when habana_frameworks.torch")
+    assert shown["CUDA_VISIBLE_DEVICES"].value is None

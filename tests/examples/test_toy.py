@@ -1,0 +1,71 @@
+"""The toy program, started both ways: what it prints, and the loss that it ends with."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.run import EXAMPLES, lines_of, run, torchrun
+from tests.forked import forked
+from tests.test_surface import Source, calls_of_one_vendor
+
+TOY = EXAMPLES / "toy.py"
+
+
+def final_loss(iterations: int, world: int) -> str:
+    """Of one process, which takes the mean of all rows."""
+    torch.manual_seed(0)
+    rows = torch.rand(world, 3)
+    model = torch.nn.Linear(3, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(iterations):
+        loss = model(rows).sum(1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return f"Final loss: {loss.item():.6f}"
+
+
+@pytest.mark.spawn
+def test_it_spawns_its_ranks_and_names_the_port_that_it_takes(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            other.bind(("", 12355))
+            other.listen()
+        except OSError:
+            pass  # somebody uses it already
+        first, *rest = run(TOY, "--iterations", 4, folder=tmp_path)
+    assert re.fullmatch(r"port 12355 is in use: the ranks meet at port 12\d{3}", first)
+    assert sorted(rest) == ["All done"] * 2 + [final_loss(4, 2)]
+
+
+@pytest.mark.spawn
+@forked
+def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
+    assert sorted(torchrun(TOY, folder=tmp_path)) == ["All done"] * 2 + [final_loss(5, 2)]
+
+
+@pytest.mark.parametrize("option", ["-v", "--verbose"])
+def test_torch_is_imported_after_the_variables_that_it_reads(tmp_path: Path, option: str) -> None:
+    names = ("_CPP_LOG_LEVEL", "_DISTRIBUTED_DEBUG", "_SHOW_CPP_STACKTRACES", "DYNAMO_VERBOSE")
+    values = ", ".join(f"os.environ['TORCH{name}']" for name in names)
+    (tmp_path / "torch.py").write_text(f"import os; print({values}); raise SystemExit")
+    assert run(TOY, option, folder=tmp_path, path=tmp_path) == ["INFO DETAIL 1 1"]
+
+
+@pytest.mark.parametrize("name", ["toy", "mnist"])
+def test_the_programs_name_no_device(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text("utf-8")
+    assert calls_of_one_vendor(Source(name, text)) == []
+    assert re.findall(r"[\"'](?:cuda|xpu|hpu)\b", text) == []
+
+
+@pytest.mark.parametrize("row", ["device", "model", "FSDP"])
+def test_the_table_of_five_lines_has_the_programs_own(row: str) -> None:
+    (line,) = re.findall(rf"^\| {row} \| .*\| `([^`]+)` \|$", lines_of("seeds.md"), re.MULTILINE)
+    assert line in TOY.read_text("utf-8")
