@@ -317,3 +317,23 @@ def test_marked_functions_run_outside_graphs_and_compilations_are_announced() ->
     assert log.count("ours") == 2
     assert log[0] == "start"
     assert "end" in log
+
+
+# ---- graphs ----------------------------------------------------------------------------------
+
+
+def test_fake_tensors_have_shapes_and_no_values() -> None:
+    """Without them a trace would need the model's memory."""
+    with internals.FakeTensorMode():
+        product = torch.empty(1 << 20, 1 << 20) @ torch.empty(1 << 20, 2)
+    assert product.shape == (1 << 20, 2)
+
+
+def test_operations_say_whether_their_result_is_a_view() -> None:
+    """Without it views of parameters would be kept for the backward pass, and be stale there."""
+    aten = torch.ops.aten
+    assert isinstance(aten.t.default, internals.OpOverload)
+    assert aten.t.default.is_view
+    assert aten.view.default.is_view
+    assert not aten.mm.default.is_view
+    assert not aten.add_.Tensor.is_view

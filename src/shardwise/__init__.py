@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shardwise.precision import Precision
     from shardwise.schedule.events import Prefetch
     from shardwise.sharded import Sharded, shard
+    from shardwise.tracing import Recording, Trace, record, trace
     from shardwise.units import wrap
 
     __version__: str
@@ -58,6 +59,7 @@ __all__ = [
     "Precision",
     "Prefetch",
     "RanksDisagree",
+    "Recording",
     "Saved",
     "SavedFile",
     "Saving",
@@ -66,19 +68,30 @@ __all__ = [
     "Sharded",
     "ShardwiseError",
     "StateDict",
+    "Trace",
     "Training",
     "by_name",
     "connect",
     "numbered",
     "optim",
+    "record",
     "shard",
+    "trace",
     "wrap",
 ]
 
 
 # --- imported when first used: the command line answers `--version` without torch ------------
 
-_HOMES = ("errors", "schedule.events", "precision", "comm.connect", "sharded", "checkpoint")
+_HOMES = (
+    "errors",
+    "schedule.events",
+    "precision",
+    "comm.connect",
+    "sharded",
+    "checkpoint",
+    "tracing",
+)
 _MODULES = {"wrap": "units.wrap"}  # of the public face, where they lie
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that exists

@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +23,8 @@ from torch.utils.hooks import RemovableHandle
 __all__ = [
     "ASSIGN",
     "NO_TORCH_FUNCTION",
+    "FakeTensorMode",
+    "OpOverload",
     "after_accumulation",
     "base_of",
     "buffers_of",

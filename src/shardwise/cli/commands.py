@@ -280,3 +280,89 @@ def doctor(**wanted: Any) -> None:
     from shardwise.cli.doctor import Examination, run_doctor
 
     run_doctor(Examination(**wanted))
+
+
+# --- trace -----------------------------------------------------------------------------------
+
+TRACE = """\
+Show one training step of MODEL as a program in which every collective is a line.
+
+No process group, no device and no memory for the model are needed: torch traces the module, and
+collectives stand where the schedule has them, which is the one that runs.
+
+\b
+MODEL may be
+  recipe.yaml         the decoder that `shardwise train` would build
+  folder              one with a config.json of transformers
+  file.py:function    a function that returns a module and its input
+  (nothing)           Linear(Tanh(Linear(x))), the model of the tutorial on ZeRO-2
+
+\b
+Examples:
+  shardwise trace --strategy shard_grad_op
+  shardwise trace --stages
+  shardwise trace model.py:build --world 1024 --rank 7
+  shardwise trace --diff shard_grad_op full_shard
+"""
+
+
+@commands.command(
+    "trace", help=TRACE, short_help="Show one step as a program.", context_settings=CONTEXT_SETTINGS
+)
+@click.argument("model", required=False)
+@click.option("--strategy", default="full_shard", show_default=True, help="As for shard().")
+@click.option("--world", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose.")
+@click.option("--wrap", multiple=True, metavar="CLASS", help="Modules of this class are units.")
+@click.option("--compute", type=click.Choice(DTYPES), help="Gather and compute in this dtype.")
+@click.option("--stage", help="Show this stage, such as functional or 'sort waits'.")
+@click.option("--stages", "every", is_flag=True, help="Show the programs of every stage.")
+@click.option("--diff", nargs=2, metavar="STRATEGY STRATEGY", help="Compare two strategies.")
+def trace(model: str | None, **options: Any) -> None:
+    """The command; its help is ``TRACE``."""
+    from shardwise.cli.trace import Asked, run_trace
+
+    run_trace(model, Asked(**options))
+
+
+# --- explain ---------------------------------------------------------------------------------
+
+EXPLAIN = """\
+Explain WORD of the field in a few sentences, with numbers of two ranks where they help.
+
+Without a word: all words. `memory` and `step` are about a MODEL, which is named as for
+`shardwise trace`: what each strategy keeps on a rank and sends, and the events of one step.
+
+\b
+Examples:
+  shardwise explain all-gather
+  shardwise explain fsdp
+  shardwise explain memory recipes/demo.yaml --ranks 8
+  shardwise explain step --strategy shard_grad_op
+"""
+
+
+@commands.command(
+    "explain",
+    help=EXPLAIN,
+    short_help="Explain a word, with numbers.",
+    context_settings=CONTEXT_SETTINGS,
+)
+@click.argument("word", required=False)
+@click.argument("model", required=False)
+@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose.")
+@click.option("--strategy", default="full_shard", show_default=True, help="Of `step`.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "sgd", "momentum"]),
+    default="adamw",
+    show_default=True,
+    help="Of `memory`.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the table of `memory` as JSON.")
+def explain(word: str | None, model: str | None, **options: Any) -> None:
+    """The command; its help is ``EXPLAIN``."""
+    from shardwise.cli.explain import About, run_explain
+
+    run_explain(word, model, About(**options))

@@ -24,10 +24,11 @@ from shardwise.memory.sharding import Sharding
 from shardwise.memory.views import Views
 from shardwise.options import Options
 from shardwise.precision import Dtypes
+from shardwise.schedule.events import UnitBytes
 from shardwise.schedule.placement import Placement
 from shardwise.units.units import Member, Unit
 
-__all__ = ["BucketSpec", "Home", "cut_at_multiples", "specs_of"]
+__all__ = ["BucketSpec", "Home", "bytes_of", "cut_at_multiples", "specs_of"]
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,14 @@ def cut_at_multiples(start: int, stop: int, size: int) -> Iterator[tuple[int, in
         end = min(stop, (start // size + 1) * size)
         yield start, end
         start = end
+
+
+def bytes_of(specs: Sequence[BucketSpec], trained: Sequence[BucketSpec]) -> UnitBytes:
+    """Of a unit's buckets, and of the gradients of those that are trained; padding included."""
+    gathered = sum(spec.layout.numel * spec.dtypes.compute.itemsize for spec in specs)
+    gradients = sum(spec.layout.numel * spec.dtypes.wire.itemsize for spec in trained)
+    mean = sum(spec.layout.numel * spec.dtypes.stored.itemsize for spec in trained)
+    return UnitBytes(gathered, gradients, mean)
 
 
 def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> list[BucketSpec]:

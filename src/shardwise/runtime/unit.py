@@ -7,6 +7,7 @@ import contextlib
 from shardwise.comm.protocol import Label
 from shardwise.errors import RanksDisagree
 from shardwise.memory.parameters import Bucket
+from shardwise.memory.spec import bytes_of
 from shardwise.schedule.events import UnitBytes
 
 __all__ = ["UnitState"]
@@ -121,7 +122,4 @@ class UnitState:
 
     def nbytes(self) -> UnitBytes:
         """Bytes, padding included."""
-        gathered = sum(b.layout.numel * b.dtypes.compute.itemsize for b in self.buckets)
-        gradients = sum(b.layout.numel * b.dtypes.wire.itemsize for b in self.trainable)
-        mean = sum(b.layout.numel * b.dtypes.stored.itemsize for b in self.trainable)
-        return UnitBytes(gathered, gradients, mean)
+        return bytes_of([b.spec for b in self.buckets], [b.spec for b in self.trainable])

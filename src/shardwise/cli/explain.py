@@ -1,0 +1,95 @@
+"""``shardwise explain``: words with numbers, bytes by strategy, and the events of a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from textwrap import wrap
+
+import click
+
+from shardwise.cli.models import named_model
+from shardwise.cli.tables import table
+from shardwise.explain.memory import Kept, table_of
+from shardwise.explain.words import Word, find, words
+from shardwise.printed import size
+from shardwise.setup import order
+from shardwise.tracing.blueprint import draw
+
+__all__ = ["About", "run_explain"]
+
+
+@dataclass(frozen=True)
+class About:
+    """What the command was asked about; ``strategy`` and ``optimizer`` as their options say."""
+
+    ranks: int = 2
+    rank: int = 0
+    strategy: str = "full_shard"
+    optimizer: str = "adamw"
+    as_json: bool = False
+
+
+def run_explain(word: str | None, model: str | None, about: About) -> None:
+    """Print what was asked for."""
+    if word is None:
+        lines = _list()
+    elif word == "memory":
+        lines = _memory(model, about)
+    elif word == "step":
+        lines = _step(model, about)
+    else:
+        lines = _word(find(word if model is None else f"{word} {model}"))
+    click.echo("\n".join(lines))
+
+
+def _list() -> Iterator[str]:
+    for word in words().values():
+        yield f"{word.name:<18} {', '.join(word.also)}"
+    yield f"{'memory MODEL':<18} what each strategy keeps on a rank, and sends"
+    yield f"{'step MODEL':<18} the events of one step"
+
+
+def _word(word: Word) -> Iterator[str]:
+    yield from wrap(word.text, 96)
+    if word.demo:
+        from shardwise.explain.demos import demonstrate
+
+        yield ""
+        yield from (f"    {line}" for line in demonstrate(word.demo))
+    yield ""
+    yield from word.links
+
+
+def _memory(model: str | None, about: About) -> Iterator[str]:
+    named = named_model(model)
+    rows = table_of(named.model, (about.rank, about.ranks), about.optimizer)
+    if about.as_json:
+        yield json.dumps([asdict(row) | {"between_steps": row.between_steps} for row in rows])
+        return
+    numel = sum(param.numel() for param in named.model.parameters())
+    yield (
+        f"{type(named.model).__name__}, {numel:,} parameters, {about.optimizer}, "
+        f"rank {about.rank} of {about.ranks}: bytes between steps, and of a step"
+    )
+    yield ""
+    head = ["strategy", "parameters", "gradients", "optimizer", "together", "gathered", "sent"]
+    yield from table([_row(row) for row in rows], [*head, "gathers", "reduces"])
+    yield ""
+    yield "together   what lies there between steps, before gradients are dropped"
+    yield "gathered   full parameters at most at a time within a step, besides"
+    yield "gathers    all-gathers in the forward + backward pass; reduces: reduce-scatters"
+
+
+def _row(row: Kept) -> list[str]:
+    nbytes = [row.parameters, row.gradients, row.optimizer, row.between_steps, row.gathered]
+    gathers = [row.calls.get(f"{phase} gather", 0) for phase in ("forward", "backward")]
+    counts = ["{} + {}".format(*gathers), str(row.calls.get("reduce", 0))]
+    return [row.strategy, *map(size, nbytes), size(row.sent), *counts]
+
+
+def _step(model: str | None, about: About) -> Iterator[str]:
+    found = named_model(model).model
+    blueprint = draw(found, about.strategy, None, (about.rank, about.ranks))
+    yield str(blueprint.schedule(order.guess(found, blueprint.entry_modules)))

@@ -1,0 +1,117 @@
+"""A model that is named on the command line, and an input for it.
+
+nothing             Linear(Tanh(Linear(x))) of width 64, on an input of [64, 64]
+recipe.yaml         the decoder that `shardwise train` would build, on the meta device
+folder              the causal language model that its config.json describes, likewise
+file.py:function    what the function returns: a module, or a module and its input
+package.mod:name    the same, imported
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError, nearest
+from shardwise.tracing.stages import Inputs
+
+__all__ = ["Named", "named_model"]
+
+
+class Named(NamedTuple):
+    """A model, and an input, if one is known."""
+
+    model: nn.Module
+    inputs: Inputs | None
+
+
+def named_model(name: str | None) -> Named:
+    """The model of this name.
+
+    Raises:
+        ConfigError: there is none, or what was found is no model.
+    """
+    if name is None:
+        return _example()
+    if name.endswith((".yaml", ".yml", ".toml")):
+        return _decoder(name)
+    if (Path(name) / "config.json").is_file():
+        return _hugging_face(Path(name))
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"{name!r} names no model. Pass a recipe (recipe.yaml), a folder with a config.json, "
+            "file.py:function, or package.module:function; a function returns a module, or a "
+            "module and its input."
+        )
+    found = _attribute(place, attribute)
+    made = found if isinstance(found, nn.Module) else found()
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{name} gave a {type(model).__name__}, and not a module. Let it return an nn.Module, "
+            "or a module and its input: return model, torch.randn(8, 64)."
+        )
+    return Named(model, inputs)
+
+
+def _example() -> Named:
+    """The model of the tutorial on ZeRO-2."""
+    width = 64
+    layers = nn.Linear(width, width, bias=False), nn.Tanh(), nn.Linear(width, width, bias=False)
+    return Named(nn.Sequential(*layers), torch.randn(width, width))
+
+
+def _decoder(path: str) -> Named:
+    from shardwise.train.decoder import Decoder
+    from shardwise.train.recipe import read_recipe
+
+    recipe = read_recipe(path, (), ())
+    with torch.device("meta"):
+        model = Decoder(recipe.model, recipe.tokenizer.vocabulary, recipe.data.context)
+    return Named(model, torch.zeros(recipe.batch.micro, recipe.data.context, dtype=torch.int64))
+
+
+def _hugging_face(folder: Path) -> Named:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return Named(model, {"input_ids": torch.zeros(1, 16, dtype=torch.int64), "use_cache": False})
+
+
+def _attribute(place: str, attribute: str) -> Callable[[], Any] | nn.Module:
+    module = _file(Path(place)) if place.endswith(".py") else _module(place)
+    if not hasattr(module, attribute):
+        like = ", ".join(nearest(attribute, [n for n in vars(module) if not n.startswith("_")]))
+        raise ConfigError(f"{place} has no {attribute!r}; nearest is {like or 'nothing'}.")
+    found: Callable[[], Any] = getattr(module, attribute)
+    return found
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise ConfigError(
+            f"there is no module {name!r}. Name a file (model.py:build), or start the command "
+            "where the package can be imported."
+        ) from error
+
+
+def _file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise ConfigError(f"there is no file {path}, so it holds no model.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,121 @@
+"""What each strategy keeps on a rank and sends in a step, in bytes, for one model.
+
+Exact: equal to what tensors of a sharded model sum to. The ordinary rule of thumb, 16 bytes a
+parameter, knows neither frozen parameters nor padding nor uneven shards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from shardwise.memory.spec import BucketSpec
+from shardwise.schedule.events import Event, Op
+from shardwise.setup import order
+from shardwise.tracing.blueprint import Blueprint, draw
+
+__all__ = ["OPTIMIZERS", "Kept", "kept", "table_of"]
+
+STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard")
+OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
+"""Of torch.optim: tensors like the parameter, and further bytes (the step's number) for each."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One rank's bytes under one strategy.
+
+    Attributes:
+        strategy: its name.
+        parameters, gradients, optimizer: between steps, without padding.
+        padding: of the parameters, which no tensor shows.
+        gathered: full buckets at most at a time, besides what is kept.
+        sent: by this rank in a step.
+        calls: collectives of a step: ``{"forward gather": 3, …}``.
+    """
+
+    strategy: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    padding: int
+    gathered: int
+    sent: int
+    calls: Mapping[str, int]
+
+    @property
+    def between_steps(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def table_of(
+    model: nn.Module, ranks: tuple[int, int], optimizer: str = "adamw", **options: Any
+) -> list[Kept]:
+    """One row for each strategy, for rank ``ranks[0]`` of ``ranks[1]``."""
+    drawn = [draw(model, strategy, None, ranks, **options) for strategy in STRATEGIES]
+    return [kept(model, blueprint, optimizer) for blueprint in drawn]
+
+
+def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Kept:
+    """What a rank keeps and sends as ``blueprint`` cuts ``model``."""
+    copies, more = OPTIMIZERS[optimizer]
+    parts = [(spec, list(_parts(spec))) for spec in blueprint.buckets]
+    parameters = sum(sum(numels) * spec.dtypes.stored.itemsize for spec, numels in parts)
+    trained = [(spec, numels) for spec, numels in parts if spec.trainable]
+    gradients = sum(sum(numels) * spec.dtypes.stored.itemsize for spec, numels in trained)
+    tensors = sum(len(numels) for _, numels in trained)
+    schedule = blueprint.schedule(order.guess(model, blueprint.entry_modules))
+    return Kept(
+        strategy=blueprint.placement.name,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=copies * gradients + more * tensors,
+        padding=sum(_at_rest(spec) for spec in blueprint.buckets) - parameters,
+        gathered=_most_gathered(schedule.events, blueprint),
+        sent=sum(schedule.sent(event) for event in schedule.events),
+        calls=_calls(schedule.events, blueprint),
+    )
+
+
+def _at_rest(spec: BucketSpec) -> int:
+    return spec.layout.shard_numel * spec.dtypes.stored.itemsize
+
+
+def _parts(spec: BucketSpec) -> Iterator[int]:
+    for slot in spec.slots:
+        yield prod(spec.layout.shard_shape(slot, spec.shard.rank))
+
+
+def _most_gathered(events: Sequence[Event], blueprint: Blueprint) -> int:
+    """Bytes of the full buckets that exist at most at a time, besides what is kept."""
+    nbytes = blueprint.nbytes
+    if blueprint.placement.resident and blueprint.placement.splits:
+        shards = 0 if blueprint.policy.casts else sum(map(_at_rest, blueprint.buckets))
+        return sum(unit.gathered for unit in nbytes.values()) - shards  # slices of full buckets
+    gathered = most = 0
+    for event in events:
+        if event.op is Op.GATHER:
+            gathered += nbytes[event.unit].gathered
+        elif event.op is Op.FREE:
+            gathered -= nbytes[event.unit].gathered
+        most = max(most, gathered)
+    return most
+
+
+def _calls(events: Sequence[Event], blueprint: Blueprint) -> dict[str, int]:
+    """Collectives by phase, one for each bucket that takes part."""
+    counts: Counter[str] = Counter()
+    split = blueprint.placement.splits
+    for event in events:
+        specs = blueprint.specs.get(event.unit, ())
+        if event.op is Op.GATHER and split:
+            counts[f"{event.phase} gather"] += len(specs)
+        elif event.op is Op.REDUCE:
+            counts["reduce"] += sum(spec.trainable for spec in specs)
+    return dict(counts)

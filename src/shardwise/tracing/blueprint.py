@@ -1,0 +1,126 @@
+"""What ``shard()`` would decide for a model, on paper: units, buckets, layouts and schedules.
+
+The same functions decide as for a model that is sharded, so the two cannot drift apart. The model
+is not touched and may be on the meta device; the ranks need not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.mesh import Mesh
+from shardwise.memory.spec import BucketSpec, bytes_of, specs_of
+from shardwise.options import Options
+from shardwise.printed import Schedule
+from shardwise.schedule.events import Event, Order, Policy, Prefetch, UnitBytes, events
+from shardwise.schedule.placement import Placement
+from shardwise.strategies import placement_of
+from shardwise.units.units import Units, choose_units
+from shardwise.units.wrap import Wrap
+
+__all__ = ["Blueprint", "draw"]
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """A model as ``shard()`` would cut it for one rank.
+
+    Attributes:
+        units: which parameters are gathered together.
+        specs: the buckets of each unit, by its name.
+        placement: the strategy.
+        policy: where each unit lives, prefetch, and whether a gather casts.
+        rank, world: for which rank, of how many.
+        options: as for ``shard()``.
+    """
+
+    units: Units
+    specs: Mapping[str, tuple[BucketSpec, ...]]
+    placement: Placement
+    policy: Policy
+    rank: int
+    world: int
+    options: Options
+
+    @property
+    def buckets(self) -> tuple[BucketSpec, ...]:
+        """Those of all units, in order."""
+        return tuple(spec for specs in self.specs.values() for spec in specs)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors would lie."""
+        devices = (spec.shard.device for spec in self.buckets)
+        return next(devices, torch.device("cpu"))
+
+    @property
+    def entry_modules(self) -> dict[nn.Module, str]:
+        """The modules whose forward uses a unit, with the unit's name."""
+        return {module: unit.name for unit in self.units for module in unit.modules}
+
+    def name_of(self, spec: BucketSpec) -> str:
+        """The unit's name, with a number where it has several buckets: ``"blocks.0.1"``."""
+        among, unit = self.specs[spec.unit], spec.unit or "root"
+        return f"{unit}.{among.index(spec)}" if len(among) > 1 else unit
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """What this rank holds of each parameter: ``{"0.weight": "float32[32, 64]"}``."""
+        shapes = {}
+        for spec in self.buckets:
+            dtype = str(spec.dtypes.stored).removeprefix("torch.")
+            for slot in spec.slots:
+                shape = spec.layout.shard_shape(slot, spec.shard.rank)
+                shapes[slot.name] = f"{dtype}{list(shape)}"
+        return shapes
+
+    @property
+    def nbytes(self) -> dict[str, UnitBytes]:
+        """What each unit takes."""
+        trained = {name: [s for s in specs if s.trainable] for name, specs in self.specs.items()}
+        return {name: bytes_of(specs, trained[name]) for name, specs in self.specs.items()}
+
+    def events(self, order: Order, prefetch: Prefetch | None = None) -> tuple[Event, ...]:
+        """One training step; ``prefetch`` stands for that of the options."""
+        policy = replace(self.policy, prefetch=prefetch or self.policy.prefetch)
+        return events(order, policy, self.nbytes)
+
+    def schedule(self, order: Order) -> Schedule:
+        """One training step, to be printed."""
+        meshes = {spec.unit: Mesh(spec.shard, spec.replicate) for spec in self.buckets}
+        listed, name = self.events(order), self.placement.name
+        return Schedule(listed, self.nbytes, name, "train", self.world, meshes)
+
+
+def draw(
+    model: nn.Module,
+    strategy: str = "full_shard",
+    wrap: Wrap | None = None,
+    ranks: tuple[int, int] = (0, 2),
+    **options: Any,
+) -> Blueprint:
+    """A blueprint of ``model`` for one rank.
+
+    Args:
+        model: any module; it stays as it is.
+        strategy, wrap, options: as for ``shard()``.
+        ranks: the rank, and how many there are.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+    """
+    chosen, placement = Options.of(options), placement_of(strategy)
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    comm = FakeComm(*ranks, "cpu" if device.type == "meta" else device)
+    units, mesh = choose_units(model, wrap), Mesh.of(comm, placement.splits)
+    specs = {unit.name: tuple(specs_of(unit, chosen, mesh, placement)) for unit in units}
+    every = [spec for of_unit in specs.values() for spec in of_unit]
+    casts = any(spec.dtypes.stored is not spec.dtypes.compute for spec in every)
+    policy = Policy(dict.fromkeys(specs, placement), chosen.prefetch, casts=casts)
+    return Blueprint(units, specs, placement, policy, *ranks, chosen)

@@ -1,0 +1,111 @@
+"""What a sharded model really did, beside what was planned, for Perfetto and chrome://tracing.
+
+Two processes are drawn: the schedule, and the recording. An event of the schedule is drawn at the
+time at which it was done; one that was not done, at that of the event before it, and is named so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from shardwise.printed import Schedule
+from shardwise.schedule.events import Event, Op
+from shardwise.sharded import Sharded
+
+__all__ = ["Recording", "Timed", "record"]
+
+
+class Timed(NamedTuple):
+    """An event and when it was done, in seconds since the recording began."""
+
+    seconds: float
+    event: Event
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One step, as planned and as done.
+
+    Attributes:
+        planned: the schedule as it was before the step.
+        rank: whose recording it is.
+        done: the events in the order in which they were carried out.
+    """
+
+    planned: Schedule
+    rank: int
+    done: list[Timed] = field(default_factory=list)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What was done, without times."""
+        return tuple(timed.event for timed in self.done)
+
+    def chrome(self) -> dict[str, Any]:
+        """The object that Perfetto and chrome://tracing open, times in microseconds."""
+        rows = [_name(0, f"planned: {self.planned.strategy}"), _name(1, f"rank {self.rank}: done")]
+        rows += _rows(0, _planned(self.planned.events, self.done))
+        return {"traceEvents": [*rows, *_rows(1, self.done)], "displayTimeUnit": "ms"}
+
+    def save(self, path: str | Path) -> None:
+        """Write ``chrome()`` as JSON."""
+        Path(path).write_text(json.dumps(self.chrome()), "utf-8")
+
+
+@contextmanager
+def record(sharded: Sharded) -> Iterator[Recording]:
+    """Record the step that is taken inside: ``with sw.record(sharded) as recording: …``."""
+    recording, start = Recording(sharded.schedule, sharded.comm.rank), perf_counter()
+
+    def listen(event: Event) -> None:
+        recording.done.append(Timed(perf_counter() - start, event))
+
+    listeners = sharded.runtime.listeners
+    listeners.append(listen)
+    try:
+        yield recording
+    finally:
+        listeners.remove(listen)
+
+
+def _planned(planned: Sequence[Event], done: Sequence[Timed]) -> Iterator[Timed]:
+    times = defaultdict[tuple[str, ...], deque[float]](deque)
+    for seconds, event in done:
+        times[event[:3]].append(seconds)
+    now = 0.0
+    for event in planned:
+        if at := times[event[:3]]:
+            now = at.popleft()
+            yield Timed(now, event)
+        else:
+            yield Timed(now, event._replace(reason=f"{event.reason} (not done)"))
+
+
+def _name(process: int, name: str) -> dict[str, Any]:
+    return {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
+
+
+def _rows(process: int, timed: Iterator[Timed] | Sequence[Timed]) -> Iterator[dict[str, Any]]:
+    """Computing as nested slices, collectives as asynchronous ones, frees as instants."""
+    begun = dict[tuple[Op, str], str]()
+    for number, (seconds, event) in enumerate(timed):
+        row = {"pid": process, "tid": 0, "ts": seconds * 1e6, "cat": str(event.phase)}
+        row |= {"name": f"{event.op} {event.unit or '(root)'}", "args": {"reason": event.reason}}
+        if event.op in (Op.ENTER, Op.EXIT):
+            yield row | {"name": event.unit or "(root)", "ph": "BE"[event.op is Op.EXIT]}
+            if (name := begun.pop((Op.GATHER, event.unit), "")) and event.op is Op.ENTER:
+                yield row | {"name": name, "ph": "e", "cat": "gather", "id": name}
+        elif event.op in (Op.GATHER, Op.REDUCE):
+            name = begun[event.op, event.unit] = f"{event.op} {event.unit or '(root)'} #{number}"
+            yield row | {"name": name, "ph": "b", "cat": str(event.op), "id": name}
+        elif event.op is Op.SETTLE and (name := begun.pop((Op.REDUCE, event.unit), "")):
+            yield row | {"name": name, "ph": "e", "cat": "reduce", "id": name}
+        else:
+            yield row | {"ph": "i", "s": "t"}

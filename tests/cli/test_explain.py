@@ -1,0 +1,42 @@
+"""``shardwise explain``: words, and numbers for a model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardwise.cli import main
+
+RECIPE = "recipes/demo.yaml"
+
+
+def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", *arguments])
+    out, error = capsys.readouterr()
+    assert caught.value.code == 0, error
+    return out
+
+
+def test_without_a_word_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "all-gather" in explain(capsys)
+
+
+def test_a_word_of_two_parts_needs_no_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explain(capsys, "all", "gather")
+    assert "rank 1: gives [3.0, 4.0, 5.0]" in text
+    assert "https://" in text
+
+
+def test_the_bytes_of_a_recipes_model_by_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(explain(capsys, "memory", RECIPE, "--ranks", "8", "--json"))
+    assert [row["strategy"] for row in rows] == ["no_shard", "zero1", "shard_grad_op", "full_shard"]
+    assert rows[0]["between_steps"] > 7 * rows[3]["between_steps"]
+    text = explain(capsys, "memory", RECIPE, "--ranks", "8")
+    assert "Decoder, 3,541,248 parameters" in text or "Decoder, " in text
+
+
+def test_the_events_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explain(capsys, "step", "--strategy", "shard_grad_op")
+    assert text.startswith("# one step (train) of shard_grad_op on 2 ranks: 2 gathers, 2 reduces")

@@ -1,0 +1,67 @@
+"""``shardwise trace`` as a newcomer meets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.cli.trace import side_by_side
+
+
+def trace(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["trace", *arguments])
+    out, error = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, out + error
+
+
+def test_without_a_model_it_is_the_tutorials(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = trace(capsys, "--strategy", "shard_grad_op")
+    assert code == 0
+    assert "1. functional       torch traced the module: 6 operations" in text
+    forward, backward = text.split("*" * 56)
+    assert "gathering_0 = all_gather_impl(comm, shard_0, '0')" in forward
+    assert "summed_0 = wait_impl(comm, reducing_0)" in backward
+
+
+def test_a_stage_a_rank_of_many_and_a_model_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "def build():\n    return torch.nn.Linear(2048, 4, bias=False), torch.ones(2, 2048)\n"
+        "def bare():\n    return torch.nn.Linear(2, 2)\n",
+        "utf-8",
+    )
+    model = f"{tmp_path / 'net.py'}:build"
+    code, text = trace(capsys, model, "--world", "1024", "--rank", "7", "--stage", "synchronize")
+    assert code == 0
+    assert "rank 7 of 1024" in text
+    assert "# float32[16, 1]  this rank's part of weight" in text
+    code, text = trace(capsys, f"{tmp_path / 'net.py'}:bare")
+    assert (code, "gives no input" in text) == (1, True)
+    code, text = trace(capsys, f"{tmp_path / 'net.py'}:biuld")
+    assert (code, "nearest is build" in text) == (1, True)
+    code, text = trace(capsys, "--stage", "sortwaits")
+    assert (code, "nearest is 'sort waits'" in text) == (1, True)
+    assert trace(capsys, "net")[0] == 1
+
+
+def test_two_strategies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = trace(capsys, "--diff", "shard_grad_op", "full_shard")
+    assert code == 0
+    lines = [line.split() for line in text.splitlines()]
+    assert ["forward:", "gather", "2", "2"] in lines
+    assert ["backward:", "gather", "0", "1"] in lines
+    only_right = [line.partition(">")[2].strip() for line in text.splitlines() if " > " in line]
+    assert only_right[:2] == ["free(full_0)", "gathering_0 = all_gather(shard_0, '0')"]
+
+
+def test_columns_show_what_differs_and_fold_what_does_not() -> None:
+    same = [f"line {number}" for number in range(12)]
+    rows = list(side_by_side([*same, "a", "only"], [*same, "b"]))
+    assert rows[3] == "    … 6 lines are equal"
+    assert [row.split() for row in rows[-2:]] == [["a", "|", "b"], ["only", "<"]]

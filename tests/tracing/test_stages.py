@@ -1,0 +1,265 @@
+"""A step as programs: what is printed is what is scheduled and what is recorded, with autograd's
+gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ScheduleError
+from tests.nets import NETS, Net, decoder, decoder_batch
+from tests.ranks import run_processes, run_threads
+from tests.tracing.runs import Step, assert_equal, by_engine, by_programs, printed
+
+DECODER, TIED, CONVNET, FROZEN, SCALAR, EXPERT, *_ = NETS
+WIDTH = 64
+
+
+def two_layers() -> nn.Module:
+    """The model of the tutorial."""
+    torch.manual_seed(0)
+    first, last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+def hold(net: Net, world: int, strategy: str, **options: Any) -> None:
+    """On every rank programs and engine do the same, which is what is printed and scheduled."""
+    torch.manual_seed(0)
+    model = net.build()
+    inputs = [net.batch(10 * rank, 2)[:-1] for rank in range(world)]
+    traces = [
+        sw.trace(model, given, strategy, (rank, world), **options)
+        for rank, given in enumerate(inputs)
+    ]
+    engine = run_threads(
+        world, lambda comm: by_engine(comm, model, inputs[comm.rank], strategy, **options)
+    )
+    programs = run_threads(
+        world, lambda comm: by_programs(comm, traces[comm.rank], model, inputs[comm.rank])
+    )
+    for traced, (step, events), ran in zip(traces, engine, programs, strict=True):
+        assert traced.schedule.events == events
+        assert printed(traced) == (ran.collectives, ran.sent)
+        assert_equal(ran, step)
+
+
+@pytest.mark.parametrize(
+    ("net", "strategy"),
+    [
+        (SCALAR, "full_shard"),
+        (CONVNET, "shard_grad_op"),
+        (CONVNET, "zero1"),
+        (SCALAR, "no_shard"),
+        (TIED, "full_shard"),
+    ],
+    ids=str,
+)
+def test_programs_do_what_the_engine_does(net: Net, strategy: str) -> None:
+    hold(net, 2, strategy)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "full_shard"])
+@pytest.mark.parametrize("net", [net for net in NETS if net is not EXPERT], ids=str)
+def test_programs_of_every_model_do_what_the_engine_does(net: Net, strategy: str) -> None:
+    hold(net, 3, strategy)
+
+
+@pytest.mark.parametrize("average", ["predivide", "sqrt", "avg"])
+def test_each_way_to_average_divides_where_the_engine_does(average: str) -> None:
+    hold(SCALAR, 3, "full_shard", precision=sw.Precision(average=average))
+
+
+def test_a_narrow_dtype_a_limit_and_smaller_buckets_are_in_the_programs() -> None:
+    narrow = sw.Precision(compute=torch.bfloat16, sum=torch.float32)
+    hold(SCALAR, 2, "zero1", precision=narrow)
+    hold(SCALAR, 2, "full_shard", prefetch=sw.Prefetch(limit=1), bucketing="none")
+
+
+def gloo(comm: Comm) -> tuple[Step, Step]:
+    model, inputs = two_layers(), (torch.ones(4, WIDTH) * (comm.rank + 1),)
+    traced = sw.trace(model, inputs, "shard_grad_op", (comm.rank, comm.size))
+    ran = by_programs(comm, traced, model, inputs)
+    return ran, by_engine(comm, model, inputs, "shard_grad_op")[0]
+
+
+@pytest.mark.spawn
+def test_over_two_gloo_processes_too() -> None:
+    for ran, step in run_processes(2, gloo):
+        assert_equal(ran, step)
+
+
+def test_the_programs_equal_autograd_of_one_process() -> None:
+    model, batches = two_layers(), [torch.randn(4, WIDTH) for _ in range(2)]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for batch in batches:
+        model(batch).sum().backward()
+
+    def rank(comm: Comm) -> dict[str, Tensor | None]:
+        traced = sw.trace(two_layers(), batches[0], "full_shard", (comm.rank, 2))
+        return traced.run(comm, state, batches[comm.rank]).gradients
+
+    ranks = run_threads(2, rank)
+    for name, param in model.named_parameters():
+        whole = torch.cat([grad for grads in ranks if (grad := grads[name]) is not None])
+        assert param.grad is not None
+        torch.testing.assert_close(whole, param.grad / 2, rtol=1e-6, atol=1e-6)
+
+
+def test_the_functional_stage_is_the_module() -> None:
+    model, x = two_layers(), torch.randn(3, WIDTH)
+    functional = sw.trace(model, x).stages[0].forward
+    (output,) = functional(x, *model.parameters())
+    assert torch.equal(output, model(x))
+
+
+def test_no_group_no_device_no_memory_and_any_rank_of_many() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(3)))
+    traced = sw.trace(model, torch.ones(1, 4096), "full_shard", (7, 1024))
+    assert "0.weight[114688:131072]" in traced.forward.text
+    assert "float32[16777216]  64.0 MiB, sends 63.9 MiB: first use" in traced.forward.text
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_programs_of_a_large_world_run_without_peers() -> None:
+    model, x = two_layers(), torch.randn(2, WIDTH)
+    traced = sw.trace(model, x, "full_shard", (7, 64))
+    comm = FakeComm(7, 64)
+    ran = traced.run(comm, model.state_dict(), x)
+    assert comm.counters.bytes_sent == printed(traced)[1]
+    assert {tuple(g.shape) for g in ran.gradients.values() if g is not None} == {(1, WIDTH)}
+
+
+# ---- stages ------------------------------------------------------------------------------------
+
+
+def lines_of(program: sw.tracing.program.Program, word: str) -> list[str]:
+    return [line for line in program.statements if word in line]
+
+
+def test_each_stage_says_what_its_pass_did() -> None:
+    traced = sw.trace(two_layers(), torch.randn(WIDTH, WIDTH), "shard_grad_op")
+    names = [stage.name for stage in traced.stages]
+    assert names[:3] == ["functional", "synchronize", "split"]
+    assert names[3:] == ["sort waits", "limit in flight", "execution"]
+    assert all(stage.does for stage in traced.stages)
+    assert traced.last_traces[-1] is traced.forward
+    assert traced.last_backward_traces[-1] is traced.backward
+    assert len(traced.last_traces) == 6
+    assert len(traced.last_backward_traces) == 4
+
+
+def test_each_sharded_parameter_is_synchronized_to_its_whole_shape() -> None:
+    text = sw.trace(two_layers(), torch.randn(WIDTH, WIDTH)).stages[1].forward.text
+    assert "shard_0_weight,  " in text
+    assert "# float32[32, 64]  this rank's part of 0.weight" in text
+    assert "p_0_weight = synchronize(shard_0_weight, '0.weight')" in text
+    assert text.count("synchronize(") == 2
+
+
+def test_synchronize_becomes_gather_and_wait_and_its_backward_divides_and_scatters() -> None:
+    split = sw.trace(two_layers(), torch.randn(WIDTH, WIDTH), "shard_grad_op").stages[2]
+    assert split.backward is not None
+    assert split.forward.statements[:2] == (
+        "gathering_0 = all_gather(shard_0, '0')",
+        "full_0 = wait(gathering_0)",
+    )
+    start = split.backward.statements.index(
+        "reducing_2 = reduce_scatter(grads_2, '2', torch.float32)"
+    )
+    assert split.backward.statements[start + 1 : start + 3] == (
+        "summed_2 = wait(reducing_2)",
+        "mean_2 = aten.div_.Scalar(summed_2, 2.0)",
+    )
+
+
+def test_waits_are_sorted_and_gathers_in_flight_are_limited() -> None:
+    x = torch.randn(WIDTH, WIDTH)
+    traced = sw.trace(two_layers(), x, prefetch=sw.Prefetch(forward=1 << 20, limit=1))
+    _, _, split, sort, limited, _ = [stage.forward.statements for stage in traced.stages]
+    assert [line.split(" = ")[0] for line in sort[:3]] == ["gathering_0", "gathering_2", "full_0"]
+    assert split[0] == sort[0]
+    assert split[1].startswith("full_0")
+    assert sorted(limited) == sorted(sort)
+
+
+def test_fp16_is_divided_before_and_after_the_sum() -> None:
+    precision = sw.Precision(compute=torch.float16)
+    traced = sw.trace(two_layers(), torch.randn(2, WIDTH), ranks=(0, 8), precision=precision)
+    assert lines_of(traced.backward, "div_") == [
+        "scaled_2 = aten.div_.Scalar(grads_2, 4.0)",
+        "scaled_0 = aten.div_.Scalar(grads_0, 4.0)",
+        "mean_2 = aten.div_.Scalar(summed_2, 2.0)",
+        "mean_0 = aten.div_.Scalar(summed_0, 2.0)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "counts"),
+    [("no_shard", (0, 0, 2)), ("shard_grad_op", (2, 0, 2)), ("full_shard", (2, 1, 2))],
+)
+def test_zero_2_gathers_nothing_in_backward_and_zero_3_does(
+    strategy: str, counts: tuple[int, int, int]
+) -> None:
+    """The unit that backward begins with is kept, so ZeRO-3 gathers all others again."""
+    traced = sw.trace(two_layers(), torch.randn(WIDTH, WIDTH), strategy)
+    forward, backward = (
+        [c.op for c in program.collectives] for program in (traced.forward, traced.backward)
+    )
+    assert (forward.count("gather"), backward.count("gather"), backward.count("reduce")) == counts
+
+
+def test_primitives_are_not_run() -> None:
+    traced = sw.trace(two_layers(), torch.randn(2, WIDTH))
+    with pytest.raises(ScheduleError, match="all_gather is a primitive"):
+        traced.stages[2].forward(*[torch.ones(1)] * 3)
+
+
+# ---- what cannot be traced, and what is left as it was ------------------------------------------
+
+
+def test_a_model_that_looks_at_values_is_refused_with_the_reason() -> None:
+    with pytest.raises(ScheduleError, match=r"torch could not trace ExpertDecoder: .*no values"):
+        sw.trace(EXPERT.build(), EXPERT.batch(0, 2)[:-1])
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = decoder()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    sw.trace(model, decoder_batch(0, 1)[:-1])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert all(param.grad is None for param in model.parameters())
+
+
+class Reads(nn.Module):
+    """Reads a layer's weight beside its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x)) @ self.first.weight
+        return out
+
+
+def test_a_parameter_that_is_read_beside_its_unit_is_gathered_on_demand_and_kept() -> None:
+    traced = sw.trace(Reads(), torch.ones(2, 8), wrap=sw.wrap.by_class(nn.Linear))
+    assert [c.unit for c in traced.forward.collectives] == ["first", "last", "first"]
+    assert [c.op for c in traced.backward.collectives] == ["reduce", "reduce"]
+    assert "on demand" in traced.forward.text
+
+
+def test_a_model_without_trained_parameters_has_an_empty_backward_program() -> None:
+    traced = sw.trace(two_layers().requires_grad_(requires_grad=False), torch.ones(2, WIDTH))
+    assert traced.backward.statements == ("return ()",)
+    assert traced.joint.gradients == {}
