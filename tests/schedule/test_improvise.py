@@ -130,14 +130,14 @@ def test_what_was_collected_and_is_not_on_its_way_is_reduced_before_the_pass_end
 def test_after_a_backward_pass_what_is_in_flight_is_settled_in_its_order_then_units_are_freed() -> (
     None
 ):
-    facts = replace(TRAINED, reducing=["c", "b"])
+    facts = replace(TRAINED, reducing=["c", "b"], gathered={"a", "b", "d"})
     phase = Phase.BACKWARD
-    assert listed(end_events(facts, "ab", phase)) == "settle c, settle b, free a, free b"
+    assert listed(end_events(facts, "abc", phase)) == "settle c, settle b, free a, free b"
     assert listed(end_events(facts, "", phase)) == "settle c, settle b"
 
 
 def test_a_forward_pass_without_gradients_ends_no_reduce_of_a_backward_pass_around_it() -> None:
-    facts = replace(TRAINED, reducing=["c"])
+    facts = replace(TRAINED, reducing=["c"], gathered={"a", "b"})
     assert listed(end_events(facts, "ab", Phase.FORWARD)) == "free a, free b"
 
 

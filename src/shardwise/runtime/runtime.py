@@ -250,10 +250,14 @@ class Runtime:
         Values may change now, so nothing that was gathered or cast counts as new.
         """
         self.facts.keeps_graph = False
-        self._carry_out(Event(Op.FREE, n, Phase.FORWARD, "between steps") for n in self.units)
+        gathered = self.facts.gathered
+        whole = [name for name in self.units if name in gathered]  # in one order on every rank
+        self._carry_out([Event(Op.FREE, name, Phase.FORWARD, "between steps") for name in whole])
+        for name in [name for name in whole if name in gathered]:
+            self.units[name].end_step()
         for state in self.units.values():
-            state.end_step()
-        self.facts.gathered.clear()
+            state.expire()
+        gathered.clear()
 
     def before_write(self, unit: str) -> None:
         """Every rank writes shards of a unit at rest next; a peer may still compute with them."""

@@ -100,7 +100,6 @@ class UnitState:
             self._keep_written()
         finally:
             for bucket in self.buckets:
-                bucket.expire()
                 bucket.free(still_read=True)
 
     def show_shards(self) -> None:

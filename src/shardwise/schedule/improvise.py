@@ -138,4 +138,5 @@ def end_events(facts: Facts, freed: Iterable[str], phase: Phase) -> list[Event]:
     """After the end of a pass: settle every reduce in flight, then free these units."""
     settled = facts.reducing if phase is Phase.BACKWARD else ()
     listed = [Event(Op.SETTLE, unit, phase, "left over") for unit in settled]
-    return listed + [Event(Op.FREE, unit, phase, "the step is over") for unit in freed]
+    whole = [unit for unit in freed if unit in facts.gathered]
+    return listed + [Event(Op.FREE, unit, phase, "the step is over") for unit in whole]
