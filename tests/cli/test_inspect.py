@@ -119,8 +119,8 @@ def test_a_run_can_be_verified(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert inspect(run, "--verify") == 1
     said = capsys.readouterr().out
     assert "bytes of step-2: all present ones match their checksums" in said
-    assert "bytes of step-4: 1 block is damaged" in said
-    assert "DAMAGED model.safetensors: bytes 0 to " in said
+    assert "bytes of step-4: 1 file is damaged" in said
+    assert "DAMAGED model.safetensors: bytes do not match" in said
 
 
 def test_a_run_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +220,7 @@ def test_damage_is_found_named_and_the_status(
     damage(path, path.stat().st_size - 1)
     assert inspect(run / "step-2", "--verify") == 1
     said = capsys.readouterr().out
-    assert f"DAMAGED model.safetensors: bytes 0 to {path.stat().st_size:,}" in said
+    assert "DAMAGED model.safetensors: bytes do not match" in said
     assert "lm_head.weight" in said.split("DAMAGED")[1]
 
 
@@ -230,7 +230,7 @@ def test_damage_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["complete"], found["training"]) == (False, None)
     (one,) = found["damage"]
-    assert (one["file"], one["start"], one["tensors"]) == ("training.json", 0, [])
+    assert (one["file"], one["tensors"]) == ("training.json", [])
     assert found["tensors"]["model"]["embed.weight"]["shape"] == [37, 16]
 
 

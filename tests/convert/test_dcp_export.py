@@ -19,7 +19,6 @@ import shardwise as sw
 from shardwise.checkpoint.dcp import export_dcp, import_checkpoint
 from shardwise.comm.protocol import Comm
 from shardwise.convert import dcp_export as exported
-from shardwise.convert.dcp_export import default_options
 from tests.checkpoint.runs import tensors
 from tests.convert import theirs
 from tests.convert.test_dcp_import import assert_same, values
@@ -155,10 +154,3 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(sw.CheckpointError, match="is damaged"):
         export_dcp(tmp_path / "step-2", tmp_path / "dcp")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-2"]
-
-
-def test_what_an_optimizer_takes_if_nothing_is_said() -> None:
-    assert default_options("AdamW")["decoupled_weight_decay"] is True
-    assert default_options("SGD")["nesterov"] is False
-    assert default_options("system") == {}
-    assert default_options("Optimizer") == {}

@@ -78,9 +78,9 @@ def test_a_link_is_refused_before_anything_is_written(
     link = tmp_path / "link"
     link.symlink_to("elsewhere")
     for form in ("hf", "dcp", "pt"):
-        with pytest.raises(sw.CheckpointError, match="is a link, to elsewhere"):
+        with pytest.raises(sw.CheckpointError, match="is a link"):
             Destination(link, form, overwrite=True).check()
-    with pytest.raises(sw.CheckpointError, match="is a link, to elsewhere"):
+    with pytest.raises(sw.CheckpointError, match="is a link"):
         exported(made, link, overwrite=True)
     assert link.is_symlink()
 

@@ -164,7 +164,7 @@ def test_an_order_that_was_assumed_is_said(caplog: pytest.LogCaptureFixture) -> 
     model, optimizer = trained()
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     name_numbered(normalize([tree_of(states)]))
-    assert "6 parameters, and these have only 4 different shapes" in caplog.text
+    assert "The order of the weights was assumed" in caplog.text
 
 
 @pytest.mark.parametrize("owner", ["a", "b"])
@@ -187,7 +187,7 @@ def test_shapes_must_fit_the_order_of_numbers() -> None:
     optimizer = torch.optim.AdamW(reversed(list(model.parameters())))
     steps(model, optimizer)
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    with pytest.raises(sw.CheckpointError, match="not sure"):
+    with pytest.raises(sw.CheckpointError, match="there is no weight"):
         name_numbered(normalize([tree_of(states)]))
 
 

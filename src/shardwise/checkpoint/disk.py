@@ -89,11 +89,6 @@ def text_of(error: BaseException) -> str:
     return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
-def is_unreadable(error: CheckpointError) -> bool:
-    """Did the disk refuse to read? Else it did read, and the bytes are not those expected."""
-    return isinstance(error.__cause__, OSError)
-
-
 def check_is_folder(path: Path) -> None:
     """Raises ``CheckpointError`` for a device, a pipe or a socket: reading one may never end."""
     if not path.is_dir():

@@ -278,20 +278,17 @@ def _dicts(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def format_damage(damage: Iterable[Damage]) -> list[str]:
-    """Each damaged range: its file, bytes and tensors."""
+    """Each damaged file, and the tensors whose bytes are damaged."""
     return [line for one in damage for line in _format_one_damage(one)]
 
 
 def _format_one_damage(damage: Damage) -> Sequence[str]:
-    tensors = [
-        escape_name(name) for name, _, _ in group_names((name, ()) for name in damage.tensors)
-    ]
-    tensors = ["the header", *tensors] if damage.header else tensors
-    span = f"bytes {damage.start:,} to {damage.stop:,}"
-    sentence = f"DAMAGED {escape(damage.file)}: {span} do not match their checksum; they hold"
+    groups = group_names((name, ()) for name in damage.tensors)
+    tensors = ", ".join(escape_name(name) for name, _, _ in groups)
+    sentence = f"DAMAGED {escape(damage.file)}: bytes do not match their checksums; they are of"
     if damage.unreadable:
         sentence = (
-            f"NOT READ {escape(damage.file)}: {span} could not be read, so nobody knows whether "
-            f"they are as they were written: {escape(damage.unreadable)} They hold"
+            f"NOT READ {escape(damage.file)}: bytes could not be read, so nobody knows whether "
+            f"they are as they were written: {escape(damage.unreadable)} They are of"
         )
-    return sentence, f"    {', '.join(tensors) or 'no tensors'}"
+    return sentence, f"    {tensors or 'no tensors'}"

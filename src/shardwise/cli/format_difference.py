@@ -24,10 +24,8 @@ def format_difference(
     lines = [f"A  {escape(names[0])}", f"B  {escape(names[1])}", ""]
     compared = f"{plural(difference.equal + len(difference.tensors), 'tensor')} compared"
     if difference.is_empty:
-        not_compared = (
-            "; configuration, tokenizer and training were not compared" * difference.only_tensors
-        )
-        return [*lines, f"{compared}: equal{not_compared}"]
+        rest = "configuration, tokenizer and training" if difference.only_tensors else "other files"
+        return [*lines, f"{compared}: equal; {rest} were not compared"]
     lines.append(f"{compared}: {difference.equal:,} equal, {len(difference.tensors):,} not")
     for side, names_only in zip("AB", difference.only, strict=True):
         lines += _only(side, names_only, list_all)
@@ -36,7 +34,6 @@ def format_difference(
             kind, [tensor for tensor in difference.tensors if tensor.kind == kind], list_all
         )
     lines += _changes("training state", difference.training, list_all)
-    lines += _changes("files", difference.files, list_all)
     return lines
 
 

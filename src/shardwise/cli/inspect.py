@@ -173,10 +173,10 @@ def _verdict(damage: list[Damage] | None, subject: str) -> str:
     if damage is None:
         return f"{subject}: not verified; --verify compares all of them with their checksums"
     if damage:
-        unread = sum(bool(block.unreadable) for block in damage)
+        unread = sum(bool(file.unreadable) for file in damage)
         wrong = len(damage) - unread
-        parts = [f"{plural(wrong, 'block')} {'is' if wrong == 1 else 'are'} damaged"] * (wrong > 0)
-        parts += [f"{plural(unread, 'part')} could not be read"] * (unread > 0)
+        parts = [f"{plural(wrong, 'file')} {'is' if wrong == 1 else 'are'} damaged"] * (wrong > 0)
+        parts += [f"{plural(unread, 'file')} could not be read"] * (unread > 0)
         return f"{subject}: {', '.join(parts)}"
     return f"{subject}: all present ones match their checksums"
 
@@ -275,6 +275,5 @@ def _difference_json(difference: Difference, names: tuple[str, str]) -> dict[str
         "tensors": [one._asdict() for one in difference.tensors],
         "equal_tensors": difference.equal,
         "training": changes(difference.training),
-        "files": changes(difference.files),
         "only_tensors": difference.only_tensors,
     }

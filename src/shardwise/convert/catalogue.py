@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 
-from shardwise.checkpoint.disk import check_is_folder, explained, is_unreadable
+from shardwise.checkpoint.disk import check_is_folder, explained
 from shardwise.checkpoint.folder import is_leftover, resolve, step_of
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.plan import cut_at_blocks
@@ -25,7 +25,7 @@ from shardwise.checkpoint.run_folder import check_complete, read_manifest
 from shardwise.checkpoint.safetensors_format import DTYPES
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 T = TypeVar("T")
 
@@ -41,9 +41,7 @@ class OneFile:
 
     Attributes:
         size: bytes on the disk; ``None`` if it is not there.
-        expected: bytes that the manifest says; ``None`` if it says nothing of it.
-        digest: of all its bytes, as the manifest says.
-        blocks: how many of them have a checksum of their own.
+        expected, digest, blocks: bytes, digest and number of checksums that the manifest says.
     """
 
     name: str
@@ -64,19 +62,15 @@ Listing = dict[str, TensorLocation]
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes ``[start, stop)`` of a file: others than were written, cut off, or not readable.
+    """A file with bytes other than were written, cut off, or not readable.
 
     Attributes:
-        tensors: whose they are; empty where the file's header cannot be read.
-        header: are bytes of the file's header among them?
-        unreadable: why they could not be read; empty where they could.
+        tensors: whose bytes they are, as far as the file's header says.
+        unreadable: why the file could not be read to its end; empty where it could.
     """
 
     file: str
-    start: int
-    stop: int
-    tensors: tuple[str, ...]
-    header: bool
+    tensors: tuple[str, ...] = ()
     unreadable: str = ""
 
 
@@ -85,14 +79,11 @@ class Catalogue:
     """What one checkpoint, one folder of weights, or one safetensors file holds.
 
     Attributes:
-        path: of the folder, or of the one file.
         manifest: who wrote it; ``None`` for what shardwise did not write.
         problems: why it cannot be loaded; empty if it can, as far as names and sizes tell.
-        files: those of the checkpoint.
-        strangers: names of further files in the folder.
-        groups: tensors by kind: ``model``, ``optimizer``, ``ranks``.
+        files, strangers: those of the checkpoint, and names of further ones in the folder.
+        groups, scalars: tensors, and values of those of one number, by kind: ``model`` …
         training: ``training.json`` as it is, if there is one.
-        scalars: the values of tensors of one number, by kind and name.
     """
 
     path: Path
@@ -156,10 +147,7 @@ class Catalogue:
 def _no_tensors(path: Path) -> str:
     what = f"{path} holds no safetensors files"
     if path.suffix in OF_TORCH or (path / ".metadata").exists():
-        return (
-            f"{what}; it is of torch, and has pickles, which are not opened here. `shardwise "
-            "export` makes a checkpoint of it."
-        )
+        return f"{what}, but pickles of torch. `shardwise export` makes a checkpoint of them."
     return f"{what}, so there is nothing to load."
 
 
@@ -230,8 +218,7 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
     """Compare every block of every file with its checksum, one block in memory at a time.
 
     Yields:
-        The bytes that were read since the last one, and damage where they are not as written.
-        A file that cannot be opened, or is a link out of its folder, is one damage as a whole.
+        The bytes that were read since the last one; after a file that is damaged, its damage.
     """
     if catalogue.manifest is None:
         return
@@ -239,33 +226,28 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
         for file in catalogue.files:
             if file.size is None or not file.expected:
                 continue
-            if error := _error_of(source, file.name, 0, 0):
-                yield file.expected, _damage(catalogue, file.name, 0, file.expected, str(error))
-                continue
+            damaged: list[tuple[int, int]] = []
+            unreadable = ""
             for start, stop in cut_at_blocks(0, file.expected, catalogue.manifest.block):
-                damage = None
-                if error := _error_of(source, file.name, start, stop):
-                    reason = str(error) if is_unreadable(error) else ""
-                    damage = _damage(catalogue, file.name, start, stop, reason)
-                yield stop - start, damage
+                try:
+                    source.check(file.name, start, stop)
+                except DamagedCheckpoint:
+                    damaged.append((start, stop))
+                except CheckpointError as error:  # what it says of one block, it says of the rest
+                    damaged.append((start, file.expected))
+                    unreadable = str(error)
+                    yield file.expected - start, None
+                    break
+                yield stop - start, None
+            if damaged:
+                yield 0, Damage(file.name, _within(catalogue, file.name, damaged), unreadable)
 
 
-def _error_of(source: CheckpointReader, file: str, start: int, stop: int) -> CheckpointError | None:
-    """What is raised when these bytes are read; with no bytes, when the file is opened."""
-    try:
-        source.check(file, start, stop)
-    except CheckpointError as error:
-        return error
-    return None
-
-
-def _damage(catalogue: Catalogue, file: str, start: int, stop: int, unreadable: str) -> Damage:
-    tensors = {
-        name: place.stored
+def _within(catalogue: Catalogue, file: str, ranges: list[tuple[int, int]]) -> tuple[str, ...]:
+    """Names of the file's tensors that have bytes in one of the ranges."""
+    return tuple(
+        name
         for listing in catalogue.groups.values()
-        for name, place in listing.items()
-        if place.file == file
-    }
-    first = min((stored.start for stored in tensors.values()), default=0)
-    hit = tuple(name for name, s in tensors.items() if s.start < stop and start < s.stop)
-    return Damage(file, start, stop, hit, start < first, unreadable)
+        for name, (other, stored) in listing.items()
+        if other == file and any(stored.start < hi and lo < stored.stop for lo, hi in ranges)
+    )

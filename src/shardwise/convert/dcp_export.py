@@ -6,7 +6,6 @@ about to write it; so what the folder looks like inside stays torch's business.
 
 from __future__ import annotations
 
-import copy
 import io
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,14 +30,17 @@ from shardwise.convert.export import mapped, stored_tensors
 from shardwise.convert.writer import Converted, Destination, check_room_beside, workplace
 from shardwise.errors import CheckpointError
 
+AS_TORCH_BUILDS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+"""Options that our checkpoints leave to the script, and DCP asks for when it loads."""
+
 
 def export_dcp(
     folder: str | Path, destination: str | Path, with_optimizer: bool | None = None
 ) -> Converted:
-    """Write what ``torch.distributed.checkpoint.load`` reads.
+    """Write what ``torch.distributed.checkpoint.load`` reads, by the names of ``get_state_dict``.
 
-    ``{"model": {NAME: …}, "optimizer": {"state": {NAME: …}, "param_groups": […]}, "step": …}``, as
-    ``get_state_dict`` names things; tied weights under each of their names.
+    ``{"model": {NAME: …}, "optimizer": {"state": {NAME: …}, "param_groups": […]}, "step": …}``.
+    Tied weights are there under each of their names.
 
     Args:
         folder: a checkpoint of ours, or a Hugging Face folder (weights alone).
@@ -144,24 +146,9 @@ def _optimizer(document: Document, tensors: Mapping[str, TensorLocation]) -> dic
         for name, values in record["values"].items():
             by_param.setdefault(name, {}).update(json_codec.decode(values))
         for group in record["groups"]:
-            # What our checkpoints leave to the script (fused …), DCP asks for when it loads.
-            options = {**default_options(record["class"]), **json_codec.decode(group["options"])}
-            groups.append({**copy.deepcopy(options), "params": list(group["params"])})
+            options = json_codec.decode(group["options"])
+            groups.append({**AS_TORCH_BUILDS, **options, "params": list(group["params"])})
     return {"state": by_param, "param_groups": groups}
-
-
-def default_options(kind: str) -> dict[str, Any]:
-    """The options of a torch optimizer's groups, with the values it has if nothing is said."""
-    optimizer_class = getattr(torch.optim, kind, None)
-    if not isinstance(optimizer_class, type) or not issubclass(
-        optimizer_class, torch.optim.Optimizer
-    ):
-        return {}
-    make: Any = optimizer_class
-    try:
-        return dict(make([torch.zeros(1, requires_grad=True)]).defaults)
-    except TypeError:  # it wants more than parameters
-        return {}
 
 
 def _meta(place: TensorLocation) -> Tensor:

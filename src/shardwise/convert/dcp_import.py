@@ -5,7 +5,6 @@ What is made is an ordinary folder: any number of ranks loads it, and ``transfor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -28,7 +27,6 @@ from shardwise.convert.torch_reader import TorchTensor, read_torch
 from shardwise.convert.writer import Converted, entry_of, write_folder
 
 LARGEST_FILE = 5_000_000_000  # bytes of tensors, as for saving
-LARGEST_CONFIG = 1 << 24  # bytes
 
 
 def import_checkpoint(
@@ -94,17 +92,10 @@ def _training(normalized: NormalizedState, optimizer: str | None) -> bytes:
 
 def _config(paths: Sequence[Path]) -> dict[str, bytes]:
     """The folder's ``config.json``. What lies beside a lone file need not be of it."""
-    for folder in filter(Path.is_dir, paths):
-        path = folder / CONFIG
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST_CONFIG:
-            continue  # a link could lead to anything that the user can read
-        text = path.read_bytes()
-        try:
-            if isinstance(json.loads(text), dict):
-                return {CONFIG: text}
-        except (ValueError, RecursionError):
-            continue
-    return {}
+    configs = [folder / CONFIG for folder in paths if folder.is_dir()]
+    # A link could lead to anything that the user can read.
+    own = [path for path in configs if path.is_file() and not path.is_symlink()]
+    return {CONFIG: own[0].read_bytes()} if own else {}
 
 
 def _planned(stem: str, tensors: Mapping[str, TorchTensor]) -> tuple[FilePlan, ...]:

@@ -5,7 +5,7 @@ Values are read piece by piece, so two models of any size are compared in a few 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, NamedTuple
@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.plan import INDEX
 from shardwise.checkpoint.read_requests import ReadRequest, read_into
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER, RANKS
-from shardwise.checkpoint.training_state import NAME as TRAINING
-from shardwise.convert.catalogue import Catalogue, stem_of
+from shardwise.convert.catalogue import Catalogue
 from shardwise.errors import CheckpointError
 
 PIECE = 1 << 18
@@ -73,21 +71,19 @@ class Difference:
         tensors: those that both have and that are not equal.
         equal: how many tensors are.
         training: values of the training state.
-        files: small files, such as ``config.json``, and their digests.
-        only_tensors: nothing but tensors was compared.
+        only_tensors: training state was not compared.
     """
 
     only: tuple[Mapping[str, list[str]], Mapping[str, list[str]]]
     tensors: tuple[UnequalTensor, ...] = ()
     equal: int = 0
     training: tuple[Change, ...] = ()
-    files: tuple[Change, ...] = ()
     only_tensors: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Are they equal?"""
-        return not (any(self.only) or self.tensors or self.training or self.files)
+        return not (any(self.only) or self.tensors or self.training)
 
 
 class _Side:
@@ -106,24 +102,8 @@ class _Side:
                 f"{catalogue.path} holds no tensors that could be compared. Name a folder or a "
                 "file that holds some; `shardwise export` converts those of torch."
             )
-        self.aliases = catalogue.aliases
         is_whole = not weights_only and catalogue.manifest is not None
         self.training = catalogue.training if is_whole and catalogue.training else ABSENT
-        self.digests = {
-            file.name: file.digest
-            for file in (catalogue.files if is_whole else ())
-            if not stem_of(file.name) and not file.name.endswith(INDEX) and file.name != TRAINING
-        }
-
-    def known_to(self, other: _Side) -> dict[TensorKey, TensorLocation]:
-        """All tensors, and tied ones by those further names by which the other stores them."""
-        stored = {(MODEL, alias): (MODEL, name) for alias, name in self.aliases.items()}
-        ties = {
-            alias: self.tensors[key]
-            for alias, key in stored.items()
-            if alias in other.tensors and key in self.tensors
-        }
-        return {**self.tensors, **ties}
 
 
 def compare(one: Catalogue, other: Catalogue, weights_only: bool = False) -> Difference:
@@ -133,31 +113,25 @@ def compare(one: Catalogue, other: Catalogue, weights_only: bool = False) -> Dif
         weights_only: nothing but parameters and buffers.
     """
     a, b = _Side(one, weights_only), _Side(other, weights_only)
-    x, y = a.known_to(b), b.known_to(a)
+    x, y = a.tensors, b.tensors
     both = [key for key in x if key in y]
     with CheckpointReader.open(one.path) as first, CheckpointReader.open(other.path) as second:
         compared = (_unequal(key, (first, x[key]), (second, y[key])) for key in both)
         unequal = tuple(tensor for tensor in compared if tensor is not None)
-    have_manifests = one.manifest is not None and other.manifest is not None
     return Difference(
-        (_only(x, both), _only(y, both)),
+        (_only(x, y), _only(y, x)),
         unequal,
         len(both) - len(unequal),
         tuple(changes_between(a.training, b.training)),
-        tuple(changes_between(a.digests, b.digests)) if have_manifests else (),
-        weights_only or not have_manifests,
+        weights_only or one.manifest is None or other.manifest is None,
     )
 
 
-def _only(
-    tensors: Mapping[TensorKey, TensorLocation], compared: Sequence[TensorKey]
-) -> dict[str, list[str]]:
-    """Names by kind of tensors that were compared by none of their names."""
-    seen = {tensors[key] for key in compared}
+def _only(tensors: Iterable[TensorKey], others: Container[TensorKey]) -> dict[str, list[str]]:
+    """Names, by kind, of tensors that the others are without."""
     names: dict[str, list[str]] = {}
-    for (kind, name), place in tensors.items():
-        if place not in seen:
-            names.setdefault(kind, []).append(name)
+    for kind, name in (key for key in tensors if key not in others):
+        names.setdefault(kind, []).append(name)
     return names
 
 

@@ -183,12 +183,9 @@ def _without_wrappers(name: str) -> str:
 def _renamed(given: dict[Any, Any], rename: Callable[[Any], Any]) -> dict[Any, Any]:
     renamed: dict[Any, Any] = {}
     for old, value in given.items():
-        if rename(old) in renamed:
-            raise CheckpointError(
-                f"{old!r} and another name are both {rename(old)!r} without what wrappers add to "
-                "names. Remove one of them."
-            )
-        renamed[rename(old)] = value
+        if (new := rename(old)) in renamed:
+            raise CheckpointError(f"two names are both {new!r} without what wrappers add to names.")
+        renamed[new] = value
     return renamed
 
 
@@ -196,28 +193,31 @@ def _renamed(given: dict[Any, Any], rename: Callable[[Any], Any]) -> dict[Any, A
 
 
 def name_numbered(state: NormalizedState) -> None:
-    """Give numbered parameters their names, where it is sure which they are.
+    """Give numbered parameters their names, and check that all state fits the weights.
 
-    Their groups say it (``param_names``), or else the order of the weights does; a warning says
-    that the order was assumed where shapes would fit another order, too.
+    Raises:
+        CheckpointError: it is not sure which is which, or a weight of that shape is missing.
     """
     params = [param for group in state.groups for param in group.params]
     if not all(isinstance(param, str) for param in params):
-        names = _names_in_groups(state) or _names_in_order(state, params)
-        if state.state.keys() - set(params) or not len({*names}) == len({*params}) == len(params):
+        names = _names_of_numbers(state)
+        is_sure = len(names) == len({*names}) == len({*params}) == len(params)
+        if state.state.keys() - set(params) or not is_sure:
             raise CheckpointError(
                 f"the optimizer's state numbers its {len(params)} parameters in "
                 f"{len(state.groups)} groups, and the weights are {len(state.weights)} tensors: "
-                "which is which is not sure. Save it by name (FSDP.full_optim_state_dict, "
-                "FSDP.optim_state_dict, or get_optimizer_state_dict), or import the weights alone."
+                "which is which is not sure. Save it by name (get_optimizer_state_dict, or an "
+                "optimizer over model.named_parameters()), or import the weights alone."
             )
         name_of = dict(zip(params, names, strict=True))
         state.state = {name_of[number]: values for number, values in state.state.items()}
         for group in state.groups:
             group.params = [name_of[number] for number in group.params]
     grouped = {param for group in state.groups for param in group.params}
-    for name in state.state:
-        if name not in state.weights or not _fits(name, state, name) or name not in grouped:
+    for name, values in state.state.items():
+        shapes = {value.shape for value in values.values() if isinstance(value, TorchTensor)}
+        fits = name in state.weights and shapes <= {(), state.weights[name].shape}
+        if not fits or name not in grouped:
             raise CheckpointError(
                 f"the optimizer has state of {name!r}, and there is no weight of that name and the "
                 "state's shape, or none of its groups has it. It is another model's; or import the "
@@ -225,48 +225,22 @@ def name_numbered(state: NormalizedState) -> None:
             )
 
 
-def _names_in_groups(state: NormalizedState) -> list[str]:
-    """What ``param_names`` says, as the weights are called; nothing if a group has none."""
-    names: list[str] = []
-    for group in state.groups:
-        in_group = group.options.get("param_names")
-        if not isinstance(in_group, list) or len(in_group) != len(group.params):
-            return []
-        names += [_without_wrappers(str(name)) for name in in_group]
-    if set(names) <= set(state.weights):
-        return names
-    return [name.removeprefix("module.") for name in names]
-
-
-def _names_in_order(state: NormalizedState, numbers: Sequence[Any]) -> list[str]:
-    """The weights that are parameters, in their order; nothing if that is not sure."""
-    names = [
+def _names_of_numbers(state: NormalizedState) -> list[str]:
+    """What groups say (``param_names``); or else, of one group, the weights in their order."""
+    in_groups = [n for group in state.groups for n in group.options.get("param_names") or ()]
+    if in_groups or len(state.groups) != 1:
+        bare = [_without_wrappers(str(name)) for name in in_groups]
+        return [name if name in state.weights else name.removeprefix("module.") for name in bare]
+    log.warning(
+        "the optimizer's state numbers its parameters. The order of the weights was assumed, which "
+        "is right for an optimizer over model.parameters(). To be sure, make it over "
+        "model.named_parameters(), or save it by name (get_optimizer_state_dict)."
+    )
+    return [
         name
         for name, tensor in state.weights.items()
         if DTYPES[tensor.dtype].is_floating_point and name.rpartition(".")[2] not in BUFFERS
     ]
-    pairs = list(zip(names, numbers, strict=False))
-    if len(state.groups) != 1 or len(names) != len(numbers):
-        return []
-    if not all(_fits(name, state, number) for name, number in pairs):
-        return []
-    shapes = {state.weights[name].shape for name in names}
-    if state.state and len(shapes) < len(names):
-        log.warning(
-            "the optimizer's state numbers its %d parameters, and these have only %d different "
-            "shapes, so that some could change places. The order of the weights was assumed, which "
-            "is right for an optimizer over model.parameters(). To be sure, make it over "
-            "model.named_parameters(), or save it by name (get_optimizer_state_dict).",
-            len(names),
-            len(shapes),
-        )
-    return names
-
-
-def _fits(name: str, state: NormalizedState, owner: Any) -> bool:
-    values = state.state.get(owner, {}).values()
-    shapes = {value.shape for value in values if isinstance(value, TorchTensor)}
-    return shapes <= {(), state.weights[name].shape}
 
 
 def class_of(state: NormalizedState) -> str:

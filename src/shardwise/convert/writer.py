@@ -40,12 +40,9 @@ class Converted:
 
     Attributes:
         path: the folder, or the one file.
-        tensors: how many, with their optimizer state if there is any.
-        nbytes: of all files that hold them.
-        files: their names.
-        cast: names of tensors that were cast.
-        small: names of other files.
-        left_out: names in the source that have no place in the result.
+        tensors, nbytes: how many, and how large, with optimizer state if there is any.
+        files, small: names of files with tensors, and of others.
+        cast, left_out: names of tensors that were cast, and of what has no place in the result.
     """
 
     path: Path
@@ -74,8 +71,7 @@ def write_folder(
     """Write a checkpoint, which gets its name when it is complete.
 
     Args:
-        plans: the files of each stem.
-        chunks_of: yields the bytes of a stem's file, in order.
+        plans: the files of each stem, whose bytes ``chunks_of`` yields in order.
         small: bytes of the other files, by name; indices are added.
         facts: fields of the manifest: all but token, time, versions and files.
     """
@@ -131,6 +127,9 @@ class Destination:
 
         Args:
             source: the folder of the checkpoint that is exported, if it is one of ours.
+
+        Raises:
+            CheckpointError: no, and why.
         """
         with explained(f"looking at {self.path}", reads=True):
             self._check_name(source)
@@ -140,48 +139,46 @@ class Destination:
             if self.path.exists() and not (self.form == "hf" and is_empty):
                 self._check_replaced()
 
+    def _refuse(self, applies: object, reason: str) -> None:
+        if applies:
+            raise CheckpointError(f"{self.path} {reason}")
+
     def _check_name(self, source: Path | None) -> None:
         path = self.path
-        if path.is_symlink():
-            raise CheckpointError(
-                f"{path} is a link, to {path.readlink()}; replacing it would leave what it leads "
-                "to as it is. Name the place itself, or remove the link."
-            )
-        if step_of(path.name) is not None and not (self.whole and self.form == "hf"):
-            raise CheckpointError(
-                f"{path.name!r} is what a run calls a checkpoint that it can go on from, and this "
-                "result is none: `resume` would take it up and fail. Choose another name, or pass "
-                "--with-optimizer (without --format)."
-            )
-        if source is not None and path.resolve().is_relative_to(source.resolve()):
-            raise CheckpointError(
-                f"{path} is, or is in, the checkpoint that is exported, which stays as it is. Name "
-                "a folder elsewhere."
-            )
+        self._refuse(path.is_symlink(), "is a link. Name the place itself, or remove the link.")
+        self._refuse(
+            step_of(path.name) is not None and not (self.whole and self.form == "hf"),
+            "is what a run calls a checkpoint that it can go on from, and this result is none: "
+            "`resume` would take it up and fail. Choose another name, or pass --with-optimizer "
+            "(without --format).",
+        )
+        self._refuse(
+            source is not None and path.resolve().is_relative_to(source.resolve()),
+            "is, or is in, the checkpoint that is exported. Name a folder elsewhere.",
+        )
 
     def _check_replaced(self) -> None:
         path, form = self.path, self.form
-        if not self.overwrite or form == "dcp" or (form == "pt" and not path.is_file()):
-            raise CheckpointError(
-                f"{path} is there already, and is left as it is. Name another, or pass --overwrite "
-                "to replace an earlier export (of safetensors, or one file) when the new one is "
-                "complete."
-            )
+        self._refuse(
+            not self.overwrite or form == "dcp" or (form == "pt" and not path.is_file()),
+            "is there already, and is left as it is. Name another, or pass --overwrite to replace "
+            "an earlier export (of safetensors, or one file) when the new one is complete.",
+        )
         if form == "pt":
             return
         manifest = read_manifest(path)
         listed = set() if manifest is None else {*manifest.files, MANIFEST, LOCK}
-        if strangers := sorted(p.name for p in path.iterdir() if p.name not in listed):
-            some = ", ".join(strangers[:8]) + (", …" if len(strangers) > 8 else "")
-            raise CheckpointError(
-                f"{path} also holds {some}, which is not part of the export and would be deleted. "
-                "Move it elsewhere, or name another folder."
-            )
-        if TRAINING in listed and not self.whole:
-            raise CheckpointError(
-                f"{path} holds optimizer and training state, and weights alone would replace it. "
-                "Name another folder, or pass --with-optimizer."
-            )
+        others = sorted(p.name for p in path.iterdir() if p.name not in listed)
+        self._refuse(
+            others,
+            f"also holds {', '.join(others[:8])}, which is not part of the export and would be "
+            "deleted. Move it elsewhere, or name another folder.",
+        )
+        self._refuse(
+            TRAINING in listed and not self.whole,
+            "holds optimizer and training state, and weights alone would replace it. Name another "
+            "folder, or pass --with-optimizer.",
+        )
 
 
 def clear(final: Path) -> None:
