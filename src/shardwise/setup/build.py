@@ -35,6 +35,8 @@ log = logging.getLogger("shardwise")
 
 GIVEN_BACK = 1 << 18
 """Elements of a unit whose memory goes back at once; for smaller ones it is not worth the call."""
+LARGE = 10**9
+"""Parameters of a model of which a copy on each rank is worth a warning."""
 
 Specs = Mapping[str, Sequence[BucketSpec]]
 """The buckets of each unit, by its name."""
@@ -103,10 +105,8 @@ def cut(
         text = "states synchronised from rank 0 (%d tensors, %d bytes)"
         log.info(text, len(given), sum(given))
     numel = sum(unit.numel for unit in units)
-    if (
-        all(spec.replicate.size == comm.size for buckets in specs.values() for spec in buckets)
-        and numel >= 1e9
-    ):
+    copies = [spec.replicate.size for buckets in specs.values() for spec in buckets]
+    if comm.size > 1 and numel >= LARGE and set(copies) == {comm.size}:
         log.warning(
             "no_shard holds all %.1f billion parameters, their gradients and optimizer state on "
             'every rank; strategy="full_shard" holds 1/%d of them',
