@@ -1,8 +1,7 @@
 """How ranks tell each other short values: over their comm, or through files in a folder.
 
-While training stands still there is the comm, and a rank that died is found at once. A save in the
-background must not use it, since the steps do; there, every rank leaves a file beside the data,
-and rank 0 looks for them, with a limit to its patience and names for whom it waits.
+A save in the background must not use the comm, since the steps do; there, every rank leaves a file
+beside the data, and rank 0 looks for them.
 """
 
 from __future__ import annotations

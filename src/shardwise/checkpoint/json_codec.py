@@ -1,9 +1,7 @@
 """Values of Python as JSON, and back, exactly: what a scheduler or a data position is made of.
 
-JSON has no tuples, no keys but texts, no bytes, no tensors and no infinities, and a value that
-comes back as another type breaks its owner later. So what JSON lacks is written as an object with
-one marked key, ``{"$tuple": [1, 2]}``. Only the types below are known: nothing is ever called, or
-imported by name, to read a checkpoint.
+What JSON lacks is written as an object with one marked key, ``{"$tuple": [1, 2]}``. Only the types
+below are known: nothing is ever called, or imported by name, to read a checkpoint.
 """
 
 from __future__ import annotations

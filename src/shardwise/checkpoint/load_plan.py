@@ -1,8 +1,7 @@
 """What of a checkpoint goes where on this rank, and everything that does not fit.
 
-A load that stops at the first wrong name is repeated as often as there are wrong names, and one
-that skips what does not fit trains garbage. So all of it is compared first, with nothing changed;
-then it is a list of ranges to read, and a few values to hand over when they have been read.
+All of it is compared first, with nothing changed; then it is a list of ranges to read, and a few
+values to hand over when they have been read.
 """
 
 from __future__ import annotations

@@ -106,16 +106,12 @@ class Manifest(_Frozen):
         for name, record in self.files.items():
             blocks = record.checksums()
             whole = len(blocks) == -(-record.size // self.block)
-            if not (is_plain(name) and whole and digest_fits(record, blocks)):
+            fits = record.digest == checksum.digest_of(blocks, record.size)
+            if not (is_plain(name) and whole and fits):
                 raise DamagedCheckpoint(
                     f"{where} lists {name!r:.80} with checksums that do not fit its size, or by a "
                     "name that is no plain file name. Load another checkpoint."
                 )
-
-
-def digest_fits(record: FileRecord, blocks: Sequence[int]) -> bool:
-    """Is the record's digest that of its size and blocks?"""
-    return record.digest == checksum.digest_of(blocks, record.size)
 
 
 def record_of(blocks: Sequence[int], size: int) -> FileRecord:

@@ -32,13 +32,7 @@ PICKLED = (".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file that is complete; as text ``mnist_cnn.pt (8 tensors, 4,800,893 bytes)``.
-
-    Attributes:
-        path: where it is.
-        tensors: names in it.
-        nbytes: of the file.
-    """
+    """A file that is complete; as text ``mnist_cnn.pt (8 tensors, 4,800,893 bytes)``."""
 
     path: Path
     tensors: int

@@ -1,7 +1,6 @@
 """Optimizer state by parameter name, whatever the groups, the ranks and the optimizer's order.
 
-torch numbers parameters by their place in the groups, so its saved state fits one script and one
-model. Here each element-wise state is a tensor of the whole parameter's shape, ``exp_avg/NAME``,
+Each element-wise state is a tensor of the whole parameter's shape, ``exp_avg/NAME``,
 stored by ranges like the parameter; what is one number for the parameter (``step``) is a
 0-dim tensor; and a group's options are kept with the names of its parameters.
 

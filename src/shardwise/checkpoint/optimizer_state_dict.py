@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import BaseModel, StrictStr, ValidationError
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -193,26 +192,18 @@ def _record(states: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return record_of(kind, states["param_groups"], values)
 
 
-class _Group(BaseModel):
-    params: list[StrictStr]
-
-
-class _ByNames(BaseModel):
-    state: dict[StrictStr, dict[Any, Any]]
-    param_groups: list[_Group]
-
-
-def _check_form(states: object) -> None:
+def _check_form(states: Any) -> None:
     try:
-        by_names = _ByNames.model_validate(states)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        named = [name for group in states["param_groups"] for name in group["params"]]
+        keys = {name: list(state) for name, state in states["state"].items()}
+    except (KeyError, TypeError, AttributeError):
+        named, keys = [None], {}
+    if not all(isinstance(name, str) for name in (*named, *keys)):
         raise CheckpointError(
             "an optimizer state dict by parameter name is needed on rank 0, with a state by names "
             "and param_groups whose params list names; a plain optimizer's has numbers there. Pass "
-            f"by_name(state, names), or what optimizer_state_dict() gave. ({place}: {first['msg']})"
-        ) from None
-    for name, state in by_names.state.items():
-        for key in state:
+            "by_name(state, names), or what optimizer_state_dict() gave."
+        )
+    for name, of_name in keys.items():
+        for key in of_name:
             check_key(key, name)

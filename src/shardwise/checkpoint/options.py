@@ -59,14 +59,11 @@ class SaveOptions:
             stays, however old.
         files: further small files for the folder: name → text or bytes.
         snapshot_bytes: host memory that a rank may use to save in the background; what does not
-            fit is copied as the writing goes on, and ``save_async`` returns later. ``None``: its
-            part of a quarter of the host's memory, which the ranks of a host divide, and 16 GiB at
-            most.
+            fit is copied as the writing goes on, and ``save_async`` returns later. ``None``: see
+            ``budget_of``.
         copied_by: when, in the background, all is copied that training may change: ``"return"`` of
             ``save_async``; or the ``"next_step"`` of an optimizer, which waits for what is left.
-            Until then nothing else may change parameters or optimizer state; that it did is an
-            error, but for what is written through ``param.data`` or ``numpy()``, or by a collective
-            of torch.distributed, which nothing can see.
+            Until then nothing else may change parameters or optimizer state (see ``Watched``).
         when_busy: to save in the background while the save before is still being written:
             ``"wait"`` for that one, or ``"skip"`` this one.
     """
@@ -124,7 +121,6 @@ class Saved:
     """A checkpoint that is complete.
 
     Attributes:
-        path: its folder.
         nbytes: of all its files, over all ranks.
         seconds: from the call to the end.
         removed: names of older checkpoints that went.
@@ -141,7 +137,6 @@ class Loaded:
     """What was loaded, and what was not.
 
     Attributes:
-        path: the checkpoint's folder.
         checked: were bytes compared with checksums? A plain Hugging Face folder has none.
         missing, unexpected, misshapen: names that were left out, because the files or the model
             do not have them, or in another shape or an unlike dtype. Empty after a strict load.

@@ -1,9 +1,7 @@
 """Which byte of which file is whose: what is stored, who writes it, who reads it. Pure numbers.
 
-safetensors keeps a tensor as contiguous row-major bytes, and a rank's shard is a contiguous
-range of a bucket. Tensors lie in a file in the order of their slots, so a rank's shard of a
-bucket is *one* range of the file, with the padding left out, and nothing has to be gathered.
-The ordinary way, one file per rank, makes the number of ranks part of the format.
+Tensors lie in a file in the order of their slots, so a rank's shard of a bucket is *one* range of
+the file, with the padding left out, and nothing has to be gathered.
 
     file    | header · | a0 a1 a2 a3 a4 a5 b0 b1 | c0 c1 …
     held by            | rank 0      | rank 1    |

@@ -7,8 +7,7 @@
     5. publish     rank 0: headers → small files → manifest → rename → folder
     6. settle      rank 0: latest, and old checkpoints go
 
-Nothing under the checkpoint's name changes before the rename, which is one step. If any rank
-fails, all raise together, what was written goes, and training can go on.
+If any rank fails, all raise together, what was written goes, and training can go on.
 """
 
 from __future__ import annotations
@@ -59,11 +58,8 @@ class Task:
 
     Attributes:
         final: the checkpoint's folder, once complete.
-        token: of this save alone.
-        contents: what is stored.
         facts: what the manifest says of who saved it.
         resumed_from: token of the checkpoint that this run goes on from; ``""`` if there is none.
-        options: how.
         partial: the folder that is being written, on rank 0, which keeps it.
     """
 

@@ -70,9 +70,8 @@ class SavePlan:
 
     def total(self, rank: int) -> int:
         """Bytes that ``rank`` writes."""
-        return sum(
-            span.stop - span.start for f in self.files for span in f.spans if span.rank == rank
-        )
+        spans = (span for file in self.files for span in file.spans)
+        return sum(span.stop - span.start for span in spans if span.rank == rank)
 
     @property
     def nbytes(self) -> int:

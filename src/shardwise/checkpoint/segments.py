@@ -1,8 +1,7 @@
 """The bytes of files that this rank has at hand, and where in memory each of them is.
 
-What a rank writes is what it holds (shards, in place) and the few bytes at the edges of pages that
-came from others. Here both are found by their place in the file, so that the writer knows of
-neither ranks nor tensors.
+A rank writes what it holds (shards, in place) and the few bytes at the edges of pages that came
+from others. Both are found by their place in the file.
 """
 
 from __future__ import annotations

@@ -4,13 +4,10 @@
     writer       copy 1  write 1  copy 2  write 2  copy 3  write 3          write 4  write 5
     main thread                                                     copy 4  copy 5   step
 
-A step may change parameters as soon as saving returns, so what is not written yet must be copied.
 Copies lie in buffers of a pool that never grows beyond its budget; when all are full, the copying
 waits for the writing. Buffers stay mapped between saves: fresh pages cost more than the copy.
-
-Nothing is copied long before it is written, so a save that is done before the next step copies
-through a few megabytes. Whatever is left when parameters are about to change, the main thread
-copies at once. That nobody changed them before is found by the version counters of the tensors.
+Whatever is left when parameters are about to change, the main thread copies at once. That nobody
+changed them before is found by the version counters of the tensors.
 """
 
 from __future__ import annotations

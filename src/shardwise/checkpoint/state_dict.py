@@ -6,8 +6,7 @@ sharded    SHARDED_STATE_DICT   shards that know their whole           any, by `
 local      LOCAL_STATE_DICT     its shards as plain tensors            the same layout alone
 
 Whole tensors exist one bucket at a time. On the way back rank 0 has the tensors, and every rank
-keeps its part of each: a file that was read on one rank reaches all, and no other rank ever needs
-room for the model.
+keeps its part of each.
 """
 
 from __future__ import annotations

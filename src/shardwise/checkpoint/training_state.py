@@ -1,10 +1,8 @@
 """What a run needs to go on where it stopped, beside parameters and optimizer state.
 
 Tensors of it are in safetensors files; the rest is one JSON document, ``training.json``. Random
-generators are stored as bytes of fixed size, for each rank: every rank knows where every other
-rank's state lies in the file, and bytes are read without running anything. A rank that is not
-there any more has no generator to restore: with another number of ranks the numbers that dropout
-draws cannot be the same, and loading says so.
+generators are stored as bytes of fixed size, for each rank. With another number of ranks the
+numbers that dropout draws cannot be the same, and loading says so.
 """
 
 from __future__ import annotations
@@ -67,11 +65,9 @@ class Document:
     """``training.json``, decoded.
 
     Attributes:
-        step: optimizer steps taken, where that was said.
+        step, scheduler, scaler, position, config: of ``Training``, as they were given.
         world: ranks that saved it.
         optimizers: one record for each; see ``optimizer_shards``.
-        scheduler, scaler: their states, or ``None``.
-        position, config: as they were given.
         local: each rank's own values, by rank.
     """
 

@@ -3,9 +3,8 @@
     rank 0    make the files, full size      write      sync      headers, JSON, manifest, rename
     rank 1                                   write      sync
 
-Files have their full size before anybody writes, so a full disk is found first, and ranks write
-beside each other without a gather. They cannot be read before their headers are there, which
-rank 0 writes when every rank has said that its bytes are on the disk.
+Files have their full size before anybody writes, so a full disk is found first. They cannot be
+read before their headers are there.
 """
 
 from __future__ import annotations
@@ -92,10 +91,7 @@ class Writer:
     """This rank's hand on the files of a partial folder, one open at a time. Use it as a context.
 
     Attributes:
-        folder: the partial folder.
-        rank: this one.
-        total: bytes that it will write.
-        written: bytes that it has written.
+        total, written: bytes that this rank will write, and has written.
         pieces: their checksums, by file.
     """
 

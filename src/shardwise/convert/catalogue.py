@@ -1,7 +1,6 @@
 """All that a checkpoint says of itself: files, tensors, training state, and what is wrong.
 
-Loading stops at the first thing that is not as it should be. Whoever looks at a broken
-checkpoint wants to know what is still there, so here every part is read for itself.
+Loading stops at the first thing that is not as it should be; here every part is read for itself.
 """
 
 from __future__ import annotations
@@ -154,13 +153,20 @@ def _no_tensors(path: Path) -> str:
 def _manifest(folder: Path) -> Manifest | None:
     """It, or ``None`` for a folder that need not have one."""
     manifest = read_manifest(folder)
-    is_ours = step_of(folder.name) is not None or is_leftover(folder.name)
-    if manifest is None and (is_ours or (folder / TRAINING).exists()):
-        raise CheckpointError(
-            f"{folder} has no {NAME}, so it was not written to its end, and the integrity of its "
-            "files is unknown. Load another checkpoint."
-        )
+    if manifest is None:
+        check_foreign(folder)
     return manifest
+
+
+def check_foreign(folder: Path) -> None:
+    """Raises ``CheckpointError`` where a folder without a manifest should have one."""
+    is_ours = step_of(folder.name) is not None or is_leftover(folder.name)
+    if is_ours or (folder / TRAINING).exists():
+        raise CheckpointError(
+            f"{folder} has no {NAME}, and shardwise began it, so it was not written to its end or "
+            "was damaged since. Name another checkpoint; or, for its weights as they are, one of "
+            "its safetensors files."
+        )
 
 
 def _files(folder: Path, manifest: Manifest | None) -> tuple[tuple[OneFile, ...], tuple[str, ...]]:

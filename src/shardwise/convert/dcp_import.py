@@ -37,8 +37,7 @@ def import_checkpoint(
 ) -> Converted:
     """Make a checkpoint of ours of what torch's DCP, or ``torch.save``, wrote.
 
-    Pickles are opened by restricted readers, which know tensors and plain values. Two tensors at
-    most are in memory.
+    Two tensors at most are in memory.
 
     Args:
         source: a DCP folder, or a ``.pt`` file with a whole state dict; or several of them, where
@@ -62,13 +61,11 @@ def import_checkpoint(
         tensors[OPTIMIZER] = _optimizer_tensors(normalized)
     plans = {stem: _planned(stem, by_name) for stem, by_name in tensors.items()}
     facts = {"step": normalized.step, "world": 1, "strategy": "imported", "kind": "full"}
-    made = write_folder(
-        final,
-        plans,
-        lambda stem, plan: _chunks(tensors[stem], plan),
-        small,
-        {**facts, "aliases": {}},
-    )
+
+    def chunks_of(stem: str, plan: FilePlan) -> Iterator[Chunk]:
+        return _chunks(tensors[stem], plan)
+
+    made = write_folder(final, plans, chunks_of, small, {**facts, "aliases": {}})
     return replace(made, left_out=tuple(normalized.left_out))
 
 

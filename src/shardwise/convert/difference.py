@@ -39,7 +39,7 @@ class Change(NamedTuple):
     """A value that differs.
 
     Attributes:
-        place: such as ``"optimizers[0].groups[0].options.lr"``, or the name of a file.
+        place: such as ``"optimizers[0].groups[0].options.lr"``.
         one, other: what each side has, or ``ABSENT``.
     """
 
@@ -68,8 +68,7 @@ class Difference:
 
     Attributes:
         only: for each side, the tensors that the other has not: by kind, names.
-        tensors: those that both have and that are not equal.
-        equal: how many tensors are.
+        tensors, equal: those that both have and that are not equal; how many are.
         training: values of the training state.
         only_tensors: training state was not compared.
     """

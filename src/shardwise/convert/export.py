@@ -1,11 +1,8 @@
 """A checkpoint as another folder: merged or split, cast, checked on the way, in a few megabytes.
 
-    1. decide     which tensors, in which dtypes, in which files: on paper, as for saving
-    2. write      block by block: read and checked, cast, written with a new checksum
-    3. publish    headers → small files → manifest → rename
-
-The ordinary way loads the state of the whole model to write it again, so that what was trained
-on many machines can be converted on none of them.
+1. decide     which tensors, in which dtypes, in which files: on paper, as for saving
+2. write      block by block: read and checked, cast, written with a new checksum
+3. publish    headers → small files → manifest → rename
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.disk import explained, size_of, sync_folder
-from shardwise.checkpoint.folder import CHECKPOINTS, is_leftover, step_of
+from shardwise.checkpoint.folder import CHECKPOINTS, step_of
 from shardwise.checkpoint.lock import LOCK
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.one_file import write_one_file
@@ -32,7 +29,7 @@ from shardwise.checkpoint.safetensors_format import DTYPES, code_of, dtype_of, i
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.checkpoint.writer import Chunk
-from shardwise.convert.catalogue import OF_TORCH, SUFFIX, stem_of
+from shardwise.convert.catalogue import OF_TORCH, SUFFIX, check_foreign, stem_of
 from shardwise.convert.writer import (
     Converted,
     Destination,
@@ -147,13 +144,8 @@ def export_torch_file(
 def stored_tensors(source: CheckpointReader, whole: bool) -> dict[str, dict[str, TensorLocation]]:
     """Where each tensor is, by kind and name: weights, and with ``whole`` all other state."""
     folder, kinds = source.folder, [MODEL]
-    is_ours = is_leftover(folder.name) or step_of(folder.name) is not None or source.has(TRAINING)
-    if source.manifest is None and is_ours and type(source) is CheckpointReader:
-        raise CheckpointError(
-            f"{folder} has no {MANIFEST}, and shardwise began it, so it was not written to "
-            "its end or was damaged since. Export another checkpoint; or, for its weights as they "
-            "are, one of its safetensors files."
-        )
+    if source.manifest is None and type(source) is CheckpointReader:
+        check_foreign(folder)
     if whole:
         if source.manifest is None or not source.has(TRAINING):
             raise CheckpointError(
