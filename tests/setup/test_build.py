@@ -13,8 +13,9 @@ from shardwise.setup import build
 from tests.ranks import run_threads
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("no_shard", 2), ("no_shard", 1), ("full_shard", 2), ("full_shard", 1)]
+)
 def test_copies_of_a_large_model_are_warned_of_where_there_are_any(
     strategy: str,
     world: int,
