@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.schedule.placement import Placement
 from shardwise.synonyms import parse_strategy
 
-__all__ = ["placement_of"]
+__all__ = ["STRATEGIES", "placement_of"]
 
 _PRESETS = {
     "no_shard": Placement("no_shard", splits=False, resident=True, frees=False),
@@ -20,6 +20,9 @@ _PRESETS = {
     "shard_grad_op": Placement("shard_grad_op", splits=True, resident=False, frees=False),
     "full_shard": Placement("full_shard", splits=True, resident=False, frees=True),
 }
+
+STRATEGIES = tuple(_PRESETS)
+"""Their names, from the most replicated to the most sharded."""
 
 
 def placement_of(name: str | int | Enum) -> Placement:

@@ -27,8 +27,9 @@ from shardwise.comm.backend import BackendComm
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.reduction import Reduction
 from shardwise.errors import RanksDisagree
-from shardwise.precision import Precision
+from shardwise.precision import Precision, dtype_name
 from shardwise.sharded import Sharded, shard
+from shardwise.strategies import STRATEGIES
 
 __all__ = ["CHECKS", "Result", "conform"]
 
@@ -342,17 +343,16 @@ def _same(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return ", ".join(map(dtype_name, dtypes))
 
 
-STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
 CHECKS: dict[str, Callable[[Comm, Path], str]] = {
     "all-gather": _gather,
     "broadcast": _broadcast,
     "all-to-all": _exchange,
     "reduce-scatter": _sum,
     "dtypes": _products,
-    **{f"parity {name}": partial(_parity, way=_Way(name)) for name in STRATEGIES},
+    **{f"parity {name}": partial(_parity, way=_Way(name)) for name in reversed(STRATEGIES)},
     "parity bf16": partial(_parity, way=_Way(compute=torch.bfloat16, tolerance=0.03)),
     "parity AdamW": partial(_parity, way=_Way(adamw=True, tolerance=1e-4)),
     "parity accumulation": partial(_parity, way=_Way(accumulation=3)),

@@ -12,6 +12,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.reduction import Reduction
 from shardwise.printed import size
 from shardwise.sharded import shard
+from shardwise.strategies import STRATEGIES
 
 __all__ = ["demonstrate"]
 
@@ -120,7 +121,7 @@ def fsdp_against_ddp() -> list[str]:
 def zero_stages() -> list[str]:
     """The same step under each stage."""
     title = "A step of four layers of 16 KiB each, AdamW; gathers in forward + backward:"
-    return [title, *map(_counted, ("no_shard", "zero1", "shard_grad_op", "full_shard"))]
+    return [title, *map(_counted, STRATEGIES)]
 
 
 def tensor_parallel() -> list[str]:

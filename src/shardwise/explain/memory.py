@@ -17,11 +17,11 @@ from torch import nn
 from shardwise.memory.spec import BucketSpec
 from shardwise.schedule.events import Event, Op
 from shardwise.setup import order
+from shardwise.strategies import STRATEGIES
 from shardwise.tracing.blueprint import Blueprint, draw
 
 __all__ = ["OPTIMIZERS", "Kept", "kept", "table_of"]
 
-STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard")
 OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
 """Of torch.optim: tensors like the parameter, and further bytes (the step's number) for each."""
 
@@ -70,7 +70,7 @@ def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Ke
     trained = [(spec, numels) for spec, numels in parts if spec.trainable]
     gradients = sum(sum(numels) * spec.dtypes.stored.itemsize for spec, numels in trained)
     tensors = sum(len(numels) for _, numels in trained)
-    schedule = blueprint.schedule(order.guess(model, blueprint.entry_modules))
+    schedule = blueprint.schedule(order.guess(model, blueprint.units.entry_modules))
     return Kept(
         strategy=blueprint.placement.name,
         parameters=parameters,
