@@ -23,7 +23,7 @@ from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, ScheduleError
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.spec import specs_of
+from shardwise.memory.spec import policy_of, specs_of
 from shardwise.optim.norm import chosen, clip_gradients, places_of
 from shardwise.optim.optimizer_hooks import OptimizerHooks
 from shardwise.options import Options
@@ -33,7 +33,7 @@ from shardwise.runtime.forward_methods import ForwardMethods
 from shardwise.runtime.full_params import full_params
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import UnitState
-from shardwise.schedule.events import Mode, Order, Policy
+from shardwise.schedule.events import Mode, Order
 from shardwise.schedule.placement import Placement
 from shardwise.setup import order
 from shardwise.setup.build import check_unsharded, cut, facts, uncut
@@ -130,14 +130,10 @@ class Sharded:
         return Mesh.of(self.comm, placement.splits)
 
     def _start(self, states: dict[str, UnitState]) -> None:
-        entry_modules = {module: unit.name for unit in self.units for module in unit.modules}
-        precision = self.options.precision
-        casts = any(b.dtypes.stored is not b.dtypes.compute for b in self.buckets)
-        placements = {bucket.unit: bucket.spec.placement for bucket in self.buckets}
-        policy = Policy(placements, self.options.prefetch, casts=casts)
+        entry_modules, precision = self.units.entry_modules, self.options.precision
+        policy = policy_of([bucket.spec for bucket in self.buckets], self.options.prefetch)
         first = order.guess(self.model, entry_modules)
         participates = self.options.divergence == "participate"
-        self._entry_modules = entry_modules
         self.runtime = Runtime(states, self.comm, policy, precision, first, participates)
         self._hooks = Hooks(
             self.model, entry_modules, self.runtime, (precision.compute, precision.output)
@@ -211,7 +207,7 @@ class Sharded:
         self._check_idle("rehearse() was called")
         self._hooks.backward.suspended = True  # or hooks would gather
         try:
-            rehearsed = order.rehearse(self.model, self._entry_modules, args, kwargs)
+            rehearsed = order.rehearse(self.model, self.units.entry_modules, args, kwargs)
         finally:
             self._hooks.backward.suspended = False
         for mode in ("train", "accumulate", "last"):

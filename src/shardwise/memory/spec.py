@@ -24,11 +24,11 @@ from shardwise.memory.sharding import Sharding
 from shardwise.memory.views import Views
 from shardwise.options import Options
 from shardwise.precision import Dtypes
-from shardwise.schedule.events import UnitBytes
+from shardwise.schedule.events import Policy, Prefetch, UnitBytes
 from shardwise.schedule.placement import Placement
 from shardwise.units.units import Member, Unit
 
-__all__ = ["BucketSpec", "Home", "bytes_of", "cut_at_multiples", "specs_of"]
+__all__ = ["BucketSpec", "Home", "bytes_of", "cut_at_multiples", "policy_of", "specs_of"]
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,12 @@ def bytes_of(specs: Sequence[BucketSpec], trained: Sequence[BucketSpec]) -> Unit
     gradients = sum(spec.layout.numel * spec.dtypes.wire.itemsize for spec in trained)
     mean = sum(spec.layout.numel * spec.dtypes.stored.itemsize for spec in trained)
     return UnitBytes(gathered, gradients, mean)
+
+
+def policy_of(specs: Sequence[BucketSpec], prefetch: Prefetch) -> Policy:
+    """What the schedule of a model with these buckets depends on, besides its order."""
+    casts = any(spec.dtypes.stored is not spec.dtypes.compute for spec in specs)
+    return Policy({spec.unit: spec.placement for spec in specs}, prefetch, casts=casts)
 
 
 def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> list[BucketSpec]:

@@ -15,8 +15,9 @@ from torch import nn
 
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.mesh import Mesh
-from shardwise.memory.spec import BucketSpec, bytes_of, specs_of
+from shardwise.memory.spec import BucketSpec, bytes_of, policy_of, specs_of
 from shardwise.options import Options
+from shardwise.precision import dtype_name
 from shardwise.printed import Schedule
 from shardwise.schedule.events import Event, Order, Policy, Prefetch, UnitBytes, events
 from shardwise.schedule.placement import Placement
@@ -59,11 +60,6 @@ class Blueprint:
         devices = (spec.shard.device for spec in self.buckets)
         return next(devices, torch.device("cpu"))
 
-    @property
-    def entry_modules(self) -> dict[nn.Module, str]:
-        """The modules whose forward uses a unit, with the unit's name."""
-        return {module: unit.name for unit in self.units for module in unit.modules}
-
     def name_of(self, spec: BucketSpec) -> str:
         """The unit's name, with a number where it has several buckets: ``"blocks.0.1"``."""
         among, unit = self.specs[spec.unit], spec.unit or "root"
@@ -74,7 +70,7 @@ class Blueprint:
         """What this rank holds of each parameter: ``{"0.weight": "float32[32, 64]"}``."""
         shapes = {}
         for spec in self.buckets:
-            dtype = str(spec.dtypes.stored).removeprefix("torch.")
+            dtype = dtype_name(spec.dtypes.stored)
             for slot in spec.slots:
                 shape = spec.layout.shard_shape(slot, spec.shard.rank)
                 shapes[slot.name] = f"{dtype}{list(shape)}"
@@ -121,6 +117,5 @@ def draw(
     units, mesh = choose_units(model, wrap), Mesh.of(comm, placement.splits)
     specs = {unit.name: tuple(specs_of(unit, chosen, mesh, placement)) for unit in units}
     every = [spec for of_unit in specs.values() for spec in of_unit]
-    casts = any(spec.dtypes.stored is not spec.dtypes.compute for spec in every)
-    policy = Policy(dict.fromkeys(specs, placement), chosen.prefetch, casts=casts)
+    policy = policy_of(every, chosen.prefetch)
     return Blueprint(units, specs, placement, policy, *ranks, chosen)

@@ -119,6 +119,11 @@ class Units(Sequence[Unit]):
     def __len__(self) -> int:
         return len(self.units)
 
+    @property
+    def entry_modules(self) -> dict[nn.Module, str]:
+        """The modules whose forward uses a unit, with the unit's name."""
+        return {module: unit.name for unit in self for module in unit.modules}
+
     def __str__(self) -> str:
         """One line per unit and a total."""
         columns = {
