@@ -20,7 +20,7 @@ import torch
 from shardwise.comm.reduction import Reduction
 from shardwise.errors import ConfigError
 
-__all__ = ["AVERAGES", "Dtypes", "Precision"]
+__all__ = ["AVERAGES", "Dtypes", "Precision", "dtype_name"]
 
 AVERAGES = ("postdivide", "predivide", "sqrt", "avg")
 
@@ -94,3 +94,8 @@ class Dtypes:
     compute: torch.dtype
     wire: torch.dtype
     sum: torch.dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32 → "float32"``."""
+    return str(dtype).removeprefix("torch.")

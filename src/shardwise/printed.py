@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.memory.spec import BucketSpec
+from shardwise.precision import dtype_name
 from shardwise.schedule.events import Event, Op, UnitBytes
 
 __all__ = ["Layouts", "Schedule", "size"]
@@ -117,10 +118,10 @@ class Layouts:
 
     def _title(self, spec: BucketSpec) -> str:
         dtypes = spec.dtypes
-        parts = [f"stored {_short(dtypes.stored)}", f"computed in {_short(dtypes.compute)}"]
+        parts = [f"stored {dtype_name(dtypes.stored)}", f"computed in {dtype_name(dtypes.compute)}"]
         if spec.trainable:
-            parts += [f"gradients sent in {_short(dtypes.wire)}"]
-            parts += [f"summed in {_short(dtypes.sum)}", f"mean by {spec.reduction.how}"]
+            parts += [f"gradients sent in {dtype_name(dtypes.wire)}"]
+            parts += [f"summed in {dtype_name(dtypes.sum)}", f"mean by {spec.reduction.how}"]
         else:
             parts += ["frozen"]
         return f"{_name(spec.unit)}  ({', '.join(parts)})"
@@ -132,7 +133,3 @@ class Layouts:
             nbytes = spec.layout.padding * spec.dtypes.compute.itemsize
             padding[spec.unit] = padding.get(spec.unit, 0) + nbytes
         return padding
-
-
-def _short(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

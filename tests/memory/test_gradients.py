@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 
 import pytest
@@ -339,6 +339,27 @@ def test_reductions_per_step_are_one_when_accumulating_and_one_each_otherwise() 
         assert counts == [5, 15]
 
 
+NoSync = Callable[[], AbstractContextManager[None]]
+
+
+def assert_averages_plain_gradients(
+    step: Callable[[nn.Module, Batch, NoSync], None], strategy: str
+) -> None:
+    """``step`` leaves on two ranks the mean of what it leaves on two plain models."""
+    models = [decoder()]
+    models.append(deepcopy(models[0]))
+    batches = [decoder_batch(rank, 2) for rank in range(2)]
+    truth = averaged(models[0], lambda model, batch: step(model, batch, nullcontext), batches)
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        step(sharded.model, batches[comm.rank], sharded.no_sync)
+        assert_gradients(sharded.model, truth)
+        assert_at_rest(sharded)
+
+    run_threads(2, rank)
+
+
 def by_model(model: nn.Module) -> None:
     model.zero_grad()
 
@@ -363,27 +384,13 @@ def test_what_zero_grad_takes_from_an_accumulation_is_gone(
 ) -> None:
     """As in plain torch, and for each parameter by itself."""
 
-    def step(model: nn.Module, batch: Batch) -> None:
-        sharded = handles.get(model)
-        with sharded.no_sync() if sharded else nullcontext():
+    def step(model: nn.Module, batch: Batch, no_sync: NoSync) -> None:
+        with no_sync():
             (loss(model, batch) * 1000).backward()
         throw_away(model)
         train(model, batch)
 
-    handles: dict[nn.Module, sw.Sharded] = {}
-    models = [decoder()]
-    models.append(deepcopy(models[0]))
-    batches = [decoder_batch(rank, 2) for rank in range(2)]
-    truth = averaged(models[0], step, batches)
-
-    def rank(comm: Comm) -> None:
-        model = models[comm.rank]
-        handles[model] = sw.shard(model, strategy, comm=comm)
-        step(model, batches[comm.rank])
-        assert_gradients(model, truth)
-        assert_at_rest(handles[model])
-
-    run_threads(2, rank)
+    assert_averages_plain_gradients(step, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -412,27 +419,14 @@ def test_between_micro_batches_grad_is_this_ranks_whole_sum(strategy: str) -> No
 def test_what_is_put_in_place_of_an_accumulation_is_what_is_reduced(strategy: str) -> None:
     """``p.grad = f(p.grad)`` between micro-batches, as in plain torch."""
 
-    def step(model: nn.Module, batch: Batch) -> None:
-        sharded = handles.get(model)
-        with sharded.no_sync() if sharded else nullcontext():
+    def step(model: nn.Module, batch: Batch, no_sync: NoSync) -> None:
+        with no_sync():
             train(model, batch)
         for param in model.parameters():
             param.grad = None if param.grad is None else param.grad * 3
         train(model, batch)
 
-    handles: dict[nn.Module, sw.Sharded] = {}
-    models = [decoder()]
-    models.append(deepcopy(models[0]))
-    batches = [decoder_batch(rank, 2) for rank in range(2)]
-    truth = averaged(models[0], step, batches)
-
-    def rank(comm: Comm) -> None:
-        model = models[comm.rank]
-        handles[model] = sw.shard(model, strategy, comm=comm)
-        step(model, batches[comm.rank])
-        assert_gradients(model, truth)
-
-    run_threads(2, rank)
+    assert_averages_plain_gradients(step, strategy)
 
 
 @pytest.mark.parametrize("change", [lambda grad: grad * 2, lambda grad: grad.add_(1)])

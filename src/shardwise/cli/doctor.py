@@ -26,6 +26,7 @@ from shardwise.doctor.machine import Devices, Package, device_name, devices, pac
 from shardwise.errors import ShardwiseError
 from shardwise.launch.error_files import write_error_file
 from shardwise.launch.launcher import exit_with_launcher, start
+from shardwise.precision import dtype_name
 from shardwise.version import __version__
 
 __all__ = ["Examination", "run_doctor"]
@@ -87,7 +88,8 @@ def _look(wanted: Examination) -> None:
     found, seen = packages(), [devices(known.device) for known in ROWS]
     for lines in (_package_lines(found), _device_lines(seen), _variable_lines()):
         click.echo("\n".join([*lines, ""]))
-    here = devices(_accelerator(wanted.device).device)
+    ours = _accelerator(wanted.device)
+    here = next(one for one in seen if one.accelerator is ours)
     click.echo(f"here      ranks use {here.accelerator.device} over {here.backend or 'nothing'}")
     if wanted.json:
         facts = {**_facts(found), "devices": {one.accelerator.device: one.names for one in seen}}
@@ -112,7 +114,7 @@ def _device_lines(seen: Sequence[Devices]) -> list[str]:
                 f"{len(one.names)} × {one.names[0]}" if one.names else "none",
                 one.backend or "-",
                 known.compile_backend,
-                ", ".join(str(dtype).removeprefix("torch.") for dtype in known.dtypes),
+                ", ".join(map(dtype_name, known.dtypes)),
                 f"{best.flops / 1e12:,.0f} TFLOP/s ({best.source})" if best else "-",
             )
         )

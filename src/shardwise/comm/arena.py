@@ -81,9 +81,8 @@ class Heap:
         self._starts: list[int] = []  # of all blocks, ascending: blocks are never merged
         self._end = 0
         self._free: dict[int, list[int]] = defaultdict(list)  # size → starts
-        self._last_read_in: dict[
-            int, int
-        ] = {}  # start → number of the last collective that sent it
+        # start → number of the last collective that sent it
+        self._last_read_in: dict[int, int] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]``, uninitialised. The block is freed when the storage dies."""

@@ -157,9 +157,8 @@ class SharedMemoryComm(Group):
         if self._common.offset_of(full) is None:
             return super().all_gather(full, label)
         check_divisible(full, self.size, label)
-        return self._barrier(
-            "all_gather", label, full.nbytes
-        )  # the memory is the same on every rank
+        # The memory is the same on every rank.
+        return self._barrier("all_gather", label, full.nbytes)
 
     def fence(self, label: Label) -> None:
         """Wait for all ranks, so that none still reads what another writes next."""

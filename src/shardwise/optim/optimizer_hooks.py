@@ -147,9 +147,8 @@ class OptimizerHooks:
         before_step()
         self.admit(optimizer)
         self._warn_of_plain(optimizer)
-        shown = (
-            kwargs if isinstance(kwargs, Shown) else Shown(kwargs)
-        )  # another model's hook made it
+        # Another model's hook may have made it.
+        shown = kwargs if isinstance(kwargs, Shown) else Shown(kwargs)
         shown.show(params)
         return args, shown
 

@@ -27,9 +27,8 @@ class ForwardMethods:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._wrapped: dict[tuple[nn.Module, str], None] = {}
-        self._originals: list[
-            tuple[nn.Module, str, Any]
-        ] = []  # instance attributes that were replaced
+        # instance attributes that were replaced
+        self._originals: list[tuple[nn.Module, str, Any]] = []
 
     def add(self, module: nn.Module, method: str) -> None:
         """Wrap it at the next ``install``.

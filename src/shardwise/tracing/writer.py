@@ -25,6 +25,7 @@ from torch import fx
 
 from shardwise.layout.layout import Slot
 from shardwise.memory.spec import BucketSpec
+from shardwise.precision import dtype_name
 from shardwise.printed import size
 from shardwise.schedule.cursor import Step
 from shardwise.schedule.events import Cue, Event, Op, Phase
@@ -53,10 +54,6 @@ def identifier(prefix: str, name: str) -> str:
 
 def _shape(node: fx.Node) -> str:
     return node.meta.get("shape") or shape_of(node.meta.get("val"))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Half:
@@ -159,7 +156,7 @@ class Half:
 
     def _parameter(self, node: fx.Node) -> fx.Node:
         spec, slot = self._slots[node]
-        shape = f"{_short(spec.dtypes.compute)}{list(slot.shape)}"
+        shape = f"{dtype_name(spec.dtypes.compute)}{list(slot.shape)}"
         name = identifier("p", slot.name)
         args = (self.whole(spec), slot.start, slot.shape)
         return self.line(part, args, name, shape=shape, note=slot.name)
@@ -193,7 +190,7 @@ class Half:
 
     def shard(self, spec: BucketSpec) -> fx.Node:
         """The argument that holds what this rank has of a bucket at rest."""
-        shape = f"{_short(spec.dtypes.stored)}[{spec.layout.shard_numel}]"
+        shape = f"{dtype_name(spec.dtypes.stored)}[{spec.layout.shard_numel}]"
         return self.argument(self._named("shard", spec), shape, _holds(spec))
 
     def _gather(self, spec: BucketSpec, reason: str) -> None:
@@ -202,7 +199,7 @@ class Half:
         own, stored, compute = self.shard(spec), spec.dtypes.stored, spec.dtypes.compute
         numel = spec.layout.numel
         if stored is not compute:
-            shape = f"{_short(compute)}[{own.meta['shape'].partition('[')[2]}"
+            shape = f"{dtype_name(compute)}[{own.meta['shape'].partition('[')[2]}"
             to, name = torch.ops.aten.to.dtype, self._named("cast", spec)
             own = self.line(to, (own, compute), name, shape=shape, note="the own piece is cast")
         if not spec.placement.splits:
@@ -214,7 +211,7 @@ class Half:
             all_gather,
             (own, spec.unit),
             self._named("gathering", spec),
-            shape=f"{_short(compute)}[{numel}]",
+            shape=f"{dtype_name(compute)}[{numel}]",
             note=note,
             collective=Collective("gather", spec.unit, sent),
         )
@@ -252,7 +249,7 @@ class Half:
             for slot in spec.slots
             if (gradient := self.joint.gradients[slot.name]) is not None
         ]
-        shape = f"{_short(wire)}[{numel}]"
+        shape = f"{dtype_name(wire)}[{numel}]"
         name = self._named("grads", spec)
         full = self.line(gradient_bucket, (numel, wire, tuple(grads)), name, shape=shape)
         note = "before the sum, which a narrow dtype could not hold"
@@ -263,7 +260,7 @@ class Half:
             reduce_scatter,
             (full, spec.unit, spec.dtypes.sum),
             self._named("reducing", spec),
-            shape=f"{_short(spec.dtypes.sum)}[{piece}]",
+            shape=f"{dtype_name(spec.dtypes.sum)}[{piece}]",
             note=f"sums {size(numel * wire.itemsize)}, sends {size(sent)}: {reason}",
             collective=Collective("reduce", spec.unit, sent),
         )
@@ -283,7 +280,7 @@ class Half:
         note = f"after the sum over {self.blueprint.world} ranks: their mean"
         mean = self._divided(mean, after, self._named("mean", spec), note)
         if spec.dtypes.stored is not spec.dtypes.sum:
-            shape = f"{_short(spec.dtypes.stored)}[{spec.piece_numel}]"
+            shape = f"{dtype_name(spec.dtypes.stored)}[{spec.piece_numel}]"
             to = torch.ops.aten.to.dtype
             mean = self.line(
                 to, (mean, spec.dtypes.stored), self._named("stored", spec), shape=shape
@@ -292,7 +289,7 @@ class Half:
 
     def _spread(self, spec: BucketSpec, mean: fx.Node) -> fx.Node:
         sent = (spec.layout.numel - spec.piece_numel) * spec.dtypes.stored.itemsize
-        shape = f"{_short(spec.dtypes.stored)}[{spec.layout.numel}]"
+        shape = f"{dtype_name(spec.dtypes.stored)}[{spec.layout.numel}]"
         spreading = self.line(
             all_gather,
             (mean, spec.unit, "spread"),
@@ -314,7 +311,7 @@ class Half:
     def _local(self, spec: BucketSpec, slot: Slot) -> fx.Node:
         start = spec.layout.local_range(slot, spec.shard.rank)[0]
         shape = spec.layout.shard_shape(slot, spec.shard.rank)
-        text = f"{_short(spec.dtypes.stored)}{list(shape)}"
+        text = f"{dtype_name(spec.dtypes.stored)}{list(shape)}"
         name = identifier("grad", slot.name)
         args = (self.means[spec], start, tuple(shape))
         return self.line(part, args, name, shape=text, note=f"gradient of {slot.name}")

@@ -9,6 +9,7 @@ import json
 
 import torch
 
+from shardwise.precision import dtype_name
 from shardwise.train.config import ModelConfig
 from shardwise.train.data import Data
 from shardwise.train.job import Job
@@ -70,5 +71,5 @@ def llama_config(
         "tie_word_embeddings": config.tied,
         "bos_token_id": end,
         "eos_token_id": end,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
     }
