@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -284,7 +285,8 @@ def test_a_last_checkpoint_that_could_not_be_saved_ends_with_status_1(
 def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
     """The folder of a run on two processes, and what it said."""
     folder = tmp_path_factory.mktemp("two")
-    return folder, run("shardwise.cli", "train", str(recipe_file(folder)), "--nproc", "2")
+    options = ("--nproc", "2", "--verbose")
+    return folder, run("shardwise.cli", "train", str(recipe_file(folder)), *options)
 
 
 @pytest.mark.spawn
@@ -293,6 +295,15 @@ def test_two_processes_train_and_only_one_speaks(two: Two) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("step 4/4") == 1
     assert "micro-batch 1 × 6 accumulation steps × 2 ranks" in done.stdout
+
+
+@pytest.mark.spawn
+def test_verbose_shows_who_each_rank_is(two: Two) -> None:
+    head, _, *ranks = two[1].stdout.splitlines()[:4]
+    assert head.split() == ["rank", "local", "rank", "world", "size", "device", "host"]
+    assert [rank.split() for rank in ranks] == [
+        [str(rank), str(rank), "2", "cpu", platform.node()] for rank in range(2)
+    ]
 
 
 @pytest.mark.spawn

@@ -107,6 +107,9 @@ def _rank_and_step(
     metavar="RANK@STEP",
     help="Rehearse a crash: this rank kills itself at this step, once.",
 )
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Print each rank's local rank, device and host."
+)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
 def train(recipe: str, overrides: tuple[str, ...], **processes: Any) -> None:
     """The command; its help is ``TRAIN``."""
@@ -122,7 +125,9 @@ def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
     from shardwise.train.recipe import read_recipe
 
     try:
-        return read_recipe(path, overrides, ("--nproc", "--restarts", "--kill-rank", "--help"))
+        return read_recipe(
+            path, overrides, ("--nproc", "--restarts", "--kill-rank", "--verbose", "--help")
+        )
     except ConfigError as error:
         if write_error_file(error):
             sys.exit(1)

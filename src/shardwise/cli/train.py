@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import sys
 import warnings
@@ -11,10 +12,13 @@ from dataclasses import dataclass
 
 import click
 
+from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.cli.format_records import format_record
 from shardwise.cli.progress import reporter
+from shardwise.cli.tables import table
 from shardwise.comm.connect import connect
 from shardwise.comm.environment import Launch, read_launch
+from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.launch.error_files import record_errors, write_error_file
 from shardwise.launch.launcher import EXIT_STOPPED, exit_with_launcher, launch_attempt, start
@@ -31,11 +35,12 @@ __all__ = ["LaunchOptions", "run_train"]
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """The options of ``shardwise train``: processes, restarts, and a simulated crash."""
+    """The options of ``shardwise train``: processes, restarts, a simulated crash, more output."""
 
     nproc: int | None
     restarts: int
     kill_rank: tuple[int, int] | None
+    verbose: bool
 
 
 def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) -> None:
@@ -52,7 +57,7 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
         if launch is not None:
             _run_rank(recipe, options, launch)
         elif options.nproc in (None, 1) and not options.restarts:
-            _run(recipe, _requests(options, rank=0))
+            _run(recipe, options, None)
         else:
             _launch(recipe, arguments, options)
     except KeyboardInterrupt:
@@ -78,6 +83,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) ->
     command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
     if options.kill_rank:
         command += ["--kill-rank", "{}@{}".format(*options.kill_rank)]
+    command += ["--verbose"] * options.verbose
     start(command, ranks, options.restarts, lambda fact: click.echo(f"crashed   {fact}"))
 
 
@@ -95,7 +101,7 @@ def _run_rank(recipe: Recipe, options: LaunchOptions, launch: Launch) -> None:
                 f"--nproc is {options.nproc}, but a launcher has already started {launch.size} "
                 "processes; leave --nproc out, or start without the launcher."
             )
-        _run(recipe, _requests(options, launch.rank))
+        _run(recipe, options, launch)
     except Exception as error:
         if write_error_file(error):
             sys.exit(1)
@@ -110,9 +116,10 @@ def _requests(options: LaunchOptions, rank: int) -> SignalRequests:
     return SignalRequests(kill_at=step if killed == rank else 0)
 
 
-def _run(recipe: Recipe, requests: SignalRequests) -> None:
+def _run(recipe: Recipe, options: LaunchOptions, launch: Launch | None) -> None:
     """This process's rank of the run."""
     attempt = Attempt(*launch_attempt(os.environ))
+    requests = _requests(options, launch.rank if launch else 0)
     with (
         warnings.catch_warnings(),
         save_and_stop_signals(requests.save, requests.stop),
@@ -122,6 +129,8 @@ def _run(recipe: Recipe, requests: SignalRequests) -> None:
     ):
         # torch warns of a module hook that a peer's death interrupts; our error says more.
         warnings.filterwarnings("ignore", "module forward hook with ``always_call=True``")
+        if options.verbose:
+            _print_ranks(comm, launch.local_rank if launch else 0)
         output = _Output(report, requests)
         outcome = train(recipe, comm, output, requests, attempt)
         ending = f"{'stopped' if outcome.stopped else 'finished'} at step {outcome.step}"
@@ -138,6 +147,15 @@ def _run(recipe: Recipe, requests: SignalRequests) -> None:
             )
     if outcome.stopped:
         sys.exit(EXIT_STOPPED)
+
+
+def _print_ranks(comm: Comm, local_rank: int) -> None:
+    """A table of all ranks, printed by rank 0. A collective."""
+    row = [str(comm.rank), str(local_rank), str(comm.size), str(comm.device), platform.node()]
+    rows = all_gather_object(comm, row, "ranks")
+    if comm.rank == 0:
+        head = ["rank", "local rank", "world size", "device", "host"]
+        click.echo("\n".join([*table(rows, head, left=5), ""]))
 
 
 class _Output:
