@@ -351,9 +351,28 @@ def test_what_is_accumulated_is_kept_in_the_dtype_of_sums_and_rounded_once_for_t
 # ---- what cannot work ----------------------------------------------------------------------------
 
 
-def test_a_dtype_without_fractions_is_refused_with_the_reason() -> None:
-    with pytest.raises(sw.ConfigError, match=r"precision.wire is torch.int8; gradients need"):
-        Precision(wire=torch.int8)
+@pytest.mark.parametrize(
+    ("policy", "device", "refused", "known"),
+    [
+        (Precision(wire=torch.int8), "cpu", "wire is torch.int8", "float32, torch.bfloat16"),
+        (Precision(compute=torch.float8_e4m3fn), "cuda:1", "compute is torch.float8", "float64"),
+        (Precision(sum=FP64), "xpu", "sum is torch.float64", "bfloat16, torch.float16."),
+        (Precision(stored=FP16), "hpu", "stored is torch.float16", "float32, torch.bfloat16."),
+    ],
+)
+def test_a_dtype_that_not_every_device_computes_in_is_refused(
+    policy: Precision, device: str, refused: str, known: str
+) -> None:
+    with pytest.raises(sw.ConfigError, match=rf"{refused}.*Choose one of .*{known}"):
+        policy.check(torch.device(device))
+
+
+def test_it_is_refused_where_the_device_is_known() -> None:
+    eighth = Precision(compute=torch.float8_e5m2)
+    with pytest.raises(sw.ConfigError, match="not every cpu device computes"):
+        sw.shard(nn.Linear(2, 2), precision=eighth)
+    with pytest.raises(sw.ConfigError, match="not every cpu device computes"):
+        sw.trace(nn.Linear(2, 2), torch.ones(1, 2), precision=eighth)
 
 
 def test_an_unknown_way_to_average_is_refused_with_those_there_are() -> None:

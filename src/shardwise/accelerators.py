@@ -53,7 +53,7 @@ class Accelerator:
         alignment: bytes at whose multiples a slot starts.
         averages: whether to use the backend's AVG, once it has passed a self-test. XCCL has
             divided twice for some sizes (intel/torch-xpu-ops#3020): there we sum and divide.
-        dtypes: floating-point dtypes in which every device of this kind computes.
+        dtypes: those in which every device of this kind computes; ``Precision`` refuses others.
         visible_devices: the variable that hides devices from a process.
         socket_interface: the variable that names the network interface of the collectives.
         compile_backend: for ``torch.compile(backend=…)``.
@@ -82,13 +82,11 @@ class Accelerator:
 
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-A100 = "nvidia.com/en-us/data-center/a100"
 H100 = "nvidia.com/en-us/data-center/h100"
 H200 = "nvidia.com/en-us/data-center/h200"
 B200 = "NVIDIA Blackwell architecture technical brief"
 MAX = "Intel Data Center GPU Max series product brief"
-GAUDI2 = "Intel Gaudi 2 AI accelerator white paper"
-GAUDI3 = "Intel Gaudi 3 AI accelerator white paper"
+GAUDI = "Intel Gaudi 3 AI Accelerator, Hot Chips 2024"
 
 ROWS = (
     Accelerator(
@@ -109,11 +107,11 @@ ROWS = (
         visible_devices="CUDA_VISIBLE_DEVICES",
         socket_interface="NCCL_SOCKET_IFNAME",
         peaks=(  # NVIDIA's tables show twice as much, with sparsity
-            Peak("A100", 312e12, A100),
-            Peak("H100 NVL", 835e12, H100),
+            Peak("A100", 312e12, "nvidia.com/en-us/data-center/a100"),
+            Peak("H100 NVL", 835.5e12, H100),
             Peak("H100 PCIe", 756e12, H100),
             Peak("H100", 989e12, H100),
-            Peak("H200 NVL", 836e12, H200),
+            Peak("H200 NVL", 835.5e12, H200),
             Peak("H200", 989e12, H200),
             Peak("GB200", 2500e12, B200),
             Peak("B200", 2250e12, B200),
@@ -143,7 +141,7 @@ ROWS = (
         visible_devices="HABANA_VISIBLE_MODULES",
         socket_interface="HCCL_SOCKET_IFNAME",
         compile_backend="hpu_backend",
-        peaks=(Peak("GAUDI3", 1835e12, GAUDI3), Peak("GAUDI2", 432e12, GAUDI2)),
+        peaks=(Peak("GAUDI3", 1835e12, GAUDI), Peak("GAUDI2", 432e12, GAUDI)),
         plugin="habana_frameworks.torch",
         package="habana-torch-plugin",
         environment=(("PT_HPU_LAZY_MODE", "0"),),
@@ -166,7 +164,8 @@ def row(device: torch.device | str) -> Accelerator:
     rows = {known.device: known for known in ROWS}
     if name in rows:
         return rows[name]
-    table = ", ".join(f"{known} ({_backends(rows[known])})" for known in nearest(name, rows, 99))
+    backends = {known: " or ".join(b.name for b in rows[known].backends) for known in rows}
+    table = ", ".join(f"{known} ({backends[known]})" for known in nearest(name, rows, 99))
     raise ConfigError(
         f"no accelerator is called {name!r}. Known, nearest first: {table}. "
         "Pass one of these as device=, or none to use what this machine has."
@@ -175,9 +174,4 @@ def row(device: torch.device | str) -> Accelerator:
 
 def peak(accelerator: Accelerator, name: str) -> Peak | None:
     """The peak of the device called ``name``, as ``get_device_name()`` gives it, if it is known."""
-    known = (one for one in accelerator.peaks if one.name.lower() in name.lower())
-    return next(known, None)
-
-
-def _backends(accelerator: Accelerator) -> str:
-    return " or ".join(backend.name for backend in accelerator.backends)
+    return next((one for one in accelerator.peaks if one.name.lower() in name.lower()), None)

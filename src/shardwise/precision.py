@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.accelerators import row
 from shardwise.comm.reduction import Reduction
 from shardwise.errors import ConfigError
 
@@ -51,17 +52,20 @@ class Precision:
     average: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stored", "compute", "wire", "sum", "buffers", "output"):
-            dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise ConfigError(
-                    f"precision.{name} is {dtype}; gradients need a floating-point dtype, for "
-                    "example torch.bfloat16 or torch.float32."
-                )
         if self.average is not None and self.average not in AVERAGES:
             raise ConfigError(
                 f"precision.average is {self.average!r}; choose one of {', '.join(AVERAGES)}."
             )
+
+    def check(self, device: torch.device) -> None:
+        """Raises ``ConfigError`` for a dtype in which not every device of this kind computes."""
+        known = row(device).dtypes
+        for name, dtype in vars(self).items():
+            if isinstance(dtype, torch.dtype) and dtype not in known:
+                raise ConfigError(
+                    f"precision.{name} is {dtype}, in which not every {device.type} device "
+                    f"computes. Choose one of {', '.join(map(str, known))}."
+                )
 
     def of(self, dtype: torch.dtype, trainable: bool) -> Dtypes:
         """The dtypes of a parameter that the model holds in ``dtype``."""

@@ -81,6 +81,7 @@ def shard(
         check_own_checkpointing(model)
     if comm is None:
         comm = connect() if checked.mesh is None else over(checked.mesh)
+    checked.precision.check(comm.device)
     return Sharded(model, placement, wrap, comm, checked)
 
 

@@ -114,6 +114,7 @@ def draw(
     chosen, placement = Options.of(options), placement_of(strategy)
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     comm = FakeComm(*ranks, "cpu" if device.type == "meta" else device)
+    chosen.precision.check(comm.device)
     units, mesh = choose_units(model, wrap), Mesh.of(comm, placement.splits)
     specs = {unit.name: tuple(specs_of(unit, chosen, mesh, placement)) for unit in units}
     every = [spec for of_unit in specs.values() for spec in of_unit]
