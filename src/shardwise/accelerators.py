@@ -18,67 +18,43 @@ __all__ = ["ROWS", "Accelerator", "Backend", "Peak", "peak", "row"]
 
 @dataclass(frozen=True)
 class Backend:
-    """A library of collectives as ``torch.distributed`` names it.
+    """A library of collectives."""
 
-    Attributes:
-        name: for ``init_process_group``.
-        plugin: the module whose import registers it; ``""`` if torch may have it built in.
-    """
-
-    name: str
-    plugin: str = ""
+    name: str  # for ``init_process_group``
+    plugin: str = ""  # the module whose import registers it; "" if torch may have it built in
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What the vendor promises of the devices whose name contains ``name``.
-
-    Attributes:
-        flops: FLOP/s of dense matrix products in bf16 (fp16 where there is no bf16).
-        source: the vendor's document.
-    """
+    """What the vendor promises of the devices whose name contains ``name``."""
 
     name: str
-    flops: float
-    source: str
+    flops: float  # FLOP/s of dense matrix products in bf16 (fp16 where there is no bf16)
+    source: str  # the vendor's document
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A row.
+    """A row."""
 
-    Attributes:
-        device: torch's name of the device type.
-        backends: who can carry its collectives, the preferred one first.
-        alignment: bytes at whose multiples a slot starts.
-        averages: whether to use the backend's AVG, once it has passed a self-test. XCCL has
-            divided twice for some sizes (intel/torch-xpu-ops#3020): there we sum and divide.
-        dtypes: those in which every device of this kind computes; ``Precision`` refuses others.
-        visible_devices: the variable that hides devices from a process.
-        socket_interface: the variable that names the network interface of the collectives.
-        compile_backend: for ``torch.compile(backend=…)``.
-        peaks: peak FLOP/s by the device's name, the first match counts.
-        plugin: the module whose import lets torch know the device; ``""`` if torch always does.
-        package: the distribution that has the plug-in.
-        environment: variables that must have these values when the plug-in is imported.
-        renamed: variables that hold the path of a file, by their old and their new name.
-        is_lazy: the plug-in's function that says whether operations are collected and run later.
-    """
-
-    device: str
-    backends: tuple[Backend, ...]
-    alignment: int
+    device: str  # torch's name of the device type
+    backends: tuple[Backend, ...]  # libraries of collectives, the preferred one first
+    alignment: int  # bytes at whose multiples a slot starts
+    # Whether to use the backend's AVG, once it has passed a self-test. XCCL has divided twice for
+    # some sizes (intel/torch-xpu-ops#3020): there we sum and divide.
     averages: bool
-    dtypes: tuple[torch.dtype, ...]
-    visible_devices: str
-    socket_interface: str
-    compile_backend: str = "inductor"
-    peaks: tuple[Peak, ...] = ()
-    plugin: str = ""
-    package: str = ""
+    dtypes: tuple[torch.dtype, ...]  # ``Precision`` refuses others
+    visible_devices: str  # the variable that hides devices from a process
+    socket_interface: str  # the variable that names the network interface of the collectives
+    compile_backend: str = "inductor"  # for ``torch.compile(backend=…)``
+    peaks: tuple[Peak, ...] = ()  # by the device's name, the first match counts
+    plugin: str = ""  # the module whose import lets torch know the device; "" if torch always does
+    package: str = ""  # the distribution that has the plug-in
+    # Variables that must have these values when the plug-in is imported.
     environment: tuple[tuple[str, str], ...] = ()
+    # Variables that hold the path of a file, by their old and their new name.
     renamed: tuple[tuple[str, str], ...] = ()
-    is_lazy: str = ""
+    is_lazy: str = ""  # the plug-in's function: are operations collected, to be run later?
 
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

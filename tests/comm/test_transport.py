@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.comm.desync import Collective
 from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Label
-from shardwise.comm.transport import Shutdown
+from shardwise.comm.transport import IMMEDIATE, Shutdown
 from shardwise.errors import RanksDisagree
 
 
@@ -23,7 +23,7 @@ class Noted(MessagesComm):
         rank: int,
         size: int,
         answer: Callable[[str], str] = str,
-        shutdown: Shutdown | None = None,
+        shutdown: Shutdown = IMMEDIATE,
     ) -> None:
         super().__init__(rank, size, torch.device("cpu"), shutdown)
         self.posts: list[tuple[Collective, Mapping[int, Tensor], Mapping[int, Tensor]]] = []

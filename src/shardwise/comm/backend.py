@@ -26,15 +26,14 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm.desync import Collective
-from shardwise.comm.gloo import close_connections
+from shardwise.comm.gloo import STARTUP, close_connections
 from shardwise.comm.protocol import Label, OnReceived, Pending, check_divisible, rows_of
-from shardwise.comm.transport import Group, Shutdown, Transfer, noop
+from shardwise.comm.transport import IMMEDIATE, Group, Shutdown, Transfer, noop
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
 __all__ = ["BackendComm"]
 
-STARTUP = Collective(-2, "greeting", "start", "", 0)
 SUCCESS = 0  # of torch's C++ enum WorkResult
 SELF_TEST = Collective(-1, "self-test", "self-test of AVG", "", 0)
 
@@ -60,12 +59,12 @@ class BackendComm(Group):
         store: Store,
         has_average: bool,
         timeout: float,
-        shutdown: Shutdown | None = None,
+        shutdown: Shutdown = IMMEDIATE,
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device, shutdown)
         self._calls = _calls()
-        self._groups = _Groups(group, group)
-        self._abort = _abort_function(dist.get_backend(group), (self.rank + 1) % self.size)
+        self._gather_group = self._reduce_group = group
+        self._is_gloo = dist.get_backend(group) == "gloo"
         self._watchdog = Watchdog(store, self.rank, self.size, self._interrupt, timeout)
         try:
             self._watchdog.gather_texts(STARTUP, "")
@@ -75,8 +74,9 @@ class BackendComm(Group):
                 # After torch's timeout (ten minutes for NCCL) the process is killed. It must be
                 # longer than ours, so that the watchdog can report first.
                 torch_timeout = timedelta(seconds=timeout + 60)
-                reduce = dist.new_group(timeout=torch_timeout, group_desc="shardwise reductions")
-                self._groups = _Groups(group, reduce)
+                self._reduce_group = dist.new_group(
+                    timeout=torch_timeout, group_desc="shardwise reductions"
+                )
             self.has_average = has_average and self.average_is_right()
         except BaseException as error:
             self._watchdog.leave(f"it raised {error!r}")
@@ -86,23 +86,23 @@ class BackendComm(Group):
     def _all_gather(self, collective: Collective, full: Tensor) -> Transfer:
         data = full.view(torch.uint8)  # bytes: not every backend supports every dtype
         size = data.numel() // self.size
-        piece, group = data[self.rank * size : (self.rank + 1) * size], self._groups.gather
-        call = partial(self._calls.gather, data, piece, group=group, async_op=True)
+        piece = data[self.rank * size : (self.rank + 1) * size]
+        call = partial(self._calls.gather, data, piece, group=self._gather_group, async_op=True)
         return self._start(collective, call)
 
     def _exchange(self, collective: Collective, full: Tensor, on_received: OnReceived) -> Transfer:
-        received, group = torch.empty_like(full), self._groups.reduce
+        received, group = torch.empty_like(full), self._reduce_group
         call = partial(dist.all_to_all_single, received, full, group=group, async_op=True)
         return self._start(collective, call, lambda: on_received(rows_of(received, self.size)))
 
     def _broadcast(self, collective: Collective, data: Tensor, root: int) -> Transfer:
-        data, group = data.view(torch.uint8), self._groups.gather
+        data, group = data.view(torch.uint8), self._gather_group
         call = partial(dist.broadcast, data, group_src=root, group=group, async_op=True)
         return self._start(collective, call)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, average: bool, label: Label) -> Pending:
         full = check_divisible(full, self.size, label)
-        op, group = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, self._groups.reduce
+        op, group = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, self._reduce_group
         collective = self._next("reduce_scatter", label, full.nbytes)
         call = partial(self._calls.scatter, out, full, op=op, group=group, async_op=True)
         transfer = self._start(collective, call)
@@ -116,8 +116,8 @@ class BackendComm(Group):
 
     def _leave(self, reason: str) -> None:
         self._watchdog.leave(reason, self.shutdown.linger)
-        if self._groups.reduce is not self._groups.gather:
-            dist.destroy_process_group(self._groups.reduce)
+        if self._reduce_group is not self._gather_group:
+            dist.destroy_process_group(self._reduce_group)
 
     def _start(
         self,
@@ -151,18 +151,16 @@ class BackendComm(Group):
         for n in (1, 513, 65_537):
             full = torch.full((self.size * n,), self.rank + 1.0, device=self.device)
             out = torch.empty(n, device=self.device)
-            self._calls.scatter(out, full, op=dist.ReduceOp.AVG, group=self._groups.reduce)
+            self._calls.scatter(out, full, op=dist.ReduceOp.AVG, group=self._reduce_group)
             is_correct &= bool((out == (self.size + 1) / 2).all())
         return set(self._watchdog.gather_texts(SELF_TEST, str(is_correct))) == {"True"}
 
     def _interrupt(self) -> None:
-        for group in set(self._groups):
-            self._abort(group)
-
-
-class _Groups(NamedTuple):
-    gather: ProcessGroup
-    reduce: ProcessGroup
+        for group in {self._gather_group, self._reduce_group}:
+            if self._is_gloo:
+                close_connections(group, self.peers[0])
+            else:
+                group.abort()
 
 
 class _Calls(NamedTuple):
@@ -175,13 +173,6 @@ def _calls() -> _Calls:
     if torch.__version__ >= "2.13":
         return _Calls(dist.all_gather_single, dist.reduce_scatter_single)
     return _Calls(dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
-
-
-def _abort_function(backend: str, peer: int) -> Callable[[ProcessGroup], None]:
-    """A function that makes every pending operation of a group fail."""
-    if backend == "gloo":
-        return lambda group: close_connections(group, peer)
-    return lambda group: group.abort()
 
 
 def _has_succeeded(work: Work) -> bool:

@@ -24,7 +24,7 @@ from shardwise.comm.local import LocalComm
 from shardwise.comm.malloc import keep_mapped
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
-from shardwise.comm.transport import Shutdown
+from shardwise.comm.transport import IMMEDIATE, Shutdown
 from shardwise.errors import ConfigError, RanksDisagree
 
 __all__ = ["connect", "load_backend", "over"]
@@ -39,8 +39,7 @@ def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str 
 
     Args:
         device: a device type such as ``"cuda"``; by default this machine's accelerator, or the CPU.
-        timeout: seconds that a rank waits for a slow one before it raises.
-        transport: see ``over``.
+        timeout, transport: see ``over``.
 
     Returns:
         With an existing process group: a comm over it, which does not destroy it. With the
@@ -52,7 +51,7 @@ def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str 
         RanksDisagree: not every rank connected in time.
     """
     if dist.is_initialized():
-        return over(_world(), device, timeout, transport)
+        return over(dist.group.WORLD, device, timeout, transport)
     accelerator = row(device) if device else detect()
     launch = read_launch(os.environ)
     this_device = device_of(accelerator, launch.local_rank if launch else 0)
@@ -66,7 +65,8 @@ def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str 
     serves_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     shutdown = Shutdown(LINGER if serves_store else 0.0, dist.destroy_process_group)
     try:
-        return _comm(_world(), this_device, timeout, shutdown, transport)
+        assert dist.group.WORLD is not None  # it was created above
+        return _comm(dist.group.WORLD, this_device, timeout, shutdown, transport)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -92,18 +92,18 @@ def over(
         ConfigError: the mesh has several axes, or there is no process group or no such transport.
         RanksDisagree: not every rank connected in time.
     """
-    if isinstance(ranks, DeviceMesh):
-        group, device = _axis(ranks), device or ranks.device_type
-    elif ranks is None:
+    if ranks is None:
         raise ConfigError(
             "there is no process group: this process is not a member of the one that was passed, "
             "or none was initialised. Pass a group that this rank belongs to."
         )
-    else:
-        group = ranks
-    if dist.get_world_size(group) == 1:
-        return LocalComm(_current_device(group, device))
-    return _comm(group, _current_device(group, device), timeout, Shutdown(), transport)
+    if isinstance(ranks, DeviceMesh):
+        device = device or ranks.device_type
+        ranks = _axis(ranks)
+    this_device = _current_device(ranks, device)
+    if dist.get_world_size(ranks) == 1:
+        return LocalComm(this_device)
+    return _comm(ranks, this_device, timeout, IMMEDIATE, transport)
 
 
 def _comm(
@@ -187,9 +187,8 @@ def _init_process_group(
 def load_backend(accelerator: Accelerator) -> Backend:
     """The accelerator's first backend that is available, with its plug-in imported."""
     for backend in accelerator.backends:
-        if not backend.plugin and dist.is_backend_available(backend.name):
-            return backend
-        if imported(backend.plugin):
+        is_builtin = not backend.plugin and dist.is_backend_available(backend.name)
+        if is_builtin or imported(backend.plugin):
             return backend
     backends = " or ".join(
         f"{b.name} (import {b.plugin})" if b.plugin else f"{b.name} (built into torch)"
@@ -199,9 +198,3 @@ def load_backend(accelerator: Accelerator) -> Backend:
         f"no collective backend for {accelerator.device} is available: it needs {backends}. "
         'Install it, or pass device="cpu".'
     )
-
-
-def _world() -> ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None  # callers have checked is_initialized
-    return world

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 __all__ = [
     "Collective",
@@ -28,59 +27,44 @@ __all__ = [
     "timed_out",
 ]
 
+T = TypeVar("T")
 UNUSABLE = "This group cannot be used any more."
 NO_TAG = 2**31 - 1  # no collective has this tag, so a message with it never matches another
 
 
 class Collective(NamedTuple):
-    """One collective as a rank issued it.
+    """One collective as a rank issued it."""
 
-    Attributes:
-        seq: its number on this rank, from 0; negative during startup of the group.
-        kind: for example ``"all_gather"`` or ``"broadcast from rank 0"``.
-        op, unit: the label.
-        nbytes: bytes of the whole buffer (of the tensor, for a broadcast).
-    """
-
-    seq: int
-    kind: str
-    op: str
-    unit: str
-    nbytes: int
+    seq: int  # its number on this rank, from 0; negative during startup of the group
+    kind: str  # for example "all_gather" or "broadcast from rank 0"
+    op: str  # of the label
+    unit: str  # of the label
+    nbytes: int  # of the whole buffer (of the tensor, for a broadcast)
 
     @property
     def tag(self) -> int:
         """A hash of all fields, in ``range(NO_TAG)``, so mismatched messages never match."""
-        return (
-            zlib.crc32(f"{self.seq} {self.kind} {self.op} {self.unit} {self.nbytes}".encode())
-            % NO_TAG
-        )
+        fields = f"{self.seq} {self.kind} {self.op} {self.unit} {self.nbytes}"
+        return zlib.crc32(fields.encode()) % NO_TAG
 
     @property
     def details(self) -> str:
-        return (
-            f"{self} (collective {self.seq}, {self.nbytes:,} bytes)" if self.seq >= 0 else f"{self}"
-        )
+        """The label, and after startup also number and size."""
+        if self.seq < 0:
+            return str(self)
+        return f"{self} (collective {self.seq}, {self.nbytes:,} bytes)"
 
     def __str__(self) -> str:
         return f"{self.op} {self.unit}".strip()
 
 
-@dataclass(frozen=True)
-class RankProgress:
-    """The progress of one rank, as it published it.
+class RankProgress(NamedTuple):
+    """The progress of one rank, as it published it."""
 
-    Attributes:
-        issued: number of collectives issued.
-        recent: the last of them, oldest first.
-        waits: the number of the collective that it waits for, or -1.
-        ended: ``""``, or why it ended, for example ``"its process ended normally"``.
-    """
-
-    issued: int = 0
-    recent: tuple[Collective, ...] = ()
-    waits: int = -1
-    ended: str = ""
+    issued: int = 0  # number of collectives
+    recent: tuple[Collective, ...] = ()  # the last of them, oldest first
+    waits: int = -1  # the number of the collective that it waits for
+    ended: str = ""  # why it ended, for example "its process ended normally"
 
     @property
     def waits_for(self) -> Collective | None:
@@ -93,21 +77,19 @@ def diagnose(progress: Mapping[int, RankProgress]) -> str:
     The progress may be old, so only permanent facts count: two ranks issued different collectives
     under one number, or a rank ended before a collective that another waits for.
     """
-    seqs = sorted({c.seq for rank_progress in progress.values() for c in rank_progress.recent})
-    for seq in seqs:
-        issued_by = {
-            rank: c
-            for rank, rank_progress in progress.items()
-            for c in rank_progress.recent
-            if c.seq == seq
-        }
+    issued: dict[int, dict[int, Collective]] = {}  # by number and rank
+    for rank, (_, recent, _, _) in progress.items():
+        for collective in recent:
+            issued.setdefault(collective.seq, {})[rank] = collective
+    for seq, issued_by in sorted(issued.items()):
         if len(set(issued_by.values())) > 1:
-            return mismatch(issued_by, _last_common(progress, seq))
-    for rank, rank_progress in progress.items():
-        issued_by = {peer: c for peer, other in progress.items() if (c := other.waits_for)}
-        waiting = {peer: c for peer, c in issued_by.items() if c.seq >= rank_progress.issued}
-        if rank_progress.ended and waiting:
-            return rank_left(rank, rank_progress.ended, rank_progress.issued, waiting)
+            last_common = [*issued.get(seq - 1, {}).values()] if seq > 0 else []
+            return mismatch(issued_by, str(last_common[0]) if last_common else "")
+    waits_for = {rank: c for rank, one in progress.items() if (c := one.waits_for)}
+    for rank, (count, _, _, ended) in progress.items():
+        waiting = {peer: c for peer, c in waits_for.items() if c.seq >= count}
+        if ended and waiting:
+            return rank_left(rank, ended, count, waiting)
     return ""
 
 
@@ -125,9 +107,7 @@ def mismatch(issued_by: Mapping[int, Collective], last_common: str = "") -> str:
         issued_by: rank → collective.
         last_common: the collective before, which all issued.
     """
-    ranks_at: dict[Collective, list[int]] = {}
-    for rank, collective in sorted(issued_by.items()):
-        ranks_at.setdefault(collective, []).append(rank)
+    ranks_at = _ranks_by_value(issued_by)
     # The minority first, where the error is.
     fewest_first = sorted(ranks_at.items(), key=lambda place: (len(place[1]), -place[1][0]))
     with_kind = len({(str(c), c.nbytes) for c in ranks_at}) < len(ranks_at)
@@ -218,10 +198,14 @@ def differing_facts(facts: Sequence[Mapping[str, str]]) -> list[str]:
 
 def by_ranks(texts: Mapping[int, str]) -> list[str]:
     """Each text once, with the ranks that have it: ``ranks 0 and 2: a``."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        ranks.setdefault(text, []).append(rank)
-    return [f"{format_ranks(having)}: {text}" for text, having in ranks.items()]
+    return [f"{format_ranks(ranks)}: {text}" for text, ranks in _ranks_by_value(texts).items()]
+
+
+def _ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
+    ranks: dict[T, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -236,11 +220,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
     for run in runs:
         parts += [f"{run[0]}–{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
     *all_but_last, last = parts
-    return (
-        f"rank{'s' if len(ranks) > 1 else ''} "
-        + (f"{', '.join(all_but_last)} and " if all_but_last else "")
-        + last
-    )
+    listed = f"{', '.join(all_but_last)} and {last}" if all_but_last else last
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
 def _be(ranks: Sequence[int]) -> str:
@@ -254,13 +235,3 @@ def _describe(collective: Collective, with_kind: bool) -> str:
 
 def _waiting(waiting: Mapping[int, Collective]) -> str:
     return " and ".join(f"rank {rank} waits at {c.details}" for rank, c in sorted(waiting.items()))
-
-
-def _last_common(progress: Mapping[int, RankProgress], seq: int) -> str:
-    last_common = [
-        c
-        for rank_progress in progress.values()
-        for c in rank_progress.recent
-        if c.seq == seq - 1 >= 0
-    ]
-    return str(last_common[0]) if last_common else ""

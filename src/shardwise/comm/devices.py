@@ -40,18 +40,14 @@ def detect() -> Accelerator:
         for known in ROWS:
             _import_plugin(known)
     if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        if found is not None and found.type in {known.device for known in ROWS}:
-            return row(found)
+        device = torch.accelerator.current_accelerator()
+        if device is not None and device.type in {known.device for known in ROWS}:
+            return row(device)
     return row("cpu")
 
 
 def device_count() -> int:
-    """Devices of this machine's accelerator; 0 where there is none.
-
-    Raises:
-        ConfigError: as ``detect`` and ``device_module`` do.
-    """
+    """Devices of this machine's accelerator; 0 where there is none."""
     accelerator = detect()
     return 0 if accelerator.device == "cpu" else int(device_module(accelerator).device_count())
 
@@ -124,13 +120,13 @@ def imported(plugin: str) -> bool:
 
 
 def variables_to_set(accelerator: Accelerator, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the plug-in must find in the environment when it is imported, and what is not there.
+    """Variables to add to the environment before the plug-in is imported.
 
     A variable that the user has set keeps its value. One that was renamed gets both names, so
     that plug-ins of any version find it.
 
     Raises:
-        ConfigError: a variable names a file that is not there. The plug-in would go on without it.
+        ConfigError: a variable names a file that does not exist, which the plug-in would ignore.
     """
     wanted = {name: value for name, value in accelerator.environment if name not in environ}
     for names in accelerator.renamed:

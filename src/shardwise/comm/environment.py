@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shardwise.errors import ConfigError
 
@@ -21,45 +21,18 @@ __all__ = ["Launch", "read_launch"]
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports
-FIRST_RESERVED_STEP = (
-    0xFFFF_FFF0  # SLURM's step ids from here on are not srun's, such as batch scripts
-)
+# SLURM's step ids from here on are not srun's, such as batch scripts.
+FIRST_RESERVED_STEP = 0xFFFF_FFF0
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A launcher's variables.
-
-    Attributes:
-        rank, size: this rank, and the world size.
-        local_rank: the rank on this host.
-        address, port: of rank 0's store; ``""`` and 0 for one rank.
-    """
+class Launch(NamedTuple):
+    """A launcher's variables."""
 
     rank: int
-    size: int
-    local_rank: int
-    address: str = ""
-    port: int = 0
-
-
-@dataclass(frozen=True)
-class _Task:
-    """A process that ``mpirun`` or ``srun`` started.
-
-    Attributes:
-        launcher: the command that started it.
-        rank, size, local_rank: as in ``Launch``.
-        host: of rank 0; ``""`` if unknown.
-        job_id: the same on all ranks and unique to the job; ``""`` if unknown.
-    """
-
-    launcher: str
-    rank: int
-    size: int
-    local_rank: int
-    host: str
-    job_id: str
+    size: int  # the world size
+    local_rank: int  # the rank on this host
+    address: str = ""  # of rank 0's store; "" for one rank, or if unknown
+    port: int = 0  # of rank 0's store; 0 for one rank, or if unknown
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -74,19 +47,20 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     """
     if "RANK" in environ or "LOCAL_RANK" in environ:
         return _torchrun(environ)
-    task = _open_mpi(environ) or _slurm(environ) or _pmi(environ)
+    launchers = {"mpirun": _open_mpi, "srun": _slurm, "mpiexec": _pmi}
+    tasks = ((name, read(environ)) for name, read in launchers.items())
+    launcher, task = next(((name, task) for name, task in tasks if task), ("", None))
     if task is None:
         return _torchrun(environ) if "WORLD_SIZE" in environ else None
-    if environ.get("WORLD_SIZE", str(task.size)) != str(task.size):
+    rank, size = task.rank, task.size
+    if environ.get("WORLD_SIZE", str(size)) != str(size):
         raise ConfigError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} in the environment, but {task.launcher} started "
-            f"{task.size} processes: ranks would wait for others that do not exist, or miss some. "
+            f"WORLD_SIZE={environ['WORLD_SIZE']} in the environment, but {launcher} started "
+            f"{size} processes: ranks would wait for others that do not exist, or miss some. "
             "Unset WORLD_SIZE, or start that number of processes."
         )
-    _check(task.rank, task.size, f"{task.launcher} says rank {task.rank} of {task.size}")
-    if task.size == 1:
-        return None
-    return Launch(task.rank, task.size, task.local_rank, *_rendezvous(environ, task))
+    _check(rank, size, f"{launcher} says rank {rank} of {size}")
+    return None if size == 1 else _with_master(environ, task, launcher)
 
 
 # ---- each launcher's own variables ---------------------------------------------------------------
@@ -118,17 +92,33 @@ _NODE_RANK = (
 )
 
 
-def _open_mpi(environ: Mapping[str, str]) -> _Task | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ or "OMPI_COMM_WORLD_SIZE" not in environ:
+def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
+    prefix, port = "OMPI_COMM_WORLD", _port(environ.get("PMIX_NAMESPACE", ""))
+    return _mpi(environ, prefix, [f"{prefix}_LOCAL_RANK"], [f"{prefix}_LOCAL_SIZE"], port)
+
+
+def _pmi(environ: Mapping[str, str]) -> Launch | None:
+    """A task of MPICH, Intel MPI and related launchers."""
+    local_ranks = ["MPI_LOCALRANKID", "PMI_LOCAL_RANK"]
+    return _mpi(environ, "PMI", local_ranks, ["MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"], 0)
+
+
+def _mpi(
+    environ: Mapping[str, str],
+    prefix: str,
+    local_ranks: Sequence[str],
+    local_sizes: Sequence[str],
+    port: int,
+) -> Launch | None:
+    if f"{prefix}_RANK" not in environ or f"{prefix}_SIZE" not in environ:
         return None
-    rank, size = (_number(environ, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE"))
-    local_rank = _first_number(environ, rank, "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_size = _first_number(environ, 0, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    host = LOOPBACK if local_size == size else ""
-    return _Task("mpirun", rank, size, local_rank, host, environ.get("PMIX_NAMESPACE", ""))
+    rank, size = _number(environ, f"{prefix}_RANK"), _number(environ, f"{prefix}_SIZE")
+    is_single_node = _first_number(environ, 0, *local_sizes) == size
+    address = LOOPBACK if is_single_node else ""
+    return Launch(rank, size, _first_number(environ, rank, *local_ranks), address, port)
 
 
-def _slurm(environ: Mapping[str, str]) -> _Task | None:
+def _slurm(environ: Mapping[str, str]) -> Launch | None:
     """A task that ``srun`` started; not a batch script, nor a shell that ``salloc`` opened."""
     step = environ.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= FIRST_RESERVED_STEP or "SLURM_PROCID" not in environ:
@@ -139,42 +129,32 @@ def _slurm(environ: Mapping[str, str]) -> _Task | None:
         return None  # a child of mpiexec's own helper, of which srun starts one on each host
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     is_single_node = _first_number(environ, 0, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1
-    host = LOOPBACK if is_single_node else _first_host(nodes)
+    address = LOOPBACK if is_single_node else _first_host(nodes)
     local_rank = _first_number(environ, rank, "SLURM_LOCALID")
     job_id = environ.get("SLURM_JOB_ID", "")
-    return _Task("srun", rank, size, local_rank, host, f"{job_id}.{step}" if job_id else "")
-
-
-def _pmi(environ: Mapping[str, str]) -> _Task | None:
-    """A task of MPICH, Intel MPI and related launchers."""
-    if "PMI_RANK" not in environ or "PMI_SIZE" not in environ:
-        return None
-    rank, size = _number(environ, "PMI_RANK"), _number(environ, "PMI_SIZE")
-    local_rank = _first_number(environ, rank, "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
-    local_size = _first_number(environ, 0, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-    return _Task("mpiexec", rank, size, local_rank, LOOPBACK if local_size == size else "", "")
+    return Launch(rank, size, local_rank, address, _port(f"{job_id}.{step}" if job_id else ""))
 
 
 # ---- the address of rank 0 -----------------------------------------------------------------------
 
 
-def _rendezvous(environ: Mapping[str, str], task: _Task) -> tuple[str, int]:
-    """Rank 0's address, and a port derived from the job."""
-    address = environ.get("MASTER_ADDR") or task.host
-    present = "MASTER_PORT" in environ
-    port = _number(environ, "MASTER_PORT") if present else _port(task.job_id)
+def _with_master(environ: Mapping[str, str], task: Launch, launcher: str) -> Launch:
+    """``task`` with the address and port that the user set, if any."""
+    address = environ.get("MASTER_ADDR") or task.address
+    port = _first_number(environ, task.port, "MASTER_PORT")
     if address and port:
-        return address, port
+        return task._replace(address=address, port=port)
     missing = [] if address else ["MASTER_ADDR=<the host of rank 0>"]
     missing += [] if port else ["MASTER_PORT=29500"]
     raise ConfigError(
-        f"{task.launcher} started {task.size} processes, of which this is rank {task.rank}, but "
+        f"{launcher} started {task.size} processes, of which this is rank {task.rank}, but "
         "the environment has no address at which they connect, so each would train alone. Set it, "
-        f"for example: {task.launcher} -n {task.size} env {' '.join(missing)} python …"
+        f"for example: {launcher} -n {task.size} env {' '.join(missing)} python …"
     )
 
 
 def _port(job_id: str) -> int:
+    """The same on all ranks of a job; 0 without ``job_id``."""
     return PORTS[zlib.crc32(job_id.encode()) % len(PORTS)] if job_id else 0
 
 

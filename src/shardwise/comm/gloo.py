@@ -14,16 +14,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
+from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.desync import NO_TAG, Collective
 from shardwise.comm.messages import MessagesComm
-from shardwise.comm.transport import Shutdown
+from shardwise.comm.transport import IMMEDIATE, Shutdown
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
@@ -32,13 +32,6 @@ __all__ = ["GlooComm", "close_connections"]
 STARTUP = Collective(-2, "greeting", "start", "", 0)
 IMMEDIATELY = timedelta(milliseconds=1)
 CONNECTED = Collective(-1, "greeting", "connection", "", 0)
-
-
-class _Messages(Protocol):
-    """The methods of ``ProcessGroupGloo`` that are used here; torch has no types for them."""
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
-    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
 
 class GlooComm(MessagesComm):
@@ -51,19 +44,18 @@ class GlooComm(MessagesComm):
     """
 
     def __init__(
-        self, rank: int, size: int, store: Store, timeout: float, shutdown: Shutdown | None = None
+        self, rank: int, size: int, store: Store, timeout: float, shutdown: Shutdown = IMMEDIATE
     ) -> None:
         super().__init__(rank, size, torch.device("cpu"), shutdown)
         # Kept even if nobody waits: a peer's message needs its buffer.
         self._works: dict[int, list[tuple[int, Work]]] = {}
-        self._group: _Messages | None = None
+        self._group: Any = None  # torch has no types for ``send`` and ``recv``
         self._watchdog = Watchdog(store, rank, size, self._interrupt, timeout)
         try:
             self._watchdog.gather_texts(STARTUP, "")  # names missing ranks, which gloo does not
             # Longer than ours, so that the watchdog can report first.
             torch_timeout = timedelta(seconds=timeout + 60)
-            process_group = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, torch_timeout)
-            self._group = cast("Any", process_group)
+            self._group = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, torch_timeout)
             # Otherwise a rank could close while a peer still connects.
             self._watchdog.gather_texts(CONNECTED, "")
         except BaseException as error:
@@ -81,7 +73,6 @@ class GlooComm(MessagesComm):
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
         group, tag = self._group, collective.tag
-        assert group is not None  # `issue` raises after close
         works = self._works[collective.seq] = []
         peer = -1
         try:
@@ -119,7 +110,7 @@ class GlooComm(MessagesComm):
             try:
                 # A closed connection fails the operation that is being waited for; a later wait
                 # would end only at gloo's own timeout.
-                work.wait(IMMEDIATELY) if self._watchdog.has_failed else work.wait()
+                work.wait(IMMEDIATELY) if self._watchdog.failure else work.wait()
             except RuntimeError as error:
                 raise self._watchdog.explain(peer, error) from error
         self._watchdog.waits = None
@@ -130,7 +121,7 @@ class GlooComm(MessagesComm):
             close_connections(self._group, self.peers[0])
 
 
-def close_connections(group: ProcessGroup | _Messages, peer: int) -> None:
+def close_connections(group: Any, peer: int) -> None:
     """Make every pending operation of this rank in a gloo group fail, on any thread.
 
     gloo has no function for this (``abort`` does not wake a waiting thread). But an operation that

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import Comm, Completed, Label, OnReceived, Pending
-from shardwise.comm.transport import Shutdown
+from shardwise.comm.protocol import CLOSED, Comm, Completed, Label, OnReceived, Pending
+from shardwise.comm.transport import IMMEDIATE, Shutdown
 
 __all__ = ["LocalComm"]
 
@@ -17,11 +17,9 @@ __all__ = ["LocalComm"]
 class LocalComm(Comm):
     """Rank 0 of 1. Final; see ``Comm``."""
 
-    def __init__(
-        self, device: torch.device | str = "cpu", shutdown: Shutdown | None = None
-    ) -> None:
+    def __init__(self, device: torch.device | str = "cpu", shutdown: Shutdown = IMMEDIATE) -> None:
         super().__init__(0, 1, device)
-        self._shutdown = shutdown or Shutdown()
+        self._shutdown = shutdown
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         return Completed()
@@ -33,6 +31,6 @@ class LocalComm(Comm):
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
         return Completed()
 
-    def close(self) -> None:
-        shutdown, self._shutdown = self._shutdown, Shutdown()
+    def close(self, reason: str = CLOSED) -> None:
+        shutdown, self._shutdown = self._shutdown, IMMEDIATE
         shutdown.callback()

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.comm.desync import Collective
 from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import OnReceived, rows_of
-from shardwise.comm.transport import Group, Shutdown, Transfer
+from shardwise.comm.transport import IMMEDIATE, Group, Shutdown, Transfer
 
 __all__ = ["MessagesComm"]
 
@@ -23,7 +23,7 @@ class MessagesComm(Group):
     """One rank's communicator in a group whose ranks send messages. See ``Comm``."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, shutdown: Shutdown | None = None
+        self, rank: int, size: int, device: torch.device, shutdown: Shutdown = IMMEDIATE
     ) -> None:
         super().__init__(rank, size, device, shutdown)
         self._scratch = _Scratch(self.memory)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -30,6 +29,8 @@ __all__ = [
     "check_divisible",
     "rows_of",
 ]
+
+CLOSED = "it closed its communicator"
 
 OnReceived = Callable[[Sequence[Tensor] | Tensor], None]
 """A callback that gets the pieces that the ranks sent, in rank order."""
@@ -163,20 +164,14 @@ class Comm(ABC):
             RanksDisagree: with each fact that differs, the ranks and their texts.
         """
 
-    def close(self) -> None:  # noqa: B027 - without peers there is nothing to do
-        """Release the resources of this object. Safe to call twice, and after an error."""
+    def close(self, reason: str = CLOSED) -> None:  # noqa: B027 - without peers there is nothing to do
+        """Release all resources, and report ``reason`` to the peers. Safe to call twice."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close, and report to the peers an error that this rank raised."""
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(f"it raised {error!r}" if error else CLOSED)
 
 
 def check_divisible(full: Tensor, size: int, label: Label) -> Tensor:

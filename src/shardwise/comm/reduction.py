@@ -28,36 +28,25 @@ CHUNK = 1 << 16  # elements summed at a time, so that they stay in the L2 cache
 
 
 class PendingReduction(NamedTuple):
-    """A reduction in flight.
+    """A reduction in flight."""
 
-    Attributes:
-        sent: ``[W * S]``, the send buffer; it must outlive ``pending``.
-        out: ``[S]``, this rank's piece of the mean, valid after ``pending.wait()``.
-    """
-
-    sent: Tensor
-    out: Tensor
+    sent: Tensor  # [W * S], the send buffer; it must outlive ``pending``
+    out: Tensor  # [S], this rank's piece of the mean, valid after ``pending.wait()``
     pending: Pending
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradients of one bucket are averaged over ranks.
+    """How the gradients of one bucket are averaged over ranks."""
 
-    Attributes:
-        wire: the dtype that is sent.
-        sum: the dtype of the sum, equal or wider.
-        how: the name of the average mode. With ``"avg"`` the backend divides by the number of
-            ranks if it can; otherwise the sum is divided.
-        before, after: divisors of the addends and of the sum. Division is exact where
-            multiplication by 1/W is not (W = 3).
-    """
-
-    wire: torch.dtype
-    sum: torch.dtype
+    wire: torch.dtype  # that is sent
+    sum: torch.dtype  # of the sum, equal or wider
+    # The average mode (see ``Precision``). With "avg" the backend divides by the number of ranks
+    # if it can; otherwise the sum is divided.
     how: str = "postdivide"
-    before: float = 1.0
-    after: float = 1.0
+    # Division is exact where multiplication by 1/W is not (W = 3).
+    before: float = 1.0  # divisor of the addends
+    after: float = 1.0  # divisor of the sum
 
     def start(self, full: Tensor, comm: Comm, label: Label) -> PendingReduction:
         """Issue the reduce-scatter of ``full``, ``[W * S]``, which is overwritten. A collective."""
@@ -74,12 +63,11 @@ class Reduction:
         return PendingReduction(sent, out, self._issue(out, sent, comm, label))
 
     def _issue(self, out: Tensor, sent: Tensor, comm: Comm, label: Label) -> Pending:
-        average = self.how == "avg"
-        divisor = float(comm.size) if average else self.after
+        divisor = float(comm.size) if self.how == "avg" else self.after
         if not comm.has_reduce_scatter or sent.dtype is not out.dtype:
             on_received = partial(sum_in_rank_order, out, divisor=divisor)
             return comm.exchange(sent, on_received, label)
-        average = average and comm.has_average
+        average = self.how == "avg" and comm.has_average
         pending = comm.reduce_scatter(out, sent, average, label)
         return pending if average or divisor == 1 else _Divided(pending, out, divisor)
 

@@ -35,8 +35,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from shardwise.comm.arena import Arena, Heap, SymmetricHeap
 from shardwise.comm.desync import Collective
 from shardwise.comm.memory import SharedMemory
-from shardwise.comm.protocol import Label, OnReceived, Pending, check_divisible, rows_of
-from shardwise.comm.transport import Group, InFlight, Shutdown, Transfer, noop
+from shardwise.comm.protocol import Label, OnReceived, Pending, rows_of
+from shardwise.comm.transport import IMMEDIATE, Group, InFlight, Shutdown, Transfer, noop
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
@@ -51,7 +51,7 @@ SLEEP, MAX_SLEEP = 20e-6, 1e-3  # seconds
 
 
 def shared_memory(
-    store: Store, rank: int, size: int, timeout: float, shutdown: Shutdown | None = None
+    store: Store, rank: int, size: int, timeout: float, shutdown: Shutdown = IMMEDIATE
 ) -> SharedMemoryComm | None:
     """A comm over shared memory, or ``None`` on every rank if the ranks cannot share memory."""
     abort_flag: list[Numbers] = []  # empty until the ranks are connected
@@ -91,8 +91,7 @@ def _startup(number: int) -> Collective:
 
 def _is_supported() -> bool:
     """Plain loads and stores suffice only if the processor keeps their order."""
-    ordered = platform.machine() in ("x86_64", "AMD64")
-    return ordered and platform.system() == "Linux"
+    return platform.machine() in ("x86_64", "AMD64") and platform.system() == "Linux"
 
 
 def _host() -> str:
@@ -135,7 +134,7 @@ class SharedMemoryComm(Group):
         watchdog: Watchdog,
         arenas: list[Arena],
         pids: list[int],
-        shutdown: Shutdown | None,
+        shutdown: Shutdown,
     ) -> None:
         super().__init__(rank, size, torch.device("cpu"), shutdown)
         self._watchdog = watchdog
@@ -156,9 +155,7 @@ class SharedMemoryComm(Group):
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         if self._common.offset_of(full) is None:
             return super().all_gather(full, label)
-        check_divisible(full, self.size, label)
-        # The memory is the same on every rank.
-        return self._barrier("all_gather", label, full.nbytes)
+        return self._barrier("all_gather", label, full.nbytes)  # the same memory on every rank
 
     def fence(self, label: Label) -> None:
         """Wait for all ranks, so that none still reads what another writes next."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Condition, Thread
 from time import monotonic
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -43,41 +43,38 @@ def run(world: int, fn: Callable[[Comm], T], timeout: float = 60.0) -> list[T]:
         RanksDisagree: ranks issued different collectives, or did not end in time.
     """
     rendezvous = _Rendezvous(world, timeout)
-    ranks = [_Rank(rank, fn, rendezvous) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
+    results: dict[int, T] = {}
+    threads = [
+        Thread(target=_run_rank, args=(rank, fn, rendezvous, results), name=f"rank-{rank}")
+        for rank in range(world)
+    ]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
     deadline = monotonic() + timeout + 1.0  # a rank that waits for another raises first
-    for rank in ranks:
-        rank.join(max(0.0, deadline - monotonic()))
+    for thread in threads:
+        thread.join(max(0.0, deadline - monotonic()))
     if error := rendezvous.first_error():
         raise error
-    if running := [rank.number for rank in ranks if rank.is_alive()]:
+    if running := [rank for rank, thread in enumerate(threads) if thread.is_alive()]:
         raise RanksDisagree(
             f"{format_ranks(running)} did not end within {timeout:,.0f} s, outside of collectives. "
             "The thread still runs. Look for an endless loop or a lock, or raise the timeout."
         )
-    return [rank.results[0] for rank in ranks]
+    return [results[rank] for rank in range(world)]
 
 
-class _Rank(Thread, Generic[T]):
-    """One rank's thread. It always reports its end to the rendezvous."""
-
-    def __init__(self, number: int, fn: Callable[[Comm], T], rendezvous: _Rendezvous) -> None:
-        super().__init__(name=f"rank-{number}", daemon=True)
-        self.number = number
-        self.results: list[T] = []
-        self._fn = fn
-        self._rendezvous = rendezvous
-
-    def run(self) -> None:
-        alone = self._rendezvous.size == 1
-        comm: Comm = LocalComm() if alone else _ThreadsComm(self.number, self._rendezvous)
-        try:
-            self.results.append(self._fn(comm))
-        except BaseException as error:  # noqa: BLE001 - `run` raises it in the caller's thread
-            self._rendezvous.leave(self.number, f"it raised {error!r}", error)
-        else:
-            self._rendezvous.leave(self.number, "its thread ended normally", None)
+def _run_rank(
+    rank: int, fn: Callable[[Comm], T], rendezvous: _Rendezvous, results: dict[int, T]
+) -> None:
+    """What one rank's thread does; it always reports its end to the rendezvous."""
+    comm = LocalComm() if rendezvous.size == 1 else _ThreadsComm(rank, rendezvous)
+    try:
+        results[rank] = fn(comm)
+    except BaseException as error:  # noqa: BLE001 - `run` raises it in the caller's thread
+        rendezvous.leave(rank, f"it raised {error!r}", error)
+    else:
+        rendezvous.leave(rank, "its thread ended normally")
 
 
 @dataclass
@@ -87,11 +84,11 @@ class _Contribution:
     collective: Collective
     sends: Mapping[int, Tensor]
     receives: Mapping[int, Tensor]
-    text: str
+    text: str = ""
 
 
 @dataclass
-class _State:
+class _Round:
     """One collective: the ranks that have issued it, and whether it is complete."""
 
     posts: dict[int, _Contribution] = field(default_factory=dict)
@@ -105,17 +102,17 @@ class _Rendezvous:
         self.size = size
         self.timeout = timeout
         self._changed = Condition()
-        self._rounds: dict[int, _State] = {}
+        self._rounds: dict[int, _Round] = {}
         self._issued = dict.fromkeys(range(size), 0)
         self._before = ""  # the last collective that every rank issued
         self._ended: dict[int, str] = {}
         self._errors: list[BaseException] = []
         self._dead = ""
 
-    def post(self, rank: int, post: _Contribution) -> _State:
+    def post(self, rank: int, post: _Contribution) -> _Round:
         with self._changed:
             self._raise_if_dead()
-            round_ = self._rounds.setdefault(post.collective.seq, _State())
+            round_ = self._rounds.setdefault(post.collective.seq, _Round())
             round_.posts[rank] = post
             self._issued[rank] += 1
             issued = {peer: other.collective for peer, other in round_.posts.items()}
@@ -129,17 +126,16 @@ class _Rendezvous:
                 self._changed.notify_all()
             return round_
 
-    def wait(self, rank: int, round_: _State) -> None:
+    def wait(self, rank: int, round_: _Round) -> None:
         deadline = monotonic() + self.timeout
         with self._changed:
             while not round_.done:
                 self._raise_if_dead()
                 waiting = {rank: round_.posts[rank].collective}
                 missing = [r for r in range(self.size) if r not in round_.posts]
-                if ended := [r for r in missing if r in self._ended]:
-                    first = ended[0]
+                for peer in (r for r in missing if r in self._ended):
                     raise self._fail(
-                        rank_left(first, self._ended[first], self._issued[first], waiting)
+                        rank_left(peer, self._ended[peer], self._issued[peer], waiting)
                     )
                 if not self._changed.wait(deadline - monotonic()):
                     raise self._fail(timed_out(missing, self.timeout, waiting))
@@ -148,7 +144,7 @@ class _Rendezvous:
         with self._changed:
             return self._fail(reason)
 
-    def leave(self, rank: int, reason: str, error: BaseException | None) -> None:
+    def leave(self, rank: int, reason: str, error: BaseException | None = None) -> None:
         with self._changed:
             self._ended.setdefault(rank, reason)
             if error is not None:
@@ -180,7 +176,7 @@ class _ThreadsComm(MessagesComm):
     def _post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        round_ = self._rendezvous.post(self.rank, _Contribution(collective, sends, receives, ""))
+        round_ = self._rendezvous.post(self.rank, _Contribution(collective, sends, receives))
         return lambda: self._rendezvous.wait(self.rank, round_)
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
@@ -192,7 +188,7 @@ class _ThreadsComm(MessagesComm):
         return self._rendezvous.fail(reason)
 
     def _leave(self, reason: str) -> None:
-        self._rendezvous.leave(self.rank, reason, None)
+        self._rendezvous.leave(self.rank, reason)
 
 
 def _deliver(posts: Mapping[int, _Contribution]) -> None:

@@ -11,22 +11,26 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.desync import Collective, facts_differ
-from shardwise.comm.protocol import Comm, Counters, Label, OnReceived, Pending, check_divisible
+from shardwise.comm.protocol import (
+    CLOSED,
+    Comm,
+    Counters,
+    Label,
+    OnReceived,
+    Pending,
+    check_divisible,
+)
 from shardwise.comm.watchdog import process_exit_reason
 from shardwise.errors import RanksDisagree
 
 __all__ = ["Group", "InFlight", "Shutdown", "Transfer"]
-
-CLOSED = "it closed its communicator"
 
 
 def noop() -> None:
@@ -34,39 +38,32 @@ def noop() -> None:
 
 
 class Transfer(NamedTuple):
-    """A transfer in flight.
+    """A transfer in flight."""
 
-    Attributes:
-        complete: waits for it, or raises ``RanksDisagree``.
-        finish: called once after ``complete``.
-    """
-
-    complete: Callable[[], None]
-    finish: Callable[[], None] = noop
+    complete: Callable[[], None]  # waits for it, or raises RanksDisagree
+    finish: Callable[[], None] = noop  # called once after ``complete``
 
 
-@dataclass(frozen=True)
-class Shutdown:
-    """What to do when a communicator closes.
+class Shutdown(NamedTuple):
+    """What to do when a communicator closes."""
 
-    Attributes:
-        linger: seconds to wait, at most, for all ranks to close. For the rank that serves the
-            store, from which the others read why it closed.
-        callback: called last.
-    """
-
+    # Seconds to wait, at most, for all ranks to close. For the rank that serves the store, from
+    # which the others read why it closed.
     linger: float = 0.0
-    callback: Callable[[], None] = noop
+    callback: Callable[[], None] = noop  # called last
+
+
+IMMEDIATE = Shutdown()
 
 
 class Group(Comm):
     """One rank's communicator in a group of real ranks. A subclass moves the bytes."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, shutdown: Shutdown | None = None
+        self, rank: int, size: int, device: torch.device, shutdown: Shutdown = IMMEDIATE
     ) -> None:
         super().__init__(rank, size, device)
-        self.shutdown = shutdown or Shutdown()
+        self.shutdown = shutdown
         # Each rank starts with its successor, so that no rank is the first peer of all.
         self.peers = [(rank + step) % size for step in range(1, size)]
         self._issued = 0
@@ -139,18 +136,7 @@ class Group(Comm):
 
     # ---- close -------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        self._close(CLOSED)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._close(f"it raised {error!r}" if error else CLOSED)
-
-    def _close(self, reason: str) -> None:
+    def close(self, reason: str = CLOSED) -> None:
         if self._closed:
             return
         self._closed = True
@@ -159,7 +145,7 @@ class Group(Comm):
         self.shutdown.callback()
 
     def _close_at_exit(self) -> None:
-        self._close(process_exit_reason())
+        self.close(process_exit_reason())
 
 
 class InFlight:

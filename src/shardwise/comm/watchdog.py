@@ -37,9 +37,8 @@ __all__ = ["Wait", "Watchdog", "process_exit_reason"]
 POLL_INTERVAL = 0.5  # seconds between two checks whether this rank waits
 FIRST_CHECK = 1.0  # seconds of waiting before the first look at other ranks
 FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
-FIRST_WARNING_AT_START = (
-    20.0  # the same during startup, when ranks of a busy machine start at different times
-)
+# The same during startup, since ranks of a busy machine start at different times.
+FIRST_WARNING_AT_START = 20.0
 MAX_CHECK_INTERVAL = 10.0  # seconds
 HISTORY = 256  # collectives that a rank publishes
 
@@ -47,19 +46,12 @@ log = logging.getLogger("shardwise")
 
 
 class Wait(NamedTuple):
-    """A wait of this rank.
-
-    Attributes:
-        collective: that is waited for.
-        since: ``monotonic()`` at its start.
-        peer: the rank whose message is missing, or -1 if unknown.
-        is_complete: polls whether it is complete (work on a stream ends without notice).
-    """
+    """A wait of this rank for a collective."""
 
     collective: Collective
-    since: float
-    peer: int = -1
-    is_complete: Callable[[], bool] = lambda: False
+    since: float  # ``monotonic()`` at its start
+    peer: int = -1  # the rank whose message is missing, or -1 if unknown
+    is_complete: Callable[[], bool] = lambda: False  # for work on a stream, which ends unnoticed
 
 
 class Watchdog:
@@ -74,8 +66,8 @@ class Watchdog:
     def __init__(
         self, store: Store, rank: int, size: int, interrupt: Callable[[], None], timeout: float
     ) -> None:
-        self.waits: Wait | None = None
-        self._failure = ""
+        self.waits: Wait | None = None  # this rank's present wait
+        self.failure = ""  # why the group has failed
         self._store = store
         self._rank = rank
         self._size = size
@@ -89,15 +81,10 @@ class Watchdog:
 
     # --- called by the comm ----------------------------------------------------------------
 
-    @property
-    def has_failed(self) -> bool:
-        """Has the group failed?"""
-        return bool(self._failure)
-
     def raise_if_failed(self) -> None:
-        """Raise the group's failure, if it has failed."""
-        if self._failure:
-            raise RanksDisagree(self._failure)
+        """Raise ``RanksDisagree`` if the group has failed."""
+        if self.failure:
+            raise RanksDisagree(self.failure)
 
     def issue(self, collective: Collective) -> None:
         """Record a collective; raises if the group has failed."""
@@ -126,8 +113,7 @@ class Watchdog:
             self._store.set(keys[self._rank], text)
             rendezvous()
             while not self._store.check(keys):
-                if self._failure:
-                    raise RanksDisagree(self._failure)
+                self.raise_if_failed()
                 for peer in range(self._size):
                     if is_gone(peer) and not self._store.check([keys[peer]]):
                         raise self.explain(peer, RuntimeError("its process has ended"))
@@ -141,18 +127,18 @@ class Watchdog:
 
     def fail(self, reason: str) -> RanksDisagree:
         """Fail the group on every rank, with the first reason that any rank published."""
-        if not self._failure:
+        if not self.failure:
             try:
-                self._failure = self._store.compare_set("verdict", "", reason).decode()
+                self.failure = self._store.compare_set("verdict", "", reason).decode()
             except RuntimeError:
-                self._failure = reason
+                self.failure = reason
             # After publishing: a rank whose connection closes reads the reason from the store.
             self._interrupt()
-        return RanksDisagree(self._failure)
+        return RanksDisagree(self.failure)
 
     def explain(self, peer: int, error: BaseException) -> RanksDisagree:
         """The failure behind the backend's ``error`` on a message from or to ``peer``."""
-        if isinstance(error, RanksDisagree) or self._failure:
+        if isinstance(error, RanksDisagree) or self.failure:
             return self.fail(str(error))
         waiting = {self._rank: self._recent[-1] if self.waits is None else self.waits.collective}
         try:
@@ -172,9 +158,8 @@ class Watchdog:
         """Publish why this rank ends; wait up to ``linger`` seconds until all ranks have ended."""
         self._stop.set()
         self._thread.join()
-        self._failure = (
-            self._failure or f"rank {self._rank}'s end of this group is closed ({reason})."
-        )
+        closed = f"rank {self._rank}'s end of this group is closed ({reason})."
+        self.failure = self.failure or closed
         try:
             self._publish(ended=reason)
             deadline = monotonic() + linger
@@ -186,17 +171,15 @@ class Watchdog:
     # --- the thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_check, next_warning = 0.0, FIRST_WARNING
-        last_wait: Wait | None = None
+        since = next_check = next_warning = 0.0
         while not self._stop.wait(POLL_INTERVAL):
             waits = self.waits
-            if waits is None or self._failure or waits.is_complete():
+            if waits is None or self.failure or waits.is_complete():
                 continue
-            if last_wait is None or waits.since != last_wait.since:  # a comm that polls makes many
-                last_wait, next_check = waits, FIRST_CHECK
-                next_warning = (
-                    FIRST_WARNING if waits.collective.seq >= 0 else FIRST_WARNING_AT_START
-                )
+            if waits.since != since:  # a comm that polls makes many objects of one wait
+                since, next_check = waits.since, FIRST_CHECK
+                is_startup = waits.collective.seq < 0
+                next_warning = FIRST_WARNING_AT_START if is_startup else FIRST_WARNING
             age = monotonic() - waits.since
             if age < next_check:
                 continue
@@ -218,9 +201,9 @@ class Watchdog:
             reason = self._read("verdict") or diagnose(progress)
         except RuntimeError as error:
             return _without_store(error, collective, waits.peer), ""
-        missing = (
-            [waits.peer] if waits.peer >= 0 else missing_ranks(progress, self._size, collective)
-        )
+        missing = [waits.peer]
+        if waits.peer < 0:
+            missing = missing_ranks(progress, self._size, collective)
         if not reason and age > self._timeout:
             reason = timed_out(missing, age, {self._rank: collective})
         return reason, still_waiting(self._rank, progress, missing, age, collective)
@@ -228,13 +211,8 @@ class Watchdog:
     # --- the store -------------------------------------------------------------------------
 
     def _publish(self, waits: int = -1, ended: str = "") -> None:
-        progress = {
-            "issued": self._issued,
-            "recent": self._recent.copy(),
-            "waits": waits,
-            "ended": ended,
-        }
-        self._store.set(f"cursor/{self._rank}", json.dumps(progress, default=list))
+        progress = RankProgress(self._issued, tuple(self._recent.copy()), waits, ended)
+        self._store.set(f"cursor/{self._rank}", json.dumps(progress))
 
     def _read_progress(self) -> dict[int, RankProgress]:
         """The progress of ranks that have waited long at some time, or have ended."""
@@ -258,9 +236,8 @@ def process_exit_reason() -> str:
 
 
 def _decode_progress(value: bytes) -> RankProgress:
-    progress = json.loads(value)
-    recent = tuple(Collective(*fields) for fields in progress["recent"])
-    return RankProgress(progress["issued"], recent, progress["waits"], progress["ended"])
+    issued, recent, waits, ended = json.loads(value)
+    return RankProgress(issued, tuple(Collective(*fields) for fields in recent), waits, ended)
 
 
 def _without_store(error: BaseException, collective: Collective, peer: int) -> str:
