@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.mesh import Mesh
 from shardwise.memory.spec import BucketSpec, bytes_of, policy_of, specs_of
 from shardwise.options import Options
-from shardwise.precision import dtype_name
 from shardwise.printed import Schedule
 from shardwise.schedule.events import Event, Order, Policy, Prefetch, UnitBytes, events
 from shardwise.schedule.placement import Placement
@@ -25,7 +25,12 @@ from shardwise.strategies import placement_of
 from shardwise.units.units import Units, choose_units
 from shardwise.units.wrap import Wrap
 
-__all__ = ["Blueprint", "draw"]
+__all__ = ["Blueprint", "draw", "of_shape"]
+
+
+def of_shape(dtype: torch.dtype, *shape: int) -> Tensor:
+    """A tensor of this shape without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,16 +70,14 @@ class Blueprint:
         among, unit = self.specs[spec.unit], spec.unit or "root"
         return f"{unit}.{among.index(spec)}" if len(among) > 1 else unit
 
-    @property
-    def parameters(self) -> dict[str, str]:
-        """What this rank holds of each parameter: ``{"0.weight": "float32[32, 64]"}``."""
-        shapes = {}
-        for spec in self.buckets:
-            dtype = dtype_name(spec.dtypes.stored)
-            for slot in spec.slots:
-                shape = spec.layout.shard_shape(slot, spec.shard.rank)
-                shapes[slot.name] = f"{dtype}{list(shape)}"
-        return shapes
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """What this rank holds of each parameter, in its shape and dtype, on the meta device."""
+        return {
+            slot.name: of_shape(spec.dtypes.stored, *spec.layout.shard_shape(slot, spec.shard.rank))
+            for spec in self.buckets
+            for slot in spec.slots
+        }
 
     @property
     def nbytes(self) -> dict[str, UnitBytes]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from shardwise.errors import ScheduleError
+from shardwise.precision import dtype_name
 from shardwise.torch_internals import OpOverload
 from shardwise.tracing import operations
 
-__all__ = ["Collective", "Program", "shape_of"]
+__all__ = ["Collective", "Program"]
 
 WIDEST = 72  # characters of code before comments, where a line is not longer
 
@@ -59,7 +59,12 @@ class Program:
     def collectives(self) -> tuple[Collective, ...]:
         """In the order of the lines; one rank alone has none."""
         nodes = (node.meta.get("collective") for node in self.graph.nodes)
-        return tuple(found for found in nodes if found is not None and found.sent)
+        return tuple(shown for shown in nodes if shown is not None and shown.sent)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of what it is given."""
+        return tuple(node.target for node in self.graph.find_nodes(op="placeholder"))
 
     @property
     def statements(self) -> tuple[str, ...]:
@@ -95,48 +100,36 @@ class Program:
         Raises:
             ScheduleError: the program has primitives, which only say what is done.
         """
-        return self._function(*args)
-
-    @cached_property
-    def _function(self) -> Callable[..., Any]:
-        namespace: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten}
-        namespace |= {name: getattr(operations, name) for name in operations.__all__}
-        namespace |= {f.__name__: f for f in operations.IMPLEMENTATIONS.values()}
-        namespace |= {"constants": self.constants, "inf": math.inf, "nan": math.nan}
+        namespace = vars(operations) | {"aten": torch.ops.aten, "constants": self.constants}
+        namespace |= {"device": torch.device, "inf": math.inf, "nan": math.nan}
         exec(compile(self.text, f"<{self.name}>", "exec"), namespace)  # noqa: S102 - our own text
-        function: Callable[..., Any] = namespace[self.name]
-        return function
+        return namespace[self.name](*args)
 
 
-def shape_of(value: Any) -> str:
+def _shape(value: Any) -> str:
     """``"float32[8, 64]"``; of several tensors, one after the other."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"{dtype_name(value.dtype)}{list(value.shape)}"
     if isinstance(value, list | tuple):
-        return ", ".join(filter(None, map(shape_of, value)))
+        return ", ".join(filter(None, map(_shape, value)))
     return ""
 
 
 def _note(node: fx.Node) -> str:
-    words = (node.meta.get("shape") or shape_of(node.meta.get("val")), node.meta.get("note", ""))
-    return "  ".join(filter(None, words))
+    return "  ".join(filter(None, (_shape(node.meta.get("val")), node.meta.get("note", ""))))
 
 
 def _statement(node: fx.Node) -> str:
     if node.op == "output":
-        return f"return {_literal(node.args[0])}"
+        return f"return {node.args[0]}"
     if node.op == "get_attr":
         return f"{node.name} = constants[{node.target!r}]"
     if node.target is operator.getitem:
-        return f"{node.name} = {_literal(node.args[0])}[{_literal(node.args[1])}]"
-    call = f"{_function_name(node.target)}({', '.join(_arguments(node))})"
-    return f"{node.name} = {call}" if node.meta.get("result", True) else call
-
-
-def _arguments(node: fx.Node) -> Iterator[str]:
-    yield from map(_literal, node.args)
-    for name, value in node.kwargs.items():
-        yield f"{name}={_literal(value)}"
+        return f"{node.name} = {node.args[0]}[{node.args[1]}]"
+    # A node's repr is its name, and that of dtypes, devices, slices, inf and None is Python.
+    arguments = [*map(repr, node.args), *(f"{name}={arg!r}" for name, arg in node.kwargs.items())]
+    call = f"{_function_name(node.target)}({', '.join(arguments)})"
+    return call if node.meta.get("val") is None else f"{node.name} = {call}"
 
 
 def _function_name(target: Any) -> str:
@@ -144,28 +137,3 @@ def _function_name(target: Any) -> str:
         name = str(target).removesuffix(".default")
         return name if name.startswith("aten.") else f"torch.ops.{name}"
     return str(target.__name__)
-
-
-def _literal(value: Any) -> str:
-    """Python text that evaluates to ``value``.
-
-    Raises:
-        ScheduleError: there is none.
-    """
-    if isinstance(value, fx.Node):
-        return value.name
-    if isinstance(value, tuple | list):
-        items = ", ".join(map(_literal, value))
-        comma = "," if len(value) == 1 else ""
-        return f"({items}{comma})" if isinstance(value, tuple) else f"[{items}]"
-    if isinstance(value, slice):
-        return f"slice({_literal(value.start)}, {_literal(value.stop)}, {_literal(value.step)})"
-    if isinstance(value, torch.device):
-        return f"torch.device({str(value)!r})"
-    plain = (int, float, complex, str, type(None))
-    if isinstance(value, (*plain, torch.dtype, torch.layout, torch.memory_format)):
-        return repr(value)
-    raise ScheduleError(
-        f"the graph has an argument of class {type(value).__name__}, which cannot be written as "
-        "Python text, so there is no program to show. Trace the part of the model without it."
-    )

@@ -130,28 +130,21 @@ class Trace:
             inputs: as given to ``trace``, in the same shapes.
             grad_outputs: the gradient of each output that has one; ``None`` = ones.
         """
-        buffers = {name: tensor for name, tensor in state.items() if name in self.joint.state}
-        leaves = [leaf for leaf in tree_leaves(_given(inputs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in tree_leaves(_given(inputs)) if isinstance(leaf, Tensor)]
         values: dict[str, Any] = {"comm": comm}
-        values |= {identifier("buffer", name): tensor for name, tensor in buffers.items()}
-        values |= {f"input_{i}": leaf for i, leaf in enumerate(leaves)}
-        values |= self.shards(state)
+        values |= {identifier("buffer", name): tensor for name, tensor in state.items()}
+        values |= {f"input_{index}": tensor for index, tensor in enumerate(given)}
+        for spec in self.blueprint.buckets:
+            values[identifier("shard", self.blueprint.name_of(spec))] = _at_rest(spec, state)
         with torch.no_grad():
-            outputs, kept = self.forward(*(values[name] for name in _keys(self.forward)))
+            outputs, kept = self.forward(*(values[name] for name in self.forward.arguments))
             if grad_outputs is None:
                 pairs = zip(outputs, self.joint.outputs, strict=True)
                 grad_outputs = [torch.ones_like(out) for out, (_, has) in pairs if has]
             values |= {f"grad_output_{i}": grad for i, grad in enumerate(grad_outputs)}
             values |= dict(zip(self.forward.returned[1], kept, strict=True))
-            grads = self.backward(*(values[name] for name in _keys(self.backward)))
+            grads = self.backward(*(values[name] for name in self.backward.arguments))
         return Ran(outputs, dict(zip(self.joint.gradients, grads, strict=True)))
-
-    def shards(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's buckets at rest, cut from whole parameters, by the programs' names."""
-        return {
-            identifier("shard", self.blueprint.name_of(spec)): _at_rest(spec, state)
-            for spec in self.blueprint.buckets
-        }
 
 
 def trace(
@@ -217,26 +210,28 @@ def _at_rest(spec: BucketSpec, state: Mapping[str, Tensor]) -> Tensor:
     return flat
 
 
-def _keys(program: Program) -> list[str]:
-    nodes = program.graph.find_nodes(op="placeholder")
-    return [node.meta["of"] for node in nodes]
-
-
 # --- the passes ------------------------------------------------------------------------------
 
 
 def _stages(joint: Joint, blueprint: Blueprint, title: str) -> Iterator[Stage]:
-    yield Stage(
+    def stage(name: str, does: str, *graphs: fx.Graph) -> Stage:
+        halves = zip(("forward", "backward"), graphs, strict=False)
+        programs = (
+            Program(half, f"{half} {title}; stage: {name}", graph, joint.constants)
+            for half, graph in halves
+        )
+        return Stage(name, does, *programs)
+
+    yield stage(
         "functional",
         f"torch traced the module: {joint.backward_at} operations, parameters are arguments.",
-        _program("forward", "functional", title, _functional(joint, {}), joint),
+        _functional(joint, {}),
     )
-    trained = len(joint.gradients)
-    yield Stage(
+    yield stage(
         "synchronize",
         f"Each of {len(blueprint.parameters)} parameters is synchronized before the forward pass; "
         "the result has the whole parameter's shape.",
-        _program("forward", "synchronize", title, _functional(joint, blueprint.parameters), joint),
+        _functional(joint, blueprint.parameters),
     )
     prefetch = blueprint.policy.prefetch
     passes = (
@@ -246,38 +241,15 @@ def _stages(joint: Joint, blueprint: Blueprint, title: str) -> Iterator[Stage]:
     )
     for name, policy in passes:
         script = steps(blueprint.events(joint.order, policy))
-        forward, backward = write(joint, blueprint, script, at_once=name == "split")
-        does = _did(name, (forward, backward), trained, policy)
-        yield _pair(name, does, (forward, backward), title, joint)
-    executed = (_for_execution(forward), _for_execution(backward))
+        graphs = write(joint, blueprint, script, at_once=name == "split")
+        yield stage(name, _did(name, graphs, len(joint.gradients), policy), *graphs)
     does = "Each primitive is replaced by its implementation, which is given the comm."
-    yield _pair("execution", does, executed, title, joint)
-
-
-def _program(half: str, stage: str, title: str, graph: fx.Graph, joint: Joint) -> Program:
-    return Program(half, f"{half} {title}; stage: {stage}", graph, joint.constants)
-
-
-def _pair(
-    stage: str, does: str, graphs: tuple[fx.Graph, fx.Graph], title: str, joint: Joint
-) -> Stage:
-    forward, backward = graphs
-    return Stage(
-        stage,
-        does,
-        _program("forward", stage, title, forward, joint),
-        _program("backward", stage, title, backward, joint),
-    )
+    yield stage("execution", does, *map(_for_execution, graphs))
 
 
 def _did(name: str, graphs: tuple[fx.Graph, fx.Graph], trained: int, policy: Prefetch) -> str:
-    found = [
-        node.meta["collective"].op
-        for graph in graphs
-        for node in graph.nodes
-        if "collective" in node.meta
-    ]
-    gathers, reduces = found.count("gather"), found.count("reduce")
+    shown = [node.meta.get("collective", ("",))[0] for graph in graphs for node in graph.nodes]
+    gathers, reduces = shown.count("gather"), shown.count("reduce")
     if name == "split":
         return (
             f"Autograd's backward pass for {trained} gradients is added. synchronize became "
@@ -290,30 +262,26 @@ def _did(name: str, graphs: tuple[fx.Graph, fx.Graph], trained: int, policy: Pre
     return f"Gathers that have begun and were not used yet: {limit}."
 
 
-def _functional(joint: Joint, sharded: Mapping[str, str]) -> fx.Graph:
-    """The forward pass alone; parameters of which ``sharded`` has the local shape are synchronized.
-
-    Those arguments come first, and then the lines that make them whole.
-    """
+def _functional(joint: Joint, shards: Mapping[str, Tensor]) -> fx.Graph:
+    """The forward pass alone; parameters that are in ``shards`` are synchronized first."""
     graph, values = fx.Graph(), dict[Any, fx.Node]()
     for index, node in enumerate(joint.inputs):
         values[node] = graph.placeholder(f"input_{index}")
-        values[node].meta["val"] = node.meta["val"]
+        values[node].meta = dict(node.meta)
     for name, node in joint.state.items():
-        values[node] = graph.placeholder(identifier("shard" if name in sharded else "p", name))
+        values[node] = graph.placeholder(identifier("shard" if name in shards else "p", name))
         values[node].meta = {"val": node.meta["val"], "note": name}
-    for name, shape in sharded.items():
+    for name, shard in shards.items():
         node = joint.state[name]
-        shard = values[node]
-        shard.meta = {"shape": shape, "note": f"this rank's part of {name}"}
-        whole = identifier("p", name)
-        values[node] = graph.create_node("call_function", synchronize, (shard, name), name=whole)
+        values[node].meta = {"val": shard, "note": f"this rank's part of {name}"}
+        args, whole = (values[node], name), identifier("p", name)
+        values[node] = graph.create_node("call_function", synchronize, args, name=whole)
         values[node].meta["val"] = node.meta["val"]
     for node in joint.nodes[: joint.backward_at]:
-        if node.target is DETACH:
-            values[node] = values[node.args[0]]
-        else:
-            values[node] = graph.node_copy(node, values.__getitem__)
+        is_copy = node.target is not DETACH
+        values[node] = (
+            graph.node_copy(node, values.__getitem__) if is_copy else values[node.args[0]]
+        )
     graph.output(tuple(values[node] for node, _ in joint.outputs))
     graph.lint()
     return graph
@@ -321,12 +289,11 @@ def _functional(joint: Joint, sharded: Mapping[str, str]) -> fx.Graph:
 
 def _for_execution(graph: fx.Graph) -> fx.Graph:
     """A copy whose primitives are implementations."""
-    executed, output = fx.Graph(), graph.output_node()
+    executed = fx.Graph()
     comm = executed.placeholder("comm")
-    comm.meta = {"of": "comm", "note": "the ranks"}
-    result = executed.graph_copy(graph, {})
-    executed.output(result)
-    executed.output_node().meta = dict(output.meta)
+    comm.meta["note"] = "the ranks"
+    executed.output(executed.graph_copy(graph, {}))
+    executed.output_node().meta = dict(graph.output_node().meta)
     for node in executed.nodes:
         if node.op == "call_function" and node.target in IMPLEMENTATIONS:
             node.target = IMPLEMENTATIONS[node.target]

@@ -16,21 +16,19 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardwise.layout.layout import Slot
 from shardwise.memory.spec import BucketSpec
-from shardwise.precision import dtype_name
 from shardwise.printed import size
 from shardwise.schedule.cursor import Step
 from shardwise.schedule.events import Cue, Event, Op, Phase
 from shardwise.torch_internals import OpOverload
-from shardwise.tracing.blueprint import Blueprint
+from shardwise.tracing.blueprint import Blueprint, of_shape
 from shardwise.tracing.joint import Joint
 from shardwise.tracing.operations import (
     all_gather,
@@ -40,7 +38,7 @@ from shardwise.tracing.operations import (
     reduce_scatter,
     wait,
 )
-from shardwise.tracing.program import Collective, shape_of
+from shardwise.tracing.program import Collective
 
 __all__ = ["Half", "identifier", "write"]
 
@@ -50,10 +48,6 @@ DETACH = torch.ops.aten.detach.default  # autograd has run already, so there is 
 def identifier(prefix: str, name: str) -> str:
     """``("shard", "blocks.0") → "shard_blocks_0"``."""
     return f"{prefix}_{re.sub(r'[^0-9A-Za-z]+', '_', name or 'root').strip('_')}"
-
-
-def _shape(node: fx.Node) -> str:
-    return node.meta.get("shape") or shape_of(node.meta.get("val"))
 
 
 class Half:
@@ -75,41 +69,35 @@ class Half:
         self.means: dict[BucketSpec, fx.Node] = {}
         self.saved: list[fx.Node] = []  # nodes of the forward half, as this one is given them
         self._arguments: dict[str, fx.Node] = {}
-        self._above: list[str] = []
-        self._slots = _slots(blueprint, joint)
-        self._origins = _origins(joint, self._slots)
-        self._buckets = {spec: number for number, spec in enumerate(blueprint.buckets)}
+        self._cues: list[str] = []  # comments above the next line
+        self._slots = {
+            joint.state[slot.name]: (spec, slot)
+            for spec in blueprint.buckets
+            for slot in spec.slots
+        }
+        self._origins = _origins(joint, {node: spec for node, (spec, _) in self._slots.items()})
 
     # ---- lines -----------------------------------------------------------------------------
 
-    def argument(self, name: str, shape: str = "", note: str = "") -> fx.Node:
+    def argument(self, name: str, value: Any, note: str = "") -> fx.Node:
         """A further argument of the program, or the one of that name."""
-        if name in self._arguments:
-            return self._arguments[name]
-        first = next(iter(self.graph.nodes), None)
-        if self._arguments:
-            place: Any = self.graph.inserting_after(next(reversed(self._arguments.values())))
-        else:
-            place = self.graph.inserting_before(first) if first else nullcontext()
-        with place:
-            self._arguments[name] = node = self.graph.placeholder(name)
-        node.meta |= {"of": name, "shape": shape, "note": note}
-        return node
+        if name not in self._arguments:
+            last = next(reversed(self._arguments.values()), None)  # None: above all lines
+            with self.graph.inserting_after(last):
+                self._arguments[name] = node = self.graph.placeholder(name)
+            node.meta |= {"val": value, "note": note}
+        return self._arguments[name]
 
     def line(
-        self, function: Callable[..., Any], args: tuple[Any, ...], name: str, **meta: Any
+        self, name: str, value: Tensor | None, function: Callable[..., Any], *args: Any, **meta: Any
     ) -> fx.Node:
-        """A call of one of our functions."""
+        """A call of ``function``; ``value`` has the shape and dtype of the result."""
         node = self.graph.create_node("call_function", function, args, name=name)
-        node.meta |= meta
+        node.meta |= meta | {"val": value}
         return self._comment(node)
 
-    def say(self, text: str) -> None:
-        """A comment on a line of its own."""
-        self._above.append(text)
-
     def _comment(self, node: fx.Node) -> fx.Node:
-        node.meta["above"], self._above = self._above, []
+        node.meta["above"], self._cues = self._cues, []
         return node
 
     def finish(self, result: Any) -> fx.Graph:
@@ -127,39 +115,38 @@ class Half:
         return self.values[node]
 
     def _new_value(self, node: fx.Node) -> fx.Node:
+        value, note = node.meta.get("val"), node.meta.get("note", "")
         if node.target is DETACH:
             source: fx.Node = node.args[0]  # type: ignore[assignment]
             return self.value(source)
         if node in self._slots:
-            return self._parameter(node)
+            return self._parameter(*self._slots[node])
         if node in self._origins:
             return self.graph.node_copy(node, self.value)
         if node in self.joint.tangents:
             number = self.joint.tangents.index(node)
-            return self.argument(f"grad_output_{number}", _shape(node), "gradient of an output")
+            return self.argument(f"grad_output_{number}", value, "gradient of an output")
         if self.before is not None:
             return self._kept(self.before.value(node))
         if node in self.joint.inputs:
-            return self.argument(f"input_{self.joint.inputs.index(node)}", _shape(node))
+            return self.argument(f"input_{self.joint.inputs.index(node)}", value, note)
         named = {argument: name for name, argument in self.joint.state.items()}
-        return self.argument(identifier("buffer", named[node]), _shape(node), "a buffer")
+        return self.argument(identifier("buffer", named[node]), value, "a buffer")
 
     def _kept(self, node: fx.Node, note: str = "kept since the forward pass") -> fx.Node:
         if node not in self.saved:
             self.saved.append(node)
-        return self.argument(node.name, _shape(node), note)
+        return self.argument(node.name, node.meta["val"], note)
 
     def copy(self, node: fx.Node) -> None:
         """The line of the joint graph that ``node`` is, unless it is formed where it is used."""
         if node.target is not DETACH and node not in self._origins:
             self.values[node] = self._comment(self.graph.node_copy(node, self.value))
 
-    def _parameter(self, node: fx.Node) -> fx.Node:
-        spec, slot = self._slots[node]
-        shape = f"{dtype_name(spec.dtypes.compute)}{list(slot.shape)}"
-        name = identifier("p", slot.name)
-        args = (self.whole(spec), slot.start, slot.shape)
-        return self.line(part, args, name, shape=shape, note=slot.name)
+    def _parameter(self, spec: BucketSpec, slot: Slot) -> fx.Node:
+        name, value = identifier("p", slot.name), of_shape(spec.dtypes.compute, *slot.shape)
+        full = self.whole(spec)
+        return self.line(name, value, part, full, slot.start, slot.shape, note=slot.name)
 
     # ---- events ----------------------------------------------------------------------------
 
@@ -181,7 +168,8 @@ class Half:
 
     def cue(self, cue: Cue) -> None:
         """A unit begins or ends; where it begins it must be whole."""
-        self.say(f"-- {cue.op} {cue.unit or ('(root)' if cue.op is not Op.END else '')}".rstrip())
+        name = "" if cue.op is Op.END else cue.unit or "(root)"
+        self._cues.append(f"-- {cue.op} {name}".rstrip())
         for spec in self.blueprint.specs[cue.unit] if cue.op is Op.ENTER else ():
             self.whole(spec)
 
@@ -190,30 +178,36 @@ class Half:
 
     def shard(self, spec: BucketSpec) -> fx.Node:
         """The argument that holds what this rank has of a bucket at rest."""
-        shape = f"{dtype_name(spec.dtypes.stored)}[{spec.layout.shard_numel}]"
-        return self.argument(self._named("shard", spec), shape, _holds(spec))
+        value = of_shape(spec.dtypes.stored, spec.layout.shard_numel)
+        return self.argument(self._named("shard", spec), value, _holds(spec))
 
     def _gather(self, spec: BucketSpec, reason: str) -> None:
         if spec in self.full or (self.before is not None and spec in self.before.full):
             return  # since it was read beside its unit's call
-        own, stored, compute = self.shard(spec), spec.dtypes.stored, spec.dtypes.compute
-        numel = spec.layout.numel
-        if stored is not compute:
-            shape = f"{dtype_name(compute)}[{own.meta['shape'].partition('[')[2]}"
-            to, name = torch.ops.aten.to.dtype, self._named("cast", spec)
-            own = self.line(to, (own, compute), name, shape=shape, note="the own piece is cast")
-        if not spec.placement.splits:
+        own = self.shard(spec)
+        note = "the own piece is cast"
+        own = self._cast(own, spec.dtypes.compute, self._named("cast", spec), note)
+        if spec.placement.splits:
+            self.flying[spec] = self._all_gather(spec, "gather", own, reason)
+        else:
             self.full[spec] = own
-            return
-        sent = (numel - spec.layout.shard_numel) * compute.itemsize
-        note = f"{size(numel * compute.itemsize)}, sends {size(sent)}: {reason}"
-        self.flying[spec] = self.line(
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype, name: str, note: str = "") -> fx.Node:
+        value = node.meta["val"]
+        if value.dtype is dtype:
+            return node
+        return self.line(name, value.to(dtype), torch.ops.aten.to.dtype, node, dtype, note=note)
+
+    def _all_gather(self, spec: BucketSpec, verb: str, own: fx.Node, reason: str) -> fx.Node:
+        value = of_shape(own.meta["val"].dtype, spec.layout.numel)
+        sent = value.nbytes - own.meta["val"].nbytes
+        return self.line(
+            self._named("gathering" if verb == "gather" else "spreading", spec),
+            value,
             all_gather,
-            (own, spec.unit),
-            self._named("gathering", spec),
-            shape=f"{dtype_name(compute)}[{numel}]",
-            note=note,
-            collective=Collective("gather", spec.unit, sent),
+            *((own, spec.unit) if verb == "gather" else (own, spec.unit, verb)),
+            note=f"{size(value.nbytes)}, sends {size(sent)}: {reason}",
+            collective=Collective(verb, spec.unit, sent),
         )
 
     def whole(self, spec: BucketSpec) -> fx.Node:
@@ -227,41 +221,40 @@ class Half:
             return self.shard(spec)
         if spec not in self.flying:
             self._gather(spec, "on demand")
-        if spec in self.full:  # only cast
-            return self.full[spec]
-        flying = self.flying.pop(spec)
-        shape, name = flying.meta["shape"], self._named("full", spec)
-        self.full[spec] = self.line(wait, (flying,), name, shape=shape, note="whole on every rank")
+        if flying := self.flying.pop(spec, None):  # else only cast
+            self.full[spec] = self._wait("full", spec, flying, "whole on every rank")
         return self.full[spec]
 
+    def _wait(self, prefix: str, spec: BucketSpec, begun: fx.Node, note: str = "") -> fx.Node:
+        return self.line(self._named(prefix, spec), begun.meta["val"], wait, begun, note=note)
+
     def _free(self, spec: BucketSpec, reason: str) -> None:
-        note = f"gives back {size(spec.layout.numel * spec.dtypes.compute.itemsize)}: {reason}"
-        name = self._named("free", spec)
-        self.line(free, (self.whole(spec),), name, result=False, note=note)
+        full, name = self.whole(spec), self._named("free", spec)
+        note = f"gives back {size(full.meta['val'].nbytes)}: {reason}"
+        self.line(name, None, free, full, note=note)
         del self.full[spec]
         for node in [node for node in self.values if self._origins.get(node) is spec]:
             del self.values[node]
 
     def _reduce(self, spec: BucketSpec, reason: str) -> None:
-        wire, numel = spec.dtypes.wire, spec.layout.numel
-        grads = [
+        dtypes, numel = spec.dtypes, spec.layout.numel
+        grads = tuple(
             (slot.start, self.value(gradient))
             for slot in spec.slots
             if (gradient := self.joint.gradients[slot.name]) is not None
-        ]
-        shape = f"{dtype_name(wire)}[{numel}]"
-        name = self._named("grads", spec)
-        full = self.line(gradient_bucket, (numel, wire, tuple(grads)), name, shape=shape)
+        )
+        value, name = of_shape(dtypes.wire, numel), self._named("grads", spec)
+        full = self.line(name, value, gradient_bucket, numel, dtypes.wire, grads)
         note = "before the sum, which a narrow dtype could not hold"
         full = self._divided(full, spec.reduction.before, self._named("scaled", spec), note)
         piece = numel // self.blueprint.world  # what one rank sums
-        sent = (numel - piece) * wire.itemsize
+        sent = (numel - piece) * dtypes.wire.itemsize
         self.sums[spec] = self.line(
-            reduce_scatter,
-            (full, spec.unit, spec.dtypes.sum),
             self._named("reducing", spec),
-            shape=f"{dtype_name(spec.dtypes.sum)}[{piece}]",
-            note=f"sums {size(numel * wire.itemsize)}, sends {size(sent)}: {reason}",
+            of_shape(dtypes.sum, piece),
+            reduce_scatter,
+            *(full, spec.unit, dtypes.sum),
+            note=f"sums {size(value.nbytes)}, sends {size(sent)}: {reason}",
             collective=Collective("reduce", spec.unit, sent),
         )
 
@@ -269,36 +262,19 @@ class Half:
         if divisor == 1:
             return node
         divide = torch.ops.aten.div_.Scalar
-        return self.line(divide, (node, divisor), name, shape=_shape(node), note=note)
+        return self.line(name, node.meta["val"], divide, node, divisor, note=note)
 
     def _settle(self, spec: BucketSpec, reason: str) -> None:
-        reducing = self.sums.pop(spec)
-        shape, name = reducing.meta["shape"], self._named("summed", spec)
-        mean = self.line(wait, (reducing,), name, shape=shape, note=reason)
-        average = spec.reduction.how == "avg"
-        after = float(self.blueprint.world) if average else spec.reduction.after
-        note = f"after the sum over {self.blueprint.world} ranks: their mean"
+        world, how = self.blueprint.world, spec.reduction
+        mean = self._wait("summed", spec, self.sums.pop(spec), reason)
+        after = float(world) if how.how == "avg" else how.after
+        note = f"after the sum over {world} ranks: their mean"
         mean = self._divided(mean, after, self._named("mean", spec), note)
-        if spec.dtypes.stored is not spec.dtypes.sum:
-            shape = f"{dtype_name(spec.dtypes.stored)}[{spec.piece_numel}]"
-            to = torch.ops.aten.to.dtype
-            mean = self.line(
-                to, (mean, spec.dtypes.stored), self._named("stored", spec), shape=shape
-            )
-        self.means[spec] = mean if spec.placement.splits else self._spread(spec, mean)
-
-    def _spread(self, spec: BucketSpec, mean: fx.Node) -> fx.Node:
-        sent = (spec.layout.numel - spec.piece_numel) * spec.dtypes.stored.itemsize
-        shape = f"{dtype_name(spec.dtypes.stored)}[{spec.layout.numel}]"
-        spreading = self.line(
-            all_gather,
-            (mean, spec.unit, "spread"),
-            self._named("spreading", spec),
-            shape=shape,
-            note=f"sends {size(sent)}: every rank needs the whole mean",
-            collective=Collective("spread", spec.unit, sent),
-        )
-        return self.line(wait, (spreading,), self._named("spread", spec), shape=shape)
+        mean = self._cast(mean, spec.dtypes.stored, self._named("stored", spec))
+        if not spec.placement.splits:
+            spreading = self._all_gather(spec, "spread", mean, "every rank needs the whole mean")
+            mean = self._wait("spread", spec, spreading)
+        self.means[spec] = mean
 
     def local_gradients(self) -> tuple[fx.Node | None, ...]:
         """This rank's part of each parameter's mean gradient, in the order of parameters."""
@@ -310,11 +286,9 @@ class Half:
 
     def _local(self, spec: BucketSpec, slot: Slot) -> fx.Node:
         start = spec.layout.local_range(slot, spec.shard.rank)[0]
-        shape = spec.layout.shard_shape(slot, spec.shard.rank)
-        text = f"{dtype_name(spec.dtypes.stored)}{list(shape)}"
-        name = identifier("grad", slot.name)
-        args = (self.means[spec], start, tuple(shape))
-        return self.line(part, args, name, shape=text, note=f"gradient of {slot.name}")
+        value = self.blueprint.parameters[slot.name]
+        name, note = identifier("grad", slot.name), f"gradient of {slot.name}"
+        return self.line(name, value, part, self.means[spec], start, tuple(value.shape), note=note)
 
 
 def _holds(spec: BucketSpec) -> str:
@@ -328,17 +302,8 @@ def _holds(spec: BucketSpec) -> str:
     return ", ".join(parts) or "padding"
 
 
-def _slots(blueprint: Blueprint, joint: Joint) -> dict[fx.Node, tuple[BucketSpec, Slot]]:
-    return {
-        joint.state[slot.name]: (spec, slot) for spec in blueprint.buckets for slot in spec.slots
-    }
-
-
-def _origins(
-    joint: Joint, slots: Mapping[fx.Node, tuple[BucketSpec, Slot]]
-) -> dict[fx.Node, BucketSpec]:
-    """The parameters and their views, with the bucket in whose memory they lie."""
-    origins = {node: spec for node, (spec, _) in slots.items()}
+def _origins(joint: Joint, origins: dict[fx.Node, BucketSpec]) -> dict[fx.Node, BucketSpec]:
+    """Parameters, and now their views too, with the bucket in whose memory they lie."""
     for node in joint.nodes:
         source = node.args[0] if node.args else None
         is_view = isinstance(node.target, OpOverload) and node.target.is_view
