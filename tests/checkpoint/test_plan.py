@@ -25,6 +25,7 @@ from shardwise.checkpoint.plan import (
 from shardwise.checkpoint.safetensors_format import PAGE, itemsize
 from shardwise.errors import CheckpointError
 from shardwise.layout import layout
+from shardwise.layout.solver import solve
 
 
 def entry(name: str, shape: tuple[int, ...], cuts: list[int], dtype: str = "F32") -> Entry:
@@ -195,7 +196,7 @@ def test_every_byte_is_written_exactly_once(entries: list[Entry], limit: int) ->
 def test_a_layouts_shards_are_one_range_each(world: int, shapes: list[tuple[int, ...]]) -> None:
     """What the engine cuts, cut as the engine does: W - 1 boundaries, none of them longer."""
     specs = [layout.Slot(f"t{k}", shape) for k, shape in enumerate(shapes)]
-    solved = layout.solve(specs, world)
+    solved = solve(specs, world)
     entries = [
         Entry(
             slot.name,
@@ -214,7 +215,7 @@ def test_a_layouts_shards_are_one_range_each(world: int, shapes: list[tuple[int,
 def test_a_large_plan_takes_little_time() -> None:
     """10,000 tensors over 512 ranks, as every rank plans them."""
     bucket = [layout.Slot(f"t{k}", (64, 16)) for k in range(1000)]
-    solved = layout.solve(bucket, 512)
+    solved = solve(bucket, 512)
     held = {
         slot.name: tuple(Held(*solved.owned(slot, rank), (rank,)) for rank in solved.owners(slot))
         for slot in solved.slots

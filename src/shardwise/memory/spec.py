@@ -18,8 +18,8 @@ from shardwise import accelerators
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.comm.reduction import Reduction
-from shardwise.layout import layout
-from shardwise.layout.layout import Layout, Slot
+from shardwise.layout.layout import Layout, Slot, chunk_rows
+from shardwise.layout.solver import solve
 from shardwise.memory.sharding import Sharding
 from shardwise.memory.views import Views
 from shardwise.options import Options
@@ -44,26 +44,15 @@ class Home:
 
 @dataclass(frozen=True, eq=False)
 class BucketSpec:
-    """What both sides of a bucket, parameters and gradients, agree on.
+    """What both sides of a bucket, parameters and gradients, agree on."""
 
-    Attributes:
-        unit: the unit's name.
-        members: its parameters, each with a slot of its first name in ``layout``.
-        layout: who owns which range, over the ranks that split it.
-        dtypes: stored, compute, wire and sum.
-        reduction: how its gradients are averaged over all ranks.
-        shard: the ranks that split it.
-        replicate: the ranks that hold the same of it as this rank.
-        placement: where parameters live at rest.
-    """
-
-    unit: str
-    members: tuple[Member, ...]
-    layout: Layout
+    unit: str  # its name
+    members: tuple[Member, ...]  # its parameters, each with a slot of its first name in the layout
+    layout: Layout  # who owns which range, over the ranks that split it
     dtypes: Dtypes
-    reduction: Reduction
-    shard: Comm
-    replicate: Comm
+    reduction: Reduction  # how its gradients are averaged over all ranks
+    shard: Comm  # the ranks that split it
+    replicate: Comm  # the ranks that hold the same of it as this rank
     placement: Placement
 
     @cached_property
@@ -90,7 +79,6 @@ class BucketSpec:
 
     @cached_property
     def home(self) -> Home:
-        """Where its memory lies."""
         same_dtype = self.dtypes.stored is self.dtypes.compute
         shared, whole = self.shard.memory.shared, self.shard.size == 1
         lasting = shared or self.placement.resident or (same_dtype and whole)
@@ -116,30 +104,18 @@ class BucketSpec:
         size = self.layout.shard_numel
         return full[self.shard.rank * size : (self.shard.rank + 1) * size]
 
-    def full_views(self, full: Tensor) -> list[Tensor]:
+    @cached_property
+    def full_views(self) -> Views:
         """``[W * S] →`` each parameter, whole."""
-        return self._whole.of(full)
-
-    def rest_views(self, flat: Tensor) -> list[Tensor]:
-        """``[S] →`` what this rank holds of each."""
-        return self._at_rest.of(flat)
+        whole = [(slot.start, slot.stop, slot.shape) for slot in self.slots]
+        return Views(whole, self.layout.numel)
 
     @cached_property
-    def _whole(self) -> Views:
-        return Views(
-            [(slot.start, slot.stop, slot.shape) for slot in self.slots], self.layout.numel
-        )
-
-    @cached_property
-    def _at_rest(self) -> Views:
+    def rest_views(self) -> Views:
+        """``[S] →`` what this rank holds of each parameter."""
         shapes = (self.layout.shard_shape(slot, self.shard.rank) for slot in self.slots)
         pairs = zip(self.ranges, shapes, strict=True)
         return Views([(*range_, shape) for range_, shape in pairs], self.layout.shard_numel)
-
-    @cached_property
-    def gaps(self) -> list[tuple[int, int]]:
-        """The ranges of a full bucket that belong to no parameter."""
-        return self._whole.gaps
 
     def sharding(self, index: int) -> Sharding:
         """Where parameter ``index``'s elements are."""
@@ -156,7 +132,7 @@ def cut_at_multiples(start: int, stop: int, size: int) -> Iterator[tuple[int, in
 
 
 def bytes_of(specs: Sequence[BucketSpec], trained: Sequence[BucketSpec]) -> UnitBytes:
-    """Of a unit's buckets, and of the gradients of those that are trained; padding included."""
+    """What a unit's buckets take, and the gradients of the trained ones; padding included."""
     gathered = sum(spec.layout.numel * spec.dtypes.compute.itemsize for spec in specs)
     gradients = sum(spec.layout.numel * spec.dtypes.wire.itemsize for spec in trained)
     mean = sum(spec.layout.numel * spec.dtypes.stored.itemsize for spec in trained)
@@ -175,9 +151,8 @@ def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> 
     for member in unit.members:
         param = member.param
         dtypes = options.precision.of(param.dtype, param.requires_grad)
-        part = {"block": None, "layer": member.name.rpartition(".")[0], "none": member.name}[
-            options.bucketing
-        ]
+        parts = {"block": None, "layer": member.name.rpartition(".")[0], "none": member.name}
+        part = parts[options.bucketing]
         groups.setdefault((dtypes, param.requires_grad, part), []).append(member)
     return [
         BucketSpec(
@@ -197,7 +172,7 @@ def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, mesh: Me
     """Places are the same for all meshes of as many ranks, so that sums are rounded alike."""
     slots = [Slot(member.name, tuple(member.shape)) for member in members]
     if options.bucketing == "none":
-        return layout.chunk_rows(slots[0], mesh.size, options.uneven).over(mesh.shard.size)
+        return chunk_rows(slots[0], mesh.size, options.uneven).over(mesh.shard.size)
     narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.compute, dtypes.wire))
     alignment = accelerators.row(mesh.shard.device.type).alignment
-    return layout.solve(slots, mesh.size, max(1, alignment // narrowest)).over(mesh.shard.size)
+    return solve(slots, mesh.size, max(1, alignment // narrowest)).over(mesh.shard.size)
