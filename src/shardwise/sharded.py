@@ -131,13 +131,13 @@ class Sharded:
         return Mesh.of(self.comm, placement.splits)
 
     def _start(self, states: dict[str, UnitState]) -> None:
-        entry_modules, precision = self.units.entry_modules, self.options.precision
+        unit_names, precision = self.units.unit_names, self.options.precision
         policy = policy_of([bucket.spec for bucket in self.buckets], self.options.prefetch)
-        first = order.guess(self.model, entry_modules)
+        first = order.guess(self.model, unit_names)
         participates = self.options.divergence == "participate"
         self.runtime = Runtime(states, self.comm, policy, precision, first, participates)
         self._hooks = Hooks(
-            self.model, entry_modules, self.runtime, (precision.compute, precision.output)
+            self.model, unit_names, self.runtime, (precision.compute, precision.output)
         )
         self._state = StateHooks(self.model, self.buckets, self._state_asked)
         self._attach()
@@ -208,7 +208,7 @@ class Sharded:
         self._check_idle("rehearse() was called")
         self._hooks.backward.suspended = True  # or hooks would gather
         try:
-            rehearsed = order.rehearse(self.model, self.units.entry_modules, args, kwargs)
+            rehearsed = order.rehearse(self.model, self.units.unit_names, args, kwargs)
         finally:
             self._hooks.backward.suspended = False
         for mode in ("train", "accumulate", "last"):

@@ -22,7 +22,7 @@ from tests.ranks import run_threads
 from tests.steps import Recorder, train
 
 
-def entry_modules(model: nn.Module) -> dict[nn.Module, str]:
+def unit_names(model: nn.Module) -> dict[nn.Module, str]:
     return {module: unit.name for unit in choose_units(model) for module in unit.modules}
 
 
@@ -36,7 +36,7 @@ def read(cues: Iterable[Cue]) -> str:
 
 def test_a_decoder_is_guessed_in_the_order_of_registration() -> None:
     model = decoder()
-    assert read(guess(model, entry_modules(model)).forward) == (
+    assert read(guess(model, unit_names(model)).forward) == (
         "(embed ) (blocks.0 ) (blocks.1 ) (blocks.2 ) (norm+lm_head ) (norm+lm_head )"
     )
 
@@ -44,14 +44,14 @@ def test_a_decoder_is_guessed_in_the_order_of_registration() -> None:
 def test_a_tied_unit_is_guessed_wherever_one_of_its_modules_stands() -> None:
     model = tied_decoder()
     tied = "embed+norm+lm_head"
-    assert read(guess(model, entry_modules(model)).forward) == (
+    assert read(guess(model, unit_names(model)).forward) == (
         f"({tied} ) (blocks.0 ) (blocks.1 ) (blocks.2 ) ({tied} ) ({tied} )"
     )
 
 
 def test_a_root_with_parameters_of_its_own_is_open_around_all_others() -> None:
     model = encoder_decoder()
-    listed = read(guess(model, entry_modules(model)).forward)
+    listed = read(guess(model, unit_names(model)).forward)
     assert listed.startswith("( (encoder.embed+...+lm_head ) (encoder.blocks.0 )")
     assert listed.endswith(") )")
 
@@ -97,7 +97,7 @@ VALUE_FREE = [net for net in NETS if str(net) != "unused_expert"]
 @pytest.mark.parametrize("net", VALUE_FREE, ids=str)
 def test_a_rehearsal_sees_the_forward_order_of_a_real_step(net: Net) -> None:
     model, batch = net.build(), net.batch(0, 2)
-    rehearsed = rehearse(model, entry_modules(model), batch[:-1], {})
+    rehearsed = rehearse(model, unit_names(model), batch[:-1], {})
     assert rehearsed.forward == recorded(model, batch).forward
 
 
@@ -105,7 +105,7 @@ def test_a_rehearsal_sees_the_forward_order_of_a_real_step(net: Net) -> None:
 def test_and_its_mirror_is_the_backward_order_of_a_real_step(build: Any) -> None:
     [net] = [net for net in NETS if net.build is build]
     model, batch = build(), net.batch(0, 2)
-    rehearsed = rehearse(model, entry_modules(model), batch[:-1], {})
+    rehearsed = rehearse(model, unit_names(model), batch[:-1], {})
     assert read(rehearsed.backward) == read(recorded(model, batch).backward)
 
 
@@ -203,7 +203,7 @@ def test_a_model_larger_than_memory_can_be_rehearsed() -> None:
     """A trillion parameters: 4 TB."""
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(500_000, 500_000, bias=False) for _ in range(4)])
-    order = rehearse(model, entry_modules(model), (torch.empty(1, 500_000, device="meta"),), {})
+    order = rehearse(model, unit_names(model), (torch.empty(1, 500_000, device="meta"),), {})
     assert read(order.forward) == "(0 ) (1 ) (2 ) (3 )"
 
 
@@ -230,11 +230,11 @@ def test_after_a_rehearsal_that_stopped_nothing_listens_any_more() -> None:
     model = Looking()
     before = [len(module._forward_pre_hooks) for module in model.modules()]
     with pytest.raises(sw.ShardwiseError):
-        rehearse(model, entry_modules(model), (numbers(0, (2, 4)),), {})
+        rehearse(model, unit_names(model), (numbers(0, (2, 4)),), {})
     assert [len(module._forward_pre_hooks) for module in model.modules()] == before
 
 
 def test_a_mistake_of_the_caller_is_not_taken_for_a_look_at_values() -> None:
     model = decoder()
     with pytest.raises(TypeError, match="forward"):
-        rehearse(model, entry_modules(model), (), {})
+        rehearse(model, unit_names(model), (), {})

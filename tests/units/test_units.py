@@ -47,8 +47,8 @@ def assert_divided(model: nn.Module, units: Units) -> None:
     """Each parameter in one unit; no module with two; whoever reads one is inside its unit."""
     held = Counter(member.param for unit in units for member in unit.members)
     assert held == Counter(model.parameters())
-    entry_modules = Counter(module for unit in units for module in unit.modules)
-    assert set(entry_modules.values()) <= {1}
+    times_entered = Counter(module for unit in units for module in unit.modules)
+    assert set(times_entered.values()) <= {1}
     assert len(set(names(units))) == len(units)
     assert all(unit.members for unit in units)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -114,8 +114,8 @@ def test_any_tree_is_divided_whatever_is_picked(seed: int) -> None:
     chance = random.Random(seed)
     made: list[nn.Module] = []
     model = nn.Sequential(grow(chance, 3, made), grow(chance, 3, made))
-    able = [m for m in wrap.entry_modules(model) if any(True for _ in m.parameters())]
-    by_hand = wrap.by_hand(*chance.sample(able, chance.randint(0, len(able))))
+    called = [m for m in wrap.called_modules(model) if any(True for _ in m.parameters())]
+    by_hand = wrap.by_hand(*chance.sample(called, chance.randint(0, len(called))))
     for rule in (None, by_hand, wrap.by_size(chance.randint(1, 30))):
         units = choose_units(model, rule)
         assert_divided(model, units)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_po
 
 from shardwise.errors import ConfigError
 from shardwise.units import wrap
-from shardwise.units.wrap import Wrap, checked_groups, entry_modules
+from shardwise.units.wrap import Wrap, called_modules, checked_groups
 from tests.nets import NETS, Attention, Block, Decoder, Net, Oddities, Scaled
 
 
@@ -247,7 +247,7 @@ def test_a_list_of_bare_parameters_is_refused_and_its_parent_is_named() -> None:
 
 def test_attention_is_never_taken_apart_because_it_does_not_call_its_parts() -> None:
     model = Attending()
-    assert "attention.out_proj" not in set(entry_modules(model).values())
+    assert "attention.out_proj" not in set(called_modules(model).values())
     assert picked(model, wrap.by_class(nn.Linear)) == ["fc"]
     assert picked(model, wrap.by_size(1)) == ["fc"]
     with pytest.raises(ConfigError, match=r"read by 'attention'.* Pick 'attention'"):

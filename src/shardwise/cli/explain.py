@@ -92,4 +92,4 @@ def _row(row: Kept) -> list[str]:
 def _step(model: str | None, about: About) -> Iterator[str]:
     found = named_model(model).model
     blueprint = draw(found, about.strategy, None, (about.rank, about.ranks))
-    yield str(blueprint.schedule(order.guess(found, blueprint.units.entry_modules)))
+    yield str(blueprint.schedule(order.guess(found, blueprint.units.unit_names)))

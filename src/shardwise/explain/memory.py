@@ -70,7 +70,7 @@ def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Ke
     trained = [(spec, numels) for spec, numels in parts if spec.trainable]
     gradients = sum(sum(numels) * spec.dtypes.stored.itemsize for spec, numels in trained)
     tensors = sum(len(numels) for _, numels in trained)
-    schedule = blueprint.schedule(order.guess(model, blueprint.units.entry_modules))
+    schedule = blueprint.schedule(order.guess(model, blueprint.units.unit_names))
     return Kept(
         strategy=blueprint.placement.name,
         parameters=parameters,

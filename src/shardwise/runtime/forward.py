@@ -56,27 +56,25 @@ class Frame:
 
 
 class Hooks:
-    """Installs hooks on a model and turns what they see into cues.
+    """Installs hooks on a model and turns what they see into cues for the runtime.
 
     Args:
-        model: the root.
-        entry_modules: the modules whose forward uses a unit, with the unit's name.
-        runtime: who is told.
+        unit_names: the unit that a module's forward uses.
         casts: dtypes of the model's floating-point inputs and outputs (``None``: as they are).
     """
 
     def __init__(
         self,
         model: nn.Module,
-        entry_modules: Mapping[nn.Module, str],
+        unit_names: Mapping[nn.Module, str],
         runtime: Runtime,
         casts: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
     ) -> None:
-        self.model, self.entry_modules = model, entry_modules
+        self.model, self._unit_names = model, unit_names
         self.runtime, self.casts = runtime, casts
-        self._root = runtime.units.get(entry_modules.get(model, ""))
+        self._root = runtime.units.get(unit_names.get(model, ""))
         own = [] if self._root is None else [p for b in self._root.buckets for p in b.params]
-        self._partial_roots = partial_roots(model, entry_modules, own)
+        self._partial_roots = partial_roots(model, unit_names, own)
         #: What the user's code calls: the model, or the parts of one that has no forward.
         self._outermost = frozenset((model,) if has_forward(model) else as_group(model))
         self.backward = Backward(runtime)
@@ -86,9 +84,8 @@ class Hooks:
         self.registered = StructureCheck(model, {a: m.param for m in members for a in m.aliases})
 
     def install(self) -> None:
-        """Put every hook in place."""
         self.registered.install()
-        for module in dict.fromkeys((self.model, *self.entry_modules, *self._partial_roots)):
+        for module in dict.fromkeys((self.model, *self._unit_names, *self._partial_roots)):
             self._handles += [
                 module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
                 module.register_forward_hook(self._after, always_call=True),
@@ -98,7 +95,6 @@ class Hooks:
             sharding.engine = weakref.ref(self)
 
     def remove(self) -> None:
-        """Take every hook away again."""
         self.registered.remove()
         for handle in self._handles:
             handle.remove()
@@ -158,10 +154,10 @@ class Hooks:
             return None
         if self._frames and self._may_begin(module):
             self._abandon_stopped()
-        unit = self.entry_modules.get(module)
+        unit = self._unit_names.get(module)
         if self._root is not None and module in self._partial_roots:
             unit = self._root.name
-            if self.runtime.facts.forward[self._root.name]:  # as usual, the model is being called
+            if self.runtime.facts.forward[unit]:  # as usual, the model is being called
                 return None
         return self._enter(module, unit, (args, kwargs), sys._getframe(1))
 
@@ -172,9 +168,8 @@ class Hooks:
     def _enter(self, module: nn.Module, unit: str | None, given: Any, python: FrameType) -> Any:
         recomputes = graph_task() != -1 and self.backward.running
         resume = None if self._frames or recomputes else self._begin(unit)
-        call, inputs = self._expected(unit, recomputes), frozenset[Node]()
-        if call is not None:
-            inputs = frozenset(grad_fns(given))
+        call = self._expected(unit, recomputes)
+        inputs = frozenset[Node]() if call is None else frozenset(grad_fns(given))
         handled = sys.exc_info()[1]
         frame = Frame(module, unit, call, inputs, python, handled, not recomputes, resume)
         self._frames.append(frame)
@@ -258,18 +253,16 @@ class Hooks:
             self.runtime.facts.pinned.add(frame.unit)
 
     def _shows(self, unit: str, output: Any) -> bool:
-        homes = self.runtime.units[unit].homes
-        return any(storage_key(tensor) in homes for tensor in tensors(output))
+        storages = {bucket.storage_key for bucket in self.runtime.units[unit].buckets}
+        return any(storage_key(tensor) in storages for tensor in tensors(output))
 
     # ---- other methods ---------------------------------------------------------------------
 
     def unit_of(self, module: nn.Module) -> str | None:
         """The unit that ``module`` itself reads: its own, or that of a module around it."""
-        if module in self.entry_modules:
-            return self.entry_modules[module]
-        inside = {
-            self.entry_modules[part] for part in module.modules() if part in self.entry_modules
-        }
+        if module in self._unit_names:
+            return self._unit_names[module]
+        inside = {self._unit_names[part] for part in module.modules() if part in self._unit_names}
         mine = {id(param) for param in module.parameters()}
         holders = (
             name

@@ -15,27 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ScheduleError
+from shardwise.memory.sharding import sharding_of
 from shardwise.schedule.events import Cue, Op, Order, Phase
 from shardwise.torch_internals import tree_map_only
 
 __all__ = ["guess", "mirror", "rehearse"]
 
-EntryModules = Mapping[nn.Module, str]
-"""The modules whose forward uses a unit, with the unit's name."""
+UnitNames = Mapping[nn.Module, str]  # the unit that a module's forward uses
 
 
-def guess(model: nn.Module, entry_modules: EntryModules) -> Order:
+def guess(model: nn.Module, unit_names: UnitNames) -> Order:
     """The order of registration: right for most models, harmless where it is wrong."""
-    forward = tuple(_walk(model, entry_modules))
+    forward = tuple(_walk(model, unit_names))
     return Order(forward, mirror(forward))
 
 
-def _walk(module: nn.Module, entry_modules: EntryModules) -> Iterator[Cue]:
-    unit = entry_modules.get(module)
+def _walk(module: nn.Module, unit_names: UnitNames) -> Iterator[Cue]:
+    unit = unit_names.get(module)
     if unit is not None:
         yield Cue(Op.ENTER, unit, Phase.FORWARD)
     for child in module.children():
-        yield from _walk(child, entry_modules)
+        yield from _walk(child, unit_names)
     if unit is not None:
         yield Cue(Op.EXIT, unit, Phase.FORWARD)
 
@@ -47,26 +47,23 @@ def mirror(forward: Sequence[Cue]) -> tuple[Cue, ...]:
 
 
 def rehearse(
-    model: nn.Module, entry_modules: EntryModules, args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module, unit_names: UnitNames, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Order:
     """Run ``model`` on the meta device and note which units it enters.
 
     Nothing is allocated and nothing is sent: parameters, buffers and inputs are replaced by meta
-    tensors for the length of the call.
-
-    Args:
-        args, kwargs: what ``model`` would be called with; only shapes and dtypes matter.
+    tensors for the length of the call. Of ``args`` and ``kwargs`` only shapes and dtypes matter.
 
     Raises:
         ScheduleError: the model looks at values (``.item()``, data-dependent branches), which the
             meta device does not have.
     """
     state = {
-        name: torch.empty(_whole_shape(tensor), dtype=tensor.dtype, device="meta")
+        name: torch.empty((sharding_of(tensor) or tensor).shape, dtype=tensor.dtype, device="meta")
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     cues: list[Cue] = []
-    handles = [hook for item in entry_modules.items() for hook in _listen(*item, cues)]
+    handles = [hook for item in unit_names.items() for hook in _listen(*item, cues)]
     called = tree_map_only(Tensor, lambda t: t.to("meta"), (tuple(args), dict(kwargs)))
     try:
         with torch.no_grad():
@@ -90,9 +87,3 @@ def _listen(module: nn.Module, unit: str, cues: list[Cue]) -> list[Any]:
         cues.append(Cue(Op.EXIT, unit, Phase.FORWARD))
 
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-
-
-def _whole_shape(tensor: Tensor) -> torch.Size:
-    """That of the whole parameter, where ``tensor`` is a shard of one."""
-    sharding = getattr(tensor, "sharding", None)
-    return tensor.shape if sharding is None else sharding.shape

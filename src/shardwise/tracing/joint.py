@@ -124,7 +124,7 @@ def trace_joint(
     Raises:
         ScheduleError: the model looks at values, which fake tensors do not have.
     """
-    watch, device = Watch(blueprint.units.entry_modules), blueprint.device
+    watch, device = Watch(blueprint.units.unit_names), blueprint.device
     trained = [name for name, tensor in state.items() if tensor.requires_grad]
     step = _Step(model, given, blueprint.options.precision, watch, trained)
     mode = FakeTensorMode(allow_non_fake_inputs=True)

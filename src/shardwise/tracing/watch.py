@@ -45,7 +45,7 @@ class Watch:
     """Notes cues while torch traces.
 
     Args:
-        entry_modules: the modules whose forward uses a unit, with the unit's name.
+        unit_names: the modules whose forward uses a unit, with the unit's name.
 
     Attributes:
         cues: in order, once the pass has ended.
@@ -53,8 +53,8 @@ class Watch:
         names: of all nodes; torch removes those that nobody uses.
     """
 
-    def __init__(self, entry_modules: Mapping[nn.Module, str]) -> None:
-        self._entry_modules = entry_modules
+    def __init__(self, unit_names: Mapping[nn.Module, str]) -> None:
+        self._unit_names = unit_names
         self.cues: list[Placed] = []
         self.backward_at = -1
         self.names: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Watch:
     def installed(self) -> Iterator[None]:
         """Inside, the units' modules have hooks."""
         handles: list[Any] = []
-        for module, unit in self._entry_modules.items():
+        for module, unit in self._unit_names.items():
             handles += [
                 module.register_forward_pre_hook(lambda *_, unit=unit: self._enter(unit)),
                 module.register_forward_hook(lambda *_, unit=unit: self._leave(unit)),

@@ -58,23 +58,18 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
 
 
 def partial_roots(
-    model: nn.Module, entry_modules: Collection[nn.Module], root_params: Iterable[nn.Parameter]
+    model: nn.Module, unit_modules: Collection[nn.Module], root_params: Iterable[nn.Parameter]
 ) -> set[nn.Module]:
     """Modules that contain units and parameters of the root's unit.
 
     They can be called without the model: the encoder in ``generate()``, one tower of two.
-
-    Args:
-        model: the root.
-        entry_modules: the modules whose forward enters a unit.
-        root_params: the parameters of the root's unit.
     """
     ids = {id(param) for param in root_params}
     return {
         module
         for module in model.modules()
-        if module not in entry_modules
-        and any(part in entry_modules for part in module.modules())
+        if module not in unit_modules
+        and any(part in unit_modules for part in module.modules())
         and any(id(param) in ids for param in module.parameters())
     }
 

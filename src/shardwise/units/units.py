@@ -28,28 +28,20 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardwise.errors import ConfigError
 from shardwise.units.structure import Group, as_group, has_forward
-from shardwise.units.wrap import Wrap, automatic, checked_groups, entry_modules
+from shardwise.units.wrap import Wrap, automatic, called_modules, checked_groups
 
 __all__ = ["Member", "Unit", "Units", "choose_units"]
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """One parameter, wherever it appears in the model.
+    """One parameter, wherever it appears in the model."""
 
-    Attributes:
-        name: its first full name, as in ``model.named_parameters()``.
-        aliases: all its full names, the first included.
-        param: the parameter.
-        owners: each module and attribute that hold it, once.
-        shape: its whole shape, which ``param`` no longer has once it is sharded.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
+    name: str  # its first full name, as in ``model.named_parameters()``
+    aliases: tuple[str, ...]  # all its full names, the first included
     param: nn.Parameter
-    owners: tuple[tuple[nn.Module, str], ...]
-    shape: torch.Size
+    owners: tuple[tuple[nn.Module, str], ...]  # each module and attribute that hold it, once
+    shape: torch.Size  # the whole one, which ``param`` no longer has once it is sharded
 
     def __repr__(self) -> str:
         return f"Member({self.name!r}, {tuple(self.shape)}, {self.param.dtype})"
@@ -62,19 +54,12 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Parameters that are gathered together.
+    """Parameters that are gathered together."""
 
-    Attributes:
-        name: unique in the model; ``""`` for the root's unit.
-        modules: entering any of them needs the unit; in order of registration.
-        class_name: their classes.
-        members: the parameters, in order of registration; at least one.
-    """
-
-    name: str
-    modules: Group
-    class_name: str
-    members: tuple[Member, ...]
+    name: str  # unique in the model; "" for the root's unit
+    modules: Group  # calling any of them needs the unit; in order of registration
+    class_name: str  # of the modules
+    members: tuple[Member, ...]  # at least one, in order of registration
 
     @property
     def numel(self) -> int:
@@ -97,17 +82,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units(Sequence[Unit]):
-    """A model's units: the root's first if it has parameters, then by first module.
-
-    Attributes:
-        units: the units.
-        padding: bytes of padding by unit name, once layouts exist.
-        placements: ``"sharded"`` or ``"replicated"``, by unit, once a strategy is chosen.
-    """
+    """A model's units: the root's first if it has parameters, then by first module."""
 
     units: tuple[Unit, ...]
-    padding: Mapping[str, int] | None = None
-    placements: Mapping[str, str] | None = None
+    padding: Mapping[str, int] | None = None  # bytes by unit, once layouts exist
+    placements: Mapping[str, str] | None = None  # "sharded" or "replicated", by unit
 
     @overload
     def __getitem__(self, index: int) -> Unit: ...
@@ -120,8 +99,8 @@ class Units(Sequence[Unit]):
         return len(self.units)
 
     @property
-    def entry_modules(self) -> dict[nn.Module, str]:
-        """The modules whose forward uses a unit, with the unit's name."""
+    def unit_names(self) -> dict[nn.Module, str]:
+        """The name of the unit that a module's forward uses, for each such module."""
         return {module: unit.name for unit in self for module in unit.modules}
 
     def __str__(self) -> str:
@@ -153,19 +132,24 @@ def choose_units(model: nn.Module, wrap: Wrap | None = None) -> Units:
     """
     _refuse_unfit(model)
     groups = checked_groups(model, wrap or automatic())
-    claims = _Claims(model, [*groups, *_called_parts(model, groups)])
+    grouping = _Grouping(model, [*groups, *_called_parts(model, groups)])
     members = _members(model)
     for member in members:
-        claims.join(member)
-    homes: dict[Group, list[Member]] = defaultdict(list)
+        grouping.join(member)
+    members_of: dict[Group, list[Member]] = defaultdict(list)
     for member in members:
-        homes[claims.home(member)].append(member)
-    if not has_forward(model) and (model,) in homes:
-        raise _never_gathered(model, homes[model,][0])
-    ordered = sorted(homes.items(), key=lambda home: claims.place[home[0][0]])
+        members_of[grouping.group_of(member)].append(member)
+    if not has_forward(model) and (model,) in members_of:
+        raise _never_gathered(model, members_of[model,][0])
+    ordered = sorted(members_of, key=lambda group: grouping.position[group[0]])
     units = (
-        Unit(_name([claims.able[m] for m in group]), group, _class(group), tuple(held))
-        for group, held in ordered
+        Unit(
+            _name([grouping.called[m] for m in group]),
+            group,
+            _class(group),
+            tuple(members_of[group]),
+        )
+        for group in ordered
     )
     return Units(tuple(units))
 
@@ -208,22 +192,22 @@ def _members(model: nn.Module) -> list[Member]:
     return [member(param, aliases) for param, aliases in names.items()]
 
 
-class _Claims:
-    """Which group claims a parameter: the innermost one on its path.
+class _Grouping:
+    """Which group holds a parameter: the innermost one on its path.
 
-    A parameter with several names may have several claimants; `join` and `home` settle that.
+    A parameter with several names may lie in several groups; `join` and `group_of` decide that.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
-        self.able = entry_modules(model)
-        self.place = {module: i for i, module in enumerate(model.modules())}
+        self.called = called_modules(model)
+        self.position = {module: i for i, module in enumerate(model.modules())}
         self._paths = dict(model.named_modules(remove_duplicate=False))
         self._of = {model: (model,)} | {m: self._sorted(group) for group in groups for m in group}
-        self._own: dict[nn.Module, Group] = {}  # entry_modules of units that claim no subtree
+        self._sharing: dict[nn.Module, Group] = {}  # modules that share a parameter, in no group
 
     def join(self, member: Member) -> None:
         """Make one unit of the layers that share ``member``, if it is most of what they hold."""
-        if len(self._claimants(member)) == 1:
+        if len(self._innermost(member)) == 1:
             return
         if (shared := self._shared_module(member)) is not None:
             self._of[shared] = (shared,)
@@ -232,42 +216,41 @@ class _Claims:
         if all(parts):
             self._unite({module for part in parts for module in part})
 
-    def home(self, member: Member) -> Group:
+    def group_of(self, member: Member) -> Group:
         """The one group whose unit holds ``member``."""
-        claimants = self._claimants(member)
-        chains = [self._chain(alias) for alias in member.aliases]
-        around = next(g for g in chains[0] if all(g in chain for chain in chains))
-        if around in claimants:  # the only one, or one that encloses the others
-            return around
+        around = [self._groups_around(alias) for alias in member.aliases]
+        common = next(group for group in around[0] if all(group in groups for groups in around))
+        if common in self._innermost(member):  # the only one, or one that encloses the others
+            return common
         users = self._users(member)
-        if any(m in self._of or self._own.get(m, users) != users for m in users):
-            return around  # a module is the bracket of one unit only
-        self._own |= dict.fromkeys(users, users)
+        if any(m in self._of or self._sharing.get(m, users) != users for m in users):
+            return common  # a module is the bracket of one unit only
+        self._sharing |= dict.fromkeys(users, users)
         return users
 
-    def _up(self, alias: str) -> Iterator[nn.Module]:
-        """The modules around a parameter, innermost first."""
+    def _modules_around(self, alias: str) -> Iterator[nn.Module]:
+        """Those around a parameter, innermost first."""
         while alias:
             alias = alias.rpartition(".")[0]
             yield self._paths[alias]
 
-    def _chain(self, alias: str) -> list[Group]:
-        return [self._of[module] for module in self._up(alias) if module in self._of]
+    def _groups_around(self, alias: str) -> list[Group]:
+        return [self._of[module] for module in self._modules_around(alias) if module in self._of]
 
-    def _claimants(self, member: Member) -> set[Group]:
-        return {self._chain(alias)[0] for alias in member.aliases}
+    def _innermost(self, member: Member) -> set[Group]:
+        return {self._groups_around(alias)[0] for alias in member.aliases}
 
     def _users(self, member: Member) -> Group:
-        """The modules whose forward reads ``member``: its nearest entry modules."""
-        near = {next(m for m in self._up(alias) if m in self.able) for alias in member.aliases}
-        around = ([m for m in self._up(alias) if m in near] for alias in member.aliases)
-        return self._sorted(found[-1] for found in around)
+        """The modules whose forward reads ``member``: the nearest ones that are called."""
+        around = [list(self._modules_around(alias)) for alias in member.aliases]
+        nearest = {next(m for m in modules if m in self.called) for modules in around}
+        return self._sorted([m for m in modules if m in nearest][-1] for modules in around)
 
     def _shared_module(self, member: Member) -> nn.Module | None:
         """The largest module of which all of the parameter's names are a part, if any."""
-        levels = zip(*(self._up(alias) for alias in member.aliases), strict=False)
-        same = takewhile(lambda level: len(set(level)) == 1, levels)
-        return next((level[0] for level in reversed(list(same)) if level[0] in self.able), None)
+        levels = zip(*(self._modules_around(alias) for alias in member.aliases), strict=False)
+        same = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels)]
+        return next((module for module in reversed(same) if module in self.called), None)
 
     def _most(self, module: nn.Module, member: Member) -> Group:
         """The module's group, or else the module, if ``member`` is most of it; or nothing."""
@@ -281,7 +264,7 @@ class _Claims:
             self._of |= dict.fromkeys(group, group)
 
     def _sorted(self, modules: Iterable[nn.Module]) -> Group:
-        return tuple(sorted(set(modules), key=self.place.__getitem__))
+        return tuple(sorted(set(modules), key=self.position.__getitem__))
 
 
 def _is_mostly(group: Group, member: Member) -> bool:

@@ -27,8 +27,8 @@ __all__ = [
     "by_class",
     "by_hand",
     "by_size",
+    "called_modules",
     "checked_groups",
-    "entry_modules",
     "whole",
 ]
 
@@ -130,10 +130,10 @@ def by_hand(*modules: ModuleLike) -> Wrap:
     return Wrap(f"by_hand({says})", partial(_pick_by_hand, wanted=groups))
 
 
-# ------------------------------------------------------------------ entry modules
+# ------------------------------------------------------------------ what can be picked
 
 
-def entry_modules(model: nn.Module) -> dict[nn.Module, str]:
+def called_modules(model: nn.Module) -> dict[nn.Module, str]:
     """The modules whose forward can gather their parameters, with their first names.
 
     Excluded are modules without a forward, and the children of ``nn.MultiheadAttention``, which
@@ -149,15 +149,15 @@ def checked_groups(model: nn.Module, wrap: Wrap) -> list[Group]:
     """The groups that the policy picks, checked. Groups that contain the root are dropped.
 
     Raises:
-        ConfigError: a module is not in the model, is picked twice, has no parameters, or is not
-            an entry module.
+        ConfigError: a module is not in the model, is picked twice, has no parameters, or is never
+            called.
     """
     names = {module: name for name, module in model.named_modules()}
-    entries, picked_modules = entry_modules(model), set[nn.Module]()
+    called, picked_modules = called_modules(model), set[nn.Module]()
     groups = [group for group in wrap.pick(model) if group and model not in group]
     for module in (module for group in groups for module in group):
         _check_pick(module, names, wrap)
-        if module not in entries:
+        if module not in called:
             raise _no_entry_error(module, names[module])
         if module in picked_modules:
             raise ConfigError(
@@ -223,20 +223,20 @@ def _flat_classes(wanted: Iterable[ClassLike]) -> Iterator[type[nn.Module] | str
 
 
 def _pick_classes(model: nn.Module, wanted: tuple[type[nn.Module] | str, ...]) -> list[Group]:
-    entries = entry_modules(model)
-    picked = {module for target in wanted for module in _of_class(model, target, entries)}
+    called = called_modules(model)
+    picked = {module for target in wanted for module in _of_class(model, target, called)}
     return [(module,) for module in model.modules() if module in picked]
 
 
 def _of_class(
-    model: nn.Module, target: type[nn.Module] | str, entries: Mapping[nn.Module, str]
+    model: nn.Module, target: type[nn.Module] | str, called: Mapping[nn.Module, str]
 ) -> list[nn.Module]:
     modules = [module for module in model.modules() if _is_a(module, target)]
     if not modules:
-        raise _no_such_class(target if isinstance(target, str) else target.__name__, entries)
+        raise _no_such_class(target if isinstance(target, str) else target.__name__, called)
     with_parameters = [module for module in modules if holds_parameters(module)]
     # Children of nn.MultiheadAttention stay with it. If nothing remains, checked_groups raises.
-    return [module for module in with_parameters if module in entries] or with_parameters or modules
+    return [module for module in with_parameters if module in called] or with_parameters or modules
 
 
 def _is_a(module: nn.Module, target: type[nn.Module] | str) -> bool:
@@ -247,8 +247,8 @@ def _is_a(module: nn.Module, target: type[nn.Module] | str) -> bool:
     return any(target in (c.__name__, f"{c.__module__}.{c.__qualname__}") for c in classes)
 
 
-def _no_such_class(name: str, entries: Iterable[nn.Module]) -> ConfigError:
-    classes = {type(module).__name__ for module in entries if holds_parameters(module)}
+def _no_such_class(name: str, called: Iterable[nn.Module]) -> ConfigError:
+    classes = {type(module).__name__ for module in called if holds_parameters(module)}
     suggestions = nearest(name.rpartition(".")[2], classes, limit=12)
     if not suggestions:
         return ConfigError(f"{name} is not in this model, which has no parameters at all.")
@@ -259,7 +259,7 @@ def _no_such_class(name: str, entries: Iterable[nn.Module]) -> ConfigError:
 
 
 def _pick_sizes(model: nn.Module, minimum: int) -> list[Group]:
-    entries, visited = entry_modules(model), {model}
+    called, visited = called_modules(model), {model}
     picked, claimed = list[Group](), set[nn.Parameter]()
 
     def unclaimed(module: nn.Module) -> int:
@@ -272,7 +272,7 @@ def _pick_sizes(model: nn.Module, minimum: int) -> list[Group]:
             if child not in visited:
                 visited.add(child)
                 visit(child)
-        if module is not model and module in entries and unclaimed(module) >= minimum:
+        if module is not model and module in called and unclaimed(module) >= minimum:
             picked.append((module,))
             claimed.update(module.parameters())
 
