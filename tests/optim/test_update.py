@@ -118,7 +118,7 @@ def test_the_views_are_the_runs_in_the_order_of_their_numbers() -> None:
         piece
         for one, views in zip(held, update.views, strict=True)
         if views is not None
-        for piece in views.of(one.shard)
+        for piece in views(one.shard)
     ]
     for call in update.calls:
         for param, at in zip(call.params, call.gradients, strict=True):

@@ -112,6 +112,6 @@ def test_a_unit_is_owed_as_many_backward_passes_as_it_was_entered() -> None:
     back = [enter("a", Phase.BACKWARD), leave("a", Phase.BACKWARD)]
     for cue in (enter("a"), leave("a"), enter("a"), leave("a"), *back, *back):
         cursor.match(cue, None)
-        owed.append(cursor.unfinished_backward("a"))
+        owed.append(cursor.awaits_backward("a", Op.EXIT))
     assert owed == [True] * 7 + [False]
-    assert not cursor.unfinished_backward("b")
+    assert not cursor.awaits_backward("b", Op.EXIT)

@@ -17,13 +17,7 @@ __all__ = ["Call"]
 
 
 class Call:
-    """A function, and what it was called with.
-
-    Args:
-        func: the function.
-        args, kwargs: its arguments.
-        kind: the class of shards, each of which has a ``sharding``.
-    """
+    """A function, and what it was called with; ``kind`` is the class of shards."""
 
     def __init__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: Any
@@ -36,13 +30,12 @@ class Call:
         return isinstance(value, self.kind)
 
     def shards(self, values: Iterable[Any]) -> list[Any]:
-        """The shards among ``values``."""
         return [value for value in values if isinstance(value, self.kind)]
 
     @property
     def first(self) -> Any:
         """The first shard."""
-        return next(tensor for tensor in self.tensors() if isinstance(tensor, self.kind))
+        return next(filter(self.is_shard, self.tensors()))
 
     @property
     def attribute(self) -> str:
@@ -98,7 +91,6 @@ class Call:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors())
 
     def recording_error(self) -> ShardUseError:
-        """The error of a call that must not be recorded."""
         return recorded_by_autograd(self.name, self.first)
 
     def unsupported(self) -> ShardUseError:

@@ -27,17 +27,13 @@ _WRITES_NOTHING = ("requires_grad_", "share_memory_")
 
 
 class GatheredParameter(nn.Parameter):
-    """The class of a parameter while its unit is whole.
-
-    Attributes:
-        before_write: called before its memory is written or handed out.
-    """
+    """The class of a parameter while its unit is whole."""
 
     __torch_function__: Any = NO_TORCH_FUNCTION
 
     @staticmethod
     def before_write() -> None:
-        """A copy of a gathered parameter belongs to no bucket."""
+        """A bucket sets its own; a copy of a gathered parameter belongs to no bucket."""
 
     @property
     def data(self) -> Tensor:

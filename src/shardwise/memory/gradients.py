@@ -178,20 +178,15 @@ class Gradients:
             indices.clear()
 
     def collect(self, index: int, grad: Tensor, carried: bool) -> bool:
-        """Write one parameter's gradient into its slot; a second one is added.
+        """Write one parameter's whole gradient into its slot; returns ``complete``.
 
         Args:
-            index: which parameter.
-            grad: its whole gradient. It is kept until ``write`` if it is small.
+            grad: a second one is added. It is kept until ``write`` if it is small.
             carried: the bucket outlives this backward pass (accumulation), so it is kept in the
                 wide dtype of sums instead of the narrow one that travels.
-
-        Returns:
-            Whether every trained parameter's gradient has arrived since then.
         """
         if self.full is None:
-            dtypes = self.spec.dtypes
-            self._open(dtypes.sum if carried else dtypes.wire)
+            self._open(self.spec.dtypes.sum if carried else self.spec.dtypes.wire)
         self.carries = self.carries or carried
         again = index in self.arrived
         self.arrived.add(index)
@@ -234,7 +229,7 @@ class Gradients:
         if len(self.arrived) < len(self._views):
             for index in set(range(len(self._views))) - self.arrived:
                 self._views[index].zero_()
-        for start, stop in spec.gaps:
+        for start, stop in spec.full_views.gaps:
             full[start:stop].zero_()
         comm, reduction = spec.averages[0]
         self._reducing = reduction.start(full, comm, self._label)

@@ -169,9 +169,7 @@ class Bucket:
     def free(self, still_read: bool = False) -> None:
         """Let the parameters be shards again, and the full bucket's memory go.
 
-        Args:
-            still_read: a graph still reads the full bucket, so its memory stays until the next
-                ``free``.
+        Where a graph ``still_read``s that memory, it stays until the next ``free``.
         """
         pending, self._pending = self._pending, None
         try:
@@ -306,8 +304,7 @@ class Bucket:
         self._is_cast = False
 
     def _take_written(self, index: int, whole: Tensor) -> None:
-        shard = self._rest_views[index]
-        part = self.spec.sharding(index).cut(whole, shard.shape)
+        shard, part = self._rest_views[index], self.part(index, whole)
         if part.dtype is shard.dtype:
             shard.copy_(part)
         else:  # a cast that nobody wrote to is no new value
@@ -346,10 +343,8 @@ class Bucket:
         self._full_views = self._rest_views = []
 
     def holds(self, index: int, whole: Tensor) -> bool:
-        """Has this rank's part of parameter ``index`` the bits of that in ``whole``?
-
-        Bits, since a NaN is not equal to itself.
-        """
+        """Has this rank's part of parameter ``index`` the bits of that in ``whole``?"""
+        # Bits, since a NaN is not equal to itself.
         shard, part = self._rest_views[index].reshape(-1), self.part(index, whole).reshape(-1)
         return torch.equal(shard.view(torch.uint8), part.view(torch.uint8))
 

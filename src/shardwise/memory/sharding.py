@@ -35,12 +35,7 @@ class Engine(Protocol):
 
 @dataclass(eq=False)
 class Sharding:
-    """Where a parameter's elements are.
-
-    Attributes:
-        name, shape: its first full name, and the whole parameter's shape.
-        start, stop: the range of the flattened parameter that this rank stores.
-    """
+    """Where a parameter's elements are."""
 
     slot: Slot  # its place in its bucket
     unit: str  # its unit's name
@@ -55,6 +50,7 @@ class Sharding:
 
     def __post_init__(self) -> None:
         self.name, self.shape = self.slot.name, torch.Size(self.slot.shape)
+        #: The range of the flattened parameter that this rank stores.
         self.start, self.stop = self.layout.owned(self.slot, self.comm.rank)
 
     @property

@@ -7,7 +7,7 @@ and each rank combines them in rank order. So the result is the same bits on eve
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -23,7 +23,7 @@ from shardwise.memory.sharding import Sharding
 from shardwise.memory.use_errors import torch_clip_grad_called
 from shardwise.torch_internals import foreach_norm
 
-__all__ = ["TensorReduction", "norms_of_list", "over_ranks", "reduce", "reduction_of"]
+__all__ = ["norms_of_list", "over_ranks", "reduce"]
 
 CHUNK = 1 << 16
 """Elements. On CPU torch adds millions of squares one by one, with an error of up to 1e-3."""
@@ -31,26 +31,17 @@ CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class TensorReduction:
-    """A reduction of all elements: one of each rank's part, and one of their results.
+    """A reduction of all elements: one of each rank's part, and one of their results."""
 
-    Attributes:
-        part: a tensor of any shape, possibly empty → 0-dim.
-        combine: the ranks' results, ``[W]`` → 0-dim.
-        dtype: of the result.
-    """
-
-    part: Callable[[Tensor], Tensor]
-    combine: Callable[[Tensor], Tensor]
-    dtype: torch.dtype
+    part: Callable[[Tensor], Tensor]  # of any shape, possibly empty → 0-dim
+    combine: Callable[[Tensor], Tensor]  # the ranks' results, [W] → 0-dim
+    dtype: torch.dtype  # of the result
 
 
 def over_ranks(
     parts: Tensor, combine: Callable[[Tensor], Tensor], comm: Comm, label: Label
 ) -> Tensor:
-    """Combine each of ``parts`` (``[k]``, of any dtype) with the other ranks': ``[k]``.
-
-    A collective.
-    """
+    """Combine each of ``parts`` (``[k]``) with the other ranks': ``[k]``. A collective."""
     sent = parts.to(comm.device, torch.uint8 if parts.dtype is torch.bool else parts.dtype)
     columns = comm.gather_rows(sent, label).to(parts.device, parts.dtype).unbind(1)
     return torch.stack([combine(column) for column in columns])
@@ -58,42 +49,12 @@ def over_ranks(
 
 @dataclass(frozen=True)
 class ReductionArgs:
-    """The arguments of a reduction.
+    """The arguments of a reduction."""
 
-    Attributes:
-        part: this rank's part.
-        numel: elements of the full tensor.
-        options: the other arguments, by name.
-    """
-
-    part: Tensor
-    numel: int
-    options: dict[str, Any]
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The requested dtype of the result, if any."""
-        return self.options.get("dtype")
-
-
-def reduction_of(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: Tensor, numel: int
-) -> TensorReduction | None:
-    """The reduction of a function; ``None`` if it does not reduce all elements.
-
-    Args:
-        name: of torch's function, such as ``"norm"``.
-        args, kwargs: its arguments after the tensor.
-        part: this rank's part of the tensor.
-        numel: elements of the full tensor.
-    """
-    positional = dict(zip(_POSITIONAL.get(name, ()), args, strict=False))
-    named = {key: value for key, value in kwargs.items() if not _is_default(value)}
-    options = positional | named
-    known = {*_POSITIONAL.get(name, ()), "dtype"}
-    if name not in _REDUCTIONS or len(positional) < len(args) or not known.issuperset(options):
-        return None
-    return _REDUCTIONS[name](ReductionArgs(part, numel, options))
+    part: Tensor  # this rank's
+    numel: int  # of the full tensor
+    options: dict[str, Any]  # the other arguments, by name
+    dtype: torch.dtype | None  # the requested dtype of the result
 
 
 def reduce(call: Call) -> Any:
@@ -102,9 +63,7 @@ def reduce(call: Call) -> Any:
     if not (call.args and call.args[0] is shard) or len(list(call.tensors())) > 1:
         return call.unsupported()
     sharding: Sharding = shard.sharding
-    numel = sharding.shape.numel()
-    reduction = reduction_of(call.name, call.args[1:], call.kwargs, shard, numel)
-    if reduction is None:
+    if (reduction := _reduction_of(call, shard)) is None:
         return call.unsupported()
     if call.records():
         return call.recording_error()
@@ -114,6 +73,18 @@ def reduce(call: Call) -> Any:
     local = reduction.part(shard).reshape(1)
     label = Label(name, sharding.name)
     return over_ranks(local, reduction.combine, sharding.comm, label)[0].to(reduction.dtype)
+
+
+def _reduction_of(call: Call, shard: Any) -> TensorReduction | None:
+    """``None`` if the function does not reduce all elements to one number."""
+    names, args = _POSITIONAL.get(call.name, ()), call.args[1:]
+    named = {key: value for key, value in call.kwargs.items() if not _is_default(value)}
+    dtype = named.pop("dtype", None)
+    options = dict(zip(names, args, strict=False)) | named
+    if call.name not in _REDUCTIONS or len(args) > len(names) or not options.keys() <= {*names}:
+        return None
+    numel = shard.sharding.shape.numel()
+    return _REDUCTIONS[call.name](ReductionArgs(shard, numel, options, dtype))
 
 
 def norms_of_list(call: Call) -> Any:
@@ -174,10 +145,8 @@ def _norm(args: ReductionArgs) -> TensorReduction | None:
     order = 2.0 if order == "fro" else order
     if isinstance(order, str) or not args.part.is_floating_point():
         return None
-    local_reduce = partial(vector_norm, order=float(order))
-    return TensorReduction(
-        local_reduce, partial(joined_norm, float(order)), args.dtype or args.part.dtype
-    )
+    part, combine = partial(vector_norm, order=float(order)), partial(joined_norm, float(order))
+    return TensorReduction(part, combine, args.dtype or args.part.dtype)
 
 
 def _linalg_norm(args: ReductionArgs) -> TensorReduction | None:

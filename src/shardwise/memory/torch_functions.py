@@ -86,9 +86,7 @@ def _elementwise(call: Call) -> Any:
     rows, written = call.rows(), writes(call.name)
     references = [next(iter(call.shards(row)), None) for row in rows]
     pairs: list[tuple[Row, Any]] = [
-        (row, reference)
-        for row, reference in zip(rows, references, strict=True)
-        if reference is not None
+        pair for pair in zip(rows, references, strict=True) if pair[1] is not None
     ]
     local_parts = _local_parts(call, pairs) if written else {}
     compatible = [

@@ -18,11 +18,10 @@ __all__ = ["Views"]
 
 
 class Views:
-    """The views of flat buffers of ``numel`` elements.
+    """The views of flat buffers of ``numel`` elements: call it with such a buffer.
 
     Args:
-        ranges: of each view its start, its stop, and its shape; they do not overlap.
-        numel: of a buffer.
+        ranges: start, stop and shape of each view; they do not overlap.
 
     Attributes:
         gaps: ``[start, stop)`` of each stretch that is in no view.
@@ -44,7 +43,7 @@ class Views:
             if not all(shape):
                 self._empty.setdefault(tuple(shape), []).append(index)
 
-    def of(self, flat: Tensor) -> list[Tensor]:
+    def __call__(self, flat: Tensor) -> list[Tensor]:
         """``[numel] →`` the views, in the order of the ranges."""
         pieces = split_flat(flat, self._like)
         views = [pieces[at] for at in self._positions]

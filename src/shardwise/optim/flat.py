@@ -154,7 +154,7 @@ class FlatOptimizer(Optimizer, ABC):
         for state, of_slots, views in zip(self._states, given, update.views, strict=True):
             if views is not None:
                 flats.append(state.flat_gradient(of_slots))
-                gradients += views.of(flats[-1].flat)
+                gradients += views(flats[-1].flat)
         scale = self._scale(update.ranks, gradients)
         for state, more in zip(self._states, update.counted, strict=True):
             if more is not None:

@@ -43,11 +43,7 @@ __all__ = ["Backward"]
 
 
 class Backward:
-    """Turns what autograd does into cues.
-
-    Args:
-        runtime: who is told.
-    """
+    """Turns what autograd does into cues for the runtime."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -64,7 +60,6 @@ class Backward:
         self._places: list[tuple[UnitState, Bucket, int]] = []
 
     def install(self) -> None:
-        """Put the parameters' hooks in place."""
         self._places = [
             (state, bucket, index)
             for state in self.runtime.units.values()
@@ -78,7 +73,6 @@ class Backward:
             self._handles.append(on_gradient(bucket.params[index], hook))
 
     def remove(self) -> None:
-        """Take the parameters' hooks away again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -162,10 +156,9 @@ class Backward:
     def expect(
         self, call: ForwardCall, outputs: Collection[Node], inputs: Collection[Node]
     ) -> None:
-        """Ask autograd to tell when it comes back through a forward call.
+        """Ask autograd to tell when it comes back through a forward call, which has ended.
 
         Args:
-            call: the call, which has ended.
             outputs: the nodes that made what it returned, but for those of its inputs.
             inputs: the nodes that made what it was given.
         """

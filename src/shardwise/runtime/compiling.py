@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from shardwise.memory.sharded_parameter import put_grad
+from shardwise.runtime.runtime import Runtime
 from shardwise.torch_internals import (
     disable_torch_function,
     get_grad,
@@ -30,25 +30,18 @@ from shardwise.torch_internals import (
 __all__ = ["hide_gradients"]
 
 
-class ShardedModel(Protocol):
-    """A sharded model."""
-
-    def whole_trainable(self) -> Iterable[nn.Parameter]:
-        """The trainable parameters that are gathered now."""
-
-
 class _Thread(threading.local):
     """State of one thread, since a rank may be a thread."""
 
     def __init__(self) -> None:
-        self.models: WeakSet[ShardedModel] = WeakSet()
+        self.models: WeakSet[Runtime] = WeakSet()
         self.hidden: list[tuple[nn.Parameter, Tensor]] = []
 
 
 _thread = _Thread()
 
 
-def hide_gradients(model: ShardedModel) -> None:
+def hide_gradients(model: Runtime) -> None:
     """Called before a forward pass of ``model``: hides its gradients while dynamo compiles."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:

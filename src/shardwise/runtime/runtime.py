@@ -50,17 +50,9 @@ class Runtime:
     """Carries out steps. Hooks call it; it calls the buckets.
 
     Args:
-        units: the state of each unit, by name, in order.
-        comm: the ranks.
-        policy: placement and prefetch (modes are derived from it).
-        precision: how trained parameters are stored.
         order: the first guess.
         participates: skip to a cue that comes later in the schedule, carrying out what lies
             between, instead of improvising (``divergence="participate"``).
-
-    Attributes:
-        facts: what has been done so far; only ``reduces`` is set from outside.
-        listeners: called with each event that is carried out.
     """
 
     def __init__(
@@ -76,14 +68,14 @@ class Runtime:
         self._skip = self._participate if participates else None
         self.trained = Trained(units.values(), comm, precision.stored)
         self.schedules, self._cursor = Schedules(units, policy, order), Cursor("train", ())
-        self.facts = Facts(trained=self.trained.units)
+        self.facts = Facts(trained=self.trained.units)  # only ``reduces`` is set from outside
         #: Nothing is gathered where parameters are whole at rest, so nobody is told of it.
         self._untold = {
             (op, unit) for unit in units if not policy.gathers(unit) for op in (Op.GATHER, Op.FREE)
         }
         self._peers_may_read = False  # a peer may still compute with shared parameters
         self._pinned: frozenset[str] = frozenset()  # before the forward pass without gradients
-        self.listeners: list[Callable[[Event], None]] = []
+        self.listeners: list[Callable[[Event], None]] = []  # of events that are carried out
 
     def whole_trainable(self) -> Iterator[nn.Parameter]:
         """The trainable parameters that are whole now."""
@@ -131,7 +123,7 @@ class Runtime:
             self._carry_out(step.after)
 
     def _improvised(self, cue: Cue) -> Step:
-        last = not self._cursor.unfinished_backward(cue.unit)
+        last = not self._cursor.awaits_backward(cue.unit, Op.EXIT)
         listed = tuple(improvise(self.policy, self.facts, cue, last))
         return Step(cue, listed, ()) if cue.op is Op.ENTER else Step(cue, (), listed)
 
@@ -207,17 +199,15 @@ class Runtime:
             bucket.gradients.set_aside()
 
     def collect(self, state: UnitState, bucket: Bucket, index: int, grad: Tensor) -> bool:
-        """Move a parameter's gradient into the gradient bucket.
-
-        Returns:
-            Whether that was the last gradient of the unit, and no other call of it will be entered.
-        """
+        """Move a parameter's gradient into the gradient bucket; was it the unit's last one?"""
         if not bucket.is_whole:
             raise gradient_without_gather(bucket.members[index].name, state.name)
         if state.name in self.facts.reducing:  # nothing may be written into what travels
             self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
         complete = bucket.gradients.collect(index, grad, not self.facts.reduces)
-        return complete and state.complete and not self._cursor.unstarted_backward(state.name)
+        if not (complete and state.complete):
+            return False
+        return not self._cursor.awaits_backward(state.name, Op.ENTER)
 
     def end_backward(self, kept: bool) -> None:
         """After the last gradient; ``kept``: the graph of the pass is there for another one."""
@@ -254,7 +244,7 @@ class Runtime:
         whole = [name for name in self.units if name in gathered]  # in one order on every rank
         self._carry_out([Event(Op.FREE, name, Phase.FORWARD, "between steps") for name in whole])
         for name in [name for name in whole if name in gathered]:
-            self.units[name].end_step()
+            self.units[name].free(still_read=True)
         for state in self.units.values():
             state.expire()
         gathered.clear()

@@ -14,22 +14,13 @@ __all__ = ["UnitState"]
 
 
 class UnitState:
-    """A unit's buckets, one for each combination of dtypes and trainability.
-
-    Attributes:
-        trainable: the buckets that take part in backward passes.
-        wholly_trained: every parameter has a gradient, so none is needed once all are there.
-    """
+    """A unit's buckets, one for each combination of dtypes and trainability."""
 
     def __init__(self, name: str, buckets: tuple[Bucket, ...]) -> None:
         self.name, self.buckets = name, buckets
-        self.trainable: list[Bucket] = []  # ``Trained`` sets both
-        self.wholly_trained = False
-
-    @property
-    def homes(self) -> frozenset[int]:
-        """The identities of the storages that hold its parameters while they are whole."""
-        return frozenset([bucket.storage_key for bucket in self.buckets])
+        # ``Trained`` sets both:
+        self.trainable: list[Bucket] = []  # those that take part in backward passes
+        self.wholly_trained = False  # is every parameter trained?
 
     @property
     def collected(self) -> bool:
@@ -82,25 +73,18 @@ class UnitState:
         for bucket in self.trainable:
             bucket.gradients.settle()
 
-    def free(self) -> None:
+    def free(self, still_read: bool = False) -> None:
+        """Let the parameters be shards; ``still_read``: their memory stays."""
         try:
             self._keep_written()
         finally:
             for bucket in self.buckets:
-                bucket.free()
+                bucket.free(still_read)
 
     def expire(self) -> None:
         """An optimizer may step next: what was cast is old then."""
         for bucket in self.buckets:
             bucket.expire()
-
-    def end_step(self) -> None:
-        """Let the parameters be shards; their memory stays while something reads it."""
-        try:
-            self._keep_written()
-        finally:
-            for bucket in self.buckets:
-                bucket.free(still_read=True)
 
     def show_shards(self) -> None:
         """After a pass that stopped: parameters and ``.grad`` of a unit at rest. Nobody waits."""

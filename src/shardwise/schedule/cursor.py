@@ -96,15 +96,10 @@ class Cursor:
             self._at += 1
             skip(step)
 
-    def unfinished_backward(self, unit: str) -> bool:
-        """Was ``unit`` entered more often than the backward pass has left it?"""
-        entered = self._counts[Op.ENTER, unit, Phase.FORWARD]
-        return entered > self._counts[Op.EXIT, unit, Phase.BACKWARD]
-
-    def unstarted_backward(self, unit: str) -> bool:
-        """Was ``unit`` entered more often than the backward pass has entered it?"""
-        entered = self._counts[Op.ENTER, unit, Phase.FORWARD]
-        return entered > self._counts[Op.ENTER, unit, Phase.BACKWARD]
+    def awaits_backward(self, unit: str, op: Op) -> bool:
+        """Is the backward pass of a call of ``unit`` still to be entered (or left, by ``op``)?"""
+        called = self._counts[Op.ENTER, unit, Phase.FORWARD]
+        return called > self._counts[op, unit, Phase.BACKWARD]
 
     def changed_order(self) -> Order | None:
         """What came instead of what was expected; ``None`` if it is no order of a whole step.
