@@ -13,28 +13,24 @@ from torch.optim.optimizer import Optimizer
 from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor import ShardTensor
-from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.memory.sharding import sharding_of
 
 __all__ = ["cut_state", "is_scalar", "uncut_state"]
 
+# 0-dim state that counts or schedules steps, and is no element's value.
 BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
-"""0-dim state that is no element's: how far the optimizer is."""
 
 
 def is_scalar(name: str, value: Tensor, shape: torch.Size) -> bool:
-    """Is it one number for the whole parameter of this shape, and not one for each element?"""
+    """Is the state one number for a whole parameter of this shape, not one for each element?"""
     return value.ndim == 0 and (name in BOOKKEEPING or len(shape) > 0)
 
 
 def cut_state(optimizer: Optimizer, param: nn.Parameter, is_elementwise: bool) -> None:
-    """Let a parameter's state be plain tensors of the shape of this rank's shard.
-
-    Args:
-        is_elementwise: it is known that the optimizer has one value for each element, besides
-            numbers.
+    """Cut a parameter's state to plain tensors of the shape of this rank's shard.
 
     Raises:
-        OptimizerError: an elementwise optimizer has state of another shape.
+        OptimizerError: an optimizer that ``is_elementwise`` has tensors of another shape.
     """
     sharding, state = sharding_of(param), optimizer.state.get(param)
     if not state:
@@ -46,22 +42,17 @@ def cut_state(optimizer: Optimizer, param: nn.Parameter, is_elementwise: bool) -
             continue
         elif _is_elements(name, value, sharding.shape):
             state[name] = sharding.cut(value, param.shape).clone()
-        elif is_elementwise and name not in BOOKKEEPING:
-            _check_shape(name, value, param, sharding)
-
-
-def _check_shape(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -> None:
-    if value.shape != param.shape:
-        raise OptimizerError(
-            f"state {name!r} of parameter {sharding.name!r} has shape {tuple(value.shape)}; the "
-            f"shard here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another rank's "
-            "state, or that of other ranks. Load whole state, as an unsharded optimizer has it, or "
-            "use sharded.load_optimizer_state_dict() or sharded.load()."
-        )
+        elif is_elementwise and name not in BOOKKEEPING and value.shape != param.shape:
+            raise OptimizerError(
+                f"state {name!r} of parameter {sharding.name!r} has shape {tuple(value.shape)}; "
+                f"the shard here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another "
+                "rank's state, or that of other ranks. Load whole state, as an unsharded optimizer "
+                "has it, or use sharded.load_optimizer_state_dict() or sharded.load()."
+            )
 
 
 def uncut_state(optimizer: Optimizer, bucket: Bucket) -> None:
-    """Let the state of a bucket's parameters be that of whole ones. A collective."""
+    """Make the state of a bucket's parameters whole. A collective."""
     states = [optimizer.state.get(param, {}) for param in bucket.params]
     cut = [
         {name: value for name, value in state.items() if _is_elements(name, value, param.shape)}

@@ -98,7 +98,6 @@ class FlatOptimizer(Optimizer, ABC):
         super().add_param_group(resolved(param_group, self._sharded.buckets, taken, self._policy))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
         shown = Shown()
         shown.show([param for group in self.param_groups for param in group["params"]])
         super().zero_grad(set_to_none)

@@ -37,11 +37,11 @@ STEP = "step"  # the state that is one number for a parameter: how often it was 
 class FlatGradient:
     """Gradients, laid out like the shard."""
 
-    flat: Tensor  # [S]; what belongs to no gradient may be anything
-    copied: Sequence[tuple[Tensor, Tensor]] = ()  # with copies, where ``flat`` is not their memory
+    flat: Tensor  # [S]; elements that belong to no gradient are undefined
+    copied: Sequence[tuple[Tensor, Tensor]] = ()  # gradients outside ``flat``, and their copies
 
     def copy_back(self) -> None:
-        """Let the gradients be what their copies became."""
+        """Write the copies, which the update has changed, back to the gradients."""
         for gradient, copy in self.copied:
             gradient.copy_(copy)
 
@@ -60,7 +60,7 @@ class FlatState:
         self.bucket, self.shard = bucket, bucket.shard
         spec, views = bucket.spec, bucket.spec.rest_views(bucket.shard)
         ours = (i for i, param in enumerate(bucket.params) if id(param) in groups)
-        #: Which parameters of the bucket they are.
+        #: Their positions in ``bucket.params``.
         self.indices = sorted(ours, key=lambda i: (spec.slots[i].start, spec.slots[i].stop))
         self.params = [bucket.params[index] for index in self.indices]
         self.groups = [groups[id(param)] for param in self.params]
@@ -83,7 +83,7 @@ class FlatState:
     # ---- state -------------------------------------------------------------------------------
 
     def take(self, state: State) -> None:
-        """Let the state there is be views of flat memory, with the values that it has."""
+        """Move the present state into flat memory, and replace it by views of that."""
         for at, param in enumerate(self.params):
             of_param = state.get(param) or {}
             for name, value in of_param.items():
@@ -108,7 +108,7 @@ class FlatState:
         )
 
     def add_missing(self, state: State, at: int, names: Iterable[str]) -> bool:
-        """Give a slot the state of these names that it lacks, of zeros; was there any?"""
+        """Give a slot zeros for each of these names that it lacks; returns whether it lacked any."""
         of_param = state[self.params[at]]
         missing = [name for name in names if of_param.get(name) is None]
         of_param.update((name, self.state(name, at)) for name in missing)
@@ -122,7 +122,7 @@ class FlatState:
             self._views += [(of_param, name, of_param[name]) for name in of_param]
 
     def is_shown_by(self, state: State) -> bool:
-        """Does the optimizer still show this memory? Its user may have put other in its place."""
+        """Does ``state`` still hold these views? The user may have replaced some."""
         return all(of_param.get(name) is view for of_param, name, view in self._views) and all(
             state.get(param) is of_param for param, of_param in self._shown
         )
@@ -131,16 +131,13 @@ class FlatState:
         """A slot's state of this name: a view of the flat one, in the shape of the shard."""
         if name == STEP:
             return self._counters[at]
-        return self._flat_state(name)[self._starts[at] : self._starts[at + 1]].view(
-            self.values[at].shape
-        )
+        flat = self._flat_state(name)[self._starts[at] : self._starts[at + 1]]
+        return flat.view(self.values[at].shape)
 
     def state_of_run(self, name: str, first: int, start: int, stop: int) -> Tensor:
-        """State of a run of the shard, flat; 0-dim if it is one number.
+        """State of elements ``[start, stop)`` of the shard, flat; 0-dim if it is one number.
 
-        Args:
-            first: the position of the slot in which it starts.
-            start, stop: its elements of the shard.
+        ``first`` is the position of the slot in which they start.
         """
         if name == STEP:
             return self._counters[first]
@@ -165,7 +162,7 @@ class FlatState:
     # ---- values and gradients ------------------------------------------------------------------
 
     def adopt(self) -> bool:
-        """Take over values that were put in by ``param.data = ...``; is the memory the same?"""
+        """Copy values that were put in by ``param.data = ...``; is the memory still the same?"""
         if list(map(Tensor.data_ptr, self._solid_params)) != self._addresses:
             self.bucket.adopt()
         return self.bucket.shard is self.shard

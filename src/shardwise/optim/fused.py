@@ -27,9 +27,9 @@ class AdamWPolicy:
 
     Attributes:
         lr: the learning rate; a 0-dim tensor, too.
-        betas: how slowly the two moments forget, each in ``[0, 1)``.
+        betas: the decay rates of the two moments, each in ``[0, 1)``.
         eps: added to the root of the second moment.
-        weight_decay: the part of a parameter, times ``lr``, that is taken away in a step.
+        weight_decay: each step subtracts ``lr * weight_decay`` times the parameter.
         amsgrad: divide by the largest second moment so far.
         max_norm: the largest global norm of gradients; ``None`` = any.
     """
@@ -42,13 +42,11 @@ class AdamWPolicy:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            _not_negative(name, getattr(self, name))
+        _check_numbers(self, "lr", "eps", "weight_decay")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
                 f"betas are {self.betas}; each must be in [0, 1), as in (0.9, 0.999)."
             )
-        _a_norm(self.max_norm)
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,10 @@ class SGDPolicy:
 
     Attributes:
         lr: the learning rate; a 0-dim tensor, too.
-        momentum: how slowly the sum of past gradients forgets; 0 = there is none.
-        dampening: the part of a gradient that does not go into that sum.
-        nesterov: look ahead along the sum.
-        weight_decay: the part of a parameter that is added to its gradient.
+        momentum: the decay rate of the sum of past gradients; 0 = no momentum.
+        dampening: the part of a gradient that is not added to that sum.
+        nesterov: Nesterov momentum.
+        weight_decay: ``weight_decay`` times the parameter is added to its gradient.
         max_norm: the largest global norm of gradients; ``None`` = any.
     """
 
@@ -72,26 +70,23 @@ class SGDPolicy:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay"):
-            _not_negative(name, getattr(self, name))
+        _check_numbers(self, "lr", "momentum", "weight_decay")
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ConfigError(
                 f"nesterov needs a momentum and no dampening; they are {self.momentum} and "
                 f"{self.dampening}. Set momentum=0.9, dampening=0, or leave nesterov out."
             )
-        _a_norm(self.max_norm)
 
 
-def _not_negative(name: str, value: float | Tensor) -> None:
-    if not value >= 0:
-        raise ConfigError(f"{name} is {value}; it must not be negative.")
-
-
-def _a_norm(value: float | None) -> None:
-    if value is not None and not value > 0:
+def _check_numbers(policy: AdamWPolicy | SGDPolicy, *names: str) -> None:
+    """``names`` must not be negative; ``max_norm`` must be above 0."""
+    for name in names:
+        if not getattr(policy, name) >= 0:
+            raise ConfigError(f"{name} is {getattr(policy, name)}; it must not be negative.")
+    if policy.max_norm is not None and not policy.max_norm > 0:
         raise ConfigError(
-            f"max_norm is {value}; gradients would vanish. Set a norm above 0, or None to clip "
-            "nothing."
+            f"max_norm is {policy.max_norm}; gradients would vanish. Set a norm above 0, or None "
+            "to clip nothing."
         )
 
 

@@ -21,8 +21,8 @@ from shardwise.units.units import Member
 
 __all__ = ["Policy", "check_loaded", "chosen", "defaults", "resolved"]
 
+# Options of torch's groups that have one value here.
 FIXED = {"maximize": False, "decoupled_weight_decay": True}
-"""Options of torch's groups that have one value here."""
 
 
 class Policy(Protocol):
@@ -71,8 +71,8 @@ def resolved(
     selected: dict[int, Member] = {}
     for entry in [given] if isinstance(given, str | Tensor) else given:
         if isinstance(entry, str):
-            some = _matching(entry, members.values())
-            selected |= {key: m for m in some if (key := id(m.param)) not in taken}
+            matching = _matching(entry, members.values())
+            selected |= {key: m for m in matching if (key := id(m.param)) not in taken}
         else:
             param = entry[1] if isinstance(entry, tuple) else entry
             if id(param) not in members:

@@ -22,7 +22,7 @@ from shardwise.torch_internals import disable_torch_function, foreach_mul_, fore
 __all__ = ["Place", "chosen", "clip_gradients", "norm_of", "places_of"]
 
 
-Place = tuple[Bucket, int]  # a parameter: its bucket, and which one it is there
+Place = tuple[Bucket, int]  # a parameter's bucket, and its position in ``bucket.params``
 
 
 def places_of(buckets: Iterable[Bucket]) -> dict[int, Place]:
@@ -37,9 +37,9 @@ def chosen(places: Mapping[int, Place], parameters: Iterable[Tensor]) -> list[Pl
         ConfigError: one has none.
     """
     asked = list(dict.fromkeys(map(id, parameters)))
-    if strange := sum(param not in places for param in asked):
+    if foreign := sum(param not in places for param in asked):
         raise ConfigError(
-            f"{strange} of the {len(asked)} parameters whose gradients are to be clipped are not "
+            f"{foreign} of the {len(asked)} parameters whose gradients are to be clipped are not "
             "those of this sharded model. Pass some of its own, such as model.actor.parameters(), "
             "and clip those of other models by their own handles."
         )
@@ -54,14 +54,13 @@ def clip_gradients(
     Args:
         places: the parameters that have them.
         comm: all ranks.
-        max_norm: the largest norm allowed.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
 
     Returns:
         The norm before clipping, 0-dim fp32, the same on every rank.
 
     Raises:
-        ConfigError: there is no such norm.
+        ConfigError: ``norm_type`` is not above 0.
     """
     if not norm_type > 0:
         raise ConfigError(
@@ -82,13 +81,11 @@ def clip_gradients(
 def norm_of(
     parts: Iterable[tuple[int, Tensor]], comm: Comm, whole: bool, norm_type: float = 2.0
 ) -> Tensor:
-    """The p-norm of gradients over all ranks. One collective, unless all of them are here.
+    """The p-norm of gradients over the ranks of ``comm``. One collective, unless ``whole``.
 
     Args:
-        parts: flat gradients, each with the rank that summed it; those of peers count if ``whole``.
-        comm: the ranks.
-        whole: the parts of every rank are here.
-        norm_type: the p.
+        parts: flat gradients, each with the rank that summed it.
+        whole: ``parts`` are those of every rank; otherwise those of peers are left out.
 
     Returns:
         0-dim fp32, the same bits on every rank.

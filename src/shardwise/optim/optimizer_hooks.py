@@ -51,8 +51,8 @@ _REASONS = {
     "Adafactor": "its factored second moment averages over whole rows and columns",
     "Muon": "it orthogonalises whole matrices",
 }
+# Optimizers for which the warning about parameters in no sharded model was given.
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that were said to hold parameters that are in no sharded model."""
 
 
 class Shown(dict[str, Any]):
@@ -99,8 +99,7 @@ class OptimizerHooks:
 
     Args:
         params: the model's parameters.
-        before_step: a method that is called before each step of an optimizer that holds any of
-            them; held weakly.
+        before_step: a method, held weakly, called before each step of an optimizer that holds any.
         comm: the ranks.
     """
 

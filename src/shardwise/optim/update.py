@@ -74,19 +74,14 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a fused kernel: runs of one dtype and one group, all new or none.
-
-    Attributes:
-        params: slices of shards, one for each run.
-        state: the same slices of state, by name; 0-dim where it is one number.
-        gradients: the positions of their gradients among those of all runs.
-    """
+    """One call of a fused kernel: runs of one dtype and one group, all new or none."""
 
     group: int  # the position of the parameter group
     is_first: bool  # was their state made for this step?
-    params: list[Tensor] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)  # slices of shards, one for each run
+    # The same slices of state, by name; 0-dim where it is one number.
     state: dict[str, list[Tensor]] = field(default_factory=dict)
-    gradients: list[int] = field(default_factory=list)
+    gradients: list[int] = field(default_factory=list)  # positions among those of all runs
 
 
 @dataclass(frozen=True)
@@ -119,6 +114,7 @@ def decide(
     """
     calls: dict[tuple[torch.dtype, int, bool], Call] = {}
     views, ranks = list[Views | None](), list[int]()
+    params, counted = list[nn.Parameter](), list[Tensor | None]()
     for state, of_slots in zip(states, keys, strict=True):
         spec = state.bucket.spec
         of_bucket = runs(state.ranges, of_slots, spec.piece_numel)
@@ -133,14 +129,9 @@ def decide(
             ranks.append(spec.summed_by(run.start))
         flat = [(run.start, run.stop, (run.stop - run.start,)) for run in of_bucket]
         views.append(Views(flat, state.shard.numel()) if flat else None)
-    pairs = list(zip(states, keys, strict=True))
-    params = [
-        param
-        for state, of_slots in pairs
-        for param, key in zip(state.params, of_slots, strict=True)
-        if key is not None
-    ]
-    counted = [_counted(state, of_slots, names) for state, of_slots in pairs]
+        pairs = zip(state.params, of_slots, strict=True)
+        params += [param for param, key in pairs if key is not None]
+        counted.append(_counted(state, of_slots, names))
     return Update(list(calls.values()), views, ranks, params, counted)
 
 
