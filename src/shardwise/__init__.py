@@ -92,7 +92,7 @@ _HOMES = (
     "checkpoint",
     "tracing",
 )
-_MODULES = {"wrap": "units.wrap"}  # of the public face, where they lie
+_MODULES = {"wrap": "units.wrap"}  # public modules that lie in a folder
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that exists
 
@@ -102,7 +102,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that exist
             return import_module("shardwise.version").__version__
         for home in _HOMES if name in __all__ else ():
             module = import_module(f"shardwise.{home}")
-            if name in module.__all__:
+            if name in vars(module):
                 return globals().setdefault(name, getattr(module, name))
         try:
             return import_module(f"shardwise.{_MODULES.get(name, name)}")

@@ -13,8 +13,6 @@ import torch
 
 from shardwise.errors import ConfigError, nearest
 
-__all__ = ["ROWS", "Accelerator", "Backend", "Peak", "peak", "row"]
-
 
 @dataclass(frozen=True)
 class Backend:

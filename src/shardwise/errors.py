@@ -17,18 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DamagedCheckpoint",
-    "OptimizerError",
-    "RanksDisagree",
-    "ScheduleError",
-    "ShardUseError",
-    "ShardwiseError",
-    "nearest",
-]
-
 
 class ShardwiseError(Exception):
     """The root of the tree above."""

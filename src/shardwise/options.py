@@ -12,8 +12,6 @@ from shardwise.schedule.events import Prefetch
 from shardwise.setup.materialise import Init, default_init
 from shardwise.synonyms import option_hint
 
-__all__ = ["Options"]
-
 
 @dataclass(frozen=True)
 class Options:

@@ -21,8 +21,6 @@ from shardwise.accelerators import row
 from shardwise.comm.reduction import Reduction
 from shardwise.errors import ConfigError
 
-__all__ = ["AVERAGES", "Dtypes", "Precision", "dtype_name"]
-
 AVERAGES = ("postdivide", "predivide", "sqrt", "avg")
 
 

@@ -11,8 +11,6 @@ from shardwise.memory.spec import BucketSpec
 from shardwise.precision import dtype_name
 from shardwise.schedule.events import Event, Op, UnitBytes
 
-__all__ = ["Layouts", "Schedule", "size"]
-
 
 def size(nbytes: float) -> str:
     """``1536`` → ``"1.5 KiB"``."""
@@ -25,22 +23,14 @@ def size(nbytes: float) -> str:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step's events; iterate over ``events``, or print it.
+    """One step's events; iterate over ``events``, or print it."""
 
-    Attributes:
-        events: the step, in order.
-        nbytes: bytes of each unit.
-        strategy, mode: of the schedule.
-        world: number of ranks.
-        meshes: the axes of each unit.
-    """
-
-    events: tuple[Event, ...]
-    nbytes: Mapping[str, UnitBytes]
+    events: tuple[Event, ...]  # the step, in order
+    nbytes: Mapping[str, UnitBytes]  # of each unit
     strategy: str
     mode: str
-    world: int
-    meshes: Mapping[str, Mesh]
+    world: int  # number of ranks
+    meshes: Mapping[str, Mesh]  # the axes of each unit
 
     def sent(self, event: Event) -> int:
         """Bytes that one rank sends for ``event``."""
@@ -54,8 +44,7 @@ class Schedule:
 
     def __str__(self) -> str:
         width = max([len(_name(unit)) for unit in self.nbytes], default=6)
-        lines = [self._title()]
-        phase, depth = None, 0
+        lines, phase, depth = [self._title()], None, 0
         for event in self.events:
             if event.phase is not phase:
                 phase = event.phase

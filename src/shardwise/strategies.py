@@ -12,8 +12,6 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.schedule.placement import Placement
 from shardwise.synonyms import parse_strategy
 
-__all__ = ["STRATEGIES", "placement_of"]
-
 _PRESETS = {
     "no_shard": Placement("no_shard", splits=False, resident=True, frees=False),
     "zero1": Placement("zero1", splits=True, resident=True, frees=False),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OPTIMIZER_OPTIONS", "option_hint", "parse_strategy"]
-
 _STRATEGIES = {
     # The numbers are those of torch's ShardingStrategy, which accelerate took over.
     "no_shard": "3 ddp distributed_data_parallel replicate zero0 zero_0 stage_0",

@@ -14,51 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
-
-__all__ = [
-    "ASSIGN",
-    "NO_TORCH_FUNCTION",
-    "FakeTensorMode",
-    "OpOverload",
-    "after_accumulation",
-    "base_of",
-    "buffers_of",
-    "children_of",
-    "disable_torch_function",
-    "engine_executes",
-    "foreach_copy_",
-    "foreach_mul_",
-    "foreach_norm",
-    "fused_adamw_",
-    "fused_sgd_",
-    "get_data",
-    "get_grad",
-    "get_version",
-    "graph_task",
-    "hooks_behind",
-    "is_accumulate_grad",
-    "is_transformed",
-    "keeps_graph",
-    "next_sequence_number",
-    "parameters_of",
-    "queue_callback",
-    "sequence_number",
-    "set_after_accumulation",
-    "set_data",
-    "set_grad",
-    "skip_in_dynamo",
-    "split_flat",
-    "storage_key",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "watch_compiler",
-]
 
 _SLOTS = cast("Any", Tensor)
 
@@ -98,6 +57,12 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
+
+OpOverload = torch._ops.OpOverload
+FakeTensorMode = fake_tensor.FakeTensorMode
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
+tree_map_only = _pytree.tree_map_only
 
 # ---- modules ---------------------------------------------------------------------------------
 

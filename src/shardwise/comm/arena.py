@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "Heap", "SymmetricHeap"]
-
 SIZE = 1 << 40  # bytes of address space per file; untouched pages cost nothing
 PAGE = mmap.PAGESIZE
 

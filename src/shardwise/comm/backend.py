@@ -32,8 +32,6 @@ from shardwise.comm.transport import IMMEDIATE, Group, Shutdown, Transfer, noop
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
-__all__ = ["BackendComm"]
-
 SUCCESS = 0  # of torch's C++ enum WorkResult
 SELF_TEST = Collective(-1, "self-test", "self-test of AVG", "", 0)
 

@@ -27,8 +27,6 @@ from shardwise.comm.shared_memory import shared_memory
 from shardwise.comm.transport import IMMEDIATE, Shutdown
 from shardwise.errors import ConfigError, RanksDisagree
 
-__all__ = ["connect", "load_backend", "over"]
-
 TIMEOUT = 1800.0  # seconds for which a rank waits for a slow one
 TRANSPORTS = ("auto", "memory", "messages", "native")
 LINGER = 5.0  # seconds for which the rank that serves the store waits for the others to close

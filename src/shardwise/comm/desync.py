@@ -11,22 +11,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-__all__ = [
-    "Collective",
-    "RankProgress",
-    "by_ranks",
-    "diagnose",
-    "differing_facts",
-    "facts_differ",
-    "format_ranks",
-    "mismatch",
-    "missing_ranks",
-    "rank_died",
-    "rank_left",
-    "still_waiting",
-    "timed_out",
-]
-
 T = TypeVar("T")
 UNUSABLE = "This group cannot be used any more."
 NO_TAG = 2**31 - 1  # no collective has this tag, so a message with it never matches another

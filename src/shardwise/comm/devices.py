@@ -20,15 +20,6 @@ import torch
 from shardwise.accelerators import ROWS, Accelerator, row
 from shardwise.errors import ConfigError
 
-__all__ = [
-    "detect",
-    "device_count",
-    "device_module",
-    "device_of",
-    "imported",
-    "variables_to_set",
-]
-
 
 def detect() -> Accelerator:
     """The row of the accelerator that torch sees here; the CPU's if none has a row.

@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from shardwise.errors import ConfigError
 
-__all__ = ["Launch", "read_launch"]
-
 LOOPBACK = "127.0.0.1"
 PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports
 # SLURM's step ids from here on are not srun's, such as batch scripts.

@@ -22,8 +22,6 @@ from shardwise.comm.protocol import (
 )
 from shardwise.errors import ConfigError
 
-__all__ = ["FakeComm"]
-
 
 class FakeComm(Comm):
     """One rank of a group that does not exist. Final; see ``Comm``."""

@@ -27,8 +27,6 @@ from shardwise.comm.transport import IMMEDIATE, Shutdown
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
-__all__ = ["GlooComm", "close_connections"]
-
 STARTUP = Collective(-2, "greeting", "start", "", 0)
 IMMEDIATELY = timedelta(milliseconds=1)
 CONNECTED = Collective(-1, "greeting", "connection", "", 0)
@@ -67,11 +65,6 @@ class GlooComm(MessagesComm):
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
         self._watchdog.issue(collective)
-        return self._post_messages(collective, sends, receives)
-
-    def _post_messages(
-        self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
-    ) -> Callable[[], None]:
         group, tag = self._group, collective.tag
         works = self._works[collective.seq] = []
         peer = -1
@@ -87,11 +80,11 @@ class GlooComm(MessagesComm):
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
         # With a message to each peer: a connection reports a dead peer, the store does not.
-        buffers = {peer: torch.empty(1) for peer in self.peers}
-        sends = dict.fromkeys(buffers, torch.zeros(1))
+        sends = dict.fromkeys(self.peers, torch.zeros(1))
+        receives = {peer: torch.empty(1) for peer in self.peers}
 
         def exchange_messages() -> None:
-            self._post_messages(collective, sends, buffers)()
+            self._post(collective, sends, receives)()
 
         return self._watchdog.gather_texts(collective, text, exchange_messages)
 

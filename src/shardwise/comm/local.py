@@ -11,8 +11,6 @@ from torch import Tensor
 from shardwise.comm.protocol import CLOSED, Comm, Completed, Label, OnReceived, Pending
 from shardwise.comm.transport import IMMEDIATE, Shutdown
 
-__all__ = ["LocalComm"]
-
 
 class LocalComm(Comm):
     """Rank 0 of 1. Final; see ``Comm``."""

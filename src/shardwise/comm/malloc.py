@@ -11,8 +11,6 @@ import os
 
 from torch import Tensor
 
-__all__ = ["in_huge_pages", "keep_mapped", "trim"]
-
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 KEEP_BYTES = 1 << 30  # bytes: freed memory up to this stays mapped in the process
 OLD_GLIBC_MAX = 1 << 25  # the maximum of older versions of glibc

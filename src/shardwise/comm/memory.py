@@ -15,8 +15,6 @@ from torch import Tensor, UntypedStorage
 
 from shardwise.comm.arena import Heap, SymmetricHeap
 
-__all__ = ["Memory", "SharedMemory"]
-
 
 class Memory:
     """Memory of one rank on one device.

@@ -19,8 +19,6 @@ from typing import NamedTuple
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 
-__all__ = ["Mesh"]
-
 
 class Mesh(NamedTuple):
     """One rank's position in a grid of ranks."""

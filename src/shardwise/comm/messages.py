@@ -16,8 +16,6 @@ from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import OnReceived, rows_of
 from shardwise.comm.transport import IMMEDIATE, Group, Shutdown, Transfer
 
-__all__ = ["MessagesComm"]
-
 
 class MessagesComm(Group):
     """One rank's communicator in a group whose ranks send messages. See ``Comm``."""

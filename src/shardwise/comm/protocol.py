@@ -19,17 +19,6 @@ from torch import Tensor
 from shardwise.comm.memory import Memory
 from shardwise.errors import ConfigError
 
-__all__ = [
-    "Comm",
-    "Completed",
-    "Counters",
-    "Label",
-    "OnReceived",
-    "Pending",
-    "check_divisible",
-    "rows_of",
-]
-
 CLOSED = "it closed its communicator"
 
 OnReceived = Callable[[Sequence[Tensor] | Tensor], None]

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from shardwise.comm.protocol import Comm, Completed, Label, Pending
 
-__all__ = ["PendingReduction", "Reduction", "sum_in_rank_order"]
-
 CHUNK = 1 << 16  # elements summed at a time, so that they stay in the L2 cache
 
 

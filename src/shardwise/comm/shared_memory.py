@@ -40,8 +40,6 @@ from shardwise.comm.transport import IMMEDIATE, Group, InFlight, Shutdown, Trans
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
-__all__ = ["SharedMemoryComm", "shared_memory"]
-
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 ROWS = 1024  # most collectives in flight: a rank that issues more first completes its oldest

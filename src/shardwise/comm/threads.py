@@ -25,8 +25,6 @@ from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Comm
 from shardwise.errors import RanksDisagree
 
-__all__ = ["run"]
-
 T = TypeVar("T")
 
 

@@ -30,8 +30,6 @@ from shardwise.comm.protocol import (
 from shardwise.comm.watchdog import process_exit_reason
 from shardwise.errors import RanksDisagree
 
-__all__ = ["Group", "InFlight", "Shutdown", "Transfer"]
-
 
 def noop() -> None:
     """Do nothing."""

@@ -20,19 +20,9 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.comm.desync import (
-    Collective,
-    RankProgress,
-    diagnose,
-    missing_ranks,
-    rank_died,
-    rank_left,
-    still_waiting,
-    timed_out,
-)
+from shardwise.comm import desync
+from shardwise.comm.desync import Collective, RankProgress
 from shardwise.errors import RanksDisagree
-
-__all__ = ["Wait", "Watchdog", "process_exit_reason"]
 
 POLL_INTERVAL = 0.5  # seconds between two checks whether this rank waits
 FIRST_CHECK = 1.0  # seconds of waiting before the first look at other ranks
@@ -149,9 +139,9 @@ class Watchdog:
         except RuntimeError:
             return self.fail(_without_store(error, waiting[self._rank], peer))
         for rank in [peer] if peer in ended else ended:
-            return self.fail(rank_left(rank, ended[rank].ended, ended[rank].issued, waiting))
+            return self.fail(desync.rank_left(rank, ended[rank].ended, ended[rank].issued, waiting))
         if peer >= 0:
-            return self.fail(rank_died(peer, waiting))
+            return self.fail(desync.rank_died(peer, waiting))
         return self.fail(f"{waiting[self._rank]} failed on rank {self._rank}: {error}")
 
     def leave(self, reason: str, linger: float = 0.0) -> None:
@@ -198,15 +188,15 @@ class Watchdog:
         try:
             self._publish(waits=collective.seq)
             progress = self._read_progress()
-            reason = self._read("verdict") or diagnose(progress)
+            reason = self._read("verdict") or desync.diagnose(progress)
         except RuntimeError as error:
             return _without_store(error, collective, waits.peer), ""
         missing = [waits.peer]
         if waits.peer < 0:
-            missing = missing_ranks(progress, self._size, collective)
+            missing = desync.missing_ranks(progress, self._size, collective)
         if not reason and age > self._timeout:
-            reason = timed_out(missing, age, {self._rank: collective})
-        return reason, still_waiting(self._rank, progress, missing, age, collective)
+            reason = desync.timed_out(missing, age, {self._rank: collective})
+        return reason, desync.still_waiting(self._rank, progress, missing, age, collective)
 
     # --- the store -------------------------------------------------------------------------
 

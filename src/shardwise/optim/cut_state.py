@@ -15,8 +15,6 @@ from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.memory.sharding import sharding_of
 
-__all__ = ["cut_state", "is_scalar", "uncut_state"]
-
 # 0-dim state that counts or schedules steps, and is no element's value.
 BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
 

@@ -30,8 +30,6 @@ from shardwise.optim.optimizer_hooks import Shown
 from shardwise.optim.update import Call, Key, Update, decide
 from shardwise.torch_internals import disable_torch_function
 
-__all__ = ["FlatOptimizer"]
-
 
 @runtime_checkable
 class ShardedModel(Protocol):

@@ -27,8 +27,6 @@ from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import sharding_of
 from shardwise.torch_internals import get_version
 
-__all__ = ["STEP", "FlatGradient", "FlatState", "State"]
-
 State = MutableMapping[Any, dict[str, Any]]  # ``optimizer.state``: by parameter, by name
 STEP = "step"  # the state that is one number for a parameter: how often it was updated
 
@@ -108,7 +106,7 @@ class FlatState:
         )
 
     def add_missing(self, state: State, at: int, names: Iterable[str]) -> bool:
-        """Give a slot zeros for each of these names that it lacks; returns whether it lacked any."""
+        """Give a slot zeros for each of these names that it lacks; did it lack any?"""
         of_param = state[self.params[at]]
         missing = [name for name in names if of_param.get(name) is None]
         of_param.update((name, self.state(name, at)) for name in missing)

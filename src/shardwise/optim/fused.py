@@ -18,8 +18,6 @@ from shardwise.optim.flat_state import STEP
 from shardwise.optim.update import Call
 from shardwise.torch_internals import fused_adamw_, fused_sgd_
 
-__all__ = ["SGD", "AdamW", "AdamWPolicy", "SGDPolicy"]
-
 
 @dataclass(frozen=True)
 class AdamWPolicy:

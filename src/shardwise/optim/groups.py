@@ -19,8 +19,6 @@ from shardwise.memory.sharding import sharding_of
 from shardwise.synonyms import OPTIMIZER_OPTIONS
 from shardwise.units.units import Member
 
-__all__ = ["Policy", "check_loaded", "chosen", "defaults", "resolved"]
-
 # Options of torch's groups that have one value here.
 FIXED = {"maximize": False, "decoupled_weight_decay": True}
 

@@ -19,9 +19,6 @@ from shardwise.memory.spec import cut_at_multiples
 from shardwise.memory.tensor_reductions import CHUNK
 from shardwise.torch_internals import disable_torch_function, foreach_mul_, foreach_norm, get_grad
 
-__all__ = ["Place", "chosen", "clip_gradients", "norm_of", "places_of"]
-
-
 Place = tuple[Bucket, int]  # a parameter's bucket, and its position in ``bucket.params``
 
 

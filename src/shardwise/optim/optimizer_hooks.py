@@ -29,8 +29,6 @@ from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.cut_state import cut_state, uncut_state
 from shardwise.torch_internals import hooks_behind, skip_in_dynamo
 
-__all__ = ["OptimizerHooks", "Shown"]
-
 log = logging.getLogger("shardwise")
 
 _ELEMENTWISE = (

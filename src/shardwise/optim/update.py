@@ -31,8 +31,6 @@ from shardwise.memory.spec import cut_at_multiples
 from shardwise.memory.views import Views
 from shardwise.optim.flat_state import STEP, FlatState
 
-__all__ = ["Call", "Key", "Run", "Update", "decide", "runs"]
-
 
 class Run(NamedTuple):
     """Elements ``[start, stop)`` of a shard that are updated in one go."""
