@@ -1,4 +1,4 @@
-"""``python -m benchmarks step …``, ``gpu …``, ``programs …``; with none, a short ``step``."""
+"""``python -m benchmarks step …``, ``gpu …``; with none, a short ``step``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import benchmarks.checkpoint.run
 import benchmarks.faults.run
 import benchmarks.gpu.run
 import benchmarks.mutants.run
-import benchmarks.programs.run
 import benchmarks.step.profile
 import benchmarks.step.run
 from benchmarks.harness.command import command, follow, log
@@ -23,7 +22,6 @@ BENCHMARKS = {
     "gpu": benchmarks.gpu.run,
     "checkpoint": benchmarks.checkpoint.run,
     "faults": benchmarks.faults.run,
-    "programs": benchmarks.programs.run,
     "mutants": benchmarks.mutants.run,
     "profile": benchmarks.step.profile,
 }
