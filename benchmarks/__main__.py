@@ -1,4 +1,4 @@
-"""``python -m benchmarks step …``, ``gpu …``; with none, a short ``step``."""
+"""``python -m benchmarks step …``, ``gpu …``, ``checkpoint …``; with none, a short ``step``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,11 @@ import benchmarks.checkpoint.run
 import benchmarks.faults.run
 import benchmarks.gpu.run
 import benchmarks.mutants.run
-import benchmarks.step.profile
 import benchmarks.step.run
 from benchmarks.harness.command import command, follow, log
-from benchmarks.harness.record import with_tables
-from benchmarks.harness.report import read
+from benchmarks.harness.report import read, with_tables
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
-BENCHMARKS = {
-    "step": benchmarks.step.run,
-    "gpu": benchmarks.gpu.run,
-    "checkpoint": benchmarks.checkpoint.run,
-    "faults": benchmarks.faults.run,
-    "mutants": benchmarks.mutants.run,
-    "profile": benchmarks.step.profile,
-}
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -35,7 +25,8 @@ def main(context: click.Context) -> None:
         follow(benchmarks.step.run.run(benchmarks.step.run.SHORT, log))
 
 
-for name, module in BENCHMARKS.items():
+for name in ("step", "gpu", "checkpoint", "faults", "mutants"):
+    module = getattr(benchmarks, name).run
     main.add_command(command(name, module.Config, module.run))
 
 

@@ -1,7 +1,6 @@
 """What each rank does: interleaved rounds in which every method saves and loads, and one watched.
 
-Before any clock runs, both models must hold the same state, by a digest of all ranks. After
-every load each rank compares every bit with what was there when saving began. Training goes
+After every load each rank compares every bit with what was there when saving began. Training goes
 on while an asynchronous method saves, so its checkpoint must have the state of before.
 """
 
@@ -17,17 +16,21 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.files import (
     IN_MEMORY,
-    Sent,
     forget,
     from_disk,
     kind_of,
     nbytes_of,
     remove_together,
-    sent,
 )
-from benchmarks.checkpoint.methods import METHODS, Method, method_of, synchronous, trained_model
-from benchmarks.checkpoint.state import Size, digest
-from benchmarks.checkpoint.trained import Bits, TrainedModel
+from benchmarks.checkpoint.methods import (
+    METHODS,
+    Method,
+    is_async,
+    method_of,
+    synchronous,
+    trained_model,
+)
+from benchmarks.checkpoint.trained import Bits, Size, TrainedModel
 from benchmarks.harness.memory import held_by, samples, trim
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.workers import Worker, Workers
@@ -44,8 +47,6 @@ class Lap:
     stall: float  # until training may go on
     save: float  # until all is durable; with the steps that are taken meanwhile
     load: float  # its files are in memory
-    save_sent: Sent
-    load_sent: Sent
     nbytes: int  # of the files
     cold: float | None = None  # they are not in memory; ``None`` where they always are
     from_disk: int = 0  # bytes that the cold load fetched from the disk
@@ -57,7 +58,6 @@ class Lap:
 class Measured:
     """What one rank measured."""
 
-    digest: str  # of the state that was saved, the same for all methods
     bucket: int  # bytes of our largest unit
     laps: dict[str, list[Lap]]  # ``"KIND METHOD"`` → one for each round
 
@@ -76,17 +76,15 @@ def measure(worker: Worker, task: Task) -> None:
     """What each rank runs. Sends a ``Measured``."""
     with worker.group():
         models = {name: trained_model(name, task.size) for name in ("ours", "dcp")}
-        digests = {name: digest(trained.parts()) for name, trained in models.items()}
-        if len(set(digests.values())) > 1:
-            raise RuntimeError(f"the models do not hold the same state: {digests}")
         bits = {name: trained.copy() for name, trained in models.items()}
-        methods = {name: method_of(name, models[_model_of(name)]) for name in METHODS}
+        model_of = {name: "ours" if name.startswith("ours") else "dcp" for name in METHODS}
+        methods = {name: method_of(name, models[model_of[name]]) for name in METHODS}
 
         def lap(name: str, _: int) -> Lap:
             kind, method = name.split()
             gc.collect()
             folder = Path(task.places[kind]) / "step-1"
-            return _lap(methods[method], folder, bits[_model_of(method)], task.size)
+            return _lap(methods[method], folder, bits[model_of[method]], task.size)
 
         first, *others = task.places
         names = [f"{first} {method}" for method in methods]
@@ -94,45 +92,27 @@ def measure(worker: Worker, task: Task) -> None:
         for name in names:
             lap(name, 0)  # imports and allocates for all
         laps = interleaved(names, task.rounds, lap)
-        bucket = max(trained.bucket for trained in models.values())
-        worker.send(Measured(digests["ours"], bucket, laps))
-
-
-def is_async(method: str) -> bool:
-    """Does it return before all is durable?"""
-    return method.endswith("_async")
-
-
-def _model_of(method: str) -> str:
-    return "ours" if method.startswith("ours") else "dcp"
+        worker.send(Measured(models["ours"].bucket, laps))
 
 
 def _lap(method: Method, folder: Path, bits: Bits, size: Size) -> Lap:
     trained, batch = method.trained, size.batch(dist.get_rank())
-    alone = _steps(trained, batch) if method.is_async else 0.0
+    alone = 0.0
     if method.is_async:
+        dist.barrier()
+        alone = _steps(trained, batch)
         trained.put(bits)
     steps = trained.steps
-    before = sent(trained.sharded)
     stall, meanwhile, save = _save(method, folder, batch)
-    saved = _since(before, trained)
     dist.barrier()
     nbytes = nbytes_of(folder)
-    before = sent(trained.sharded)
     load = _load(method, folder, bits, steps)
-    loaded = _since(before, trained)
     cold, fetched = _cold(method, folder, bits, steps)
     remove_together(folder)
-    return Lap(stall, save, load, saved, loaded, nbytes, cold, fetched, alone, meanwhile)
-
-
-def _since(before: Sent, trained: TrainedModel) -> Sent:
-    after = sent(trained.sharded)
-    return Sent(after.collectives - before.collectives, after.nbytes - before.nbytes)
+    return Lap(stall, save, load, nbytes, cold, fetched, alone, meanwhile)
 
 
 def _steps(trained: TrainedModel, batch: Batch) -> float:
-    dist.barrier()
     start = perf_counter()
     for _ in range(STEPS):
         trained.step(batch)
@@ -147,12 +127,9 @@ def _save(method: Method, folder: Path, batch: Batch) -> tuple[float, float, flo
     start = perf_counter()
     wait = method.save(folder)
     stall = perf_counter() - start
-    meanwhile = 0.0
-    if method.is_async:
-        for _ in range(STEPS):
-            method.trained.step(batch)
-        meanwhile = perf_counter() - start - stall
-    wait()
+    meanwhile = _steps(method.trained, batch) if method.is_async else 0.0
+    if wait is not None:
+        wait()
     return stall, meanwhile, perf_counter() - start
 
 
@@ -191,10 +168,9 @@ def extra_memory(name: str, size: Size, world: int, folder: Path) -> dict[str, i
     one save and load to warm up, with freed memory given back; for a load, which makes the
     optimizer's moments, the base has their bytes, too. An asynchronous method only saves.
     """
+    phases = ["save"] if is_async(name) else ["save", "load"]
     with Workers(world, _hold, name, size, str(folder)) as workers:
-        return {
-            phase: _most(workers) for phase in (["save"] if is_async(name) else ["save", "load"])
-        }
+        return {phase: _most(workers) for phase in phases}
 
 
 def _most(workers: Workers) -> int:
@@ -220,7 +196,7 @@ def _hold(worker: Worker, name: str, size: Size, place: str) -> None:
         _save_and_wait(chosen, folder)
         worker.send("saved")
         if not chosen.is_async:
-            moments = sum(p.value.nbytes for p in trained.parts() if p.kind != "param")
+            moments = sum(v.nbytes for kind, _, _, v in trained.parts() if kind != "param")
             trained.renew()
             _begin(worker, moments)
             chosen.load(folder)
@@ -229,7 +205,7 @@ def _hold(worker: Worker, name: str, size: Size, place: str) -> None:
 
 
 def _begin(worker: Worker, moments: int = 0) -> None:
-    """Give back what is free, say what is left with the ``moments`` to come; start together."""
+    """Give back what is free, send what is left with the ``moments`` to come; start together."""
     gc.collect()
     trim()
     dist.barrier()
@@ -238,5 +214,7 @@ def _begin(worker: Worker, moments: int = 0) -> None:
 
 
 def _save_and_wait(method: Method, folder: Path) -> None:
-    method.save(folder)()
+    wait = method.save(folder)
+    if wait is not None:
+        wait()
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Every method to save and to load as the same three calls, on the same state.
+"""Every method to save and to load as the same two calls, on the same state.
 
     ours, ours_async    Sharded.save, save_async and load, with sw.optim.AdamW
     ours_step_async     save_async(copied_by="next_step")
@@ -25,28 +25,38 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from benchmarks.checkpoint.state import Size
-from benchmarks.checkpoint.trained import TrainedModel, fsdp2, ours
+from benchmarks.checkpoint.trained import Size, TrainedModel, fsdp2, ours
 
 Wait = Callable[[], object]
+Save = Callable[[Path], Wait | None]
+Load = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
 class Method:
-    """How one state is saved and loaded; all three are collectives."""
+    """How one state is saved and loaded; both are collectives."""
 
     name: str  # of ``METHODS``
     trained: TrainedModel  # whose state
-    # begin to save into a folder that is not there yet; what waits until it is durable
-    save: Callable[[Path], Wait]
-    load: Callable[[Path], object]  # from there into a fresh trained
-    is_async: bool  # does ``save`` return before it is durable?
+    # begin to save into a folder that is not there yet; what waits until it is durable, or
+    # ``None`` where it is
+    save: Save
+    load: Load  # from there into a fresh trained
+
+    @property
+    def is_async(self) -> bool:
+        """Does ``save`` return before it is durable?"""
+        return is_async(self.name)
+
+
+def is_async(method: str) -> bool:
+    """Does it return before all is durable?"""
+    return method.endswith("_async")
 
 
 def method_of(name: str, trained: TrainedModel) -> Method:
     """The method of this name. A collective."""
-    made = METHODS[name]
-    return Method(name, trained, *made(trained), is_async=name.endswith("_async"))
+    return Method(name, trained, *METHODS[name](trained))
 
 
 def trained_model(name: str, size: Size) -> TrainedModel:
@@ -59,65 +69,39 @@ def synchronous(name: str) -> str:
     return name.partition("_")[0]
 
 
-# ---- ours ----------------------------------------------------------------------------------
+def _ours(trained: TrainedModel, copied_by: str = "") -> tuple[Save, Load]:
+    sharded = trained.sharded
+    assert sharded is not None
 
-Calls = tuple[Callable[[Path], Wait], Callable[[Path], object]]
-
-
-def _ours(trained: TrainedModel) -> Calls:
-    def save(folder: Path) -> Wait:
-        _sharded(trained).save(folder, trained.optimizer, sw.Training(step=1))
-        return _nothing
-
-    return save, _loads(trained)
-
-
-def _ours_async(trained: TrainedModel, copied_by: str = "return") -> Calls:
-    sharded = _sharded(trained)
-
-    def save(folder: Path) -> Wait:
+    def save(folder: Path) -> Wait | None:
         what = (trained.optimizer, sw.Training(step=1))
+        if not copied_by:
+            sharded.save(folder, *what)
+            return None
         saving = sharded.save_async(folder, *what, copied_by=copied_by)
-        assert saving is not None  # when_busy is "wait"
-        return saving.wait
+        return None if saving is None else saving.wait
 
-    return save, _loads(trained)
-
-
-def _loads(trained: TrainedModel) -> Callable[[Path], object]:
-    return lambda folder: _sharded(trained).load(folder, trained.optimizer, sw.Training())
+    return save, lambda folder: sharded.load(folder, trained.optimizer, sw.Training())
 
 
-def _sharded(trained: TrainedModel) -> sw.Sharded:
-    assert trained.sharded is not None
-    return trained.sharded
+def _state(trained: TrainedModel, *, whole: bool = False) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-
-def _nothing() -> None:
-    """It was durable already."""
-
-
-# ---- torch ---------------------------------------------------------------------------------
-
-
-def _state(trained: TrainedModel) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    model, optimizer = get_state_dict(trained.model, trained.optimizer)
+    how = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+    model, optimizer = get_state_dict(trained.model, trained.optimizer, options=how)
     return {"model": model, "optimizer": optimizer}
 
 
-def _dcp(trained: TrainedModel) -> Calls:
+def _dcp(trained: TrainedModel) -> tuple[Save, Load]:
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-    def save(folder: Path) -> Wait:
+    def save(folder: Path) -> None:
         dcp_save(_state(trained), checkpoint_id=folder)
-        return _nothing
 
-    return save, lambda folder: _dcp_load(trained, folder)
+    return save, partial(_dcp_load, trained)
 
 
-def _dcp_async(trained: TrainedModel) -> Calls:
+def _dcp_async(trained: TrainedModel) -> tuple[Save, Load]:
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
     # Its thread uses collectives while the steps do: over one group they would wait for ever.
@@ -128,7 +112,7 @@ def _dcp_async(trained: TrainedModel) -> Calls:
         wait: Wait = future.result
         return wait
 
-    return save, lambda folder: _dcp_load(trained, folder)
+    return save, partial(_dcp_load, trained)
 
 
 def _dcp_load(trained: TrainedModel, folder: Path) -> None:
@@ -137,30 +121,23 @@ def _dcp_load(trained: TrainedModel, folder: Path) -> None:
 
     state = _state(trained)  # a fresh optimizer takes an empty step, so that there are moments
     load(state, checkpoint_id=folder)
-    set_state_dict(
-        trained.model,
-        trained.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
+    model, optimizer = state["model"], state["optimizer"]
+    both = {"model_state_dict": model, "optim_state_dict": optimizer}
+    set_state_dict(trained.model, trained.optimizer, **both)
 
 
-def _full(trained: TrainedModel) -> Calls:
-    def save(folder: Path) -> Wait:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model, optimizer = get_state_dict(trained.model, trained.optimizer, options=options)
+def _full(trained: TrainedModel) -> tuple[Save, Load]:
+    def save(folder: Path) -> None:
+        state = _state(trained, whole=True)
         if dist.get_rank() == 0:
             folder.mkdir()
             with (folder / "full.pt").open("wb") as file:
-                torch.save({"model": model, "optimizer": optimizer}, file)
+                torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
         dist.barrier()
-        return _nothing
 
-    return save, lambda folder: _full_load(trained, folder)
+    return save, partial(_full_load, trained)
 
 
 def _full_load(trained: TrainedModel, folder: Path) -> None:
@@ -177,11 +154,11 @@ def _full_load(trained: TrainedModel, folder: Path) -> None:
     )
 
 
-METHODS: dict[str, Callable[[TrainedModel], Calls]] = {
+METHODS: dict[str, Callable[[TrainedModel], tuple[Save, Load]]] = {
     "ours": _ours,
     "dcp": _dcp,
     "full": _full,
-    "ours_async": _ours_async,
-    "ours_step_async": partial(_ours_async, copied_by="next_step"),
+    "ours_async": partial(_ours, copied_by="return"),
+    "ours_step_async": partial(_ours, copied_by="next_step"),
     "dcp_async": _dcp_async,
 }

@@ -11,12 +11,12 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.checkpoint.files import kind_of
-from benchmarks.checkpoint.measure import Lap, Measured, Task, extra_memory, is_async, measure
-from benchmarks.checkpoint.methods import METHODS, synchronous
-from benchmarks.checkpoint.state import BYTES, Size
+from benchmarks.checkpoint.measure import Lap, Measured, Task, extra_memory, measure
+from benchmarks.checkpoint.methods import METHODS, is_async, synchronous
+from benchmarks.checkpoint.trained import BYTES, Size
 from benchmarks.harness.command import Log, setting
 from benchmarks.harness.machine import this_machine
-from benchmarks.harness.report import MIB, Cell, Column, Report, Table
+from benchmarks.harness.report import MIB, Cell, Column, Report, Row, Table
 from benchmarks.harness.workers import on_ranks
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has a file system in memory
@@ -24,8 +24,6 @@ SYNC = (
     Column("method"), Column("save s", ".3f"), Column("save ÷", ".2f", drawn=True),
     Column("load s", ".3f"), Column("load ÷", ".2f", drawn=True), Column("cold s", ".3f"),
     Column("cold ÷", ".2f"), Column("GB fetched", ".3f"), Column("GB on disk", ".3f"),
-    Column("calls to save"), Column("calls to load"),
-    Column("MB to save", ".2f"), Column("MB to load", ".2f"),
     Column("MiB to save", ".0f"), Column("MiB to load", ".0f"),
 )  # fmt: skip
 ASYNC = (
@@ -51,16 +49,12 @@ stall ms    until save_async returns; ÷ its sync: of the save above it, of the 
 durable s   of a save with two training steps meanwhile, from its begin
 steps ×     two steps right after the stall ÷ two steps with nothing under way
 lost ms     stall + what those steps took longer
-calls to …  collectives, the most of any rank
-MB to …     10⁶ bytes sent, the most of any rank; ours by its own counters (it went through shared
-            memory), the others as the kernel counts their connections
 MiB to …    anonymous and shared memory beyond the state, the most of any rank, proportional set
             size, every 2 ms from outside, in processes of their own
 checks      ours: CRC-32 of every byte, computed by save, compared by load. dcp: none; full: none
 """.strip().splitlines()
 MOST_STALL = 0.05  # of the save
 FASTER = 3  # times, than DCP
-Row = dict[str, Cell]
 
 
 @dataclass(frozen=True)
@@ -91,15 +85,16 @@ def run(config: Config, log: Log) -> Iterator[Report]:
             for name in METHODS if "memory" in config.part else ():
                 log(f"{world} ranks, memory: {name}")
                 held = extra_memory(name, size, world, Path(places[first]))
-                columns = {"save": "MiB to save", "load": "MiB to load"}
-                rows[f"{first} {name}"] |= {columns[p]: n / MIB for p, n in held.items()}
+                rows[f"{first} {name}"] |= {f"MiB to {p}": n / MIB for p, n in held.items()}
         for kind in places:
             of_kind = {n.split()[1]: row for n, row in rows.items() if n.split()[0] == kind}
             compare(of_kind)
             tables += tables_of(f"{world} ranks, {kind}", of_kind)
-            verdicts += [(name, world, kind, *rest) for name, *rest in judged(of_kind, ranks[0])]
+            verdicts += [
+                (name, world, kind, *rest) for name, *rest in judged(of_kind, ranks[0].bucket / MIB)
+            ]
         unit = f"largest unit {ranks[0].bucket / MIB:.1f} MiB"
-        settings = f"{state}; {unit}; {config.rounds} rounds; digest {ranks[0].digest[:12]}"
+        settings = f"{state}; {unit}; {config.rounds} rounds"
         targets = Table("targets", TARGETS, tuple(verdicts))
         report = replace(report, settings=(settings,), tables=(*tables, targets))
         yield report
@@ -142,10 +137,6 @@ def row_of(ranks: Sequence[Sequence[Lap]]) -> Row:
         "save s": median(seconds("save")),
         "load s": median(seconds("load")),
         "GB on disk": max(lap.nbytes for lap in every) / 1e9,
-        "calls to save": max(lap.save_sent.collectives for lap in every),
-        "calls to load": max(lap.load_sent.collectives for lap in every),
-        "MB to save": max(lap.save_sent.nbytes for lap in every) / 1e6,
-        "MB to load": max(lap.load_sent.nbytes for lap in every) / 1e6,
     }
     if every[0].cold is not None:
         fetched = median(sum(lap.from_disk for lap in laps) for laps in rounds)
@@ -177,25 +168,22 @@ def tables_of(title: str, rows: Mapping[str, Row]) -> list[Table]:
     return [Table.of(title, SYNC, sync), *([Table.of("", ASYNC, early)] if early else [])]
 
 
-def judged(rows: Mapping[str, Row], measured: Measured) -> Iterator[tuple[str, str, str, str]]:
-    """Each target: its name, what was wanted and measured, and the verdict."""
-    ours, bucket = rows["ours"], measured.bucket / MIB
-    for what in ("save", "load", "cold"):
-        times = ours.get(f"{what} ÷")
-        if isinstance(times, float):
-            verdict = _verdict(reached=times >= FASTER)
-            yield f"{what}: times faster than DCP", f"≥ {FASTER}", f"{times:.2f}", verdict
+def judged(rows: Mapping[str, Row], bucket: float) -> Iterator[tuple[str, str, str, str]]:
+    """Each target: its name, what was wanted and measured, and the verdict. ``bucket``: MiB."""
+    faster = [(f"{what}: times faster than DCP", f"{what} ÷") for what in ("save", "load", "cold")]
+    held = [
+        (f"{what}: memory beyond the state, a rank", f"MiB to {what}") for what in ("save", "load")
+    ]
+    for name, column in faster:
+        if isinstance(times := rows["ours"].get(column), float):
+            yield name, f"≥ {FASTER}", f"{times:.2f}", _verdict(reached=times >= FASTER)
     for name, row in rows.items():
-        share = row.get("÷ its sync")
-        if name.startswith("ours") and isinstance(share, float):
+        if name.startswith("ours") and isinstance(share := row.get("÷ its sync"), float):
             verdict = _verdict(reached=share <= MOST_STALL)
             yield f"stall of {name} ÷ save", f"≤ {MOST_STALL:.0%}", f"{share:.1%}", verdict
-    for what, column in (("save", "MiB to save"), ("load", "MiB to load")):
-        mib = ours.get(column)
-        if isinstance(mib, float):
-            verdict = _verdict(reached=mib <= bucket)
-            wanted = f"≤ {bucket:.0f} MiB"
-            yield f"{what}: memory beyond the state, a rank", wanted, f"{mib:.0f} MiB", verdict
+    for name, column in held:
+        if isinstance(mib := rows["ours"].get(column), float):
+            yield name, f"≤ {bucket:.0f} MiB", f"{mib:.0f} MiB", _verdict(reached=mib <= bucket)
 
 
 def _verdict(*, reached: bool) -> str:

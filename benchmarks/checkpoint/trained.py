@@ -1,12 +1,14 @@
-"""Two models with their optimizers, ours and FSDP2's: the same state, cut differently.
+"""What is saved: two models with their optimizers, ours and FSDP2's, the same bits cut differently.
 
-Units are the same for both: each block, and the rest with the root. Each is set up as its
+Every number follows from the name of its tensor and its place in it, so a rank makes just what it
+holds. Units are the same for both: each block, and the rest with the root. Each is set up as its
 documentation says; the fused AdamW is the fastest that each has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +18,51 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from benchmarks.checkpoint.state import KINDS, Part, Size, drawn, unlike
-from benchmarks.training import Batch, next_token_loss
+from benchmarks.training import Batch, decoder_config, next_token_loss, token_batch
 from shardwise.checkpoint.local_shards import param_shards
+from shardwise.train.config import ModelConfig
+from shardwise.train.decoder import Decoder
 
+TOKENS = 32
+BYTES = 12  # of a parameter with Adam's two moments, all float32
+KINDS = {"param": 0.02, "exp_avg": 1e-3, "exp_avg_sq": 1e-5}  # and the largest value of each
 RATE = 1e-4
 
 Bits = dict[tuple[str, str], Tensor]
-"""(kind, name of the parameter) → this rank's part, flat."""
-
+"""(kind, name of the parameter) → this rank's part of it."""
 Places = Iterator[tuple[nn.Parameter, str, Tensor, int]]
 """Parameters with their names, this rank's part, and the first element of that."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A decoder with about this much state."""
+
+    gigabytes: float  # 10⁹ bytes of parameters and both moments
+
+    @property
+    def width(self) -> int:
+        return 768 if self.gigabytes >= 0.4 else 64
+
+    @property
+    def vocabulary(self) -> int:
+        return 8_192 if self.width > 64 else 512
+
+    @property
+    def config(self) -> ModelConfig:
+        """As many blocks as fit; their number is what varies."""
+        block = 4 * self.width**2 + 3 * self.width * (self.width * 43 // 16)
+        rest = self.gigabytes * 1e9 / BYTES - 2 * self.vocabulary * self.width
+        return decoder_config(self.width, max(1, round(rest / block)))
+
+    def new_model(self) -> Decoder:
+        """The same on every rank."""
+        torch.manual_seed(0)
+        return Decoder(self.config, self.vocabulary, TOKENS)
+
+    def batch(self, rank: int) -> Batch:
+        """Inputs and targets, ``[1, TOKENS]`` int64."""
+        return token_batch(torch.Generator().manual_seed(rank), self.vocabulary, 1, TOKENS)
 
 
 @dataclass
@@ -40,30 +76,28 @@ class TrainedModel:
     new_optimizer: Callable[[], Optimizer]  # another one, that has taken no step
     bucket: int  # bytes of the largest unit, whole
 
-    def parts(self) -> list[Part]:
-        """Everything that this rank holds; of a fresh optimizer nothing."""
-        parts = []
+    def parts(self) -> Iterator[tuple[str, str, int, Tensor]]:
+        """Kind, name, first element and values of all that this rank holds."""
         for param, name, value, start in self.places():
-            parts.append(Part("param", name, start, value))
-            state = self.optimizer.state.get(param, {})
-            moments = ((kind, state[kind]) for kind in KINDS if kind in state)
-            parts += [Part(kind, name, start, _local(moment)) for kind, moment in moments]
-        return parts
+            yield "param", name, start, value
+            state = self.optimizer.state.get(param, {})  # none where it is fresh
+            for kind in KINDS:
+                if kind in state:
+                    yield kind, name, start, _local(state[kind])
 
     def fill(self) -> None:
         """Give it the state that everybody has. It must have taken a step."""
-        for part in self.parts():
-            values = drawn(part.kind, part.name, part.start, part.start + part.value.numel())
-            part.value.copy_(values.view(part.value.shape))
+        for kind, name, start, value in self.parts():
+            value.copy_(drawn(kind, name, start, start + value.numel()).view(value.shape))
 
     def copy(self) -> Bits:
         """The bits that it has now."""
-        return {(part.kind, part.name): part.value.reshape(-1).clone() for part in self.parts()}
+        return {(kind, name): value.clone() for kind, name, _, value in self.parts()}
 
     def put(self, bits: Bits) -> None:
         """Give it bits that it had once."""
-        for part in self.parts():
-            part.value.view(-1).copy_(bits[part.kind, part.name])
+        for kind, name, _, value in self.parts():
+            value.copy_(bits[kind, name])
 
     def renew(self) -> None:
         """As just built: no number of before is left, and the optimizer has taken no step."""
@@ -78,7 +112,7 @@ class TrainedModel:
 
     def check(self, bits: Bits, steps: set[float], method: str) -> None:
         """Raises ``RuntimeError`` where its state is not these bits after so many steps."""
-        wrong = unlike(self.parts(), bits)
+        wrong = unlike({(kind, name): value for kind, name, _, value in self.parts()}, bits)
         if self.steps != steps or len(steps) != 1:
             wrong.append(f"steps, {self.steps} instead of {steps}")
         if wrong:
@@ -92,6 +126,23 @@ class TrainedModel:
         next_token_loss(self.model, batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def drawn(kind: str, name: str, start: int, stop: int) -> Tensor:
+    """Elements ``[start, stop)`` of a tensor, float32: 24 bits of each vary, and none is wild."""
+    mixed = torch.arange(start, stop).mul_(2_654_435_761).add_(zlib.crc32(name.encode()))
+    bits = mixed.bitwise_xor_(mixed >> 13).bitwise_and_(0xFFFFFF)
+    return bits.to(torch.float32).mul_(KINDS[kind] / (1 << 24))
+
+
+def unlike(values: Mapping[tuple[str, str], Tensor], expected: Bits) -> list[str]:
+    """The parts that are not, bit for bit, what is expected; and what is not there at all."""
+    return [
+        f"{kind} of {name}"
+        for (kind, name), value in expected.items()
+        if (kind, name) not in values
+        or not torch.equal(values[kind, name].view(torch.int32), value.view(torch.int32))
+    ]
 
 
 def _local(value: Any) -> Tensor:
@@ -126,9 +177,8 @@ def fsdp2(size: Size) -> TrainedModel:
     model = size.new_model()
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
 
     def places() -> Places:
         for name, param in model.named_parameters():

@@ -1,8 +1,4 @@
-"""The file-system calls of a save, one by one: to count them, to fail at one, or to die at it.
-
-Named points are where the author thought of something. Between any two calls that change a disk
-something may happen, so these are all of them.
-"""
+"""The file-system calls of a save, one by one: to count them, to fail at one, or to die at it."""
 
 from __future__ import annotations
 
@@ -15,17 +11,8 @@ from unittest import mock
 from shardwise.checkpoint import folder
 
 CALLS = (
-    "open",
-    "write",
-    "pwritev",
-    "fsync",
-    "mkdir",
-    "rename",
-    "replace",
-    "symlink",
-    "unlink",
-    "rmdir",
-)
+    "open", "write", "pwritev", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir",
+)  # fmt: skip
 
 
 @contextmanager
@@ -33,14 +20,16 @@ def watched(before: Callable[[str], None]) -> Iterator[None]:
     """Inside, ``before`` is called with each call's name, on its thread, before it happens."""
     with ExitStack() as stack:
         for name in CALLS:
-            stack.enter_context(mock.patch.object(os, name, _told(getattr(os, name), before)))
+            stack.enter_context(
+                mock.patch.object(os, name, _watched_call(getattr(os, name), before))
+            )
         real = folder._exchange  # noqa: SLF001 - the one call that is not of ``os``
-        exchange = _told(real, before, "exchange")
+        exchange = _watched_call(real, before, "exchange")
         stack.enter_context(mock.patch.object(folder, "_exchange", exchange))
         yield
 
 
-def _told(real: Callable[..., Any], before: Callable[[str], None], name: str = "") -> Any:
+def _watched_call(real: Callable[..., Any], before: Callable[[str], None], name: str = "") -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         before(name or real.__name__)
         return real(*args, **kwargs)

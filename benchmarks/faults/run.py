@@ -18,8 +18,7 @@ from benchmarks.faults.case import (
     moments,
     sweeps,
 )
-from benchmarks.faults.launched import launched
-from benchmarks.faults.server import Attempt, start
+from benchmarks.faults.server import Attempt, launched, start
 from benchmarks.faults.training import Final
 from benchmarks.faults.trial import Trial, try_case
 from benchmarks.harness.command import Log, setting
@@ -84,36 +83,32 @@ def run(config: Config, log: Log) -> Iterator[Report]:
     """Kill ranks and launchers at every moment of a save, and start them again."""
     trials, machine = Trials(), this_machine()
     done: dict[str, list[Trial]] = {}
-    for kind, cases in _cases(config, trials):
-        log(f"{kind}: {config.random if kind.endswith('time') else len(cases)} deaths")
-        count = config.random if kind.endswith("time") else -1
+    for kind, cases, count in _cases(config, trials):
+        log(f"{kind}: {count} deaths")
         done[kind] = list(trials.killed(cases, count))
         yield report_of(machine, done)
 
 
-def _cases(config: Config, trials: Trials) -> Iterator[tuple[str, list[Case]]]:
-    """Each kind of death with its cases; of those at random times, more than are needed."""
+def _cases(config: Config, trials: Trials) -> Iterator[tuple[str, list[Case], int]]:
+    """Each kind of death with its cases, and how many deaths are wanted."""
     if "points" in config.part:
-        yield "at a named point", matrix()
+        yield "at a named point", (cases := matrix()), len(cases)
     if "calls" in config.part:
         calls = {how: trials.undisturbed(how)[0].calls for how in SAVE_MODES}
-        yield "before a file-system call", sweeps(calls)
+        yield "before a file-system call", (cases := sweeps(calls)), len(cases)
     if "moments" in config.part:
-        yield "at a random time", moments(10 * config.random)
+        yield "at a random time", moments(10 * config.random), config.random
     if "launchers" in config.part:
-        yield "the launcher, at a point", launcher_cases()
+        yield "the launcher, at a point", (cases := launcher_cases()), len(cases)
 
 
 # ---- the report ----------------------------------------------------------------------------
 
 
 def report_of(machine: Machine, done: Mapping[str, Sequence[Trial]]) -> Report:
-    """A row for each kind of death and way to save, and what was not as it should be.
+    """A row for each kind of death (the keys of ``done``) and way to save, and what was wrong.
 
-    Args:
-        machine: where.
-        done: kind of death → trials. Those at random times that killed nobody came when all was
-            over, and are only counted.
+    Random times that killed nobody came when all was over, and are only counted.
     """
     trials = {
         kind: [trial for trial in each if trial.killed or "random" not in kind]
@@ -126,7 +121,9 @@ def report_of(machine: Machine, done: Mapping[str, Sequence[Trial]]) -> Report:
     text = [f"{exact}, none with a manual step"]
     if missed:
         text.append(f"{missed} further random times came when all was over")
-    text += [f"WRONG: {t.where}, {_who(t.who)}, {t.how}: {'; '.join(t.wrong)}" for t in wrong]
+    for trial in wrong:
+        who = "all" if trial.who == EVERYBODY else f"rank {trial.who}"
+        text.append(f"WRONG: {trial.where}, {who}, {trial.how}: {'; '.join(trial.wrong)}")
     rows = tuple(row for kind, each in trials.items() for row in _rows(kind, each))
     return Report(machine, (), (Table("", COLUMNS, rows),), tuple(text), failures=len(wrong))
 
@@ -143,7 +140,3 @@ def _rows(kind: str, trials: Sequence[Trial]) -> Iterator[tuple[Cell, ...]]:
             sum(trial.hung for trial in some),
             max(trial.lag for trial in some),
         )
-
-
-def _who(who: int) -> str:
-    return "all" if who == EVERYBODY else f"rank {who}"

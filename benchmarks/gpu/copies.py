@@ -1,12 +1,11 @@
-"""What a step copies, and for whom: seen by a dispatch mode, and named for the profiler.
+"""What a step copies, and for whom: seen by a dispatch mode.
 
 A copy is put down to the innermost function on the stack that belongs to an engine, so that the
 model's own copies (a transpose made contiguous, a cast) are not in an engine's account. One of
 parameters is an *own slice* if it writes no more than one rank's part of the largest unit: what
 must be cast before it is sent. Anything larger moves what was gathered once more.
 
-The mode slows the host down several times. So copies have steps of their own, and no other number
-is taken from those.
+The mode slows the host down several times: no other number is taken from its steps.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,21 +25,12 @@ import benchmarks
 import shardwise
 from benchmarks.harness.copies import COPY_IN, COPYING, FILL_OUT, copied_bytes, operation
 
-MARK = "copy: "  # begins the name under which the profiler shows a copy
-
 PARAMETERS, GRADIENTS, ENGINE, MODEL = "parameters", "gradients", "engine", "model"
 COLLECTIVES, UPDATE = "collectives", "update"
 PARTS = ("own slice", "whole")
-SIDES = (
-    *(f"{PARAMETERS}, {part}" for part in PARTS),
-    GRADIENTS,
-    ENGINE,
-    UPDATE,
-    MODEL,
-    COLLECTIVES,
-)
-"""Whose copies there are. ``engine``: of an engine, but neither side; ``collectives``: what
-stands for a collective, and is no copy of an engine."""
+SIDES = (*(f"{PARAMETERS}, {part}" for part in PARTS), GRADIENTS, ENGINE, UPDATE, MODEL)
+"""Whose copies there are. ``engine``: of an engine, but neither side. (What stands for a collective
+is no copy.)"""
 
 # file → side
 FILES = {
@@ -81,7 +70,6 @@ PACKAGES = {
 
 def file_in_package(file: str) -> str:
     """``/src/shardwise/comm/gloo.py → shardwise/comm/gloo.py``; ``""`` outside of ``PACKAGES``."""
-    file = file.replace("\\", "/")
     for name, folder in PACKAGES.items():
         if file.startswith(f"{folder}/{name}/"):
             return file[len(folder) + 1 :]
@@ -113,11 +101,7 @@ class Copied:
 
 
 class CopyRecorder(TorchDispatchMode):
-    """Records each copy while it is active, and names it for the profiler.
-
-    Args:
-        slice_numel: elements of one rank's part of the largest unit.
-    """
+    """Records each copy. ``slice_numel``: elements of one rank's part of the largest unit."""
 
     def __init__(self, slice_numel: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,18 +116,13 @@ class CopyRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = operation(func)
-        if name not in COPYING:
-            return func(*args, **kwargs)
-        side = self._side(_numel(name, args, kwargs))
-        with record_function(MARK + side):
-            result = func(*args, **kwargs)
-        self.copies.append(Copied(side, name, copied_bytes(name, args, kwargs, result)))
+        result, name = func(*args, **kwargs), operation(func)
+        side = side_of(_frames()) if name in COPYING else COLLECTIVES
+        if side != COLLECTIVES:
+            if side == PARAMETERS:
+                side = f"{side}, {PARTS[_numel(name, args, kwargs) > self._slice]}"
+            self.copies.append(Copied(side, name, copied_bytes(name, args, kwargs, result)))
         return result
-
-    def _side(self, numel: int) -> str:
-        side = side_of(_frames())
-        return f"{side}, {PARTS[numel > self._slice]}" if side == PARAMETERS else side
 
 
 def _frames() -> Iterator[Frame]:
@@ -155,7 +134,7 @@ def _frames() -> Iterator[Frame]:
 
 
 def _numel(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Elements that operation ``name`` will write, from its arguments alone."""
+    """Elements that operation ``name`` writes."""
     if name == COPY_IN:
         return int(args[3])
     tensors = tree_leaves(kwargs["out"] if name in FILL_OUT else args[0])

@@ -10,7 +10,7 @@ All compute in bf16 on fp32 shards, with torch's fused AdamW and the same units:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,16 +20,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from benchmarks.gpu.models import SHAPES, Shape, build, loss_of
 from benchmarks.gpu.simulated import EchoStore, Link
-from benchmarks.training import Engine, apply_fsdp2, training
+from benchmarks.models import ON_GPU, Task
+from benchmarks.training import Batch, Engine, apply_fsdp2, training
 from shardwise.comm.backend import BackendComm
+from shardwise.train.decoder import Rotary
 from shardwise.units.units import choose_units
 
 PLAIN = "plain"
 RIVALS = {"full_shard": "fsdp2", "shard_grad_op": "fsdp2_keep"}
 """Each of ours, and the rival that holds the same at the same time."""
-
 OPTIMIZERS = ("torch", "flat")
 WIRES: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "own": (None, torch.float32),
@@ -37,7 +37,6 @@ WIRES: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "bf16": (torch.bfloat16, None),
 }
 """How gradients travel → the dtype for ``sw.Precision(wire=)`` and for FSDP2's reduce_dtype."""
-
 SEED = 0
 RATE = 3e-4
 
@@ -46,30 +45,41 @@ RATE = 3e-4
 class Setup:
     """What is the same for all engines of a run."""
 
-    model: str  # a name in ``SHAPES``
+    model: str  # a name in ``ON_GPU``
     world: int  # ranks of the group; one of them is here
     device: str  # ``"cuda"`` or ``"cpu"``
     link: Link  # how long collectives take
     # how gradients travel: a name in ``WIRES``. Under ``"own"`` each engine does as its users do:
     # fsdp2 sends and sums fp32, ours sends bf16 and sums fp32.
     wire: str = "own"
-    # ``"torch"``: ``torch.optim.AdamW(fused=True)`` for every engine; ``"flat"``:
-    # ``sw.optim.AdamW`` for ours.
-    optimizer: str = "torch"
+    optimizer: str = "torch"  # ``"flat"``: ours uses ``sw.optim.AdamW``
 
     @property
-    def shape(self) -> Shape:
-        return SHAPES[self.model]
+    def task(self) -> Task:
+        return ON_GPU[self.model]
 
     @property
     def place(self) -> torch.device:
         return torch.device(self.device, 0) if self.device != "cpu" else torch.device("cpu")
 
-    def new_model(self) -> nn.Module:
-        """The same values for every engine, in fp32, on the device."""
+    def new_model(self, device: torch.device | None = None) -> nn.Module:
+        """The same values for every engine, in fp32, on the device.
+
+        Its table of positions is in bf16, or each block would cast it once more, in an engine's
+        account or in the model's, as the engine has it.
+        """
         torch.manual_seed(SEED)
-        with self.place:
-            return build(self.shape)
+        with device or self.place:
+            model = self.task.build()
+        for module in model.modules():
+            if isinstance(module, Rotary):
+                module.bfloat16()
+        return model
+
+    def batch(self, seed: int) -> Batch:
+        """On the device."""
+        batch = self.task.batch(torch.Generator().manual_seed(seed))
+        return tuple(rows.to(self.place) for rows in batch)
 
 
 def start(setup: Setup) -> None:
@@ -83,13 +93,12 @@ def start(setup: Setup) -> None:
 
 def slice_numel(setup: Setup) -> int:
     """Elements of the largest unit that one rank owns: what a gather must cast."""
-    with torch.device("meta"):
-        model = build(setup.shape)
-    return max(unit.numel for unit in choose_units(model)) // setup.world
+    units = choose_units(setup.new_model(torch.device("meta")))
+    return max(unit.numel for unit in units) // setup.world
 
 
 def _plain(setup: Setup) -> Engine:
-    return training(setup.new_model().bfloat16(), loss_of(setup.shape), None)
+    return training(setup.new_model().bfloat16(), setup.task.loss, None)
 
 
 def _shardwise(strategy: str, setup: Setup) -> Engine:
@@ -99,8 +108,8 @@ def _shardwise(strategy: str, setup: Setup) -> Engine:
     precision = sw.Precision(compute=torch.bfloat16, wire=WIRES[setup.wire][0])
     sharded = sw.shard(model, strategy, comm=comm, precision=precision)
     flat = setup.optimizer == "flat"
-    optimizer = sw.optim.AdamW(sharded, lr=RATE) if flat else _fused(model.parameters())
-    return training(model, loss_of(setup.shape), optimizer)
+    optimizer = sw.optim.AdamW(sharded, lr=RATE) if flat else _fused(model)
+    return training(model, setup.task.loss, optimizer)
 
 
 def _fsdp2(reshard: bool, setup: Setup) -> Engine:
@@ -111,11 +120,11 @@ def _fsdp2(reshard: bool, setup: Setup) -> Engine:
     mesh = init_device_mesh(setup.device, (setup.world,))
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=WIRES[setup.wire][1])
     apply_fsdp2(model, reshard, mesh=mesh, mp_policy=policy)
-    return training(model, loss_of(setup.shape), _fused(model.parameters()))
+    return training(model, setup.task.loss, _fused(model))
 
 
-def _fused(params: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(params, lr=RATE, fused=True)
+def _fused(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
 
 
 ENGINES: dict[str, Callable[[Setup], Engine]] = {

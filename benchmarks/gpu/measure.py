@@ -9,32 +9,28 @@ the profiler slows down is never timed.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from time import perf_counter
-from typing import Self
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
-from benchmarks.gpu.copies import COLLECTIVES, SIDES, CopyRecorder
+from benchmarks.gpu.copies import CopyRecorder
 from benchmarks.gpu.engines import ENGINES, Setup, slice_numel, start
-from benchmarks.gpu.models import batch_of
 from benchmarks.gpu.simulated import SimulatedGroup
-from benchmarks.gpu.timeline import Kind, Overlap, Span, overlap_of
-from benchmarks.gpu.trace import UNNAMED, allocated_of, profiled, spans_of
+from benchmarks.gpu.timeline import Overlap, overlap_of, profiled, spans_of
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.workers import Worker
-from benchmarks.training import Batch, Engine
+from benchmarks.training import Engine
 
 BURST = 3  # steps in a lap
 WARM = 3  # steps before anything is looked at
 WATCHED = 2  # steps during which memory, copies and the timeline are looked at
 BATCHES = 4  # different ones
-BEGIN = "memory is watched from here on"
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,6 @@ class Lap:
     """Seconds per step."""
 
     whole: float  # from an idle device to an idle device
-    device: float | None  # the same by the device's own clock; ``None`` on the CPU
     host: float  # until the host has asked for everything
 
 
@@ -52,35 +47,22 @@ class Memory:
 
     rest: int  # between steps: shards, optimizer state, and whatever else is kept
     peak: int  # the most in use during a step
-    reserved: int | None  # the most taken from the device; ``None`` on the CPU
-
-
-@dataclass(frozen=True)
-class CopyCount:
-    """Copies of one side, per step."""
-
-    # one of ``copies.SIDES``; or ``"not named"``: kernels that look like copies, and that no
-    # operation we know of launched.
-    side: str
-    kernels: float  # on the device
-    milliseconds: float  # that they took
-    calls: float  # operations
-    nbytes: float  # written
+    reserved: int  # the most taken from the device
 
 
 @dataclass(frozen=True)
 class Alone:
     """What a process measured that held one engine."""
 
-    memory: Memory  # bytes
-    copies: tuple[CopyCount, ...]  # by side, of the sides that there are
+    memory: Memory | None  # ``None`` on the CPU
+    copies: dict[str, tuple[float, float]]  # side → copies and bytes per step
     overlap: Overlap  # milliseconds
     received: float  # bytes per step, that the link carried
 
 
 def time_in_turn(worker: Worker, setup: Setup, names: Sequence[str], rounds: int) -> None:
     """Time engines in turn. Sends a dictionary: engine → its laps."""
-    with _Stage(setup) as stage:
+    with _stage(setup) as stage:
         engines = {name: ENGINES[name](setup) for name in names}
         for engine in engines.values():
             stage.steps(engine, WARM)
@@ -89,46 +71,39 @@ def time_in_turn(worker: Worker, setup: Setup, names: Sequence[str], rounds: int
 
 def measure_alone(worker: Worker, setup: Setup, name: str) -> None:
     """Memory, copies and timeline of one engine. Sends an ``Alone``."""
-    with _Stage(setup) as stage:
-        if setup.device == "cpu":
-            engine, memory = _memory_on_cpu(stage, name)
-        else:
-            engine = ENGINES[name](setup)
-            stage.steps(engine, WARM)
-            memory = _memory(stage, engine)
-        nbytes = stage.group.nbytes
-        overlap = _overlap(stage, engine)
-        received = (stage.group.nbytes - nbytes) / (1 + WATCHED)
-        worker.send(Alone(memory, _copies(stage, engine), overlap, received))
+    with _stage(setup) as stage:
+        engine = ENGINES[name](setup)
+        stage.steps(engine, WARM)
+        memory = None if setup.device == "cpu" else _memory(stage, engine)
+        before = stage.group.nbytes
+        # The first profiled step sets the profiler up.
+        profiled(lambda: stage.take(engine, 1), setup.device)
+        events = profiled(lambda: stage.take(engine, WATCHED), setup.device)
+        received = (stage.group.nbytes - before) / (1 + WATCHED)
+        recorder = CopyRecorder(slice_numel(setup))
+        with recorder:
+            stage.take(engine, WATCHED)
+        overlap = overlap_of(spans_of(events), WATCHED)
+        worker.send(Alone(memory, copies_of(recorder, WATCHED), overlap, received))
 
 
+@dataclass
 class _Stage:
-    """A process in which engines run: its group and its batches."""
+    """A process in which engines run."""
 
-    def __init__(self, setup: Setup) -> None:
-        start(setup)
-        self.setup = setup
-        self.group = SimulatedGroup(setup.world, setup.place, setup.link)
-        self._batches = [batch_of(setup.shape, setup.place, seed) for seed in range(BATCHES)]
-        self._taken = 0
-        self._stack = ExitStack()
+    setup: Setup
+    group: SimulatedGroup
+    taken: int = 0  # steps
 
-    def __enter__(self) -> Self:
-        self._stack.enter_context(self.group.installed())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _batch(self) -> Batch:
-        self._taken += 1
-        return self._batches[self._taken % BATCHES]
+    def __post_init__(self) -> None:
+        self.batches = [self.setup.batch(seed) for seed in range(BATCHES)]
 
     def take(self, engine: Engine, count: int) -> list[Tensor]:
         """Take ``count`` steps without waiting for the device; their losses, 0-dim."""
         losses = []
         for _ in range(count):
-            losses.append(engine.compute(self._batch()))
+            self.taken += 1
+            losses.append(engine.compute(self.batches[self.taken % BATCHES]))
             engine.update()
         return losses
 
@@ -141,29 +116,25 @@ class _Stage:
     def lap(self, engine: Engine) -> Lap:
         """Several steps, timed together."""
         gc.collect()
-        events = self._clock()
         self.settle()
         begin = perf_counter()
-        if events is not None:
-            events[0].record()
         self.take(engine, BURST)
         asked = perf_counter()
-        if events is not None:
-            events[1].record()
         self.settle()
-        whole = perf_counter() - begin
-        device = None if events is None else 1e-3 * events[0].elapsed_time(events[1]) / BURST
-        return Lap(whole / BURST, device, (asked - begin) / BURST)
-
-    def _clock(self) -> list[torch.cuda.Event] | None:
-        if self.setup.device == "cpu":
-            return None
-        return [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        return Lap((perf_counter() - begin) / BURST, (asked - begin) / BURST)
 
     def settle(self) -> None:
         """Wait until the device is idle."""
         if self.setup.device != "cpu":
             torch.cuda.synchronize(self.setup.place)
+
+
+@contextmanager
+def _stage(setup: Setup) -> Iterator[_Stage]:
+    start(setup)
+    group = SimulatedGroup(setup.world, setup.place, setup.link)
+    with group.installed():
+        yield _Stage(setup, group)
 
 
 def _memory(stage: _Stage, engine: Engine) -> Memory:
@@ -177,54 +148,10 @@ def _memory(stage: _Stage, engine: Engine) -> Memory:
     return Memory(rest, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
-def _memory_on_cpu(stage: _Stage, name: str) -> tuple[Engine, Memory]:
-    """The profiler counts what was allocated while it was on: so it is on from the beginning."""
-    engines: list[Engine] = []
-
-    def work() -> None:
-        engines.append(ENGINES[name](stage.setup))
-        stage.steps(engines[0], WARM)
-        gc.collect()
-        with record_function(BEGIN):
-            stage.steps(engines[0], WATCHED)
-
-    events = profiled(work, "cpu", memory=True)
-    rest, peak = allocated_of(events, BEGIN)
-    return engines[0], Memory(rest, peak, None)
-
-
-def _overlap(stage: _Stage, engine: Engine) -> Overlap:
-    """The first profiled step sets the profiler up, and is not counted."""
-    profiled(lambda: stage.take(engine, 1), stage.setup.device)
-    events = profiled(lambda: stage.take(engine, WATCHED), stage.setup.device)
-    return overlap_of(spans_of(events), WATCHED)
-
-
-def _copies(stage: _Stage, engine: Engine) -> tuple[CopyCount, ...]:
-    recorder = CopyRecorder(slice_numel(stage.setup))
-
-    def work() -> None:
-        with recorder:
-            stage.take(engine, WATCHED)
-
-    return copies_of(spans_of(profiled(work, stage.setup.device)), recorder, WATCHED)
-
-
-def copies_of(spans: Sequence[Span], recorder: CopyRecorder, steps: int) -> tuple[CopyCount, ...]:
-    """Per step and side: kernels and times from the profiler, calls and bytes from the mode."""
-    counts = []
-    for side in (*SIDES, UNNAMED):
-        kernels = [span for span in spans if span.kind is Kind.COPY and span.side == side]
-        calls = [copied for copied in recorder.copies if copied.side == side]
-        if side == COLLECTIVES or not (kernels or calls):
-            continue
-        counts.append(
-            CopyCount(
-                side,
-                kernels=len(kernels) / steps,
-                milliseconds=1e-3 * sum(span.stop - span.start for span in kernels) / steps,
-                calls=len(calls) / steps,
-                nbytes=sum(copied.nbytes for copied in calls) / steps,
-            )
-        )
-    return tuple(counts)
+def copies_of(recorder: CopyRecorder, steps: int) -> dict[str, tuple[float, float]]:
+    """Side → copies and bytes per step."""
+    calls = Counter(copied.side for copied in recorder.copies)
+    nbytes: Counter[str] = Counter()
+    for copied in recorder.copies:
+        nbytes[copied.side] += copied.nbytes
+    return {side: (calls[side] / steps, nbytes[side] / steps) for side in sorted(calls)}

@@ -3,61 +3,51 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import torch
 
 from benchmarks.gpu.engines import ENGINES, OPTIMIZERS, RIVALS, WIRES, Setup
 from benchmarks.gpu.measure import Alone, Lap, measure_alone, time_in_turn
-from benchmarks.gpu.models import SHAPES, summary
 from benchmarks.gpu.simulated import link_of
 from benchmarks.harness.command import Log, setting
 from benchmarks.harness.machine import this_machine
-from benchmarks.harness.report import MIB, Cell, Column, Report, Table
+from benchmarks.harness.report import MIB, Cell, Column, Report, Row, Table
 from benchmarks.harness.rounds import paired
 from benchmarks.harness.workers import on_ranks
+from benchmarks.models import ON_GPU
 
 PARTS = ("alone", "time")
-VISITS = 4  # of each process, where engines cannot share one
-FULL = 0.8  # of the device's memory, at most, for engines that share a process
 WHOLE = "parameters, whole"  # copies of more than the own slice
 STEP = (
     Column("engine"), Column("step ÷", ".3f", drawn=True, target=0.9), Column("q1", ".2f"),
-    Column("q3", ".2f"), Column("ms", ",.2f"), Column("min ms", ",.2f"), Column("device", ",.2f"),
-    Column("host", ",.2f"), Column("peak ÷", ".3f", drawn=True, target=0.8),
-    Column("MiB rest", ",.1f"), Column("MiB peak", ",.1f"), Column("reserved", ",.1f"),
-    Column("whole copies", ".0f", target=0),
-)  # fmt: skip
-LANES = (
-    Column("engine"), Column("collectives ms", ".2f"), Column("hidden", ".0%"),
-    Column("exposed ms", ".2f"), Column("idle ms", ".2f"), Column("MB received", ",.2f"),
+    Column("q3", ".2f"), Column("ms", ",.2f"), Column("min ms", ",.2f"), Column("host", ",.2f"),
+    Column("peak ÷", ".3f", drawn=True, target=0.8), Column("MiB rest", ",.1f"),
+    Column("MiB peak", ",.1f"), Column("reserved", ",.1f"),
+    Column("whole copies", ".0f", target=0), Column("collectives ms", ".2f"),
+    Column("hidden", ".0%"), Column("exposed ms", ".2f"), Column("idle ms", ".2f"),
+    Column("MB received", ",.2f"),
 )  # fmt: skip
 COPIES = (
-    Column("engine"), Column("copies of"), Column("kernels", ".0f"), Column("ms", ".3f"),
-    Column("calls", ".0f"), Column("MB written", ",.2f"),
+    Column("engine"), Column("copies of"), Column("copies", ".0f"), Column("MB written", ",.2f"),
 )  # fmt: skip
 TARGETS = [column for column in STEP if column.target is not None]
 NOTES = """
 ÷            full_shard ÷ fsdp2 and shard_grad_op ÷ fsdp2_keep: steps in the same round, with their
              quartiles q1 and q3, and peaks of memory
-ms           of a step, from an idle device to an idle device; device: by its own clock; host: until
-             the host has asked for everything
+ms           of a step, from an idle device to an idle one; host: until the host has asked for all
 MiB          rest: between steps; peak: the most in use; reserved: the most taken from the device
 whole copies of parameters, per step, of more than one rank's part of the largest unit
 hidden       of the collectives' time, the part beside a kernel that computes
 exposed      the collectives' time beside no other kernel; idle: nothing runs at all
-copies of    own slice: no more than one rank's part of the largest unit; whole: more than that;
-             not named: kernels that look like copies and belong to no operation that we know
+copies of    own slice: no more than one rank's part of the largest unit; whole: more than that
 plain        whole, bf16, no communication and no optimizer: for scale only
-*            in a process of its own, because all engines together do not fit the device
 """.strip().splitlines()
-Row = dict[str, Cell]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,7 @@ class Config:
     """What to measure."""
 
     world: tuple[int, ...] = setting((8, 64), "numbers of ranks")
-    model: tuple[str, ...] = setting(("blocks8b", "small125m"), "what is trained", SHAPES)
+    model: tuple[str, ...] = setting(("blocks8b", "small125m"), "what is trained", ON_GPU)
     engines: tuple[str, ...] = setting(tuple(ENGINES), "which", ENGINES)
     rounds: int = setting(20, "interleaved rounds of laps", least=2)
     bandwidth: float | None = setting(None, "GB/s of the link, as assumed; 0: takes no time")
@@ -101,23 +91,18 @@ def run(config: Config, log: Log) -> Iterator[Report]:
 
 def settings(config: Config) -> tuple[str, ...]:
     """The device, and what is the same for all engines."""
+    device = "CPU: times mean nothing"
+    if config.device != "cpu":
+        properties = torch.cuda.get_device_properties(0)
+        device = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") or "torch's default"
     optimizer = "torch.optim.AdamW(fused=True)"
     if config.optimizer == "flat":
         optimizer = f"ours: sw.optim.AdamW, others: {optimizer}"
     return (
-        f"{_device(config.device)[0]}; allocator: {allocator}",
+        f"{device}; allocator: {allocator}",
         f"bf16 compute on fp32 shards, {optimizer}, gradients travel: {config.wire}",
     )
-
-
-def _device(device: str) -> tuple[str, int]:
-    """Its name, and bytes of memory."""
-    if device == "cpu":
-        return "CPU: times mean nothing", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    properties = torch.cuda.get_device_properties(0)
-    nbytes = properties.total_memory
-    return f"{properties.name}, {nbytes / 2**30:.0f} GiB", nbytes
 
 
 @dataclass
@@ -130,53 +115,38 @@ class Case:
     rows: dict[str, Row] = field(default_factory=dict)  # engine → column → number
     copies: list[tuple[Cell, ...]] = field(default_factory=list)  # of ``COPIES``
     errors: dict[str, str] = field(default_factory=dict)  # engine → the last line of what failed
-    apart: bool = False
 
-    def measured(self) -> Iterator[list[Table]]:
+    def measured(self) -> Iterator[tuple[Table, ...]]:
         """Its tables, with more numbers each time."""
-        case = f"{self.setup.model}, world {self.setup.world}"
-        self.rows = {name: {} for name in ENGINES if name in self.config.engines}
-        for name in self.rows if "alone" in self.config.part else ():
+        case, config = f"{self.setup.model}, world {self.setup.world}", self.config
+        self.rows = {name: {} for name in ENGINES if name in config.engines}
+        for name in self.rows if "alone" in config.part else ():
             self.log(f"{case}: memory, copies and timeline of {name}")
-            alone = self._tried([name], on_ranks, 1, measure_alone, self.setup, name)
+            alone = self._tried([name], measure_alone, name)
             if alone is not None:
-                self.rows[name] |= alone_row(alone[0])
-                self.copies += copy_rows(name, alone[0])
+                self.rows[name] |= alone_row(alone)
+                of_sides = alone.copies.items()
+                self.copies += [(name, side, n, size / 1e6) for side, (n, size) in of_sides]
             yield self.tables()
         names = [name for name in self.rows if name not in self.errors]
-        if "time" in self.config.part and names:
-            self.apart = not fits(self.rows.values(), _device(self.setup.device)[1])
-            where = "apart" if self.apart else "together"
-            self.log(f"{case}: {self.config.rounds} rounds, {where}")
-            laps = self._tried(names, self._laps, names) or {}
+        if "time" in config.part and names:
+            self.log(f"{case}: {config.rounds} rounds")
+            laps = self._tried(names, time_in_turn, names, config.rounds) or {}
             for name, mine in laps.items():
                 self.rows[name] |= times_row(mine, laps.get(RIVALS.get(name, "")))
             yield self.tables()
 
-    def _tried(self, names: Sequence[str], measure: Callable[..., T], *args: Any) -> T | None:
-        """What ``measure`` returns, ``None`` if it fails: a lent device does not come back."""
+    def _tried(self, names: Sequence[str], measure: Callable[..., None], *args: Any) -> Any:
+        """What ``measure`` sends, ``None`` if it fails: a lent device does not come back."""
         try:
-            return measure(*args)
+            return on_ranks(1, measure, self.setup, *args)[0]
         except RuntimeError as error:
             self.log(str(error))
             lines = [line for line in str(error).splitlines() if line.strip() == line != ""]
             self.errors |= dict.fromkeys(names, lines[-1])  # what was raised, of a traceback
             return None
 
-    def _laps(self, names: Sequence[str]) -> dict[str, list[Lap]]:
-        """Of each engine, in the order of rounds."""
-        rounds = self.config.rounds
-        if not self.apart:
-            together: dict[str, list[Lap]] = on_ranks(1, time_in_turn, self.setup, names, rounds)[0]
-            return together
-        laps: dict[str, list[Lap]] = {name: [] for name in names}
-        for _ in range(VISITS):
-            for name in names:
-                some = on_ranks(1, time_in_turn, self.setup, [name], -(-rounds // VISITS))[0]
-                laps[name] += some[name]
-        return laps
-
-    def tables(self) -> list[Table]:
+    def tables(self) -> tuple[Table, ...]:
         """As they are now."""
         setup = self.setup
         compare(self.rows)
@@ -185,23 +155,10 @@ class Case:
             if setup.link.bandwidth
             else "collectives take no time"
         )
-        title = f"{setup.model}, rank 0 of {setup.world}, {speed}: {summary(setup.shape)}"
+        title = f"{setup.model}, rank 0 of {setup.world}, {speed}: {setup.task.summary}"
         failed = [f"{name}: failed, {why}" for name, why in self.errors.items()]
-        shown = {name + "*" * self.apart: row for name, row in self.rows.items()}
-        step = Table.of(title, STEP, shown, [*verdicts(self.rows), *failed])
-        lanes = Table.of("", LANES, self.rows)
-        return [step, lanes, Table("", COPIES, tuple(self.copies))]
-
-
-def fits(rows: Iterable[Mapping[str, Cell]], total: int) -> bool:
-    """Can all engines be in one process: what each keeps, and what one of them needs besides?
-
-    Unknown numbers fit: where memory was not looked at, nobody asked for care.
-    """
-    known = [row for row in rows if row.get("MiB peak") is not None]
-    kept = sum(number(row, "MiB rest") for row in known)
-    beyond = max((number(row, "MiB peak") - number(row, "MiB rest") for row in known), default=0)
-    return MIB * (kept + beyond) <= FULL * total
+        step = Table.of(title, STEP, self.rows, [*verdicts(self.rows), *failed])
+        return step, Table("", COPIES, tuple(self.copies))
 
 
 # ---- from what was measured to rows ---------------------------------------------------------
@@ -210,35 +167,25 @@ def fits(rows: Iterable[Mapping[str, Cell]], total: int) -> bool:
 def alone_row(alone: Alone) -> Row:
     """Memory and the timeline of one engine."""
     overlap, memory = alone.overlap, alone.memory
-    whole = (max(count.kernels, count.calls) for count in alone.copies if count.side == WHOLE)
-    return {
-        "MiB rest": memory.rest / MIB,
-        "MiB peak": memory.peak / MIB,
-        "reserved": None if memory.reserved is None else memory.reserved / MIB,
-        "whole copies": sum(whole),
+    row: Row = {
+        "whole copies": alone.copies.get(WHOLE, (0.0, 0.0))[0],
         "collectives ms": overlap.collectives,
         "hidden": overlap.share if overlap.collectives else None,
         "exposed ms": overlap.exposed,
         "idle ms": overlap.idle,
         "MB received": alone.received / 1e6,
     }
-
-
-def copy_rows(engine: str, alone: Alone) -> list[tuple[Cell, ...]]:
-    """Its copies by side."""
-    return [
-        (engine, each.side, each.kernels, each.milliseconds, each.calls, each.nbytes / 1e6)
-        for each in alone.copies
-    ]
+    if memory is not None:
+        row |= {"MiB rest": memory.rest / MIB, "MiB peak": memory.peak / MIB}
+        row |= {"reserved": memory.reserved / MIB}
+    return row
 
 
 def times_row(mine: Sequence[Lap], rival: Sequence[Lap] | None) -> Row:
     """From laps in the order of rounds. ``rival``: of as many rounds, or ``None``."""
-    clocked = [lap.device for lap in mine if lap.device is not None]
     row: Row = {
         "ms": 1e3 * median(lap.whole for lap in mine),
         "min ms": 1e3 * min(lap.whole for lap in mine),
-        "device": 1e3 * median(clocked) if clocked else None,
         "host": 1e3 * median(lap.host for lap in mine),
     }
     if rival is not None:
@@ -250,9 +197,9 @@ def times_row(mine: Sequence[Lap], rival: Sequence[Lap] | None) -> Row:
 def compare(rows: Mapping[str, Row]) -> None:
     """Add each of our peaks of memory ÷ its rival's."""
     for ours, rival in RIVALS.items():
-        both = [rows.get(name, {}).get("MiB peak") is not None for name in (ours, rival)]
-        if all(both):
-            rows[ours]["peak ÷"] = number(rows[ours], "MiB peak") / number(rows[rival], "MiB peak")
+        mine, other = (rows.get(name, {}).get("MiB peak") for name in (ours, rival))
+        if isinstance(mine, float) and isinstance(other, float):
+            rows[ours]["peak ÷"] = mine / other
 
 
 def verdicts(rows: Mapping[str, Row]) -> Iterator[str]:
@@ -261,14 +208,7 @@ def verdicts(rows: Mapping[str, Row]) -> Iterator[str]:
         missed = [
             f"{column.name} {column.text(cell)}, at most {column.target} wanted"
             for column in TARGETS
-            if (cell := rows[name].get(column.name)) is None
-            or number(rows[name], column.name) > (column.target or 0)
+            if not isinstance(cell := rows[name].get(column.name), int | float)
+            or cell > (column.target or 0)
         ]
         yield f"{name}: {'; '.join(missed) if missed else 'all targets reached'}"
-
-
-def number(row: Mapping[str, Cell], column: str) -> float:
-    """A cell that is a number."""
-    cell = row[column]
-    assert isinstance(cell, int | float)
-    return cell

@@ -1,8 +1,8 @@
 """Simulated collectives that take their time: one device, rank 0 of a large group.
 
 Torch's fake process group answers at once and on the stream that asks, so nothing could overlap.
-Here each collective of either engine takes as long as a link would need for its bytes, and is
-ordered as ``ProcessGroupNCCL`` orders it:
+Here each collective takes as long as a link would need for its bytes, ordered as by
+``ProcessGroupNCCL``:
 
     async_op=True     on the group's own stream, after what the caller's stream holds by now;
                       ``wait`` orders the caller's stream after it and blocks nobody
@@ -105,8 +105,7 @@ class SimulatedGroup:
                 pieces[0] = mine
             pieces[1:] = mine
 
-        received = (self.world - 1) * input_tensor.nbytes
-        return self._run("all_gather", received, write, async_op)
+        return self._run("all_gather", input_tensor.nbytes, write, async_op)
 
     def reduce_scatter(
         self,
@@ -122,8 +121,7 @@ class SimulatedGroup:
         def write() -> None:
             torch.mul(input.view(self.world, -1)[0], factor, out=output.view(-1))
 
-        received = (self.world - 1) * output.nbytes
-        return self._run("reduce_scatter", received, write, async_op)
+        return self._run("reduce_scatter", output.nbytes, write, async_op)
 
     def all_to_all(
         self,
@@ -137,12 +135,13 @@ class SimulatedGroup:
         def write() -> None:
             output.view(self.world, -1).copy_(input.view(self.world, -1)[0])
 
-        received = (self.world - 1) * (input.nbytes // self.world)
-        return self._run("all_to_all", received, write, async_op)
+        return self._run("all_to_all", input.nbytes // self.world, write, async_op)
 
     def _run(
-        self, name: str, received: int, write: Callable[[], None], async_op: bool
+        self, name: str, nbytes: int, write: Callable[[], None], async_op: bool
     ) -> Work | None:
+        """``nbytes``: from each peer."""
+        received = (self.world - 1) * nbytes
         self.calls += 1
         self.nbytes += received
         with torch.no_grad(), record_function(MARK + name):

@@ -17,7 +17,7 @@ Log = Callable[[str], None]
 
 
 def setting(default: Any, text: str, known: Iterable[str] = (), least: int | None = None) -> Any:
-    """A field of a benchmark's settings, which is frozen: one option of its command.
+    """A field of a benchmark's settings, which is one option of its command.
 
     Args:
         default: its type is the option's; a tuple takes values separated by commas.
@@ -31,13 +31,7 @@ def setting(default: Any, text: str, known: Iterable[str] = (), least: int | Non
 def command(
     name: str, config: type[Config], run: Callable[[Config, Log], Iterator[Report]]
 ) -> click.Command:
-    """The command of this name.
-
-    Args:
-        name: what is typed.
-        config: a dataclass whose fields are made by ``setting``.
-        run: measures, and yields the report whenever there is more of it.
-    """
+    """The command ``name``: ``run`` yields the report whenever there is more of it."""
 
     def measure(json: Path | None, plot: Path | None, **values: Any) -> None:
         follow(run(config(**values), log), json, plot)
@@ -53,7 +47,7 @@ def command(
 
 
 def log(text: str) -> None:
-    """Say what is under way, beside the report."""
+    """Print what is under way, beside the report."""
     click.echo(f"… {text}", err=True)
 
 
@@ -70,45 +64,37 @@ def follow(reports: Iterable[Report], json: Path | None = None, plot: Path | Non
 
 
 def _option(setting: Field[Any]) -> click.Option:
-    known, least = setting.metadata["known"], setting.metadata["least"]
-    default, kind = setting.default, type(setting.default)
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    default: Any = setting.default
+    known = setting.metadata["known"]
+    several = isinstance(default, tuple)
+    one = next(iter(default), "") if several else default
+    kind = click.Choice(known) if known else _kind(one, setting.metadata["least"])
+    shown = ",".join(map(str, default)) if several else str(default)
     choices = f"; of {', '.join(known)}" if known and set(known) != {*shown.split(",")} else ""
     return click.Option(
         [f"--{setting.name}"],
-        type=_kind(default, known, least),
+        type=_Several(kind) if several else kind,
         default=default,
-        is_flag=kind is bool,
+        is_flag=isinstance(default, bool),
         help=f"{setting.metadata['text']}{choices} [{shown}]",
     )
 
 
-def _kind(default: Any, known: tuple[str, ...], least: int | None) -> click.ParamType[Any]:
-    if isinstance(default, tuple):
-        return _Several(int if default and isinstance(default[0], int) else str, known)
-    if known:
-        return click.Choice(known)
-    if isinstance(default, int):
-        return click.BOOL if isinstance(default, bool) else click.IntRange(min=least)
-    return click.STRING if isinstance(default, str) else click.FLOAT
+def _kind(default: Any, least: int | None) -> click.ParamType[Any]:
+    if isinstance(default, bool | str):
+        return click.BOOL if isinstance(default, bool) else click.STRING
+    return click.IntRange(min=least) if isinstance(default, int) else click.FLOAT
 
 
 class _Several(click.ParamType[tuple[Any, ...]]):
-    """Values separated by commas, as a tuple."""
+    """Values of one kind separated by commas, as a tuple."""
 
     name = "list"
 
-    def __init__(self, kind: type[int | str], known: tuple[str, ...]) -> None:
+    def __init__(self, kind: click.ParamType[Any]) -> None:
         self._kind = kind
-        self._known = known
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
-        words = value.split(",")
-        if self._known and (unknown := sorted({*words} - {*self._known})):
-            self.fail(f"{unknown} is none of {', '.join(self._known)}", param, ctx)
-        try:
-            return tuple(map(self._kind, words))
-        except ValueError:
-            self.fail(f"{value!r} is no list of numbers such as 2,4", param, ctx)
+        return tuple(self._kind.convert(word, param, ctx) for word in value.split(","))

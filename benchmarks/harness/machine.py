@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -24,38 +25,28 @@ class Machine:
     versions: dict[str, str]
 
     def __str__(self) -> str:
-        found = ", ".join(f"{name} {number}" for name, number in self.versions.items() if number)
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items() if number)
         return (
             f"{self.date}, {self.cores} cores of {self.processor}, "
-            f"{self.memory / 2**30:.0f} GiB, {self.kernel}, load {self.load:.1f}; {found}"
+            f"{self.memory / 2**30:.0f} GiB, {self.kernel}, load {self.load:.1f}; {versions}"
         )
 
 
 def this_machine() -> Machine:
     """Read from the operating system, now."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    versions = {"python": platform.python_version()}
+    for package in ("shardwise", "torch", "deepspeed"):
+        versions[package] = ""
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
     return Machine(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-        processor=_processor(),
+        processor=next(names, platform.machine()),
         cores=len(os.sched_getaffinity(0)),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         load=os.getloadavg()[0],
         kernel=f"{platform.system()} {platform.release()}",
-        versions={
-            "python": platform.python_version(),
-            **{name: version_of(name) for name in ("shardwise", "torch", "deepspeed")},
-        },
+        versions=versions,
     )
-
-
-def version_of(distribution: str) -> str:
-    """The installed version, ``""`` if there is none."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -31,7 +31,7 @@ def samples(workers: Workers, *keys: str) -> Iterator[list[int]]:
     """What each rank holds, in bytes, again and again until one of them sends something."""
     with suppress(ProcessLookupError, FileNotFoundError):  # they may end meanwhile
         while not workers.has_sent(PAUSE):
-            yield [held_by(pid, *keys) for pid in workers.pids]
+            yield [held_by(process.pid or 0, *keys) for process in workers.processes]
 
 
 def trim() -> None:

@@ -1,7 +1,4 @@
-"""A report as a picture: a panel of horizontal bars for each column that is to be drawn.
-
-Drawn with the object interface on Agg: no display, no global figure, no state left behind.
-"""
+"""A report as a picture: a panel of horizontal bars for each column that is to be drawn."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ def draw(report: Report, path: Path) -> None:
     Raises:
         ImportError: matplotlib is missing.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # not pyplot: no display and no global state
 
     panels = [
         (table, column) for table in report.tables for column in table.columns if column.drawn
@@ -30,7 +26,6 @@ def draw(report: Report, path: Path) -> None:
         return
     rows = max(len(table.rows) for table, _ in panels)
     figure = Figure((5.5 * len(panels), 1.2 + 0.38 * rows), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     every = figure.subplots(1, len(panels), squeeze=False)[0]
     for (table, column), axes in zip(panels, every, strict=True):
         _panel(axes, table, column)
@@ -41,11 +36,9 @@ def _panel(axes: Axes, table: Table, column: Column) -> None:
     """A bar for each row that has the number, a line at its target, and a dashed one at 1."""
     cells = {str(row[0]): row[table.columns.index(column)] for row in table.rows[::-1]}
     values = {name: float(cell) for name, cell in cells.items() if isinstance(cell, int | float)}
-    bars = axes.barh([*values], [*values.values()], color="#4477aa")
-    axes.bar_label(bars, fmt="%.2f", padding=4)
-    axes.axvline(1.0, color="#222222", linestyle="--", linewidth=1)
+    axes.bar_label(axes.barh([*values], [*values.values()]), fmt="%.2f", padding=4)
+    axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
     if column.target is not None:
-        axes.axvline(column.target, color="#cc3311", linewidth=1)
+        axes.axvline(column.target, color="red", linewidth=1)
     axes.set_xlim(0, 1.15 * max(1.0, *values.values()))
     axes.set_title(f"{table.title.partition(':')[0]}: {column.name}", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -18,6 +18,10 @@ from benchmarks.harness.machine import Machine
 MIB = 2**20
 Cell = str | int | float | None
 """``None`` where something was not measured."""
+Row = dict[str, Cell]
+"""Column → number."""
+# In a Markdown file: the name of a report beside it, and the report as its command prints it.
+BLOCK = re.compile(r"^<!-- (\S+\.json) -->\n```text\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,14 @@ class Table:
 
     def lines(self) -> list[str]:
         """As plain text: the first column to the left, the others to the right."""
-        texts = [
-            [column.text(cell) for column, cell in zip(self.columns, row, strict=True)]
-            for row in self.rows
+        heads = [column.name for column in self.columns]
+        cells = [[c.text(v) for c, v in zip(self.columns, r, strict=True)] for r in self.rows]
+        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+        lines = [
+            "  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]).rstrip()
+            for r in ([heads, *cells] if cells else [])
         ]
-        table = aligned([[column.name for column in self.columns], *texts]) if self.rows else []
-        return [*([self.title] if self.title else []), *table, *self.remarks]
+        return [*([self.title] if self.title else []), *lines, *self.remarks]
 
 
 @dataclass(frozen=True)
@@ -87,19 +93,6 @@ class Report:
         return [*text, "", *self.notes] if self.notes else text
 
 
-def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell: the first to the left, the others to the right."""
-    table = [tuple(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
-
-
 def write(report: Report, path: Path) -> None:
     """Write a report as JSON, each row of a table in a line of its own."""
     text = TypeAdapter(Report).dump_json(report, indent=1).decode()
@@ -118,3 +111,13 @@ def read(path: Path) -> Report:
     if adapter.dump_python(report, mode="json") != json.loads(text):
         raise ValueError(f"{path} has fields that a report has not")
     return report
+
+
+def with_tables(text: str, folder: Path) -> str:
+    """``text`` with each ``BLOCK`` as the report says that it names; paths from ``folder``."""
+
+    def renewed(block: re.Match[str]) -> str:
+        lines = "\n".join(read(folder / block[1]).lines())
+        return f"<!-- {block[1]} -->\n```text\n{lines}\n```"
+
+    return BLOCK.sub(renewed, text)

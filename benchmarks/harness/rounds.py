@@ -31,6 +31,11 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
     return turned if (number // len(names)) % 2 == 0 else turned[::-1]
 
 
+def slowest(ranks: Sequence[Sequence[Lap]], seconds: Callable[[Lap], float]) -> list[Lap]:
+    """Of each round the lap of the rank that took longest; ``ranks``: each one's laps."""
+    return [max(laps, key=seconds) for laps in zip(*ranks, strict=True)]
+
+
 def paired(mine: Sequence[float], rival: Sequence[float]) -> tuple[float, float, float]:
     """Mine ÷ the rival's of the same round: the lower quartile, the median, the upper quartile."""
     quotients = [one / other for one, other in zip(mine, rival, strict=True)]

@@ -17,8 +17,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,17 +32,20 @@ class Worker:
 
     def __init__(self, rank: int, world: int, folder: str, pipe: Connection) -> None:
         self.rank, self.world = rank, world
-        self._folder = folder
-        self._pipe = pipe
+        self._folder, self._pipe = folder, pipe
 
     def send(self, value: Any) -> None:
         """Send ``value`` to the parent, where ``Workers.receive`` returns it."""
         self._pipe.send_bytes(pickle.dumps((True, value)))
 
+    def join_group(self) -> None:
+        """Make the default process group, over a store in a file: it needs no port."""
+        join_group(self.rank, self.world, self._folder)
+
     @contextmanager
     def group(self) -> Iterator[None]:
-        """The default process group, over a store in a file: it needs no port."""
-        join_group(self.rank, self.world, self._folder)
+        """The default process group, until all ranks are done with it."""
+        self.join_group()
         # DeepSpeed reads these even where the group exists.
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank)}
         os.environ["WORLD_SIZE"] = str(self.world)
@@ -68,30 +72,32 @@ class Workers:
         fn: what each runs. It reports by ``worker.send``.
         args: more arguments, picklable.
         timeout: seconds that ``receive`` waits before it raises.
+        start: as in ``multiprocessing``, instead of ``START``.
     """
 
     def __init__(
-        self, world: int, fn: Callable[..., None], *args: Any, timeout: float = 600.0
+        self,
+        world: int,
+        fn: Callable[..., None],
+        *args: Any,
+        timeout: float = 600.0,
+        start: str = "",
     ) -> None:
-        self._stack = ExitStack()
         self._timeout = timeout
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
-        context: Any = mp.get_context(START)
+        self._folder = tempfile.TemporaryDirectory()
+        context: Any = mp.get_context(start or START)
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         self._pipes = [reader for reader, _ in pipes]
-        self._processes = [
-            context.Process(target=_work, args=(rank, world, folder, writer, fn, args), daemon=True)
-            for rank, (_, writer) in enumerate(pipes)
+        self.processes: list[BaseProcess] = [
+            context.Process(
+                target=_work, args=((rank, world, self._folder.name, pipe), fn, args), daemon=True
+            )
+            for rank, (_, pipe) in enumerate(pipes)
         ]
-        for process in self._processes:
+        for process in self.processes:
             process.start()
         for _, writer in pipes:
             writer.close()
-
-    @property
-    def pids(self) -> list[int]:
-        """Process numbers in rank order."""
-        return [process.pid for process in self._processes if process.pid is not None]
 
     def receive(self) -> list[Any]:
         """The next value that each rank sends, in rank order.
@@ -109,14 +115,17 @@ class Workers:
             values |= {pipe: self._read(pipe) for pipe in self._pipes if pipe in ready}
         return [values[pipe] for pipe in self._pipes]
 
-    def stop(self) -> None:
-        """Kill every rank."""
-        for process in self._processes:
-            process.kill()
-
     def has_sent(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for any rank to send something or to end."""
         return bool(wait(self._pipes, seconds))
+
+    def last_of(self, rank: int) -> tuple[bool, Any]:
+        """What an ended rank sent last: ``(True, value)``, or ``(False, its traceback)``."""
+        last: tuple[bool, Any] = (False, "")
+        with suppress(EOFError, OSError):
+            while True:
+                last = pickle.loads(self._pipes[rank].recv_bytes())  # noqa: S301 - our children
+        return last
 
     def _read(self, pipe: Connection) -> Any:
         rank = self._pipes.index(pipe)
@@ -132,12 +141,12 @@ class Workers:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.join(10 if error is None else 0)
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._stack.close()
+        self._folder.cleanup()
 
 
 def end_with_parent() -> None:
@@ -154,14 +163,7 @@ def on_ranks(world: int, fn: Callable[..., None], *args: Any) -> list[Any]:
         return workers.receive()
 
 
-def _work(
-    rank: int,
-    world: int,
-    folder: str,
-    pipe: Connection,
-    fn: Callable[..., None],
-    args: tuple[Any, ...],
-) -> None:
+def _work(place: tuple[int, int, str, Connection], fn: Callable[..., None], args: Any) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     import torch
 
@@ -169,9 +171,9 @@ def _work(
     gc.freeze()  # what is imported by now is garbage at no time
     code = 0
     try:
-        fn(Worker(rank, world, folder, pipe), *args)
+        fn(Worker(*place), *args)
     except BaseException:  # noqa: BLE001 - the parent re-raises it
-        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        place[-1].send_bytes(pickle.dumps((False, traceback.format_exc())))
         code = 1
     # Not a return: rivals leave threads behind that abort the process while it is taken down.
     os._exit(code)

@@ -24,33 +24,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from benchmarks.step.models import TASKS, Task
+from benchmarks.models import ON_CPU, Task
 from benchmarks.training import Batch, Engine, apply_fsdp2, trained, training, unit_modules
 from shardwise.comm.connect import over
 
 PLAIN = "plain"
 SEED = 0
-OPTIMIZERS = ("adamw", "sgd", "adamw_fused", "sgd_fused")
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 3e-4, "eps": 1e-6},  # that eps keeps rounding from being amplified
     "sgd": {"lr": 1e-2, "momentum": 0.9},
 }
+OPTIMIZERS = ("adamw", "sgd", "adamw_fused", "sgd_fused")
+"""``adamw`` and ``sgd`` are torch's loop, its default on CPU; ``…_fused`` its fused kernels, for
+us in ``sw.optim``, for FSDP2's SGD, which has no fused one, ``foreach=True``."""
 
 
 @dataclass(frozen=True)
 class Setup:
     """What is the same for all engines of a run."""
 
-    model: str  # a name in ``TASKS``
-    # of ``OPTIMIZERS``. ``"adamw"`` and ``"sgd"`` are torch's, with its defaults on CPU: the loop,
-    # neither foreach nor fused. ``"adamw_fused"`` and ``"sgd_fused"`` are torch's fused kernels:
-    # ``sw.optim`` for us, ``fused=True`` for everybody else (but ``foreach=True`` for FSDP2's SGD,
-    # which has no other fast one).
-    optimizer: str = "adamw"
+    model: str  # a name in ``ON_CPU``
+    optimizer: str = "adamw"  # of ``OPTIMIZERS``
 
     @property
     def task(self) -> Task:
-        return TASKS[self.model]
+        return ON_CPU[self.model]
 
     def new_model(self) -> nn.Module:
         """The same values for every engine and rank."""
@@ -60,30 +58,19 @@ class Setup:
 
 def optimizer_for(params: Iterable[nn.Parameter], name: str, **options: Any) -> Optimizer:
     """Torch's; more ``options``, such as ``foreach=True``."""
-    kind, fused = _kind(name)
+    kind, _, fused = name.partition("_")
     options = {**OPTIONS[kind], **({"fused": True} if fused else {}), **options}
-    return (
-        torch.optim.SGD(params, **options)
-        if kind == "sgd"
-        else torch.optim.AdamW(params, **options)
-    )
+    return (torch.optim.SGD if kind == "sgd" else torch.optim.AdamW)(params, **options)
 
 
 def flat_optimizer_for(sharded: sw.Sharded, name: str) -> Optimizer:
     """Ours, with the same options."""
-    kind, _ = _kind(name)
+    kind = name.partition("_")[0]
     return (sw.optim.SGD if kind == "sgd" else sw.optim.AdamW)(sharded, **OPTIONS[kind])
 
 
-def _kind(name: str) -> tuple[str, bool]:
-    """``"adamw_fused"`` → ``"adamw"``, and whether it is fused."""
-    kind, _, fused = name.partition("_")
-    return kind, bool(fused)
-
-
 def _by_torch(setup: Setup, model: nn.Module) -> Engine:
-    optimizer = optimizer_for(trained(model), setup.optimizer)
-    return training(model, setup.task.loss, optimizer)
+    return training(model, setup.task.loss, optimizer_for(trained(model), setup.optimizer))
 
 
 # ---- the engines ---------------------------------------------------------------------------
@@ -98,10 +85,9 @@ def _shardwise(strategy: str, setup: Setup, transport: str = "messages") -> Engi
     model = setup.new_model()
     comm = over(dist.group.WORLD, transport=transport)
     sharded = sw.shard(model, strategy=strategy, comm=comm)
-    if _kind(setup.optimizer)[1]:
-        optimizer = flat_optimizer_for(sharded, setup.optimizer)
-    else:
-        optimizer = optimizer_for(trained(model), setup.optimizer)
+    name = setup.optimizer
+    flat = flat_optimizer_for(sharded, name) if name.endswith("_fused") else None
+    optimizer = flat or optimizer_for(trained(model), name)
     return training(model, setup.task.loss, optimizer, comm.counters)
 
 
@@ -118,14 +104,13 @@ def _fsdp2(reshard: bool, setup: Setup) -> Engine:
 
 def _fsdp1(setup: Setup) -> Engine:
     """FULL_SHARD. It wraps modules, not groups of them: the last norm stays with the root."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import CustomPolicy
 
     model = setup.new_model()
     largest = {max(group, key=_numel) for group in unit_modules(model)}
     wrapped = FullyShardedDataParallel(
         model,
-        sharding_strategy=ShardingStrategy.FULL_SHARD,
         auto_wrap_policy=CustomPolicy(lambda module: module in largest),
         use_orig_params=True,
         device_id=torch.device("cpu"),

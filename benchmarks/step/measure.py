@@ -8,7 +8,10 @@ only its first loss can agree.
 
 from __future__ import annotations
 
+import cProfile
+import io
 import logging
+import pstats
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +31,7 @@ from benchmarks.training import Batch, Engine, trained
 CHECKED = 3  # steps whose losses are compared
 TOLERANCE = 1e-5  # of a loss, relative where it is above 1
 WATCHED = 4  # steps during which memory is watched
+LISTED = 40  # functions of a profile
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ def measure(worker: Worker, setup: Setup, names: Sequence[str], rounds: int) -> 
 
 
 def prepare(names: Sequence[str]) -> None:
-    """DeepSpeed wants to be told that the group exists, and says much about itself."""
+    """Tell DeepSpeed that the group exists, and silence it."""
     if not any(name.startswith("deepspeed") for name in names):
         return
     import deepspeed
@@ -152,7 +156,7 @@ def _lap(engine: Engine, batch: Batch) -> Lap:
     return Lap(middle - start, perf_counter() - middle)
 
 
-# ---- memory --------------------------------------------------------------------------------
+# ---- one engine alone ----------------------------------------------------------------------
 
 
 def peak_memory(name: str, setup: Setup, world: int) -> tuple[int, int]:
@@ -164,7 +168,7 @@ def peak_memory(name: str, setup: Setup, world: int) -> tuple[int, int]:
     """
     with Workers(world, _train, name, setup) as workers:
         workers.receive()  # the group exists, the model does not
-        start = sum(held_by(pid, "Pss:") for pid in workers.pids)
+        start = sum(held_by(process.pid or 0, "Pss:") for process in workers.processes)
         workers.receive()  # two steps are done: nothing is set up any more
         return max((sum(each) for each in samples(workers, "Pss:")), default=0), start
 
@@ -184,3 +188,22 @@ def _train(worker: Worker, name: str, setup: Setup) -> None:
             step(engine, batch)
         worker.send("trained")
         dist.barrier()
+
+
+def profile(worker: Worker, name: str, setup: Setup, steps: int) -> None:
+    """Send the functions of these steps with the most time of their own, and who calls them.
+
+    Python's profiler slows Python down but not torch: the shares of Python are too large.
+    """
+    with worker.group():
+        prepare([name])
+        engine, batch = ENGINES[name](setup), batch_of(setup, worker.rank, 0)
+        for _ in range(CHECKED):
+            step(engine, batch)
+        with cProfile.Profile() as profiler:
+            for _ in range(steps):
+                step(engine, batch)
+        text = io.StringIO()
+        stats = pstats.Stats(profiler, stream=text).sort_stats("tottime")
+        stats.print_stats(LISTED).print_callers(LISTED)
+        worker.send(text.getvalue())

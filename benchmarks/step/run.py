@@ -9,13 +9,13 @@ from statistics import median
 
 from benchmarks.harness.command import Log, setting
 from benchmarks.harness.machine import this_machine
-from benchmarks.harness.report import MIB, Cell, Column, Report, Table
-from benchmarks.harness.rounds import paired
+from benchmarks.harness.report import MIB, Column, Report, Row, Table
+from benchmarks.harness.rounds import paired, slowest
 from benchmarks.harness.workers import on_ranks
+from benchmarks.models import ON_CPU
 from benchmarks.step.engines import ENGINES, OPTIMIZERS, PLAIN, Setup, absent
 from benchmarks.step.host import HOSTED, host_table, update_table
-from benchmarks.step.measure import Lap, Measured, measure, peak_memory
-from benchmarks.step.models import TASKS
+from benchmarks.step.measure import Measured, measure, peak_memory, profile
 from benchmarks.step.traffic import least_bytes
 
 PARTS = ("time", "memory", "host", "update")
@@ -38,8 +38,6 @@ MiB peak   proportional set size summed over ranks, each engine in processes of 
            − start: without Python, torch and the group
 *          in processes of its own, beside a plain step of its own
 """.strip().splitlines()
-Rows = dict[str, dict[str, Cell]]
-"""Engine → column → number."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +45,12 @@ class Config:
     """What to measure."""
 
     world: tuple[int, ...] = setting((2,), "numbers of ranks")
-    model: tuple[str, ...] = setting(("decoder128", "decoder32"), "what is trained", TASKS)
+    model: tuple[str, ...] = setting(("decoder128", "decoder32"), "what is trained", ON_CPU)
     engines: tuple[str, ...] = setting(tuple(ENGINES), "beside the plain step", ENGINES)
     rounds: int = setting(20, "interleaved rounds of steps", least=2)
     optimizer: str = setting("adamw", "of every engine", OPTIMIZERS)
-    part: tuple[str, ...] = setting(PARTS, "what is measured", PARTS)
-    steps: int = setting(30, "of the host and optimizer measurements", least=2)
+    part: tuple[str, ...] = setting(PARTS, "what is measured", (*PARTS, "profile"))
+    steps: int = setting(30, "of the host, optimizer and profile measurements", least=2)
 
 
 #: What ``make bench`` runs, in less than three minutes.
@@ -61,21 +59,29 @@ SHORT = Config(model=("decoder32",), rounds=6, part=("time", "host", "update"), 
 
 def run(config: Config, log: Log) -> Iterator[Report]:
     """Time, memory, bytes and host time of one training step, every engine in turn."""
-    report = Report(this_machine(), (f"optimizer: {_optimizer(config.optimizer)}",))
-    whole_steps = {"time", "memory"} & set(config.part)
-    for world, model in product(config.world, config.model) if whole_steps else ():
-        tables = report.tables
-        for table in _tables(Setup(model, config.optimizer), world, config, log):
-            report = replace(report, tables=(*tables, table), notes=tuple(NOTES))
-            yield report
-    if "host" in config.part:
-        names = [name for name in HOSTED if name in config.engines]
-        report = replace(report, tables=(*report.tables, host_table(names, config.steps, log)))
+    notes = tuple(NOTES) if {"time", "memory"} & set(config.part) else ()
+    settings = (f"optimizer: {_optimizer(config.optimizer)}",)
+    report = Report(this_machine(), settings, notes=notes)
+    for table in _every_table(config, log):
+        others = [each for each in report.tables if each.title != table.title]
+        report = replace(report, tables=(*others, table))
         yield report
+
+
+def _every_table(config: Config, log: Log) -> Iterator[Table]:
+    """Tables; one that comes again replaces the one with its title."""
+    for world, model in product(config.world, config.model):
+        setup = Setup(model, config.optimizer)
+        yield from _tables(setup, world, config, log)
+        for engine in config.engines if "profile" in config.part else ():
+            log(f"{model}, {world} ranks, profile: {engine}")
+            text = on_ranks(world, profile, engine, setup, config.steps)[0]
+            yield Table(f"{engine} on {model}, rank 0 of {world}", (), (), tuple(text.split("\n")))
+    if "host" in config.part:
+        yield host_table([name for name in HOSTED if name in config.engines], config.steps, log)
     if "update" in config.part:
         names = [PLAIN, *(name for name in ("full_shard", "fsdp2") if name in config.engines)]
-        report = replace(report, tables=(*report.tables, update_table(names, config.steps, log)))
-        yield report
+        yield update_table(names, config.steps, log)
 
 
 def _optimizer(name: str) -> str:
@@ -90,7 +96,7 @@ def _tables(setup: Setup, world: int, config: Config, log: Log) -> Iterator[Tabl
     """Every engine on one model, in the order of ``ENGINES``; with more numbers each time."""
     names = [name for name in ENGINES if name in {*config.engines, PLAIN}]
     remarks = [f"{name}: absent, {absent(name)}" for name in names if absent(name)]
-    rows: Rows = {name: {} for name in names if not absent(name)}
+    rows: dict[str, Row] = {name: {} for name in names if not absent(name)}
     title = f"{setup.model}, {world} ranks: {setup.task.summary}"
     apart = [name for name in rows if name.startswith("deepspeed")]
     together = [name for name in rows if name not in apart]
@@ -112,16 +118,19 @@ def _tables(setup: Setup, world: int, config: Config, log: Log) -> Iterator[Tabl
         yield table()
 
 
-def timed_rows(ranks: Sequence[Mapping[str, Measured]], setup: Setup) -> Rows:
+def timed_rows(ranks: Sequence[Mapping[str, Measured]], setup: Setup) -> dict[str, Row]:
     """Times and bytes of each engine that the ranks of one group measured."""
     model = setup.new_model()
     least = {name: least_bytes(name, model, len(ranks)) for name in ranks[0]}
     return {name: {**times(name, ranks), **traffic(name, ranks, least[name])} for name in least}
 
 
-def times(engine: str, ranks: Sequence[Mapping[str, Measured]]) -> dict[str, Cell]:
+def times(engine: str, ranks: Sequence[Mapping[str, Measured]]) -> Row:
     """From every rank's laps; a step lasts until its slowest rank is done."""
-    laps, plain_laps = _slowest(ranks, engine), _slowest(ranks, PLAIN)
+    laps, plain_laps = (
+        slowest([rank[name].laps for rank in ranks], lambda lap: lap.whole)
+        for name in (engine, PLAIN)
+    )
     whole, plain = [lap.whole for lap in laps], [lap.whole for lap in plain_laps]
     low, middle, high = paired(whole, plain)
     return {
@@ -136,12 +145,7 @@ def times(engine: str, ranks: Sequence[Mapping[str, Measured]]) -> dict[str, Cel
     }
 
 
-def _slowest(ranks: Sequence[Mapping[str, Measured]], engine: str) -> list[Lap]:
-    rounds = zip(*(rank[engine].laps for rank in ranks), strict=True)
-    return [max(laps, key=lambda lap: lap.whole) for laps in rounds]
-
-
-def traffic(engine: str, ranks: Sequence[Mapping[str, Measured]], least: int) -> dict[str, Cell]:
+def traffic(engine: str, ranks: Sequence[Mapping[str, Measured]], least: int) -> Row:
     """From every rank's counts: the largest."""
     sent = max(rank[engine].sent for rank in ranks)
     copied = max(rank[engine].copied - rank[PLAIN].copied for rank in ranks)

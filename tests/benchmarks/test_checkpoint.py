@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.checkpoint.files import Sent, forget, kind_of, nbytes_of
-from benchmarks.checkpoint.measure import Lap, Measured, extra_memory, is_async
-from benchmarks.checkpoint.methods import METHODS
-from benchmarks.checkpoint.run import Config, Row, compare, default_folders, judged, row_of, run
-from benchmarks.checkpoint.state import BYTES, KINDS, Part, Size, drawn, unlike
-from benchmarks.harness.report import Cell, Report
+from benchmarks.checkpoint.files import forget, kind_of, nbytes_of
+from benchmarks.checkpoint.measure import Lap, extra_memory
+from benchmarks.checkpoint.methods import METHODS, is_async
+from benchmarks.checkpoint.run import Config, compare, default_folders, judged, row_of, run
+from benchmarks.checkpoint.trained import BYTES, KINDS, Size, drawn, unlike
+from benchmarks.harness.report import Cell, Report, Row
 
 TINY = 0.001
 Rows = dict[str, dict[str, Cell]]
@@ -55,12 +55,9 @@ def test_every_method_has_all_its_times(rows: Rows) -> None:
 
 
 @pytest.mark.spawn
-def test_all_of_the_state_is_in_the_files_and_little_is_sent(rows: Rows) -> None:
+def test_all_of_the_state_is_in_the_files(rows: Rows) -> None:
     for row in (row for name, row in rows.items() if not is_async(name)):
         assert TINY <= number(row["GB on disk"]) <= 2 * TINY  # one block, names and headers
-    state = 1e3 * TINY  # in MB
-    assert 0 < number(rows["ours"]["MB to save"]) < 0.1 * state  # edges of pages and short texts
-    assert number(rows["full"]["MB to save"]) > 0.3 * state  # half of it goes to rank 0
 
 
 @pytest.mark.spawn
@@ -68,7 +65,6 @@ def test_the_report_names_every_target(report: Report) -> None:
     text = "\n".join(report.lines())
     for target in ("save: times faster", "load: times faster", "stall of ours_async"):
         assert f"\n{target}" in text
-    assert "; digest " in text
 
 
 @pytest.mark.spawn
@@ -102,25 +98,22 @@ def test_numbers_follow_from_their_place_however_a_tensor_is_cut(kind: str) -> N
 def test_one_bit_that_differs_is_found_and_so_is_what_is_absent() -> None:
     value = torch.tensor([1.0, -0.0])
     expected = {("param", "a"): value.clone(), ("exp_avg", "a"): value.clone()}
-    parts = [Part(kind, "a", 0, value) for kind in ("param", "exp_avg")]
-    assert unlike(parts, expected) == []
+    values = dict.fromkeys(expected, value)
+    assert unlike(values, expected) == []
     value[1] = 0.0  # equal as a number
-    assert unlike(parts[:1], expected) == ["param of a", "exp_avg of a"]
+    del values["exp_avg", "a"]
+    assert unlike(values, expected) == ["param of a", "exp_avg of a"]
 
 
 def test_a_round_is_as_slow_as_its_slowest_rank() -> None:
-    def lap(seconds: float, nbytes: int) -> Lap:
-        return Lap(seconds, seconds, seconds, Sent(3, 10 * nbytes), Sent(nbytes, 2), 7, alone=1.0)
+    def lap(seconds: float) -> Lap:
+        return Lap(seconds, seconds, seconds, 7, alone=1.0)
 
-    ranks = [[lap(1.0, 1), lap(4.0, 1), lap(1.0, 1)], [lap(2.0, 5), lap(3.0, 5), lap(3.0, 5)]]
+    ranks = [[lap(1.0), lap(4.0), lap(1.0)], [lap(2.0), lap(3.0), lap(3.0)]]
     assert row_of(ranks) == {
         "save s": 3.0,
         "load s": 3.0,
         "GB on disk": 7e-9,
-        "calls to save": 3,
-        "calls to load": 5,
-        "MB to save": 50e-6,
-        "MB to load": 2e-6,
         "stall ms": 3000.0,
         "durable s": 3.0,
         "steps ×": 0.0,
@@ -136,7 +129,7 @@ def test_targets_are_said_to_be_reached_or_missed() -> None:
         "ours_async": {"save s": 2.0, "stall ms": 60.0},
     }
     compare(rows)
-    assert list(judged(rows, Measured("", 2**20, {}))) == [
+    assert list(judged(rows, 1.0)) == [
         ("save: times faster than DCP", "≥ 3", "4.00", "reached"),
         ("load: times faster than DCP", "≥ 3", "2.00", "MISSED"),
         ("stall of ours_async ÷ save", "≤ 5%", "6.0%", "MISSED"),

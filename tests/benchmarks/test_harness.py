@@ -17,9 +17,8 @@ from benchmarks.harness import report as reports
 from benchmarks.harness.command import command, setting
 from benchmarks.harness.machine import this_machine
 from benchmarks.harness.plots import draw
-from benchmarks.harness.record import with_tables
-from benchmarks.harness.report import Cell, Column, Report, Table
-from benchmarks.harness.rounds import interleaved, paired, rotated
+from benchmarks.harness.report import Column, Report, Row, Table, with_tables
+from benchmarks.harness.rounds import interleaved, paired, rotated, slowest
 
 FOLDER = Path(benchmarks.__file__ or "").parent
 RESULTS = (FOLDER / "RESULTS.md").read_text()
@@ -30,7 +29,7 @@ COLUMNS = (
     Column("ms", ".1f"),
     Column("unmeasured"),
 )
-ROWS: dict[str, dict[str, Cell]] = {
+ROWS: dict[str, Row] = {
     "ours": {"×": 1.5, "ms": 123.0},
     "theirs": {"×": None, "ms": 4.0},
 }
@@ -43,6 +42,7 @@ def test_everybody_is_first_once_and_then_the_order_turns_round() -> None:
     orders = ["".join(rotated(list("abc"), number)) for number in range(6)]
     assert orders == ["abc", "bca", "cab", "cba", "acb", "bac"]
     assert paired([2.0, 6.0, 4.0], [1.0, 4.0, 2.0]) == (1.75, 2.0, 2.0)
+    assert slowest([[1, 4], [2, 3]], float) == [2, 4]
 
 
 def test_each_name_has_a_lap_in_each_round() -> None:
@@ -83,8 +83,8 @@ class Config:
             ["--world", "2,4", "--engines", "b", "--rounds", "3", "--quick", "--kind", "y"],
             Config((2, 4), ("b",), 3, quick=True, kind="y"),
         ),
-        (["--engines", "a,c"], "['c'] is none of a, b"),
-        (["--world", "two"], "'two' is no list of numbers"),
+        (["--engines", "a,c"], "'c' is not one of 'a', 'b'"),
+        (["--world", "two"], "'two' is not a valid integer"),
         (["--rounds", "1"], "1 is not in the range x>=2"),
     ],
 )

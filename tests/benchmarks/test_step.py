@@ -11,10 +11,10 @@ from torch import nn
 import shardwise as sw
 from benchmarks.harness.report import Cell, Report
 from benchmarks.harness.workers import on_ranks
-from benchmarks.step import engines, host, profile
+from benchmarks.models import ON_CPU
+from benchmarks.step import engines, host
 from benchmarks.step.engines import ENGINES, PLAIN, Setup, absent
 from benchmarks.step.measure import CHECKED, Lap, Measured, check_losses, measure, peak_memory
-from benchmarks.step.models import TASKS
 from benchmarks.step.run import Config, run, times, traffic
 from benchmarks.step.traffic import PARTS, CopiedBytes, least_bytes
 
@@ -43,7 +43,7 @@ def test_every_engine_trains_the_same(ranks: Ranks) -> None:
 
 @pytest.mark.spawn
 def test_the_kernel_and_our_counters_agree_on_what_was_sent(ranks: Ranks) -> None:
-    model = TASKS["tiny"].build()
+    model = ON_CPU["tiny"].build()
     for name, each in ranks[0].items():
         if each.counted is None:
             continue
@@ -103,7 +103,8 @@ def test_host_time_and_the_optimizer_are_measured_in_their_variants(
 
 @pytest.mark.spawn
 def test_a_profile_names_what_the_engine_calls() -> None:
-    (report,) = profile.run(profile.Config(model="tiny", steps=1), lambda _: None)
+    config = Config(model=("tiny",), engines=("full_shard",), part=("profile",), steps=2)
+    (report,) = run(config, lambda _: None)
     assert any("shardwise/" in line for line in report.lines())
 
 
@@ -209,7 +210,7 @@ def test_copies_are_counted_where_they_are_made_and_sums_are_not() -> None:
     assert copies.nbytes == 36
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_the_same_generator_gives_the_same_batch(name: str) -> None:
-    first, second = (TASKS[name].batch(torch.Generator().manual_seed(3)) for _ in range(2))
+    first, second = (ON_CPU[name].batch(torch.Generator().manual_seed(3)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
