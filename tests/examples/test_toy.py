@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing
+from torch.multiprocessing.spawn import start_processes
 
 from tests.examples.run import EXAMPLES, lines_of, run, torchrun
 from tests.forked import forked
@@ -48,6 +52,19 @@ def test_it_spawns_its_ranks_and_names_the_port_that_it_takes(tmp_path: Path) ->
 @forked
 def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
     assert sorted(torchrun(TOY, folder=tmp_path)) == ["All done"] * 2 + [final_loss(5, 2)]
+
+
+@pytest.mark.spawn
+@forked
+def test_the_command_of_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
+    """Eight ranks, which are forked, too; another test spawns them."""
+    (options,) = re.findall(r"`python examples/toy.py (--[^`]+)`", lines_of("seeds.md"))
+    assert options == "--iterations 5 --ws 8 -v"
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    vars(torch.multiprocessing)["spawn"] = partial(start_processes, start_method="fork")
+    printed = run(TOY, *options.split(), folder=tmp_path)
+    ended = [line for line in printed if line == "All done" or line.startswith("Final")]
+    assert sorted(ended) == ["All done"] * 8 + [final_loss(5, 8)]
 
 
 @pytest.mark.parametrize("option", ["-v", "--verbose"])

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.run import torchrun
+from tests.forked import forked
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "trace_zero2.py"
 
 
@@ -21,3 +24,11 @@ def test_the_script_prints_forward_a_line_of_stars_and_backward(
     assert backward.count("reduce_scatter_impl(") == backward.count("wait_impl(") == 2
     assert "all_gather_impl(" not in backward
     assert backward.count("aten.div_.Scalar(summed_") == 2
+
+
+@pytest.mark.spawn
+@forked
+def test_under_torchrun_programs_and_engine_do_the_same(tmp_path: Path) -> None:
+    printed = torchrun(SCRIPT, folder=tmp_path)
+    assert printed.count("*******" * 8) == 1
+    assert printed[-1] == "program and engine: gradients equal True, collectives equal True"

@@ -26,6 +26,9 @@ def test_the_last_step_is_at_the_floor() -> None:
 def test_a_floor_of_one_is_a_constant_rate() -> None:
     constant = OptimizerConfig(lr=2.0, warmup=0, floor=1.0)
     assert {learning_rate(step, 10, constant) for step in range(10)} == {2.0}
+    warmed = OptimizerConfig(lr=2.0, warmup=2, floor=1.0)
+    assert learning_rate(0, 10, warmed) < 1
+    assert {learning_rate(step, 10, warmed) for step in range(2, 10)} == {2.0}
 
 
 def test_a_run_of_one_step_is_at_the_peak() -> None:
