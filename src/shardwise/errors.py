@@ -1,15 +1,6 @@
 """Every error that shardwise raises on purpose.
 
 A message says the fact with its numbers, what follows from it, and what to do.
-
-    ShardwiseError
-    ├── ConfigError         an argument, a recipe or an environment that cannot work
-    ├── ShardUseError       a shard was used as if it were the whole parameter
-    ├── OptimizerError      this optimizer would be wrong on shards
-    ├── ScheduleError       a step did something that no schedule can serve
-    ├── CheckpointError     a checkpoint that cannot be written, read, or made to fit
-    │   └── DamagedCheckpoint   its bytes are missing, or not those that were written
-    └── RanksDisagree       the ranks do not do the same thing; their group is dead afterwards
 """
 
 from __future__ import annotations
@@ -19,7 +10,7 @@ from difflib import SequenceMatcher
 
 
 class ShardwiseError(Exception):
-    """The root of the tree above."""
+    """The base class of all of them."""
 
 
 class ConfigError(ShardwiseError, ValueError):

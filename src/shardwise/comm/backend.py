@@ -37,15 +37,12 @@ SELF_TEST = Collective(-1, "self-test", "self-test of AVG", "", 0)
 
 
 class BackendComm(Group):
-    """One rank's communicator over a vendor's backend. Final; see ``Comm``.
+    """One rank's communicator over a vendor's backend. Final; see ``Group``.
 
     Args:
         group: the ranks. Gathers and broadcasts use it, so nothing else may use it meanwhile.
         device: this rank's, with its index.
-        store: used by this group only.
         has_average: whether to let the backend average, if it passes a self-test on every rank.
-        timeout: seconds after which waiting for a slow rank becomes an error.
-        shutdown: what ends with this object.
     """
 
     has_reduce_scatter = True

@@ -85,18 +85,14 @@ def missing_ranks(
 
 
 def mismatch(issued_by: Mapping[int, Collective], last_common: str = "") -> str:
-    """Ranks issued different collectives under one number.
-
-    Args:
-        issued_by: rank → collective.
-        last_common: the collective before, which all issued.
-    """
+    """Ranks issued different collectives under one number, after ``last_common``."""
     ranks_at = _ranks_by_value(issued_by)
     # The minority first, where the error is.
     fewest_first = sorted(ranks_at.items(), key=lambda place: (len(place[1]), -place[1][0]))
     with_kind = len({(str(c), c.nbytes) for c in ranks_at}) < len(ranks_at)
     (first, first_ranks), *others = fewest_first
-    where = [f"{format_ranks(first_ranks)} {_be(first_ranks)} at {_describe(first, with_kind)}"]
+    verb = "is" if len(first_ranks) == 1 else "are"
+    where = [f"{format_ranks(first_ranks)} {verb} at {_describe(first, with_kind)}"]
     where += [f"{format_ranks(ranks)} at {_describe(c, with_kind)}" for c, ranks in others]
     last = f" The last one in common was {last_common}." if last_common else ""
     return (
@@ -126,12 +122,9 @@ def rank_died(rank: int, waiting: Mapping[int, Collective]) -> str:
 
 def timed_out(ranks: Sequence[int], seconds: float, waiting: Mapping[int, Collective]) -> str:
     """``ranks`` have not issued the collective within ``seconds``."""
-    verb = "has" if len(ranks) == 1 else "have"
-    subject = (
-        f"{format_ranks(ranks)} {verb} not come"
-        if ranks
-        else "every rank came, but nothing arrived"
-    )
+    subject = "every rank came, but nothing arrived"
+    if ranks:
+        subject = f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} not come"
     return (
         f"{subject} within {seconds:,.0f} s while {_waiting(waiting)}. {UNUSABLE} Look at the "
         "stacks of the processes (py-spy dump --pid …), or give the slow part more time: "
@@ -206,10 +199,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
     *all_but_last, last = parts
     listed = f"{', '.join(all_but_last)} and {last}" if all_but_last else last
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
-
-
-def _be(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
 
 
 def _describe(collective: Collective, with_kind: bool) -> str:

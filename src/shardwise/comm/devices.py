@@ -61,9 +61,11 @@ def device_of(accelerator: Accelerator, local_rank: int) -> torch.device:
             'device="cpu" (--run.device cpu), or none to use what is there.'
         )
     if local_rank >= count:
+        name = accelerator.visible_devices
+        visible = f" ({name}={os.environ[name]})" if name in os.environ else ""
         raise ConfigError(
             f"local rank {local_rank} wants {accelerator.device}:{local_rank}, but torch sees "
-            f"{count} here{_visible(accelerator)}. Each process needs a device of its own: start "
+            f"{count} here{visible}. Each process needs a device of its own: start "
             f'at most {count} processes on this machine, or pass device="cpu". If the launcher '
             "shows each process only a device of its own, let it show all of them "
             "(srun --gpu-bind=none)."
@@ -76,8 +78,7 @@ def device_module(accelerator: Accelerator) -> Any:
     """What ``torch.get_device_module`` gives, after the import of the device's plug-in.
 
     Raises:
-        ConfigError: torch does not know the device, and no plug-in is installed that teaches it;
-            or the plug-in runs in lazy mode.
+        ConfigError: torch does not know the device, or its plug-in runs in lazy mode.
     """
     if not _is_available(accelerator.device):
         _import_plugin(accelerator)
@@ -142,7 +143,7 @@ def _import_plugin(accelerator: Accelerator) -> None:
 
 
 def _check_eager(accelerator: Accelerator) -> None:
-    """Refuse lazy mode, which is also what a variable that was set too late leads to."""
+    """Refuse lazy mode, which a variable that was set too late leads to, too."""
     module, _, function = accelerator.is_lazy.rpartition(".")
     is_lazy = getattr(sys.modules.get(module), function, None)
     if is_lazy is None or not is_lazy():
@@ -159,11 +160,6 @@ def _check_eager(accelerator: Accelerator) -> None:
 
 def _is_installed(plugin: str) -> bool:
     return find_spec(plugin.split(".", maxsplit=1)[0]) is not None
-
-
-def _visible(accelerator: Accelerator) -> str:
-    name = accelerator.visible_devices
-    return f" ({name}={os.environ[name]})" if name in os.environ else ""
 
 
 def _is_available(device: str) -> bool:

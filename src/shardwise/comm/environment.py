@@ -70,11 +70,15 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
         needed += ["MASTER_ADDR", "MASTER_PORT"]
     if missing := [name for name in needed if name not in environ]:
         present = [name for name in [*needed, "LOCAL_RANK"] if name in environ]
+        node_rank = (
+            " If it is the number of this machine, name it NODE_RANK, and pass it on: "
+            "torchrun --node-rank=$NODE_RANK …"
+        )
         raise ConfigError(
             f"the environment has {', '.join(present)}, but not {', '.join(missing)}: a launcher "
             "sets all of them, and with some of them ranks cannot connect. Start with torchrun, "
             f"or set {', '.join(missing)}, or unset {', '.join(present)} to run a single rank."
-            + (_NODE_RANK if present == ["RANK"] else "")
+            + (node_rank if present == ["RANK"] else "")
         )
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
@@ -82,12 +86,6 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     if size == 1:
         return Launch(rank, size, local_rank)
     return Launch(rank, size, local_rank, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))
-
-
-_NODE_RANK = (
-    " If it is the number of this machine, name it NODE_RANK, and pass it on: "
-    "torchrun --node-rank=$NODE_RANK …"
-)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Launch | None:

@@ -33,13 +33,7 @@ CONNECTED = Collective(-1, "greeting", "connection", "", 0)
 
 
 class GlooComm(MessagesComm):
-    """One rank's communicator over gloo. Final; see ``Comm``.
-
-    Args:
-        store: used by this group only.
-        timeout: seconds after which waiting for a slow rank raises.
-        shutdown: what to do on close.
-    """
+    """One rank's communicator over gloo. Final; see ``Group``."""
 
     def __init__(
         self, rank: int, size: int, store: Store, timeout: float, shutdown: Shutdown = IMMEDIATE

@@ -17,7 +17,8 @@ OLD_GLIBC_MAX = 1 << 25  # the maximum of older versions of glibc
 PAGE, HUGE, MADV_HUGEPAGE = 4096, 1 << 21, 14
 USER_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
-_madvise = getattr(ctypes.CDLL(None), "madvise", None)
+_libc = ctypes.CDLL(None)
+_madvise = getattr(_libc, "madvise", None)
 if _madvise is not None:
     _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
@@ -28,7 +29,7 @@ def keep_mapped() -> bool:
     Returns:
         Whether the allocator accepted it; only glibc does.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_libc, "mallopt", None)
     if mallopt is None or any(name in os.environ for name in USER_SETTINGS):
         return False
     # Both or none: once one is set, glibc no longer adapts the other.
@@ -55,6 +56,6 @@ def trim() -> None:
     Setup frees whole units between shards that stay allocated. The next unit does not fit in the
     holes, and the process would grow by about the size of its shards.
     """
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    malloc_trim = getattr(_libc, "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

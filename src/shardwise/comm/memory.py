@@ -21,12 +21,10 @@ class Memory:
 
     All tensors are ``[numel]``, uninitialised, with a storage of their own, and not inference
     tensors, even if ``torch.inference_mode`` is on.
-
-    Attributes:
-        shared: ``full`` returns the same memory on every rank, so a gather moves nothing. It is
-            not freed before its tensors die.
     """
 
+    # ``full`` returns the same memory on every rank, so a gather moves nothing. It is not freed
+    # before its tensors die.
     shared = False
 
     def __init__(self, device: torch.device) -> None:

@@ -27,15 +27,10 @@ OnReceived = Callable[[Sequence[Tensor] | Tensor], None]
 
 @dataclass(frozen=True)
 class Label:
-    """The purpose of a collective. Ranks compare labels, so unlike collectives never match.
+    """The purpose of a collective. Ranks compare labels, so unlike collectives never match."""
 
-    Attributes:
-        op: ``"gather"``, ``"reduce"``, ``"broadcast"`` or another verb of the engine.
-        unit: the unit's name, for example ``"blocks.3"``, or ``""``.
-    """
-
-    op: str
-    unit: str = ""
+    op: str  # "gather", "reduce", "broadcast" or another verb of the engine
+    unit: str = ""  # the unit's name, for example "blocks.3"
 
     def __str__(self) -> str:
         return f"{self.op} {self.unit}".strip()
@@ -83,16 +78,12 @@ class Completed:
 class Comm(ABC):
     """One rank's communicator in a group of ``size`` ranks.
 
-    Every rank issues the same collectives in the same order.
-
-    Attributes:
-        memory: allocates the tensors that this group sends.
-        has_reduce_scatter: the transport has a ``reduce_scatter`` of its own.
-        has_average: that one can divide by ``size``; a self-test passed on every rank.
+    Every rank issues the same collectives in the same order. Its ``memory`` allocates the tensors
+    that the group sends.
     """
 
-    has_reduce_scatter = False
-    has_average = False
+    has_reduce_scatter = False  # has the transport a ``reduce_scatter`` of its own?
+    has_average = False  # can that divide by ``size``? A self-test passed on every rank.
 
     def __init__(
         self, rank: int, size: int, device: torch.device | str, memory: Memory | None = None

@@ -117,12 +117,11 @@ def _open(
 
 
 class SharedMemoryComm(Group):
-    """One rank's communicator in a group on one host. Final; see ``Comm``.
+    """One rank's communicator in a group on one host. Final; see ``Group``.
 
     Args:
         arenas: the common one, then each rank's own.
         pids: of the ranks' processes.
-        shutdown: what to do on close.
     """
 
     def __init__(

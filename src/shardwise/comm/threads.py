@@ -102,24 +102,24 @@ class _Rendezvous:
         self._changed = Condition()
         self._rounds: dict[int, _Round] = {}
         self._issued = dict.fromkeys(range(size), 0)
-        self._before = ""  # the last collective that every rank issued
+        self._last_common = ""  # the last collective that every rank issued
         self._ended: dict[int, str] = {}
         self._errors: list[BaseException] = []
-        self._dead = ""
+        self._failure = ""
 
     def post(self, rank: int, post: _Contribution) -> _Round:
         with self._changed:
-            self._raise_if_dead()
+            self._raise_if_failed()
             round_ = self._rounds.setdefault(post.collective.seq, _Round())
             round_.posts[rank] = post
             self._issued[rank] += 1
             issued = {peer: other.collective for peer, other in round_.posts.items()}
             if len(set(issued.values())) > 1:
-                raise self._fail(mismatch(issued, self._before))
+                raise self.fail(mismatch(issued, self._last_common))
             if len(round_.posts) == self.size:
                 _deliver(round_.posts)
                 round_.done = True
-                self._before = str(post.collective)
+                self._last_common = str(post.collective)
                 del self._rounds[post.collective.seq]
                 self._changed.notify_all()
             return round_
@@ -128,19 +128,13 @@ class _Rendezvous:
         deadline = monotonic() + self.timeout
         with self._changed:
             while not round_.done:
-                self._raise_if_dead()
+                self._raise_if_failed()
                 waiting = {rank: round_.posts[rank].collective}
                 missing = [r for r in range(self.size) if r not in round_.posts]
                 for peer in (r for r in missing if r in self._ended):
-                    raise self._fail(
-                        rank_left(peer, self._ended[peer], self._issued[peer], waiting)
-                    )
+                    raise self.fail(rank_left(peer, self._ended[peer], self._issued[peer], waiting))
                 if not self._changed.wait(deadline - monotonic()):
-                    raise self._fail(timed_out(missing, self.timeout, waiting))
-
-    def fail(self, reason: str) -> RanksDisagree:
-        with self._changed:
-            return self._fail(reason)
+                    raise self.fail(timed_out(missing, self.timeout, waiting))
 
     def leave(self, rank: int, reason: str, error: BaseException | None = None) -> None:
         with self._changed:
@@ -154,14 +148,15 @@ class _Rendezvous:
             own = [e for e in self._errors if not isinstance(e, RanksDisagree)]
             return next(iter(own + self._errors), None)
 
-    def _raise_if_dead(self) -> None:
-        if self._dead:
-            raise RanksDisagree(self._dead)
+    def _raise_if_failed(self) -> None:
+        if self._failure:
+            raise RanksDisagree(self._failure)
 
-    def _fail(self, reason: str) -> RanksDisagree:
-        self._dead = self._dead or reason
-        self._changed.notify_all()
-        return RanksDisagree(self._dead)
+    def fail(self, reason: str) -> RanksDisagree:
+        with self._changed:  # reentrant
+            self._failure = self._failure or reason
+            self._changed.notify_all()
+            return RanksDisagree(self._failure)
 
 
 class _ThreadsComm(MessagesComm):

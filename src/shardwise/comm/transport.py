@@ -55,7 +55,11 @@ IMMEDIATE = Shutdown()
 
 
 class Group(Comm):
-    """One rank's communicator in a group of real ranks. A subclass moves the bytes."""
+    """One rank's communicator in a group of real ranks. A subclass moves the bytes.
+
+    Subclasses have a ``store`` that no other group uses, and a ``timeout``: the seconds after which
+    waiting for a slow rank raises.
+    """
 
     def __init__(
         self, rank: int, size: int, device: torch.device, shutdown: Shutdown = IMMEDIATE
@@ -156,8 +160,7 @@ class InFlight:
         self._counters = counters
         self._op = op
 
-    def wait(self) -> None:
-        """See ``Pending``. Waiting again returns at once, or raises the same error."""
+    def wait(self) -> None:  # again: returns at once, or raises the same error
         if self._transfer is None:
             return
         start = perf_counter()

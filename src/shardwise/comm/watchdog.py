@@ -48,9 +48,8 @@ class Watchdog:
     """One rank's watchdog over its group, through a store that all ranks share. Final.
 
     Args:
-        store: used by this group only.
+        store, timeout: see ``Group``.
         interrupt: makes every pending operation of this rank fail, from any thread.
-        timeout: seconds after which waiting for a slow rank raises.
     """
 
     def __init__(

@@ -66,8 +66,15 @@ class FlatOptimizer(Optimizer, ABC):
     def __init__(
         self, sharded: ShardedModel, groups: Iterable[Any] | None = None, **options: Any
     ) -> None:
-        self._policy = policy = chosen(self.policy_type, options)
-        self._sharded, self.max_norm = _checked(sharded, type(self).__name__), policy.max_norm
+        kind = type(self).__name__
+        if not isinstance(sharded, ShardedModel):
+            raise ConfigError(
+                f"sw.optim.{kind} was given a {type(sharded).__name__}, and it needs the flat "
+                "shards of a sharded model. Pass the handle that sw.shard() returned: "
+                f"sw.optim.{kind}(sharded)."
+            )
+        self._sharded, self._policy = sharded, chosen(self.policy_type, options)
+        self.max_norm = self._policy.max_norm
         self.norm: Tensor | None = None
         self._mark: tuple[object, Sharding | None] = ((), None)
         self._check_sharded()
@@ -76,7 +83,7 @@ class FlatOptimizer(Optimizer, ABC):
         self._decided: tuple[Update, list[list[bool]], list[tuple[str, ...]]] | None = None
         if groups is None:
             groups = [param for param in sharded.model.parameters() if param.requires_grad]
-        super().__init__(groups, defaults(policy))
+        super().__init__(groups, defaults(self._policy))
 
     # ---- the rule ----------------------------------------------------------------------------
 
@@ -184,8 +191,7 @@ class FlatOptimizer(Optimizer, ABC):
     def _update(self, present: list[list[bool]]) -> Update:
         """The step; the last one again, as long as nothing that it depends on changed.
 
-        Args:
-            present: of each bucket's slots, whether it has a gradient.
+        ``present`` says of each bucket's slots whether they have a gradient.
         """
         names = [self._names(group) for group in self.param_groups]
         if (
@@ -202,7 +208,7 @@ class FlatOptimizer(Optimizer, ABC):
     def _keys(
         self, state: FlatState, present: Sequence[bool], names: Sequence[Sequence[str]]
     ) -> list[Key | None]:
-        """Of each slot, ``None`` where no gradient is; the others have all their state then."""
+        """The key of each slot, ``None`` without a gradient. Missing state is made."""
         ages, keys = state.steps.tolist(), list[Key | None]()
         for at, (group, has_gradient) in enumerate(zip(state.groups, present, strict=True)):
             is_first = has_gradient and state.add_missing(self.state, at, names[group])
@@ -210,12 +216,12 @@ class FlatOptimizer(Optimizer, ABC):
         return keys
 
     def _facts_now(self) -> tuple[object, ...]:
-        """What must not change, or flat memory is not that of the parameters and their state."""
+        """What changes whenever parameters or state are replaced, added or removed."""
         sizes = [len(group["params"]) for group in self.param_groups]
         return self._sharded.buckets, sizes, id(self.state), len(self.state)
 
     def _hold(self) -> None:
-        """Take memory for the state there is, and let it be views of that."""
+        """Move all present state into flat memory, and replace it by views of that."""
         groups = {
             id(param): number
             for number, group in enumerate(self.param_groups)
@@ -242,12 +248,3 @@ class FlatOptimizer(Optimizer, ABC):
                 f"now: go on with torch.optim.{kind} or a new sw.optim.{kind}, and load this one's "
                 "state_dict() into it."
             )
-
-
-def _checked(sharded: object, kind: str) -> ShardedModel:
-    if isinstance(sharded, ShardedModel):
-        return sharded
-    raise ConfigError(
-        f"sw.optim.{kind} was given a {type(sharded).__name__}, and it needs the flat shards of a "
-        f"sharded model. Pass the handle that sw.shard() returned: sw.optim.{kind}(sharded)."
-    )
