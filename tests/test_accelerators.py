@@ -36,6 +36,7 @@ def test_the_variables_and_the_compiler_of_each_row() -> None:
     [
         ("cuda", "NVIDIA H100 80GB HBM3", 989e12),
         ("cuda", "NVIDIA H100 PCIe", 756e12),
+        ("cuda", "NVIDIA H200 NVL", 835.5e12),
         ("cuda", "NVIDIA GB200", 2500e12),
         ("cuda", "NVIDIA L40S", 362e12),
         ("xpu", "Intel(R) Data Center GPU Max 1550", 832e12),

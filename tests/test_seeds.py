@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import shardwise as sw
 from examples import mnist, toy
@@ -84,6 +86,11 @@ def mnist_program() -> dict[str, Any]:
         "optim": torch.optim,
         "StepLR": torch.optim.lr_scheduler.StepLR,
         "args": Namespace(lr=1.0, gamma=0.7),
+        "DistributedSampler": DistributedSampler,
+        "rank": 0,
+        "world_size": 1,
+        "dataset1": TensorDataset(torch.randn(8, 1, 28, 28), torch.arange(8)),
+        "train_kwargs": {"batch_size": 4},
         "data": torch.randn(4, 1, 28, 28),
         "target": torch.arange(4),
         "epoch": 1,
