@@ -37,6 +37,7 @@ def test_links_are_links_and_the_documents_references_are_among_them() -> None:
         "https://arxiv.org/abs/2304.11277",  # FSDP
         "https://arxiv.org/abs/1910.02054",  # ZeRO
         "https://arxiv.org/abs/2407.07852",  # OpenDiLoCo
+        "https://arxiv.org/abs/2204.02311",  # MFU
     ):
         assert ours in links
 
