@@ -22,6 +22,7 @@ from shardwise.train.records import (
     Saved,
     Stepped,
     Stopped,
+    Streamed,
     Warned,
 )
 
@@ -37,7 +38,7 @@ PREPARED = Prepared(
     context=128,
     dropped=(7, 0),
     vocabulary=2048,
-    cached=False,
+    origin="trained on the training split",
     seconds=1.26,
 )
 
@@ -57,9 +58,28 @@ def test_the_data_is_accounted_for() -> None:
 
 
 def test_text_without_a_limit_is_read_whole() -> None:
-    one = replace(PREPARED, files=1, capped=False, left_out=(), cached=True)
+    one = replace(PREPARED, files=1, capped=False, left_out=(), origin="from the last run")
     assert format_record(one)[0] == "text      /data: 1 file, 3.4 MB"
     assert format_record(one)[2] == "tokenizer BPE vocabulary 2,048, from the last run"
+
+
+def test_streams_are_said_to_be_of_one_rank_each() -> None:
+    streamed = Streamed("/data", 32, 16, 4, 1000, 20_000_000, 54_321, 2048, "trained on it", 1.26)
+    assert format_record(streamed) == [
+        "text      /data: 32 shards, read while training",
+        (
+            "streams   16, rank 0 reads 0 to 3, 4 streams on each of 4 ranks; "
+            "each has shards of its own"
+        ),
+        "shuffle   1,000 documents together, packed into rows",
+        "head      first 20.0 MB (data.max_bytes): 54,321 tokens for validation (1.3 s)",
+        "tokenizer vocabulary 2,048, trained on it",
+    ]
+    uneven = format_record(replace(streamed, shards=3, ranks=16))[1]
+    assert uneven == (
+        "streams   16, 1 stream on each of 16 ranks; each reads all shards and takes every 16th "
+        "document"
+    )
 
 
 def test_the_global_batch_is_a_product_that_can_be_checked() -> None:

@@ -21,6 +21,7 @@ from shardwise.train.job import Job
 from shardwise.train.loop import Outcome, train
 from shardwise.train.records import Busy, Record, Stepped
 from shardwise.train.requests import SignalRequests
+from shardwise.train.streams import StreamBatches
 
 
 class Killed(Exception):
@@ -44,20 +45,25 @@ class Watched:
     drawn: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        given = Batches.step
-
-        def step(batches: Batches, number: int) -> list[MicroBatch]:
-            found = given(batches, number)
-            rows = [row for micro in found for row in micro.ids.tolist()]
-            self.trained[number + 1, batches.rank] = rows
-            return found
+        self._record_rows_of(Batches)
+        self._record_rows_of(StreamBatches)
 
         def draw(records: list[Record], _title: str, path: Path) -> None:
             self.drawn = steps(records)  # what the picture would show; to draw it takes a second
             path.touch()
 
-        self.monkeypatch.setattr(Batches, "step", step)
         self.monkeypatch.setattr("shardwise.train.loop.plot_loss", draw)
+
+    def _record_rows_of(self, kind: type[Batches | StreamBatches]) -> None:
+        given: Callable[[Any, int], list[MicroBatch]] = kind.step
+
+        def step(batches: Batches | StreamBatches, number: int) -> list[MicroBatch]:
+            found = given(batches, number)
+            rows = [row for micro in found for row in micro.ids.tolist()]
+            self.trained[number + 1, batches.rank] = rows
+            return found
+
+        self.monkeypatch.setattr(kind, "step", step)
 
     def run(
         self,

@@ -9,9 +9,12 @@ from shardwise.comm import threads
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
+from shardwise.train.batches import Rows
 from shardwise.train.config import Recipe
 from shardwise.train.data import Data, prepare
 from shardwise.train.folder import Folder
+from shardwise.train.records import Prepared
+from shardwise.train.tokenizer import Tokens
 from tests.train.tiny import documents, tiny_recipe
 
 
@@ -19,6 +22,12 @@ def made(recipe: Recipe) -> Folder:
     path = Path(recipe.run.folder)
     path.mkdir(parents=True, exist_ok=True)
     return Folder(path)
+
+
+def tokens_of(data: Data) -> Tokens:
+    """Of the training split."""
+    assert isinstance(data.training, Rows)
+    return data.training.stream
 
 
 def prepared(recipe: Recipe, world: int) -> list[Data]:
@@ -35,7 +44,7 @@ def test_every_rank_has_the_same_data_and_only_rank_0_reads(tmp_path: Path, worl
     first, *others = prepared(tiny_recipe(tmp_path), world)
     for other in others:
         assert other.tokenizer.to_str() == first.tokenizer.to_str()
-        assert (other.training.stream == first.training.stream).all()
+        assert (tokens_of(other) == tokens_of(first)).all()
         assert (other.validation.stream == first.validation.stream).all()
         assert other.report is None
     assert first.report is not None
@@ -43,7 +52,7 @@ def test_every_rank_has_the_same_data_and_only_rank_0_reads(tmp_path: Path, worl
 
 def test_every_document_is_in_one_of_the_streams(tmp_path: Path) -> None:
     (data,) = prepared(tiny_recipe(tmp_path), 1)
-    streams = (data.training.stream.tolist(), data.validation.stream.tolist())
+    streams = (tokens_of(data).tolist(), data.validation.stream.tolist())
     texts = [
         text
         for stream in streams
@@ -55,7 +64,7 @@ def test_every_document_is_in_one_of_the_streams(tmp_path: Path) -> None:
 def test_the_report_accounts_for_every_token(tmp_path: Path) -> None:
     (data,) = prepared(tiny_recipe(tmp_path), 1)
     report = data.report
-    assert report is not None
+    assert isinstance(report, Prepared)
     assert sum(report.documents) == report.files == 60
     for tokens, rows, dropped in zip(report.tokens, report.rows, report.dropped, strict=True):
         assert tokens == 1 + rows * 16 + dropped
@@ -64,10 +73,10 @@ def test_the_report_accounts_for_every_token(tmp_path: Path) -> None:
 
 def test_a_second_run_finds_its_tokenizer(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
-    for wanted in (False, True):
+    for wanted in ("trained on the training split", "from the last run"):
         (data,) = prepared(recipe, 1)
         assert data.report is not None
-        assert data.report.cached is wanted
+        assert data.report.origin == wanted
         for name, text in data.files.items():
             Folder(Path(recipe.run.folder)).write_text(name, text)
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import shardwise as sw
 from shardwise.train import tokenizer as bpe
-from shardwise.train.config import ModelConfig
+from shardwise.train.config import ModelConfig, TokenizerConfig
 from shardwise.train.decoder import Decoder
 from shardwise.train.folder import Folder
 from shardwise.train.hf_config import WEIGHTS, config_files
@@ -20,7 +20,7 @@ SHAPE = ModelConfig(width=24, layers=2, heads=6, kv_heads=2, hidden=40, rope_the
 def exported(path: Path, tied: bool) -> Decoder:
     config = SHAPE.model_copy(update={"tied": tied})
     folder = Folder(path)
-    obtained = bpe.load_or_train(folder, documents(), 300)
+    obtained = bpe.load_or_train(folder, documents(), TokenizerConfig(vocabulary=300))
     for name, text in obtained.files.items():
         folder.write_text(name, text)
     tokenizer = bpe.load(obtained.text)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shardwise.comm import threads
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.train.batches import Rows
+from shardwise.train.batches import Batches, Rows
 from shardwise.train.config import Recipe, ShardingConfig
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.job import Job, build, parameter_groups, wrap_of
@@ -65,6 +65,7 @@ def plain(recipe: Recipe) -> Losses:
     ]
     optimizer = torch.optim.AdamW(decay, lr=1.0, betas=config.betas, eps=config.eps)
     job = build(recipe.model_copy(), LocalComm(), rows(), VOCABULARY)
+    assert isinstance(job.batches, Batches)
     found = []
     for step in range(3):
         batch = rows().take(job.batches.samples(step * 12, 12))

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
 from shardwise.train.data import prepare
 from shardwise.train.folder import Folder
 from shardwise.train.job import build
-from shardwise.train.records import Evaluated, Resumed, Saved, Stepped, Stopped
+from shardwise.train.records import Evaluated, Resumed, Saved, Stepped, Stopped, Warned
 from shardwise.train.requests import Request, SignalRequests
 from tests.ranks import run_threads
 from tests.train.runs import (
@@ -171,6 +172,65 @@ def test_state_goes_through_other_worlds_bit_by_bit(tmp_path: Path, watched: Wat
     for found in map(tensors, (three, four)):
         assert set(found) == set(wanted)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+# --- text that is read while the model trains ---------------------------------------------------
+
+STREAMED = (
+    *("data.max_bytes=4000", "data.streaming.streams=6", "data.streaming.shuffle=5"),
+    *("run.eval_rows=4", "batch.micro=1"),
+)
+
+
+def test_streamed_text_is_continued_at_the_same_sample_on_every_number_of_ranks(
+    tmp_path: Path, watched: Watched
+) -> None:
+    whole = recipe_in(tmp_path / "whole", *STREAMED)
+    watched.run(whole, 2)
+    rows = watched.rows(6)
+    assert len({tuple(row) for row in rows}) > 60
+    for world in (2, 3):
+        watched.trained.clear()
+        watched.told.clear()
+        cut = recipe_in(tmp_path / f"cut {world}", *STREAMED)
+        watched.run(cut, 2, ask=stop_of(1, 3))
+        watched.run(cut, world)
+        assert [(back.step, back.sample) for back in watched.kind(Resumed)] == [(3, 36)]
+        assert watched.rows(6) == rows
+        if world == 2:
+            assert losses(cut) == losses(whole)
+            assert digest(cut, 6) == digest(whole, 6)
+        else:
+            assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_a_run_ends_on_all_ranks_before_the_step_that_one_stream_cannot_fill(
+    tmp_path: Path, watched: Watched
+) -> None:
+    recipe = recipe_in(tmp_path, *STREAMED, "data.streaming.epochs=1", "run.steps=500")
+    outcome = watched.run(recipe, 3)
+    assert not outcome.stopped
+    assert outcome.evaluated is not None
+    last = outcome.step
+    assert 1 < last < 500
+    assert steps(watched.told)[-1] == outcome.evaluated.step == last
+    assert f"step-{last}" in saved(recipe)
+    (warned,) = watched.kind(Warned)
+    assert warned.message.startswith(f"the text ended after step {last} of 500: a stream has too")
+    assert watched.run(recipe, 2).step == last  # the same command again: nothing is left to do
+    assert watched.run(recipe_in(tmp_path, *STREAMED, f"run.steps={last + 2}"), 3).step == last + 2
+
+
+def test_streamed_text_that_has_changed_is_another_run(tmp_path: Path, watched: Watched) -> None:
+    recipe = recipe_in(tmp_path, *STREAMED)
+    watched.run(recipe, 2, ask=stop_of(0, 1))
+    (tmp_path / "text" / "000.txt").write_text("other text", "utf-8")
+    with pytest.raises(ConfigError, match=r"what data\.source .* holds has changed since"):
+        watched.run(recipe, 1)
+    with pytest.raises(ConfigError, match=r"less text than one step takes: 6000 rows"):
+        watched.run(
+            recipe_in(tmp_path / "less", *STREAMED, "data.streaming.epochs=1", "batch.rows=6000"), 1
+        )
 
 
 # --- what is recorded ------------------------------------------------------------------------

@@ -72,13 +72,13 @@ def test_text_ends_at_the_end_token() -> None:
     with torch.no_grad():  # every logit is 0 but the one that follows from the norm's scale
         model.model.embed_tokens.weight.zero_()
     config = SampleConfig(prompt="def", tokens=5)  # argmax of equal logits is id 0, the end
-    assert sample(model, tokenizer, config, 0, torch.device("cpu")) == ""
+    assert sample(model, tokenizer, config, torch.Generator(), 0) == ""
 
 
 def test_the_prompt_is_not_repeated() -> None:
     tokenizer = bpe.load(bpe.train(documents(), 300))
     model = Decoder(SHAPE, vocabulary=300, context=32)
-    text = sample(model, tokenizer, SampleConfig(prompt="def", tokens=3), 0, torch.device("cpu"))
+    text = sample(model, tokenizer, SampleConfig(prompt="def", tokens=3), torch.Generator(), 0)
     prompt = torch.tensor(tokenizer.encode("def").ids)
     ids = generate(model, prompt, 3, 0.0, torch.Generator())[len(prompt) :].tolist()
     assert text == tokenizer.decode(ids)

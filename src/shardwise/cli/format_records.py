@@ -25,6 +25,7 @@ from shardwise.train.records import (
     Saved,
     Stepped,
     Stopped,
+    Streamed,
     Warned,
     count,
 )
@@ -48,19 +49,35 @@ def _labelled(word: str, text: str) -> str:
 def _prepared(r: Prepared) -> list[str]:
     size = f"first {_size(r.nbytes)} (data.max_bytes); more was not read"
     text = f"{r.source}: {count(r.files, 'file')}, {size if r.capped else _size(r.nbytes)}"
-    origin = "from the last run" if r.cached else "trained on the training split"
     dropped = f"last {r.dropped[0]} + {r.dropped[1]} dropped"
     return [
         _labelled("text", text),
         *(_labelled("left out", str(file)) for file in r.left_out),
         _labelled("split", f"{_per_split(r.documents)} documents, by a hash of their text"),
-        _labelled("tokenizer", f"BPE vocabulary {r.vocabulary:,}, {origin}"),
+        _labelled("tokenizer", f"BPE vocabulary {r.vocabulary:,}, {r.origin}"),
         _labelled("tokens", f"{_per_split(r.tokens)} tokens, {dropped} ({r.seconds:.1f} s)"),
         _labelled(
             "rows",
             f"{_per_split(r.rows)} sequences of {r.context:,} tokens, "
             "packed without document masking",
         ),
+    ]
+
+
+def _streamed(r: Streamed) -> list[str]:
+    own = r.streams // r.ranks
+    first = f"rank 0 reads 0 to {own - 1}, " if own > 1 else ""
+    each = f"{count(own, 'stream')} on each of {count(r.ranks, 'rank')}"
+    whole = "each has shards of its own"
+    if r.shards % r.streams:
+        whole = f"each reads all shards and takes every {r.streams}th document"
+    head = f"first {_size(r.nbytes)} (data.max_bytes): {r.validation:,} tokens for validation"
+    return [
+        _labelled("text", f"{r.source}: {count(r.shards, 'shard')}, read while training"),
+        _labelled("streams", f"{r.streams}, {first}{each}; {whole}"),
+        _labelled("shuffle", f"{count(r.shuffle, 'document')} together, packed into rows"),
+        _labelled("head", f"{head} ({r.seconds:.1f} s)"),
+        _labelled("tokenizer", f"vocabulary {r.vocabulary:,}, {r.origin}"),
     ]
 
 
@@ -71,6 +88,7 @@ def _per_split(counts: tuple[int, int]) -> str:
 def _built(r: Built) -> list[str]:
     ranks = count(r.ranks, "rank")
     accumulation = count(r.accumulation, "accumulation step")
+    epochs = "" if r.epochs is None else f", {r.epochs:.2f} epochs"
     return [
         _labelled("model", f"{r.parameters:,} parameters, {r.strategy} over {ranks}"),
         _labelled(
@@ -78,7 +96,7 @@ def _built(r: Built) -> list[str]:
         ),
         _labelled(
             "schedule",
-            f"{count(r.steps, 'step')} of {r.rows * r.context:,} tokens, {r.epochs:.2f} epochs",
+            f"{count(r.steps, 'step')} of {r.rows * r.context:,} tokens{epochs}",
         ),
         _labelled("tokens/s", "over all ranks, in recent steps, without validation and saving"),
         "",
@@ -161,6 +179,7 @@ def _finished(r: Finished) -> list[str]:
 
 _FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
     Prepared: _prepared,
+    Streamed: _streamed,
     Built: _built,
     Stepped: lambda r: [format_step(r)],
     Evaluated: lambda r: [_evaluated(r)],

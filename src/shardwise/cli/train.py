@@ -29,6 +29,7 @@ from shardwise.train.loop import train
 from shardwise.train.records import Complete, Emit, Record
 from shardwise.train.requests import SignalRequests
 from shardwise.train.start import Attempt, Start, decide_start
+from shardwise.train.streams import streams_per_rank
 
 __all__ = ["LaunchOptions", "run_train"]
 
@@ -77,6 +78,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) ->
     """Check what needs no data, model or processes; then launch the ranks."""
     ranks = options.nproc or 1
     accumulation(recipe.batch, ranks)
+    streams_per_rank(recipe, ranks)
     if decide_start(recipe) is Start.FINISHED:
         _print(Complete(recipe.run.folder, recipe.run.steps))
         return

@@ -12,6 +12,7 @@ only the step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -171,6 +172,20 @@ class Batches:
             self._permutations.clear()  # keep one epoch's order only
             self._permutations[epoch] = permutation(len(self.rows), self.seed, epoch)
         return self._permutations[epoch]
+
+    def start(self, positions: Sequence[object]) -> None:
+        """Nothing: all rows are here, and the step says which."""
+
+    def ended(self) -> bool:
+        """False: after the last row comes the first again."""
+        return False
+
+    def positions(self) -> list[dict[str, object]]:
+        """None, for the same reason."""
+        return []
+
+    def close(self) -> None:
+        """Nothing."""
 
     def step(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of step ``step``, counted from 0."""

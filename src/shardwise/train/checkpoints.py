@@ -1,14 +1,15 @@
 """Saving and resuming a run.
 
 The order of the data is a function of the seed and the step, and so is the learning rate. Beside
-parameters and optimizer state a run therefore needs only its step. The recipe and a fingerprint
+parameters and optimizer state a run therefore needs only its step; and, of text that is read while
+it trains, the positions of the streams. The recipe and a fingerprint
 of the tokens are stored to refuse a checkpoint of a different run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -30,6 +31,7 @@ from shardwise.train.job import Job
 from shardwise.train.recipe import flatten
 from shardwise.train.records import Record, Resumed, Saved, Warned, count
 from shardwise.train.start import OVERWRITE_HINT, Start, check_same_run
+from shardwise.train.streams import Position
 from shardwise.train.tokenizer import FILE
 
 __all__ = ["Checkpoints", "RunState", "is_due"]
@@ -43,14 +45,16 @@ class RunState:
         step: steps taken.
         validated: False if a validation of this step is due and has not run yet.
         best: the lowest validation loss so far.
+        streams: where each stream of streamed text is; of all ranks, since the last save.
     """
 
     step: int = 0
     validated: bool = True
     best: float | None = None
+    streams: Sequence[Position] = ()
 
 
-STATE_KEYS = {"data", "sample", *(field.name for field in fields(RunState))}
+STATE_KEYS = {"data", "sample", "step", "validated", "best"}
 
 
 def is_due(config: CheckpointConfig, step: int, steps: int, best: bool) -> bool:
@@ -180,7 +184,11 @@ class Checkpoints:
         assert document is not None  # or it would have been refused
         self._check_document(report.path, document)  # an older one, where the newest was damaged
         state = RunState(
-            **{field.name: document.position[field.name] for field in fields(RunState)}
+            **{
+                field.name: document.position[field.name]
+                for field in fields(RunState)
+                if field.name in document.position  # not all versions save streams
+            }
         )
         for warning in report.inexact:
             self._log(Warned(warning))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "HUB",
     "BatchConfig",
     "CheckpointConfig",
     "DataConfig",
@@ -40,11 +41,13 @@ __all__ = [
     "RunConfig",
     "SampleConfig",
     "ShardingConfig",
+    "StreamingConfig",
     "TokenizerConfig",
     "keys",
 ]
 
 Positive = Annotated[int, Field(gt=0)]
+HUB = "hf://datasets/"
 SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -126,11 +129,27 @@ class ModelConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """The tokenizer, trained on the training split."""
+    """The tokenizer: one of your own, or one that is trained on the training split."""
 
-    vocabulary: int = Field(
-        2048, ge=257, description="vocabulary size, at least 257: 256 bytes and the end token"
+    source: str | None = Field(
+        None, min_length=1, description="a tokenizer.json, or its folder; null = train one"
     )
+    vocabulary: int = Field(
+        2048, ge=257, description="vocabulary size to train, at least 257: 256 bytes, the end token"
+    )
+    end: str = Field("<|endoftext|>", min_length=1, description="token at the end of a document")
+
+
+class StreamingConfig(Section):
+    """Reading text while the model trains."""
+
+    streams: Positive | None = Field(
+        None,
+        description="parts in which text is read during training; ranks divide them, and they "
+        "divide batch.rows; null = read all of it before",
+    )
+    shuffle: Positive = Field(1000, description="documents that are shuffled together; 1 = none")
+    epochs: Positive | None = Field(None, description="passes over the text; null = run.steps")
 
 
 class DataConfig(Section):
@@ -139,14 +158,35 @@ class DataConfig(Section):
     source: str = Field(
         "stdlib",
         min_length=1,
-        description="'stdlib' (Python's own source), a file, or a folder of text, JSONL or parquet",
+        description="'stdlib' (Python's own source), a file, a folder of text, JSONL or parquet, "
+        "or with streaming a data set of the hub: hf://datasets/OWNER/NAME/CONFIG",
     )
     field: str = Field("text", min_length=1, description="the text's field in JSONL and parquet")
     max_bytes: Positive | None = Field(
-        None, description="stop reading after this much text; null = read all"
+        None,
+        description="stop reading after this much text; null = read all; with streaming, the text "
+        "that is read before, for the tokenizer and validation",
     )
     validation: float = Field(0.03, gt=0, lt=1, description="fraction of documents held out")
     context: int = Field(256, ge=2, description="tokens in a row; documents are packed into rows")
+    streaming: StreamingConfig = Field(StreamingConfig(), description="read while training")
+
+    @model_validator(mode="after")
+    def _streaming_is_complete(self) -> Self:
+        if self.streaming.streams is None:
+            if self.source.startswith(HUB):
+                raise ConfigError(
+                    f"source {self.source} is read while the model trains; set "
+                    "data.streaming.streams, such as 16."
+                )
+            if self.streaming != StreamingConfig():
+                raise ConfigError("streaming has settings and no streams; set streaming.streams.")
+        elif self.max_bytes is None:
+            raise ConfigError(
+                "streaming needs data.max_bytes: so much text is read before training, for the "
+                "tokenizer and the validation rows; 20_000_000 is enough for both."
+            )
+        return self
 
 
 class BatchConfig(Section):
@@ -310,6 +350,16 @@ class Recipe(Section):
             raise ConfigError(
                 f"optimizer.warmup is {self.optimizer.warmup} and run.steps is {self.run.steps}: "
                 "the learning rate would never reach its peak; use fewer warm-up steps."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_stream_gives_as_many_rows(self) -> Self:
+        rows, streams = self.batch.rows, self.data.streaming.streams
+        if streams and rows % streams:
+            raise ConfigError(
+                f"batch.rows is {rows} and data.streaming.streams is {streams}: a step takes as "
+                "many rows from each stream, so streams must divide rows."
             )
         return self
 

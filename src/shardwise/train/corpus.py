@@ -12,6 +12,7 @@ import math
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from shardwise.train.config import DataConfig
 from shardwise.train.formats import Skipped, documents
 from shardwise.train.records import LeftOut, count
 
-__all__ = ["Corpus", "Split", "read_corpus", "split"]
+__all__ = ["Corpus", "Split", "is_held_out", "read_corpus", "readable", "source_files", "split"]
 
 STDLIB = "stdlib"
 # Tests are mostly data, encodings are character tables, packages are not the standard library.
@@ -67,18 +68,12 @@ def read_corpus(config: DataConfig) -> Corpus:
             fields that exist.
     """
     reader = _Reader(math.inf if config.max_bytes is None else config.max_bytes)
-    path = Path(config.source)
-    try:
-        root, files = _files(config.source)
-        for path in sorted(files, key=lambda path: _hash(path.relative_to(root).as_posix())):
+    with readable(config.source):
+        files = source_files(config.source)[1]
+        for path in files:
             reader.take(path, config.field)
             if reader.capped:
                 break
-    except OSError as error:
-        raise ConfigError(
-            f"data.source {config.source!r}: {error.filename or path} cannot be read "
-            f"({error.strerror or error}). Repair it, or name a source without it."
-        ) from error
     left_out = tuple(reader.left_out.values())
     if not reader.documents:
         skipped = "".join(f" Left out: {out}." for out in left_out)
@@ -90,6 +85,29 @@ def read_corpus(config: DataConfig) -> Corpus:
     name = "Python's standard library" if config.source == STDLIB else config.source
     texts = tuple(reader.documents)
     return Corpus(name, texts, reader.nbytes, reader.files, left_out, reader.capped)
+
+
+@contextmanager
+def readable(source: str) -> Iterator[None]:
+    """An ``OSError`` while the files of ``source`` are read, as a ``ConfigError``."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"data.source {source!r}: {error.filename or source} cannot be read "
+            f"({error.strerror or error}). Repair it, or name a source without it."
+        ) from error
+
+
+def source_files(source: str) -> tuple[Path, list[Path]]:
+    """The root of a source on disk, and its files in the order in which they are read."""
+    root, files = _files(source)
+    return root, sorted(files, key=lambda path: _hash(path.relative_to(root).as_posix()))
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Is this text one of the ``share`` of all texts that are for validation?"""
+    return _hash(text) <= _limit(share)
 
 
 def split(corpus: Corpus, share: float) -> Split:
@@ -112,12 +130,16 @@ def split(corpus: Corpus, share: float) -> Split:
             "and cannot be split for validation. Give it more text."
         )
     # The lowest hash is always for validation and the highest for training.
-    limit = min(max(int(share * 2**256).to_bytes(32, "big"), distinct[0]), distinct[-2])
+    limit = min(max(_limit(share), distinct[0]), distinct[-2])
     pairs = list(zip(texts, hashes, strict=True))
     return Split(
         tuple(text for text, number in pairs if number > limit),
         tuple(text for text, number in pairs if number <= limit),
     )
+
+
+def _limit(share: float) -> bytes:
+    return int(share * 2**256).to_bytes(32, "big")
 
 
 def _hash(text: str) -> bytes:

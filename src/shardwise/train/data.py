@@ -1,7 +1,8 @@
 """From files on disk to rows of tokens on every rank.
 
 Rank 0 reads, trains the tokenizer, encodes and broadcasts. So the text is needed on one machine
-only, is read once, and the ranks cannot have different data.
+only, is read once, and the ranks cannot have different data. Of text that is streamed, rank 0 reads
+the beginning, for the tokenizer and the validation split; ``streams`` reads the rest on each rank.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,11 @@ from shardwise.train import tokenizer as bpe
 from shardwise.train.batches import Rows
 from shardwise.train.collectives import broadcast_text, broadcast_tokens
 from shardwise.train.config import Recipe
-from shardwise.train.corpus import read_corpus, split
+from shardwise.train.corpus import Corpus, Split, read_corpus, split
 from shardwise.train.folder import Folder
-from shardwise.train.records import Prepared
+from shardwise.train.records import Prepared, Streamed
+from shardwise.train.streamed_text import StreamedText, open_text
+from shardwise.train.streams import StreamedRows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -42,34 +45,42 @@ class Data:
     """
 
     tokenizer: Tokenizer
-    training: Rows
+    training: Rows | StreamedRows
     validation: Rows
-    report: Prepared | None
-    files: Mapping[str, str]
+    report: Prepared | Streamed | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Tokens of the training and the validation split."""
-        return len(self.training.stream), len(self.validation.stream)
+        """Tokens of the training split, 0 if it is streamed, and of the validation split."""
+        training = self.training
+        return len(training.stream) if isinstance(training, Rows) else 0, len(
+            self.validation.stream
+        )
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the tokens of both splits, in order."""
+        """A hash of the tokens of both splits, in order; of streamed text, of its files."""
         digest = hashlib.sha256()
+        if isinstance(self.training, StreamedRows):
+            digest.update(self.training.text.fingerprint.encode())
+            digest.update(self.tokenizer.to_str().encode())
         for rows in (self.training, self.validation):
-            digest.update(len(rows.stream).to_bytes(8, "little"))
-            digest.update(rows.stream.astype("<i4", copy=False).tobytes())
+            if isinstance(rows, Rows):
+                digest.update(len(rows.stream).to_bytes(8, "little"))
+                digest.update(rows.stream.astype("<i4", copy=False).tobytes())
         return digest.hexdigest()
 
 
 @dataclass(frozen=True)
 class _RankZeroData:
-    """Tokenizer, token streams and report on rank 0."""
+    """What rank 0 has read: text, its splits, the tokenizer, and the splits' tokens."""
 
+    corpus: Corpus
+    splits: Split
     tokenizer: bpe.TrainedTokenizer
     training: bpe.Tokens
     validation: bpe.Tokens
-    report: Prepared
 
 
 def prepare(
@@ -87,63 +98,89 @@ def prepare(
         ConfigError: no text, or not enough of it for one row of each split.
     """
     start = time.perf_counter()
-    read = None if folder is None else _read(recipe, folder, busy)
-    text = broadcast_text(
-        comm,
-        None if read is None else read.tokenizer.text,
-        "tokenizer, which rank 0 trains",
+    text = open_text(recipe.data) if recipe.data.streaming.streams else None
+    if text is not None:  # every rank reads its part of it
+        comm.agree({"the text that data.source names": text.fingerprint})
+    read = None if folder is None else _read(recipe, folder, busy, text)
+    tokenizer = bpe.load(
+        broadcast_text(
+            comm, None if read is None else read.tokenizer.text, "tokenizer, which rank 0 has"
+        )
     )
-    training = broadcast_tokens(comm, None if read is None else read.training, "training tokens")
-    validation = broadcast_tokens(
-        comm, None if read is None else read.validation, "validation tokens"
-    )
-    context = recipe.data.context
-    seconds = time.perf_counter() - start
-    return Data(
-        bpe.load(text),
-        Rows(training, context),
-        Rows(validation, context),
-        None if read is None else replace(read.report, seconds=seconds),
-        {} if read is None else read.tokenizer.files,
-    )
+    training: Rows | StreamedRows
+    if text is None:
+        tokens = broadcast_tokens(comm, None if read is None else read.training, "training tokens")
+        training = Rows(tokens, recipe.data.context)
+    else:
+        training = StreamedRows(text, tokenizer, recipe)
+    tokens = broadcast_tokens(comm, None if read is None else read.validation, "validation tokens")
+    data = Data(tokenizer, training, Rows(tokens, recipe.data.context))
+    if read is None:
+        return data
+    report = _report(read, data, comm.size, time.perf_counter() - start)
+    return replace(data, report=report, files=read.tokenizer.files)
 
 
 def _read(
-    recipe: Recipe, folder: Folder, busy: Callable[[str], AbstractContextManager[Any]]
+    recipe: Recipe,
+    folder: Folder,
+    busy: Callable[[str], AbstractContextManager[Any]],
+    streamed: StreamedText | None,
 ) -> _RankZeroData:
     with busy("reading text"):
-        corpus = read_corpus(recipe.data)
-        splits = split(corpus, recipe.data.validation)
+        corpus = streamed.read_head() if streamed else read_corpus(recipe.data)
+        splits = streamed.split(corpus) if streamed else split(corpus, recipe.data.validation)
     with busy("training the tokenizer"):
-        tokenizer_file = bpe.load_or_train(folder, splits.training, recipe.tokenizer.vocabulary)
+        tokenizer_file = bpe.load_or_train(folder, splits.training, recipe.tokenizer)
     with busy("tokenizing"):
-        tokenizer = bpe.load(tokenizer_file.text)
-        streams = bpe.encode(tokenizer, splits.training), bpe.encode(tokenizer, splits.validation)
-    rows = [Rows(stream, recipe.data.context) for stream in streams]
-    _check_enough(rows, recipe)
-    report = Prepared(
+        tokenizer, end = bpe.load(tokenizer_file.text), recipe.tokenizer.end
+        training = bpe.encode(tokenizer, () if streamed else splits.training, end)
+        validation = bpe.encode(tokenizer, splits.validation, end)
+    read = _RankZeroData(corpus, splits, tokenizer_file, training, validation)
+    _check_enough(read, recipe)
+    return read
+
+
+def _report(read: _RankZeroData, data: Data, ranks: int, seconds: float) -> Prepared | Streamed:
+    corpus, training, validation = read.corpus, data.training, data.validation
+    vocabulary, origin = data.tokenizer.get_vocab_size(), read.tokenizer.origin
+    if isinstance(training, StreamedRows):
+        return Streamed(
+            source=corpus.name,
+            shards=corpus.files,
+            streams=training.streams,
+            ranks=ranks,
+            shuffle=training.recipe.data.streaming.shuffle,
+            nbytes=corpus.nbytes,
+            validation=len(validation.stream),
+            vocabulary=vocabulary,
+            origin=origin,
+            seconds=seconds,
+        )
+    return Prepared(
         source=corpus.name,
         files=corpus.files,
         nbytes=corpus.nbytes,
         left_out=corpus.left_out,
         capped=corpus.capped,
-        documents=(len(splits.training), len(splits.validation)),
-        tokens=(len(streams[0]), len(streams[1])),
-        rows=(len(rows[0]), len(rows[1])),
-        context=recipe.data.context,
-        dropped=(rows[0].dropped, rows[1].dropped),
-        vocabulary=tokenizer.get_vocab_size(),
-        cached=tokenizer_file.cached,
-        seconds=0.0,
+        documents=(len(read.splits.training), len(read.splits.validation)),
+        tokens=data.tokens,
+        rows=(len(training), len(validation)),
+        context=training.context,
+        dropped=(training.dropped, validation.dropped),
+        vocabulary=vocabulary,
+        origin=origin,
+        seconds=seconds,
     )
-    return _RankZeroData(tokenizer_file, streams[0], streams[1], report)
 
 
-def _check_enough(rows: list[Rows], recipe: Recipe) -> None:
-    for name, split_rows in zip(("training", "validation"), rows, strict=True):
-        if len(split_rows) == 0:
+def _check_enough(read: _RankZeroData, recipe: Recipe) -> None:
+    context, data = recipe.data.context, recipe.data
+    for name, stream in (("training", read.training), ("validation", read.validation)):
+        is_streamed = name == "training" and data.streaming.streams is not None
+        if len(Rows(stream, context)) == 0 and not is_streamed:
+            key = "data.max_bytes" if data.streaming.streams else "data.context"
             raise ConfigError(
-                f"the {name} split has {len(split_rows.stream)} tokens, fewer than one row of "
-                f"data.context {recipe.data.context} + 1; give it more text, or change "
-                "data.context or data.validation."
+                f"the {name} split has {len(stream)} tokens, fewer than one row of data.context "
+                f"{context} + 1; give it more text, or change {key} or data.validation."
             )

@@ -24,9 +24,10 @@ def config_texts(job: Job, data: Data) -> dict[str, str]:
     """The texts of the config files by name, without ``tokenizer.json``."""
     recipe, tokenizer = job.recipe, data.tokenizer
     dtype = next(job.model.parameters()).dtype
-    size, end = tokenizer.get_vocab_size(), end_id(tokenizer)
-    texts = config_files(recipe.model, size, recipe.data.context, end, dtype).items()
-    return {name: json.dumps(value, indent=2) for name, value in texts}
+    size, end = tokenizer.get_vocab_size(), end_id(tokenizer, recipe.tokenizer.end)
+    files = config_files(recipe.model, size, recipe.data.context, end, dtype)
+    files["tokenizer_config.json"] = transformers_config(recipe.data.context, recipe.tokenizer.end)
+    return {name: json.dumps(value, indent=2) for name, value in files.items()}
 
 
 def config_files(

@@ -23,6 +23,7 @@ from shardwise.train.batches import IGNORED, Batches, MicroBatch, Rows
 from shardwise.train.config import OptimizerConfig, Recipe, ShardingConfig
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.learning_rate import learning_rate
+from shardwise.train.streams import StreamBatches, StreamedRows
 from shardwise.units import wrap as wraps
 from shardwise.units.wrap import Wrap
 
@@ -37,7 +38,7 @@ class Job:
     model: Decoder
     sharded: Sharded
     optimizer: torch.optim.Optimizer
-    batches: Batches
+    batches: Batches | StreamBatches
 
     @property
     def tokens_per_step(self) -> int:
@@ -80,7 +81,7 @@ class Job:
         return total / self.tokens_per_step
 
 
-def build(recipe: Recipe, comm: Comm, rows: Rows, vocabulary: int) -> Job:
+def build(recipe: Recipe, comm: Comm, rows: Rows | StreamedRows, vocabulary: int) -> Job:
     """Build the model on the meta device, shard it, and make its optimizer. A collective.
 
     Every rank draws the same weights from the seed, unit by unit, and keeps its shard.
@@ -100,8 +101,13 @@ def build(recipe: Recipe, comm: Comm, rows: Rows, vocabulary: int) -> Job:
         precision=Precision(**sharding.precision.dtypes(), average=sharding.precision.average),
     )
     optimizer = _optimizer(model.parameters(), recipe.optimizer)
-    batches = Batches(rows, recipe.batch, recipe.run.seed, comm.rank, comm.size)
-    return Job(recipe, model, sharded, optimizer, batches)
+    return Job(recipe, model, sharded, optimizer, _batches(rows, recipe, comm))
+
+
+def _batches(rows: Rows | StreamedRows, recipe: Recipe, comm: Comm) -> Batches | StreamBatches:
+    if isinstance(rows, StreamedRows):
+        return StreamBatches(rows, comm.rank, comm.size)
+    return Batches(rows, recipe.batch, recipe.run.seed, comm.rank, comm.size)
 
 
 def wrap_of(config: ShardingConfig) -> Wrap:

@@ -16,6 +16,7 @@ import math
 import random
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -24,11 +25,11 @@ import numpy as np
 import torch
 
 from shardwise.comm.protocol import Comm
-from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.train.batches import accumulation
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.train.batches import Rows, accumulation
 from shardwise.train.checkpoints import Checkpoints, RunState, is_due
-from shardwise.train.collectives import all_gather_floats
-from shardwise.train.config import Recipe, RunConfig
+from shardwise.train.collectives import all_gather_floats, all_gather_values
+from shardwise.train.config import Recipe
 from shardwise.train.data import Data, prepare
 from shardwise.train.folder import Folder
 from shardwise.train.footprint import footprint
@@ -53,7 +54,9 @@ from shardwise.train.requests import Request, SignalRequests, combined
 from shardwise.train.run_logger import RunLogger
 from shardwise.train.sample import sample
 from shardwise.train.start import FIRST_ATTEMPT, Attempt, Start
+from shardwise.train.streams import streams_per_rank
 from shardwise.train.throughput import Throughput, memory_in_use
+from shardwise.train.tokenizer import end_id
 from shardwise.train.validation import Validation
 
 __all__ = ["Outcome", "train"]
@@ -102,6 +105,7 @@ def train(
     """
     started = time.perf_counter()
     accumulation(recipe.batch, comm.size)  # before anything is read or written
+    streams_per_rank(recipe, comm.size)
     values = flatten(recipe.model_dump())  # by key, so that a difference between ranks is named
     comm.agree({name: str(value) for name, value in values.items()})
     with RunLogger.open_run(recipe, comm, emit, attempt) as (logger, start):
@@ -116,9 +120,10 @@ def train(
         with logger.busy("building the model"):
             job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
         logger.log(_built_record(job, data))
-        run = _Loop(job, data, logger, requests or SignalRequests())
-        run.resume(start)
-        outcome = run.run_steps()
+        with closing(job.batches):
+            run = _Loop(job, data, logger, requests or SignalRequests())
+            run.resume(start)
+            outcome = run.run_steps()
         if not outcome.stopped:
             _export(job, data, logger, outcome.save_error)
             logger.log(run.placement)
@@ -135,7 +140,8 @@ def _seed(seed: int) -> None:
 
 
 def _built_record(job: Job, data: Data) -> Built:
-    recipe, ranks = job.recipe, job.sharded.comm.size
+    recipe, ranks, training = job.recipe, job.sharded.comm.size, data.training
+    trained = recipe.run.steps * recipe.batch.rows
     return Built(
         parameters=sum(bucket.layout.used for bucket in job.sharded.buckets),
         strategy=job.sharded.placement.name,
@@ -145,7 +151,7 @@ def _built_record(job: Job, data: Data) -> Built:
         accumulation=accumulation(recipe.batch, ranks),
         context=recipe.data.context,
         steps=recipe.run.steps,
-        epochs=recipe.run.steps * recipe.batch.rows / len(data.training),
+        epochs=trained / len(training) if isinstance(training, Rows) else None,
     )
 
 
@@ -165,11 +171,25 @@ class _Loop:
         self._throughput = Throughput()
         self._state = RunState()
         self._evaluated: Evaluated | None = None
+        self._steps = self._config.steps  # fewer, if the text ends before
         self.placement: Placed | None = None
 
     def resume(self, start: Start) -> None:
-        """Load the checkpoint to resume from, if any; then take over the folder."""
+        """Load the checkpoint to resume from, if any; then take over the folder.
+
+        Raises:
+            ConfigError: the text is not enough for one step.
+        """
         start, self._state = self._checkpoints.resume(start)
+        self._job.batches.start(self._state.streams)
+        if all_gather_floats(self._comm, [self._job.batches.ended()], "end of text").any():
+            self._steps = self._state.step
+        if self._steps == 0:
+            raise ConfigError(
+                f"data.source {self._job.recipe.data.source} has less text than one step takes: "
+                f"{self._job.recipe.batch.rows} rows of {self._job.recipe.data.context} tokens, as "
+                "many from each stream. Give it more, or lower batch.rows or data.context."
+            )
         self._logger.start_run(start, self._state.step, self._files)
 
     def run_steps(self) -> Outcome:
@@ -177,22 +197,30 @@ class _Loop:
         job = self._job
         if not self._state.validated and self._evaluate() and job.recipe.checkpoint.keep_best:
             self._save()  # again: the run stopped before this validation, which is the best
-        steps = self._config.steps
-        for step in range(self._state.step + 1, steps + 1):
+        while (step := self._state.step + 1) <= self._steps:
             request = self._step(step)
-            is_stopping = request is Request.STOP and step < steps
-            best = not is_stopping and _is_validation_due(self._config, step) and self._evaluate()
+            is_stopping = request is Request.STOP and step < self._steps
+            best = not is_stopping and self._is_validation_due(step) and self._evaluate()
             saved = self._save() if request or self._is_due(best) else False
             self._checkpoints.poll()
             if is_stopping:
                 self._checkpoints.wait()
                 saved = saved and not self._checkpoints.save_error
-                self._logger.log(Stopped(step, steps, saved))
+                self._logger.log(Stopped(step, self._steps, saved))
             self._logger.clear_requests()
             if is_stopping:
                 return self._outcome(stopped=True)
         self._checkpoints.wait()
+        if self._steps < self._config.steps:
+            self._logger.log(Warned(self._ended_message()))
         return self._outcome(stopped=False)
+
+    def _ended_message(self) -> str:
+        epochs = self._job.recipe.data.streaming.epochs
+        return (
+            f"the text ended after step {self._steps} of {self._config.steps}: a stream has too "
+            f"few rows for one more step, and data.streaming.epochs is {epochs}."
+        )
 
     def _step(self, step: int) -> Request:
         """Run and log one step; returns the strongest request of any rank."""
@@ -201,17 +229,18 @@ class _Loop:
             share = job.forward_backward(step - 1)
             norm, lr = self._retry_failed_save(lambda: job.clip_and_set_lr(step - 1))
             self._retry_failed_save(job.optimizer.step)
-        if step == self._config.steps:  # the only moment after the last update with gradients
-            self.placement = footprint(job.sharded, job.optimizer, self._comm)
-        job.optimizer.zero_grad()
         request = max(self._requests.take(step), self._logger.requested())
-        values = (share, memory_in_use(self._comm.device), request)
+        values = (share, memory_in_use(self._comm.device), request, job.batches.ended())
         per_rank = all_gather_floats(self._comm, values, "loss")
         loss, memory = per_rank[:, 0].sum().item(), per_rank[:, 1].max().item()
+        self._steps = step if per_rank[:, 3].any() else self._steps
+        if step == self._steps:  # the only moment after the last update with gradients
+            self.placement = footprint(job.sharded, job.optimizer, self._comm)
+        job.optimizer.zero_grad()
         record = self._step_record(step, (loss, norm, lr), int(memory))
         self._logger.log(record)
         _check_finite(record)
-        validated = not _is_validation_due(self._config, step)
+        validated = not self._is_validation_due(step)
         self._state = replace(self._state, step=step, validated=validated)
         return combined(per_rank[:, 2].tolist())
 
@@ -224,7 +253,7 @@ class _Loop:
             return action()  # the failed call changed nothing
 
     def _step_record(self, step: int, values: tuple[float, float, float], memory: int) -> Stepped:
-        steps, throughput = self._config.steps, self._throughput
+        steps, throughput = self._steps, self._throughput
         return Stepped(
             step=step,
             steps=steps,
@@ -246,12 +275,19 @@ class _Loop:
         self._state = replace(state, validated=True, best=evaluated.loss if best else state.best)
         return best
 
+    def _is_validation_due(self, step: int) -> bool:
+        every = self._config.eval_every
+        return step == self._steps or (every > 0 and step % every == 0)
+
     def _is_due(self, best: bool) -> bool:
         config = self._job.recipe.checkpoint
-        return is_due(config, self._state.step, self._config.steps, best)
+        return is_due(config, self._state.step, self._steps, best)
 
     def _save(self) -> bool:
         self._logger.sync()
+        positions = self._job.batches.positions()
+        streams = all_gather_values(self._comm, positions, "positions in the text")
+        self._state = replace(self._state, streams=streams)
         evaluated = self._evaluated
         is_current = evaluated is not None and evaluated.step == self._state.step
         return self._checkpoints.save(
@@ -260,11 +296,6 @@ class _Loop:
 
     def _outcome(self, stopped: bool) -> Outcome:
         return Outcome(self._state.step, stopped, self._evaluated, self._checkpoints.save_error)
-
-
-def _is_validation_due(config: RunConfig, step: int) -> bool:
-    """Is a validation due after step ``step``? Pure."""
-    return step == config.steps or (config.eval_every > 0 and step % config.eval_every == 0)
 
 
 def _check_finite(record: Stepped) -> None:
@@ -283,7 +314,9 @@ def _export(job: Job, data: Data, logger: RunLogger, save_error: str) -> None:
     """Write a sample, the whole model and the loss curve. A collective; rank 0 writes."""
     recipe, comm = job.recipe, job.sharded.comm
     if recipe.sample.tokens:
-        text = sample(job.model, data.tokenizer, recipe.sample, recipe.run.seed, comm.device)
+        generator = torch.Generator().manual_seed(recipe.run.seed)
+        end = end_id(data.tokenizer, recipe.tokenizer.end)
+        text = sample(job.model, data.tokenizer, recipe.sample, generator, end)
         logger.log(Sampled(recipe.sample.prompt, text))
     try:
         job.sharded.save_file(Path(recipe.run.folder).expanduser() / WEIGHTS)

@@ -26,6 +26,7 @@ __all__ = [
     "Saved",
     "Stepped",
     "Stopped",
+    "Streamed",
     "Warned",
     "count",
 ]
@@ -72,7 +73,7 @@ class Prepared:
         rows: of ``context`` tokens, in the two splits.
         dropped: tokens at the end of each split that do not fill a row.
         vocabulary: size of the tokenizer's vocabulary.
-        cached: the tokenizer of an earlier run was reused.
+        origin: of the tokenizer, in a few words.
         seconds: for reading, training the tokenizer and encoding.
     """
 
@@ -87,7 +88,33 @@ class Prepared:
     context: int
     dropped: tuple[int, int]
     vocabulary: int
-    cached: bool
+    origin: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The data is read while the model trains; what was read before is ready.
+
+    Attributes:
+        source: of the text.
+        shards: files, or parts of the hub's data set.
+        streams, ranks: each rank reads its own ``streams / ranks`` of the streams.
+        shuffle: documents that are shuffled together.
+        nbytes: of text that was read before, for the tokenizer and validation.
+        validation: tokens of it that are held out.
+        vocabulary, origin, seconds: as in ``Prepared``.
+    """
+
+    source: str
+    shards: int
+    streams: int
+    ranks: int
+    shuffle: int
+    nbytes: int
+    validation: int
+    vocabulary: int
+    origin: str
     seconds: float
 
 
@@ -100,7 +127,8 @@ class Built:
         strategy, ranks: how it is sharded.
         rows, micro, accumulation: rows = micro × accumulation × ranks.
         context: tokens in a row.
-        steps, epochs: length of the run; epochs = passes over the training split.
+        steps, epochs: length of the run; epochs = passes over the training split, ``None`` if its
+            length is not known.
     """
 
     parameters: int
@@ -111,7 +139,7 @@ class Built:
     accumulation: int
     context: int
     steps: int
-    epochs: float
+    epochs: float | None
 
 
 @dataclass(frozen=True)
@@ -267,6 +295,7 @@ class Complete:
 
 Record = (
     Prepared
+    | Streamed
     | Built
     | Stepped
     | Evaluated

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shardwise.train.decoder import Decoder
-from shardwise.train.tokenizer import end_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,17 +26,21 @@ def sample(
     model: Decoder,
     tokenizer: Tokenizer,
     config: SampleConfig,
-    seed: int,
-    device: torch.device,
+    generator: torch.Generator,
+    end: int,
 ) -> str:
-    """The model's continuation of ``config.prompt``, without the prompt. A collective."""
-    prompt = tokenizer.encode(config.prompt).ids
-    generator = torch.Generator().manual_seed(seed)
+    """The model's continuation of ``config.prompt``, without the prompt. A collective.
+
+    Args:
+        generator: on the CPU, with the same state on every rank.
+        end: the id at which the text is cut.
+    """
+    prompt = tokenizer.encode(config.prompt, add_special_tokens=False).ids
+    device = next(model.parameters()).device
     ids = generate(
         model, torch.tensor(prompt, device=device), config.tokens, config.temperature, generator
     )
     new = ids[len(prompt) :].tolist()
-    end = end_id(tokenizer)
     text: str = tokenizer.decode(new[: new.index(end)] if end in new else new)
     return text
 

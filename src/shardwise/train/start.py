@@ -49,18 +49,21 @@ __all__ = [
 
 IDENTITY_KEYS = (
     "model",
-    "tokenizer",
+    "tokenizer.vocabulary",
+    "tokenizer.end",
     "data.field",
     "data.max_bytes",
     "data.validation",
     "data.context",
+    "data.streaming.streams",
+    "data.streaming.shuffle",
     "batch.rows",
     "optimizer",
     "sharding.precision.stored",
     "run.seed",
 )
-"""Keys and sections that identify a run. data.source is not one of them: the text may be moved,
-and a fingerprint of the tokens tells whether it is the same."""
+"""Keys and sections that identify a run. data.source and tokenizer.source are not among them: files
+may be moved, and a fingerprint of the tokens tells whether they are the same."""
 
 OVERWRITE_HINT = (
     "name another folder with --run.folder, or start over with --run.overwrite true, which deletes "

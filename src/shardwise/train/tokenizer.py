@@ -1,7 +1,7 @@
-"""A byte-level BPE tokenizer, trained on the training split and stored with the model.
+"""A byte-level BPE tokenizer, trained on the training split; or one of the user's own.
 
-A ready-made tokenizer would have to be downloaded, and its vocabulary of 32,000 or more would
-be most of a small model's parameters. Training one takes seconds. The same text always gives the
+It is stored with the model. A ready-made tokenizer's vocabulary of 32,000 or more would be most of
+a small model's parameters. Training one takes seconds. The same text always gives the
 same tokenizer, so a stored one is reused if text and vocabulary size are the same.
 """
 
@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
+from shardwise.train.config import TokenizerConfig
 from shardwise.train.folder import Folder
 
 if TYPE_CHECKING:
@@ -67,59 +69,93 @@ class TrainedTokenizer(NamedTuple):
     Attributes:
         text: of its ``tokenizer.json``.
         files: for the run's folder, by name.
-        cached: it was reused.
+        origin: where it comes from, in a few words.
     """
 
     text: str
     files: dict[str, str]
-    cached: bool
+    origin: str
 
 
-def load_or_train(folder: Folder, documents: Sequence[str], vocabulary: int) -> TrainedTokenizer:
-    """The tokenizer in ``folder`` if it was trained on the same documents; else a new one.
+def load_or_train(
+    folder: Folder, documents: Sequence[str], config: TokenizerConfig
+) -> TrainedTokenizer:
+    """The recipe's; or that in ``folder`` if it was trained on the same documents; or a new one.
 
     Nothing is written: the existing files may belong to a finished model.
+
+    Raises:
+        ConfigError: ``config.source`` cannot be read, or has no token ``config.end``.
     """
-    key = _cache_key(documents, vocabulary)
-    text = folder.read_text(FILE)
-    cached = text is not None and folder.read_text(CACHE) == _cache_record(key, text)
-    if text is None or not cached:
-        text = train(documents, vocabulary)
-    return TrainedTokenizer(text, {FILE: text, CACHE: _cache_record(key, text)}, cached)
+    if config.source is not None:
+        text = _read(Path(config.source).expanduser(), config.end)
+        return TrainedTokenizer(text, {FILE: text}, f"read from {config.source}")
+    key, text = _cache_key(documents, config.vocabulary), folder.read_text(FILE) or ""
+    origin = "from the last run"
+    if folder.read_text(CACHE) != _cache_record(key, text):
+        text, origin = train(documents, config.vocabulary), "trained on the training split"
+    return TrainedTokenizer(text, {FILE: text, CACHE: _cache_record(key, text)}, origin)
+
+
+def _read(path: Path, end: str) -> str:
+    """The text of the ``tokenizer.json`` at ``path`` or in it, which has the token ``end``."""
+    file = path / FILE if path.is_dir() else path
+    try:
+        text = file.read_text("utf-8")
+        tokenizer = load(text)
+    except Exception as error:  # noqa: BLE001 - tokenizers raises bare exceptions
+        raise ConfigError(
+            f"tokenizer.source: {file} cannot be read as a tokenizer ({error}). Name a "
+            "tokenizer.json or its folder, as save_pretrained of transformers writes it."
+        ) from None
+    end_id(tokenizer, end)
+    return text
 
 
 def load(text: str) -> Tokenizer:
     """The tokenizer in the text of a ``tokenizer.json``."""
     tokenizer: Tokenizer = _library().Tokenizer.from_str(text)
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is plain text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Tokens:
-    """All documents as one stream, each followed by the end token."""
-    end = end_id(tokenizer)
+def encode(tokenizer: Tokenizer, documents: Sequence[str], end: str = END) -> Tokens:
+    """All documents as one stream, each followed by the token ``end``; no other special tokens."""
+    last = end_id(tokenizer, end)
     ids: list[Tokens] = [np.empty(0, dtype=np.int32)]
     for start in range(0, len(documents), ENCODE_BATCH):
-        encodings = tokenizer.encode_batch_fast(list(documents[start : start + ENCODE_BATCH]))
-        ids += [np.asarray([*encoding.ids, end], dtype=np.int32) for encoding in encodings]
+        batch = list(documents[start : start + ENCODE_BATCH])
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        ids += [np.asarray([*encoding.ids, last], dtype=np.int32) for encoding in encodings]
     return np.concatenate(ids)
 
 
-def end_id(tokenizer: Tokenizer) -> int:
-    """The id of the end token."""
-    end = tokenizer.token_to_id(END)
-    if end is None:
-        raise ConfigError(f"the tokenizer has no {END} token, so shardwise did not train it.")
-    return end
+def end_id(tokenizer: Tokenizer, end: str = END) -> int:
+    """The id of the end token.
+
+    Raises:
+        ConfigError: there is none; with the special tokens that there are.
+    """
+    number = tokenizer.token_to_id(end)
+    if number is None:
+        added = tokenizer.get_added_tokens_decoder().values()
+        special = ", ".join(token.content for token in added if token.special)
+        raise ConfigError(
+            f"the tokenizer has no {end} token; its special tokens are: {special or 'none'}. Set "
+            "tokenizer.end to the one that ends a text."
+        )
+    return number
 
 
-def transformers_config(context: int) -> dict[str, object]:
+def transformers_config(context: int, end: str = END) -> dict[str, object]:
     """The ``tokenizer_config.json`` with which `transformers` loads the tokenizer."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END,
-        "eos_token": END,
-        "pad_token": END,  # or a batch could not be tokenized
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,  # or a batch could not be tokenized
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }

@@ -1,0 +1,78 @@
+"""The program that pre-trains a language model, rehearsed: two ranks on a CPU, stopped and resumed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shardwise.train.config import ModelConfig
+from shardwise.train.recipe import read_recipe
+from tests.examples.run import EXAMPLES, lines_of, run, torchrun
+from tests.forked import forked
+from tests.test_surface import Source, calls_of_one_vendor
+
+PROGRAM = EXAMPLES / "pretrain_150m.py"
+RECIPE = EXAMPLES.parent / "recipes" / "pretrain-150m-c4.yaml"
+
+
+def losses(lines: list[str]) -> dict[int, float]:
+    found = (re.match(r"step: (\d+)  loss (\S+)  grad norm", line) for line in lines)
+    return {int(match[1]): float(match[2]) for match in found if match}
+
+
+@pytest.mark.spawn
+@forked
+def test_a_rehearsal_says_what_it_shrinks_and_is_resumed_at_its_sample(tmp_path: Path) -> None:
+    whole = torchrun(PROGRAM, "--rehearse", "--folder", "whole", folder=tmp_path)
+    assert whole[0] == "rehearsal: the same path, with these keys of the recipe changed"
+    assert "  model.width              896 -> 64" in whole
+    assert "  data.source              hf://datasets/allenai/c4/en -> stdlib" in whole
+    assert {f"rank {rank} reads streams {8 * rank} to {8 * rank + 7}" for rank in (0, 1)} <= {
+        *whole
+    }
+    assert "global batch 32 = micro-batch 4 x 4 accumulation steps x 2 ranks" in whole
+    assert whole[-1] == "All done"
+    assert sorted(losses(whole)) == list(range(1, 11))
+    assert losses(whole)[10] < losses(whole)[1] - 0.5
+
+    cut = ("--rehearse", "--folder", "cut", "--strategy", "shard_grad_op")
+    first = torchrun(PROGRAM, *cut, "--steps", 5, folder=tmp_path)
+    second = torchrun(PROGRAM, *cut, folder=tmp_path)
+    assert "resumed at sample 160" in second
+    assert losses(first) | losses(second) == losses(whole)
+    assert "full_shard, 2 ranks" in "".join(whole)
+    assert "shard_grad_op, 2 ranks" in "".join(second)
+
+
+@pytest.mark.spawn
+@pytest.mark.prove
+def test_python_starts_two_ranks_for_a_rehearsal(tmp_path: Path) -> None:
+    lines = run(PROGRAM, "--rehearse", "--steps", 2, folder=tmp_path)
+    assert "saved runs/pretrain-150m-rehearsal/step-2" in lines
+    assert lines[-1] == "All done"
+
+
+def test_the_recipe_has_the_documents_numbers_and_150_million_parameters() -> None:
+    recipe = read_recipe(RECIPE)
+    assert isinstance(recipe.model, ModelConfig)
+    assert 149e6 < recipe.model.parameters(recipe.tokenizer.vocabulary) < 151e6
+    batch = recipe.batch
+    assert (batch.rows, batch.micro, recipe.data.context, recipe.optimizer.lr) == (
+        128,
+        8,
+        1024,
+        1e-3,
+    )
+    assert recipe.data.source == "hf://datasets/allenai/c4/en"
+
+
+def test_the_program_names_no_device() -> None:
+    assert calls_of_one_vendor(Source("pretrain_150m", PROGRAM.read_text("utf-8"))) == []
+
+
+def test_the_page_has_a_command_for_each_of_the_five_steps() -> None:
+    page = lines_of("pretraining.md")
+    commands = re.findall(r"^\$ (.*pretrain_150m\.py.*)$", page, re.MULTILINE)
+    assert len(commands) >= 5
