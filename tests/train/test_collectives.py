@@ -43,7 +43,7 @@ def test_numbers_are_gathered_in_rank_order_and_exact() -> None:
 
 
 def test_lists_of_any_length_are_joined_in_rank_order() -> None:
-    lists = [[{"é": [1, None]}], [], ["x", 2.5]]
+    lists: list[list[object]] = [[{"é": [1, None]}], [], ["x", 2.5]]
 
     def rank(comm: Comm) -> list[object]:
         return all_gather_values(comm, lists[comm.rank], "values")
