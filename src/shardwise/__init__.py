@@ -83,7 +83,7 @@ __all__ = [
 
 # --- imported when first used: the command line answers `--version` without torch ------------
 
-_HOMES = (
+_DEFINING_MODULES = (
     "errors",
     "schedule.events",
     "precision",
@@ -100,8 +100,8 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that exist
         """A public name from its module, or a module of the package."""
         if name == "__version__":
             return import_module("shardwise.version").__version__
-        for home in _HOMES if name in __all__ else ():
-            module = import_module(f"shardwise.{home}")
+        for defining in _DEFINING_MODULES if name in __all__ else ():
+            module = import_module(f"shardwise.{defining}")
             if name in vars(module):
                 return globals().setdefault(name, getattr(module, name))
         try:

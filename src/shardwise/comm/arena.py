@@ -66,11 +66,8 @@ class Arena:
 class Heap:
     """Allocates blocks of one rank's arena and frees them when their tensors die.
 
-    A freed block is reused only after all peers have read it.
-
-    Args:
-        arena: this rank's own.
-        is_being_read: may a peer still read memory that was sent in collective ``number``?
+    A freed block is not reused while ``is_being_read`` says that a peer may still read what was
+    sent in the collective of this number.
     """
 
     def __init__(self, arena: Arena, is_being_read: Callable[[int], bool]) -> None:
@@ -112,10 +109,7 @@ class SymmetricHeap:
 
     A tensor dies at a different time on every rank, so a block is reused only after every rank
     has it in ``unused``. Free neighbours are merged, so that another layout of the same model fits.
-
-    Args:
-        arena: the common one.
-        start: its first byte that may be allocated.
+    Bytes before ``start`` are not allocated.
     """
 
     def __init__(self, arena: Arena, start: int) -> None:

@@ -1,7 +1,4 @@
-"""Collectives as point-to-point messages; a subclass sends the messages.
-
-Each piece is sent from its memory and received into its final memory, without a staging buffer.
-"""
+"""Collectives as point-to-point messages, without staging buffers; a subclass sends them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The interface of a communicator: three collectives that move bytes, and a handle to wait on.
 
 gloo, NCCL, threads, one rank alone and a rank without peers are implementations beside this file.
-A Comm computes nothing: ``reduction`` sums what it exchanges, so that sums are the same bits over
-every transport. Calling ``torch.distributed`` directly would tie the engine to one process per
-rank and one global group; a Comm is passed in, so ranks can be threads and tests need no launcher.
+A Comm computes nothing: ``reduction`` sums what it exchanges. Calling ``torch.distributed`` would
+tie the engine to one process per rank and one global group; a Comm is passed in, so ranks can be
+threads and tests need no launcher.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Condition, Thread
 from time import monotonic
 from typing import TypeVar
@@ -85,14 +85,6 @@ class _Contribution:
     text: str = ""
 
 
-@dataclass
-class _Round:
-    """One collective: the ranks that have issued it, and whether it is complete."""
-
-    posts: dict[int, _Contribution] = field(default_factory=dict)
-    done: bool = False
-
-
 class _Rendezvous:
     """The shared state of all ranks, guarded by one lock."""
 
@@ -100,37 +92,39 @@ class _Rendezvous:
         self.size = size
         self.timeout = timeout
         self._changed = Condition()
-        self._rounds: dict[int, _Round] = {}
+        self._contributions: dict[int, dict[int, _Contribution]] = {}  # by collective, then by rank
         self._issued = dict.fromkeys(range(size), 0)
         self._last_common = ""  # the last collective that every rank issued
         self._ended: dict[int, str] = {}
         self._errors: list[BaseException] = []
         self._failure = ""
 
-    def post(self, rank: int, post: _Contribution) -> _Round:
+    def post(self, rank: int, own: _Contribution) -> dict[int, _Contribution]:
+        """Add ``own`` to a collective; returns the contributions of all ranks, as they come."""
         with self._changed:
             self._raise_if_failed()
-            round_ = self._rounds.setdefault(post.collective.seq, _Round())
-            round_.posts[rank] = post
-            self._issued[rank] += 1
-            issued = {peer: other.collective for peer, other in round_.posts.items()}
+            seq = own.collective.seq
+            by_rank = self._contributions.setdefault(seq, {})
+            issued = {peer: other.collective for peer, other in by_rank.items()}
+            issued[rank] = own.collective
             if len(set(issued.values())) > 1:
                 raise self.fail(mismatch(issued, self._last_common))
-            if len(round_.posts) == self.size:
-                _deliver(round_.posts)
-                round_.done = True
-                self._last_common = str(post.collective)
-                del self._rounds[post.collective.seq]
+            by_rank[rank] = own
+            self._issued[rank] += 1
+            if len(by_rank) == self.size:
+                _deliver(self._contributions.pop(seq))
+                self._last_common = str(own.collective)
                 self._changed.notify_all()
-            return round_
+            return by_rank
 
-    def wait(self, rank: int, round_: _Round) -> None:
+    def wait(self, rank: int, by_rank: dict[int, _Contribution]) -> None:
+        """Wait until every rank has contributed."""
         deadline = monotonic() + self.timeout
         with self._changed:
-            while not round_.done:
+            while len(by_rank) < self.size:
                 self._raise_if_failed()
-                waiting = {rank: round_.posts[rank].collective}
-                missing = [r for r in range(self.size) if r not in round_.posts]
+                waiting = {rank: by_rank[rank].collective}
+                missing = [r for r in range(self.size) if r not in by_rank]
                 for peer in (r for r in missing if r in self._ended):
                     raise self.fail(rank_left(peer, self._ended[peer], self._issued[peer], waiting))
                 if not self._changed.wait(deadline - monotonic()):
@@ -169,13 +163,13 @@ class _ThreadsComm(MessagesComm):
     def _post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        round_ = self._rendezvous.post(self.rank, _Contribution(collective, sends, receives))
-        return lambda: self._rendezvous.wait(self.rank, round_)
+        by_rank = self._rendezvous.post(self.rank, _Contribution(collective, sends, receives))
+        return lambda: self._rendezvous.wait(self.rank, by_rank)
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
-        round_ = self._rendezvous.post(self.rank, _Contribution(collective, {}, {}, text))
-        self._rendezvous.wait(self.rank, round_)
-        return [post.text for _, post in sorted(round_.posts.items())]
+        by_rank = self._rendezvous.post(self.rank, _Contribution(collective, {}, {}, text))
+        self._rendezvous.wait(self.rank, by_rank)
+        return [by_rank[rank].text for rank in range(self.size)]
 
     def _fail(self, reason: str) -> RanksDisagree:
         return self._rendezvous.fail(reason)
@@ -184,8 +178,8 @@ class _ThreadsComm(MessagesComm):
         self._rendezvous.leave(self.rank, reason)
 
 
-def _deliver(posts: Mapping[int, _Contribution]) -> None:
-    for rank, post in posts.items():
-        for source, place in post.receives.items():
-            data = posts[source].sends[rank]
+def _deliver(by_rank: Mapping[int, _Contribution]) -> None:
+    for rank, own in by_rank.items():
+        for source, place in own.receives.items():
+            data = by_rank[source].sends[rank]
             ctypes.memmove(place.data_ptr(), data.data_ptr(), data.nbytes)

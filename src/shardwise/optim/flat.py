@@ -1,10 +1,7 @@
 """What the flat fused optimizers have in common: a step over runs instead of over parameters.
 
-torch's fused kernels update a list of tensors in one call, and the price of a step is the Python
-that makes the lists, parameter by parameter. A shard is flat, and so are the gradients of its
-parameters, so here the lists hold runs, as few as one for each bucket, and all of them are worked
-out before the step (see ``update``). What is left for each parameter is one look at its gradient's
-address.
+A run is a stretch of a flat shard, and the runs are decided before the step (see ``update``), so
+all that a step does for each parameter is to read its gradient's address.
 
 To its user it is a ``torch.optim.Optimizer``: groups, schedulers, hooks, ``state`` by parameter.
 """

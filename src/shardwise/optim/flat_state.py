@@ -1,7 +1,7 @@
 """What an optimizer has of one bucket: flat state, and the gradients in one piece.
 
-State has no padding and no foreign slots: the slots that this optimizer updates lie one behind
-the other, in the order of the bucket, so that what touches in the bucket touches here too.
+State has neither padding nor slots of other optimizers: the slots that this one updates follow each
+other in the order of the bucket, so that neighbours in the bucket are neighbours here, too.
 
     shard       | a a a | x x | b b b b · · | c c |        x is another optimizer's, · is padding
     exp_avg     | a a a   b b b b   c c |

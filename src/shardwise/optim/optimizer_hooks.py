@@ -63,11 +63,11 @@ class Shown(dict[str, Any]):
     tensors: Sequence[Tensor] = ()
 
     def show(self, params: Iterable[nn.Parameter]) -> None:
-        """Show the class that they, and those of their gradients that the user has read, have."""
+        """Give them, and gradients that the user has read, their plain class."""
         guarded: list[nn.Parameter] = [param for param in params if type(param) is ShardedParameter]
         for param in guarded:
             param.__class__ = nn.Parameter
-        # Of a plain parameter: what the user has read is marked, and no other is.
+        # Only gradients that the user has read have this class.
         marked = [grad for param in guarded if type(grad := param.grad) is ShardTensor]
         for gradient in marked:
             gradient.__class__ = Tensor  # type: ignore[assignment]
@@ -85,9 +85,9 @@ class Shown(dict[str, Any]):
 class _Params:
     """The parameters of one model in an optimizer."""
 
-    facts: list[tuple[int, int]]  # which lists they were sought in, and how long those were
+    facts: list[tuple[int, int]]  # id and length of each group's list
     own: list[nn.Parameter]
-    plain: list[tuple[str, nn.Parameter]]  # those that no sharded model has, by name or shape
+    plain: list[tuple[str, nn.Parameter]]  # in no sharded model, with their names or shapes
 
 
 class OptimizerHooks:
@@ -104,7 +104,7 @@ class OptimizerHooks:
     def __init__(
         self, params: Iterable[nn.Parameter], before_step: Callable[[], None], comm: Comm
     ) -> None:
-        self._ranks, self._speaks = comm.size, comm.size > 1 and comm.rank == 0
+        self._ranks, self._warns = comm.size, comm.size > 1 and comm.rank == 0
         self._own_ids = {id(param) for param in params}
         self._before_step = weakref.WeakMethod(before_step)
         #: In order of their first step.
@@ -115,14 +115,14 @@ class OptimizerHooks:
         self._sweep()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _sweep(self) -> None:
-        """Take away the hooks of models that are gone.
+        """Remove the hooks of models that are gone.
 
-        Not when a model goes: that may be while torch iterates over these hooks.
+        Not when a model is deleted: that may be while torch iterates over these hooks.
         """
         for handle in self._handles:
             hooks = hooks_behind(handle)
@@ -133,7 +133,7 @@ class OptimizerHooks:
                     hooks.pop(key, None)
 
     def uncut(self, buckets: Iterable[Bucket]) -> None:
-        """Give the optimizers that stepped here their state whole. A collective."""
+        """Make the state of the optimizers that stepped here whole. A collective."""
         for optimizer, bucket in product(tuple(self._known), buckets):
             uncut_state(optimizer, bucket)
 
@@ -150,7 +150,7 @@ class OptimizerHooks:
         return args, shown
 
     def _params_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The model's parameters in an optimizer: sought again when its lists are others."""
+        """The model's parameters in an optimizer, cached while its lists are the same."""
         lists = [group["params"] for group in optimizer.param_groups]
         facts = [(id(params), len(params)) for params in lists]
         known = self._params.get(optimizer)
@@ -160,8 +160,8 @@ class OptimizerHooks:
         return known.own
 
     def _warn_of_plain(self, optimizer: Optimizer) -> None:
-        """Say once that it also updates parameters whose gradients nobody averages."""
-        plain = self._params[optimizer].plain if self._speaks else ()
+        """Warn once if it also updates parameters whose gradients are not averaged."""
+        plain = self._params[optimizer].plain if self._warns else ()
         if all(param.grad is None for _, param in plain) or optimizer in _warned:
             return
         _warned.add(optimizer)
@@ -177,7 +177,7 @@ class OptimizerHooks:
         )
 
     def admit(self, optimizer: Optimizer) -> None:
-        """Make sure that it may step on shards, and cut whole state, once and after each load."""
+        """Check that it may step on shards, and cut whole state: once, and after each load."""
         params = self._params_of(optimizer)
         if not params or optimizer in self._admitted:
             return

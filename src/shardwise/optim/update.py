@@ -1,21 +1,19 @@
 """One optimizer step as a list of kernel calls on runs, decided before it is carried out.
 
-Parameter by parameter, an update costs more calls than arithmetic as soon as parameters are
-small. Slots that touch each other in their bucket and are updated alike (same group, same count
-of steps, a gradient each) form one *run*:
+torch's fused kernels update a list of tensors in one call. With one tensor for each parameter, the
+Python that makes the list costs more than the arithmetic if parameters are small. So neighbouring
+slots that are updated alike (same group, same count of steps, a gradient each) form one *run*:
 
             rank 0's piece    rank 1's
     slots | a a a b b b b b | b c c d d · e e |        c has no gradient, · is padding
     runs  | 1 1 1 1 1 1 1 1 | 2     3 3   4 4 |
 
 A run ends where a rank's piece ends, even where one rank holds all pieces: a fused kernel rounds
-the last elements of a buffer otherwise than those before them, so only runs that are the same
-in every strategy give the same bits in every strategy. Padding is in no run, so nothing that
-happens to gradients can reach it.
+the last elements of a buffer otherwise than those before them, so only runs that are the same in
+every strategy give the same bits. Padding is in no run, so it is never updated.
 
-Which parameters have a gradient, and how often each was updated, seldom changes from one step
-to the next. So the calls, with every slice of every flat buffer, are worked out once and
-carried out until one of these changes.
+Which parameters have a gradient, and how often each was updated, seldom changes from one step to
+the next, so the calls and their slices are reused until it does.
 """
 
 from __future__ import annotations
@@ -103,11 +101,11 @@ def decide(
     keys: Sequence[Sequence[Key | None]],
     names: Sequence[Sequence[str]],
 ) -> Update:
-    """The step of these slots.
+    """The step.
 
     Args:
-        states: the buckets.
-        keys: of each bucket's slots; ``None`` for one without a gradient.
+        states: the slots to update, by bucket.
+        keys: of these slots; ``None`` for one without a gradient.
         names: the names of the state that each parameter group has.
     """
     calls: dict[tuple[torch.dtype, int, bool], Call] = {}
