@@ -1,8 +1,12 @@
-"""A random sample of mutants: which of them do the tests of their folders notice?"""
+"""A random sample of mutants: which of them do the tests of their folders notice?
+
+A file's mirror is asked first (``src/shardwise/comm/desync.py`` → ``tests/comm/test_desync.py``),
+then the other tests of its folder, those first that name the file's module, and last all that
+start processes.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -11,28 +15,31 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, astuple, dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 from time import monotonic
-from typing import Self
 
 from benchmarks.harness.command import Log, setting
 from benchmarks.harness.machine import this_machine
 from benchmarks.harness.report import Column, Report, Table
-from benchmarks.mutants import tester
 from benchmarks.mutants.changes import Mutant, mutants_of, mutated
-from benchmarks.mutants.tester import Order
-from benchmarks.mutants.tests import FOLDERS, PACKAGE, sources, stages
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = Path("src/shardwise")
+FOLDERS = ("layout", "schedule", "memory", "runtime", "comm")
+# folder → tests that cover it and lie elsewhere
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "runtime": ("tests/parity/test_one_by_one.py", "tests/test_sharded.py"),
+}
 TEST_LIMIT = 60.0  # seconds for one test
-IMPORTED = (
-    "pytest", "hypothesis", "numpy", "pydantic", "torch", "torch.distributed.fsdp",
-    "torch.distributed.checkpoint", "torch.testing",
-)  # fmt: skip
 LONGEST = 1800.0  # seconds for the tests of a folder as it is
+NO_TESTS = 5  # pytest's exit status
+OPTIONS = ("-x", "-q", "--timeout-method=thread", "-p", "no:cacheprovider", "--assert=plain")
+COLUMNS = (Column("file"), Column("mutants"), Column("killed"), Column("share", ".0%"))
+Stage = tuple[list[str], str]
+"""One run of pytest: files below the project's root, and its ``-m``."""
 
 
 @dataclass(frozen=True)
@@ -55,41 +62,6 @@ class Outcome:
     seconds: float
 
 
-class Tester:
-    """A copy of the project, and a process that tries mutants in it. Final."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
-        ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "results")
-        copy = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored))
-        paths = os.pathsep.join((str(copy / "src"), str(copy)))
-        self._process = subprocess.Popen(  # noqa: S603 - ourselves
-            [sys.executable, "-P", tester.__file__, *IMPORTED],
-            cwd=copy,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def failed(self, order: Order) -> str:
-        """The tests that noticed, ``""`` if none did."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(asdict(order)), file=self._process.stdin, flush=True)
-        answer: str = json.loads(self._process.stdout.readline())
-        return answer
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._stack.close()
-
-
 def run(config: Config, log: Log) -> Iterator[Report]:
     """Change the engine's code at random places; do the tests of its folders notice?
 
@@ -106,24 +78,52 @@ def run(config: Config, log: Log) -> Iterator[Report]:
     if not every:
         raise ValueError(f"{PACKAGE} has no code in {', '.join(config.folder)}")
     chosen = random.Random(config.seed).sample(every, min(config.sample, len(every)))  # noqa: S311
-    testers: Queue[Tester] = Queue()
+    copies: Queue[Path] = Queue()
     with ExitStack() as stack, ThreadPoolExecutor(config.jobs) as pool:
         for _ in range(config.jobs):
-            testers.put(stack.enter_context(Tester()))
+            copies.put(stack.enter_context(_copy_of_project()))
         folders = sorted({folder for folder, _ in chosen})
-        limits = dict(pool.map(lambda folder: (folder, _limit(testers, folder, log)), folders))
-        tried = pool.map(lambda each: _outcome(testers, each[0], each[1], limits, log), chosen)
+        limits = dict(pool.map(lambda folder: (folder, _limit(copies, folder, log)), folders))
         outcomes = []
+        tried = pool.map(lambda each: _outcome(copies, each[0], each[1], limits, log), chosen)
         for outcome in tried:
             outcomes.append(outcome)
             yield report_of(outcomes, config)
 
 
-def _limit(testers: Queue[Tester], folder: str, log: Log) -> float:
+def sources(root: Path, folder: str) -> list[str]:
+    """The files of one folder of the package, below ``root``."""
+    files = (path.relative_to(root).as_posix() for path in (root / PACKAGE / folder).rglob("*.py"))
+    return sorted(file for file in files if not file.endswith("__init__.py"))
+
+
+def stages(root: Path, folder: str, file: str) -> list[Stage]:
+    """The runs of pytest that decide about a mutant of ``file``, the shortest first."""
+    paths = {path.relative_to(root) for path in (root / "tests" / folder).rglob("test_*.py")}
+    every = {path.as_posix() for path in paths} | {*ELSEWHERE.get(folder, ())}
+    module = Path(file).relative_to(PACKAGE).with_suffix("")
+    mirror = f"tests/{module.parent.as_posix()}/test_{module.name}.py"
+    name = ".".join(("shardwise", *module.parts))
+    first = sorted({mirror} & every)
+    rest = sorted(
+        every - {mirror}, key=lambda test: (name not in (root / test).read_text("utf-8"), test)
+    )
+    quick = [(files, "not spawn") for files in (first, rest) if files]
+    return [*quick, (first + rest, "spawn")] if every else []
+
+
+@contextmanager
+def _copy_of_project() -> Iterator[Path]:
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "results")
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored))
+
+
+def _limit(copies: Queue[Path], folder: str, log: Log) -> float:
     """Seconds for the tests of a folder: three times what they need as it is, and a minute."""
     start, file = monotonic(), sources(ROOT, folder)[0]
     code = (ROOT / file).read_text("utf-8")
-    if failed := _failed(testers, folder, file, code, LONGEST):
+    if failed := _failed(copies, folder, file, code, LONGEST):
         raise RuntimeError(f"tests fail before anything is changed: {failed}")
     seconds = monotonic() - start
     log(f"{folder}: its tests take {seconds:.0f} s")
@@ -131,30 +131,48 @@ def _limit(testers: Queue[Tester], folder: str, log: Log) -> float:
 
 
 def _outcome(
-    testers: Queue[Tester], folder: str, mutant: Mutant, limits: Mapping[str, float], log: Log
+    copies: Queue[Path], folder: str, mutant: Mutant, limits: Mapping[str, float], log: Log
 ) -> Outcome:
     code = mutated(mutant, (ROOT / mutant.file).read_text("utf-8"))
     start = monotonic()
-    failed = _failed(testers, folder, mutant.file, code, limits[folder])
+    failed = _failed(copies, folder, mutant.file, code, limits[folder])
     seconds = monotonic() - start
     verdict = "killed" if failed else "SURVIVED"
     log(f"{verdict} in {seconds:.0f} s: {mutant.file}:{mutant.line}: {mutant.change}")
     return Outcome(folder, mutant, bool(failed), seconds)
 
 
-def _failed(testers: Queue[Tester], folder: str, file: str, code: str, limit: float) -> str:
-    """The tests that fail with this ``code`` in the file."""
-    runs = [(list(files), marks) for files, marks in map(astuple, stages(ROOT, folder, file))]
-    free = testers.get()
+def _failed(copies: Queue[Path], folder: str, file: str, code: str, limit: float) -> str:
+    """The tests that fail, or take too long, with this ``code`` in the file; ``""`` if none do."""
+    copy, deadline = copies.get(), monotonic() + limit
+    (copy / file).write_text(code, "utf-8")
+    paths = os.pathsep.join((str(copy / "src"), str(copy)))
+    env = {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    pytest = (sys.executable, "-P", "-m", "pytest", *OPTIONS, f"--timeout={TEST_LIMIT}")
     try:
-        return free.failed(Order(file, code, runs, TEST_LIMIT, limit))
+        for files, marks in stages(ROOT, folder, file):
+            with suppress(subprocess.TimeoutExpired):
+                ended = subprocess.run(  # noqa: S603 - ourselves
+                    [*pytest, "-m", marks, *files],
+                    cwd=copy,
+                    env={**os.environ, **env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    timeout=max(0, deadline - monotonic()),
+                    check=False,
+                )
+                if ended.returncode in (0, NO_TESTS):
+                    continue
+            return f"{' '.join(files)} -m '{marks}'"
+        return ""
     finally:
-        testers.put(free)
+        shutil.copy(ROOT / file, copy / file)
+        copies.put(copy)
 
 
 def report_of(outcomes: Sequence[Outcome], config: Config) -> Report:
     """Killed and all mutants of each file and folder, and those that survived."""
-    columns = (Column("file"), Column("mutants"), Column("killed"), Column("share", ".0%"))
     files = sorted({(each.folder, each.mutant.file) for each in outcomes})
     groups = {file: [o for o in outcomes if o.mutant.file == file] for _, file in files}
     groups |= {f"{f}, all": [o for o in outcomes if o.folder == f] for f in config.folder}
@@ -169,6 +187,6 @@ def report_of(outcomes: Sequence[Outcome], config: Config) -> Report:
     return Report(
         this_machine(),
         (sample,),
-        (Table("", columns, tuple(rows)),),
+        (Table("", COLUMNS, tuple(rows)),),
         tuple(f"survived: {m.file}:{m.line}: {m.change}" for m in survivors),
     )
