@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 import torch.distributed as dist
 
-from benchmarks.checkpoint.files import (
-    IN_MEMORY,
-    forget,
-    from_disk,
-    kind_of,
-    nbytes_of,
-    remove_together,
-)
 from benchmarks.checkpoint.methods import (
     METHODS,
     Method,
@@ -31,7 +24,7 @@ from benchmarks.checkpoint.methods import (
     trained_model,
 )
 from benchmarks.checkpoint.trained import Bits, Size, TrainedModel
-from benchmarks.harness.memory import held_by, samples, trim
+from benchmarks.harness.memory import held_by, proc_number, samples, trim
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.workers import Worker, Workers
 from benchmarks.training import Batch
@@ -59,39 +52,24 @@ class Measured:
     """What one rank measured."""
 
     bucket: int  # bytes of our largest unit
-    laps: dict[str, list[Lap]]  # ``"KIND METHOD"`` → one for each round
+    laps: dict[str, list[Lap]]  # method → one for each round
 
 
-@dataclass(frozen=True)
-class Task:
-    """What the ranks are asked for."""
-
-    size: Size  # of the state
-    # kind of file system → a folder on it that is ours; asynchronous methods use the first alone
-    places: dict[str, str]
-    rounds: int  # that are measured; one more is not
-
-
-def measure(worker: Worker, task: Task) -> None:
-    """What each rank runs. Sends a ``Measured``."""
+def measure(worker: Worker, size: Size, place: str, rounds: int) -> None:
+    """What each rank runs, in a folder. Sends a ``Measured``."""
     with worker.group():
-        models = {name: trained_model(name, task.size) for name in ("ours", "dcp")}
+        models = {name: trained_model(name, size) for name in ("ours", "dcp")}
         bits = {name: trained.copy() for name, trained in models.items()}
         model_of = {name: "ours" if name.startswith("ours") else "dcp" for name in METHODS}
         methods = {name: method_of(name, models[model_of[name]]) for name in METHODS}
 
         def lap(name: str, _: int) -> Lap:
-            kind, method = name.split()
             gc.collect()
-            folder = Path(task.places[kind]) / "step-1"
-            return _lap(methods[method], folder, bits[model_of[method]], task.size)
+            return _lap(methods[name], Path(place) / "step-1", bits[model_of[name]], size)
 
-        first, *others = task.places
-        names = [f"{first} {method}" for method in methods]
-        names += [f"{kind} {name}" for kind in others for name in methods if not is_async(name)]
-        for name in names:
+        for name in METHODS:
             lap(name, 0)  # imports and allocates for all
-        laps = interleaved(names, task.rounds, lap)
+        laps = interleaved([*METHODS], rounds, lap)
         worker.send(Measured(models["ours"].bucket, laps))
 
 
@@ -105,7 +83,7 @@ def _lap(method: Method, folder: Path, bits: Bits, size: Size) -> Lap:
     steps = trained.steps
     stall, meanwhile, save = _save(method, folder, batch)
     dist.barrier()
-    nbytes = nbytes_of(folder)
+    nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     load = _load(method, folder, bits, steps)
     cold, fetched = _cold(method, folder, bits, steps)
     remove_together(folder)
@@ -145,7 +123,7 @@ def _load(method: Method, folder: Path, bits: Bits, steps: set[float]) -> float:
 
 def _cold(method: Method, folder: Path, bits: Bits, steps: set[float]) -> tuple[float | None, int]:
     """The same with the files' bytes on the disk only."""
-    if method.is_async or kind_of(folder) in IN_MEMORY:
+    if method.is_async or kind_of(folder) == "tmpfs":
         return None, 0
     method.trained.renew()  # what somebody has mapped cannot be forgotten
     gc.collect()
@@ -153,9 +131,34 @@ def _cold(method: Method, folder: Path, bits: Bits, steps: set[float]) -> tuple[
     if dist.get_rank() == 0:
         forget(folder)
     dist.barrier()
-    before = from_disk()
+    before = proc_number("/proc/self/io", "read_bytes:")
     seconds = _load(method, folder, bits, steps)
-    return seconds, from_disk() - before
+    return seconds, proc_number("/proc/self/io", "read_bytes:") - before
+
+
+def kind_of(folder: Path) -> str:
+    """Its file system, as the kernel calls it."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
+    over = [(at, kind) for at, kind in mounts if folder.resolve().is_relative_to(at)]
+    return max(over, key=lambda mount: len(mount[0]))[1]
+
+
+def forget(folder: Path) -> None:
+    """Let the kernel drop what it keeps of the files' bytes; memory file systems keep them."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file)  # bytes that are not on the disk cannot be dropped
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def remove_together(folder: Path) -> None:
+    """Remove a checkpoint with which every rank is done, and the link to it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+        (folder.parent / "latest").unlink(missing_ok=True)
+    dist.barrier()
 
 
 # ---- memory --------------------------------------------------------------------------------

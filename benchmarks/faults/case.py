@@ -86,7 +86,7 @@ class Case:
 
 def matrix() -> list[Case]:
     """Every point, every rank that comes there and all at once, and every way to save."""
-    found = [
+    every = [
         Case(how, Kill(who, point, nth_of(how, point)))
         for how in SAVE_MODES
         for point in reached_by(how)
@@ -95,7 +95,7 @@ def matrix() -> list[Case]:
     first = [
         Case(NEW, Kill(who, point, 1)) for point in reached_by(NEW) for who in NEW.ranks(point)
     ]
-    return found + first
+    return every + first
 
 
 def reached_by(how: SaveMode) -> list[str]:

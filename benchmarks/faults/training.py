@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from benchmarks.faults.calls import watched
-from benchmarks.faults.case import EVERYBODY, STEPS, Case, Kill, SaveMode
+from benchmarks.faults.case import EVERYBODY, STEPS, Case, Kill
 from shardwise.checkpoint import failpoints, folder
 from shardwise.comm.protocol import Comm
 
@@ -47,9 +47,8 @@ class Final:
 
     def equals(self, other: Final) -> bool:
         """The same losses, parameters and state, to the last bit."""
-        return replace(self, resumed=None, calls=(), seconds=0.0) == replace(
-            other, resumed=None, calls=(), seconds=0.0
-        )
+        same = replace(other, resumed=self.resumed, calls=self.calls, seconds=self.seconds)
+        return self == same
 
 
 def train(comm: Comm, run: Path, case: Case, begun: Callable[[], object] = lambda: None) -> Final:
@@ -66,7 +65,9 @@ def train(comm: Comm, run: Path, case: Case, begun: Callable[[], object] = lambd
     report = sharded.resume(run, optimizer, sw.Training())
     losses: list[float] = [] if report is None else list(report.local)
     saver = _Saver(sharded, run, case, begun)
-    with _struck(case, saver), _file_system(case.how):
+    # A file system that cannot exchange two names, where that is asked for.
+    refused = mock.patch.object(folder, "_exchange", return_value=False)
+    with _struck(case, saver), nullcontext() if case.how.exchanges else refused:
         for step in range(len(losses) + 1, STEPS + 1):
             loss = model(_batch(step, comm.rank)).square().mean()
             loss.backward()
@@ -74,11 +75,16 @@ def train(comm: Comm, run: Path, case: Case, begun: Callable[[], object] = lambd
             optimizer.zero_grad()
             losses.append(loss.item())
             saver.save(step, optimizer, losses)
-        saver.end()
+        sharded._background.wait_pending()  # noqa: SLF001 - as the next save would
+    state = {
+        f"{key}/{name}": value
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
     return Final(
         tuple(losses),
         _sha256(sharded.local_state_dict()),
-        _sha256(_state(model, optimizer)),
+        _sha256(state),
         None if report is None else report.step,
         (*saver.calls, saver.made),
         time.monotonic() - saver.start,
@@ -108,21 +114,9 @@ class _Saver:
             options = {"kind": how.kind, "copied_by": how.copied_by, "save_total_limit": how.limit}
             begin(path, optimizer, training, **options)
 
-    def end(self) -> None:
-        """Wait for what is still being written."""
-        self.sharded._background.wait_pending()  # noqa: SLF001 - as the next save would
-
 
 def _batch(step: int, rank: int) -> Tensor:
     return torch.randn(4, 24, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
-@contextmanager
-def _file_system(how: SaveMode) -> Iterator[None]:
-    """One that cannot exchange two names, where that is asked for."""
-    refused = mock.patch.object(folder, "_exchange", return_value=False)
-    with nullcontext() if how.exchanges else refused:
-        yield
 
 
 # --- how it dies -----------------------------------------------------------------------------
@@ -175,14 +169,6 @@ def _sha256(tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{key}/{name}": value
-        for name, param in model.named_parameters()
-        for key, value in optimizer.state[param].items()
-    }
 
 
 def main(run: str, case: str, out: str) -> None:

@@ -15,14 +15,14 @@ Simulated: the collectives (``simulated.py``). Each takes as long as an assumed 
     NCCL's use of multiprocessors and its host time are missing on both sides.
 
 Measured ``alone``, each engine in a process of its own: memory between steps, in use and reserved;
-    copies by side (``copies.py``); how much of the collectives' time lies beside computation
-    (``timeline.py``). By ``time``: engines in one process, in turn, laps of three steps.
+    copies by side (``copies.py``). By ``time``: engines in one process, in turn, laps of three
+    steps, over the link and over one that takes no time: what of the link's time is hidden.
 
 Targets: step at most 0.9 × and peak memory at most 0.8 × FSDP2's; no copy of parameters beyond the
     own slice. The report ends each model with what was missed.
 
 Without a GPU it measures nothing. ``--device cpu --model tiny --world 8 --rounds 4`` tries it on
-    the CPU, where operations stand for kernels and times mean nothing. Nothing has run on a GPU
-    yet; what wants one: ``python -m pytest -W default -m gpu tests/comm/test_backend.py
-    tests/parity/test_devices.py tests/benchmarks/test_gpu.py``.
+    the CPU, where times mean nothing. Nothing has run on a GPU yet; what wants one: ``python -m
+    pytest -W default -m gpu tests/comm/test_backend.py tests/parity/test_devices.py
+    tests/benchmarks/test_gpu.py``.
 """

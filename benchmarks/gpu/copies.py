@@ -70,10 +70,8 @@ PACKAGES = {
 
 def file_in_package(file: str) -> str:
     """``/src/shardwise/comm/gloo.py → shardwise/comm/gloo.py``; ``""`` outside of ``PACKAGES``."""
-    for name, folder in PACKAGES.items():
-        if file.startswith(f"{folder}/{name}/"):
-            return file[len(folder) + 1 :]
-    return ""
+    inside = (folder for name, folder in PACKAGES.items() if file.startswith(f"{folder}/{name}/"))
+    return file[len(folder) + 1 :] if (folder := next(inside, "")) else ""
 
 
 def side_of(frames: Iterable[Frame]) -> str:

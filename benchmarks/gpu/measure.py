@@ -1,9 +1,10 @@
 """What one process measures: bursts of steps in turn, or everything that one engine holds alone.
 
 A lap is several steps without a pause between them, so that the host may run ahead as in training;
-it begins and ends with an idle device. Engines that share a process take their laps in turn.
-Memory, copies and the timeline are looked at in a process that holds no other engine; a step that
-the profiler slows down is never timed.
+it begins and ends with an idle device. Engines that share a process take their laps in turn, over
+the link and over one that takes no time: what a step takes longer is what communication costs it,
+and what collectives take beyond that is hidden behind computation. Memory and copies are looked at
+in a process that holds no other engine.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ from torch import Tensor
 
 from benchmarks.gpu.copies import CopyRecorder
 from benchmarks.gpu.engines import ENGINES, Setup, slice_numel, start
-from benchmarks.gpu.simulated import SimulatedGroup
-from benchmarks.gpu.timeline import Overlap, overlap_of, profiled, spans_of
+from benchmarks.gpu.simulated import Link, SimulatedGroup
 from benchmarks.harness.rounds import interleaved
 from benchmarks.harness.workers import Worker
 from benchmarks.training import Engine
 
 BURST = 3  # steps in a lap
 WARM = 3  # steps before anything is looked at
-WATCHED = 2  # steps during which memory, copies and the timeline are looked at
+WATCHED = 2  # steps during which memory and copies are looked at
 BATCHES = 4  # different ones
 
 
@@ -39,6 +39,8 @@ class Lap:
 
     whole: float  # from an idle device to an idle device
     host: float  # until the host has asked for everything
+    link: float  # that its collectives take
+    exposed: float  # by which it is longer than over a link that takes no time
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,6 @@ class Alone:
 
     memory: Memory | None  # ``None`` on the CPU
     copies: dict[str, tuple[float, float]]  # side → copies and bytes per step
-    overlap: Overlap  # milliseconds
     received: float  # bytes per step, that the link carried
 
 
@@ -70,21 +71,16 @@ def time_in_turn(worker: Worker, setup: Setup, names: Sequence[str], rounds: int
 
 
 def measure_alone(worker: Worker, setup: Setup, name: str) -> None:
-    """Memory, copies and timeline of one engine. Sends an ``Alone``."""
+    """Memory and copies of one engine. Sends an ``Alone``."""
     with _stage(setup) as stage:
         engine = ENGINES[name](setup)
         stage.steps(engine, WARM)
         memory = None if setup.device == "cpu" else _memory(stage, engine)
-        before = stage.group.nbytes
-        # The first profiled step sets the profiler up.
-        profiled(lambda: stage.take(engine, 1), setup.device)
-        events = profiled(lambda: stage.take(engine, WATCHED), setup.device)
-        received = (stage.group.nbytes - before) / (1 + WATCHED)
-        recorder = CopyRecorder(slice_numel(setup))
+        before, recorder = stage.group.nbytes, CopyRecorder(slice_numel(setup))
         with recorder:
             stage.take(engine, WATCHED)
-        overlap = overlap_of(spans_of(events), WATCHED)
-        worker.send(Alone(memory, copies_of(recorder, WATCHED), overlap, received))
+        received = (stage.group.nbytes - before) / WATCHED
+        worker.send(Alone(memory, copies_of(recorder, WATCHED), received))
 
 
 @dataclass
@@ -114,14 +110,26 @@ class _Stage:
             raise RuntimeError(f"losses {losses}: what is measured would be other work")
 
     def lap(self, engine: Engine) -> Lap:
-        """Several steps, timed together."""
+        """Several steps, timed together; and as many with the link away."""
+        before = self.group.seconds
+        whole, host = self._burst(engine)
+        if self.setup.device == "cpu":  # where a link takes no time
+            return Lap(whole, host, 0.0, 0.0)
+        link = (self.group.seconds - before) / BURST
+        self.group.link = Link(0)
+        free, _ = self._burst(engine)
+        self.group.link = self.setup.link
+        return Lap(whole, host, link, whole - free)
+
+    def _burst(self, engine: Engine) -> tuple[float, float]:
+        """Seconds per step: all of it, and the host's."""
         gc.collect()
         self.settle()
         begin = perf_counter()
         self.take(engine, BURST)
         asked = perf_counter()
         self.settle()
-        return Lap((perf_counter() - begin) / BURST, (asked - begin) / BURST)
+        return (perf_counter() - begin) / BURST, (asked - begin) / BURST
 
     def settle(self) -> None:
         """Wait until the device is idle."""

@@ -22,15 +22,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import Store
-from torch.profiler import record_function
-
-MARK = "collective: "  # begins the name under which the profiler shows a collective
 
 
 @dataclass(frozen=True)
@@ -50,48 +48,35 @@ NETWORK = Link(45e9, 100e-6)  # about what 400 Gb/s for each GPU leave
 
 
 def link_of(world: int, bandwidth: float | None = None) -> Link:
-    """Assumed, not measured: one host up to 8 ranks, a network beyond. ``bandwidth`` replaces it.
-
-    Args:
-        world: ranks.
-        bandwidth: bytes per second; 0 for collectives that take no time.
-    """
+    """Assumed, not measured: one host up to 8 ranks, a network beyond; or of this ``bandwidth``."""
     link = HOST if world <= 8 else NETWORK
     return link if bandwidth is None else Link(bandwidth, link.latency if bandwidth else 0.0)
 
 
 class SimulatedGroup:
-    """A group of ``world`` ranks of which only rank 0 exists. Final.
-
-    Args:
-        world: how many ranks there are, this one included.
-        device: where collectives take place.
-        link: how long they take.
-    """
+    """A group of ``world`` ranks of which only rank 0 exists. Final."""
 
     def __init__(self, world: int, device: torch.device, link: Link) -> None:
         self.world = world
         self.calls = 0
         self.nbytes = 0  # received by this rank
-        self._link = link
+        self.seconds = 0.0  # that the link needed for them
+        self.link = link
         self._queue = _LinkQueue(device) if device.type == "cuda" else None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, ``torch.distributed``'s collectives on any group are these."""
-        calls: dict[str, Callable[..., Any]] = {
+        calls = {
             "all_gather_single": self.all_gather,
             "all_gather_into_tensor": self.all_gather,
             "reduce_scatter_single": self.reduce_scatter,
             "reduce_scatter_tensor": self.reduce_scatter,
             "all_to_all_single": self.all_to_all,
         }
-        before = {name: vars(dist)[name] for name in calls if name in vars(dist)}
-        vars(dist).update({name: calls[name] for name in before})
-        try:
+        here: dict[str, Any] = {name: call for name, call in calls.items() if name in vars(dist)}
+        with mock.patch.multiple(dist, **here):
             yield
-        finally:
-            vars(dist).update(before)
 
     def all_gather(
         self, output_tensor: Tensor, input_tensor: Tensor, async_op: bool = False, **_: object
@@ -105,7 +90,7 @@ class SimulatedGroup:
                 pieces[0] = mine
             pieces[1:] = mine
 
-        return self._run("all_gather", input_tensor.nbytes, write, async_op)
+        return self._run(input_tensor.nbytes, write, async_op)
 
     def reduce_scatter(
         self,
@@ -121,7 +106,7 @@ class SimulatedGroup:
         def write() -> None:
             torch.mul(input.view(self.world, -1)[0], factor, out=output.view(-1))
 
-        return self._run("reduce_scatter", output.nbytes, write, async_op)
+        return self._run(output.nbytes, write, async_op)
 
     def all_to_all(
         self,
@@ -135,20 +120,20 @@ class SimulatedGroup:
         def write() -> None:
             output.view(self.world, -1).copy_(input.view(self.world, -1)[0])
 
-        return self._run("all_to_all", input.nbytes // self.world, write, async_op)
+        return self._run(input.nbytes // self.world, write, async_op)
 
-    def _run(
-        self, name: str, nbytes: int, write: Callable[[], None], async_op: bool
-    ) -> Work | None:
+    def _run(self, nbytes: int, write: Callable[[], None], async_op: bool) -> Work | None:
         """``nbytes``: from each peer."""
         received = (self.world - 1) * nbytes
+        seconds = self.link.seconds(received)
         self.calls += 1
         self.nbytes += received
-        with torch.no_grad(), record_function(MARK + name):
+        self.seconds += seconds
+        with torch.no_grad():
             if self._queue is None:
                 write()
                 return SimulatedWork(None) if async_op else None
-            return self._queue.put(self._link.seconds(received), write, async_op)
+            return self._queue.put(seconds, write, async_op)
 
 
 class SimulatedWork(Work):

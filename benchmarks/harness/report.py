@@ -93,6 +93,17 @@ class Report:
         return [*text, "", *self.notes] if self.notes else text
 
 
+def verdict(name: str, row: Mapping[str, Cell], columns: Iterable[Column]) -> str:
+    """What a row missed of its columns' targets; a number that is missing reaches nothing."""
+    missed = [
+        f"{column.name} {column.text(cell)}, at most {column.text(column.target)} wanted"
+        for column in columns
+        if column.target is not None
+        and (not isinstance(cell := row.get(column.name), int | float) or cell > column.target)
+    ]
+    return f"{name}: {'; '.join(missed) or 'all targets reached'}"
+
+
 def write(report: Report, path: Path) -> None:
     """Write a report as JSON, each row of a table in a line of its own."""
     text = TypeAdapter(Report).dump_json(report, indent=1).decode()

@@ -30,13 +30,7 @@ from shardwise.comm.connect import over
 
 PLAIN = "plain"
 SEED = 0
-OPTIONS: dict[str, dict[str, Any]] = {
-    "adamw": {"lr": 3e-4, "eps": 1e-6},  # that eps keeps rounding from being amplified
-    "sgd": {"lr": 1e-2, "momentum": 0.9},
-}
-OPTIMIZERS = ("adamw", "sgd", "adamw_fused", "sgd_fused")
-"""``adamw`` and ``sgd`` are torch's loop, its default on CPU; ``…_fused`` its fused kernels, for
-us in ``sw.optim``, for FSDP2's SGD, which has no fused one, ``foreach=True``."""
+ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-6}  # that eps keeps rounding from being amplified
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,8 @@ class Setup:
     """What is the same for all engines of a run."""
 
     model: str  # a name in ``ON_CPU``
-    optimizer: str = "adamw"  # of ``OPTIMIZERS``
+    # AdamW by torch's fused kernel, in ``sw.optim`` for ours; ``"sgd"``: torch's loop
+    optimizer: str = "adamw"
 
     @property
     def task(self) -> Task:
@@ -56,17 +51,11 @@ class Setup:
         return self.task.build()
 
 
-def optimizer_for(params: Iterable[nn.Parameter], name: str, **options: Any) -> Optimizer:
-    """Torch's; more ``options``, such as ``foreach=True``."""
-    kind, _, fused = name.partition("_")
-    options = {**OPTIONS[kind], **({"fused": True} if fused else {}), **options}
-    return (torch.optim.SGD if kind == "sgd" else torch.optim.AdamW)(params, **options)
-
-
-def flat_optimizer_for(sharded: sw.Sharded, name: str) -> Optimizer:
-    """Ours, with the same options."""
-    kind = name.partition("_")[0]
-    return (sw.optim.SGD if kind == "sgd" else sw.optim.AdamW)(sharded, **OPTIONS[kind])
+def optimizer_for(params: Iterable[nn.Parameter], name: str) -> Optimizer:
+    """Torch's."""
+    if name == "adamw":
+        return torch.optim.AdamW(params, fused=True, **ADAMW)
+    return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
 
 
 def _by_torch(setup: Setup, model: nn.Module) -> Engine:
@@ -85,9 +74,8 @@ def _shardwise(strategy: str, setup: Setup, transport: str = "messages") -> Engi
     model = setup.new_model()
     comm = over(dist.group.WORLD, transport=transport)
     sharded = sw.shard(model, strategy=strategy, comm=comm)
-    name = setup.optimizer
-    flat = flat_optimizer_for(sharded, name) if name.endswith("_fused") else None
-    optimizer = flat or optimizer_for(trained(model), name)
+    flat = setup.optimizer == "adamw"
+    optimizer = sw.optim.AdamW(sharded, **ADAMW) if flat else optimizer_for(trained(model), "sgd")
     return training(model, setup.task.loss, optimizer, comm.counters)
 
 
@@ -96,9 +84,6 @@ def _fsdp2(reshard: bool, setup: Setup) -> Engine:
 
     model = setup.new_model()
     apply_fsdp2(model, reshard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    if setup.optimizer == "sgd_fused":  # its DTensor has no rule for that kernel
-        optimizer = optimizer_for(trained(model), "sgd", foreach=True)
-        return training(model, setup.task.loss, optimizer)
     return _by_torch(setup, model)
 
 

@@ -22,7 +22,7 @@ import shardwise as sw
 from benchmarks.harness.command import Log
 from benchmarks.harness.report import Cell, Column, Table
 from benchmarks.harness.workers import Worker, on_ranks
-from benchmarks.step.engines import flat_optimizer_for, optimizer_for
+from benchmarks.step.engines import ADAMW
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Completed, Label, OnReceived, Pending
 
@@ -177,10 +177,10 @@ def _variants(engine: str) -> Iterator[tuple[str, nn.Module, Optimizer]]:
         model = chains(SMALL)
         handle = sharded(engine, model)
         if name != "flat":
-            options = {} if name == "default" else {name: True}
-            optimizer = optimizer_for(model.parameters(), "adamw", **options)
+            options: dict[str, Any] = {} if name == "default" else {name: True}
+            optimizer: Optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, **options)
         elif handle is not None:
-            optimizer = flat_optimizer_for(handle, "adamw")
+            optimizer = sw.optim.AdamW(handle, **ADAMW)
         else:
             continue
         model(torch.randn(SIDE, SIDE)).sum().backward()

@@ -13,11 +13,15 @@ from benchmarks.harness.report import MIB, Column, Report, Row, Table
 from benchmarks.harness.rounds import paired, slowest
 from benchmarks.harness.workers import on_ranks
 from benchmarks.models import ON_CPU
-from benchmarks.step.engines import ENGINES, OPTIMIZERS, PLAIN, Setup, absent
+from benchmarks.step.engines import ENGINES, PLAIN, Setup, absent
 from benchmarks.step.host import HOSTED, host_table, update_table
 from benchmarks.step.measure import Measured, measure, peak_memory, profile
 from benchmarks.step.traffic import least_bytes
 
+BY = {
+    "adamw": "adamw, torch's fused kernel, for every engine; by sw.optim for ours",
+    "sgd": "torch.optim sgd, its loop on CPU, for every engine",
+}
 PARTS = ("time", "memory", "host", "update")
 COLUMNS = (
     Column("engine"),
@@ -48,7 +52,7 @@ class Config:
     model: tuple[str, ...] = setting(("decoder128", "decoder32"), "what is trained", ON_CPU)
     engines: tuple[str, ...] = setting(tuple(ENGINES), "beside the plain step", ENGINES)
     rounds: int = setting(20, "interleaved rounds of steps", least=2)
-    optimizer: str = setting("adamw", "of every engine", OPTIMIZERS)
+    optimizer: str = setting("adamw", "of every engine", BY)
     part: tuple[str, ...] = setting(PARTS, "what is measured", (*PARTS, "profile"))
     steps: int = setting(30, "of the host, optimizer and profile measurements", least=2)
 
@@ -60,8 +64,7 @@ SHORT = Config(model=("decoder32",), rounds=6, part=("time", "host", "update"), 
 def run(config: Config, log: Log) -> Iterator[Report]:
     """Time, memory, bytes and host time of one training step, every engine in turn."""
     notes = tuple(NOTES) if {"time", "memory"} & set(config.part) else ()
-    settings = (f"optimizer: {_optimizer(config.optimizer)}",)
-    report = Report(this_machine(), settings, notes=notes)
+    report = Report(this_machine(), (f"optimizer: {BY[config.optimizer]}",), notes=notes)
     for table in _every_table(config, log):
         others = [each for each in report.tables if each.title != table.title]
         report = replace(report, tables=(*others, table))
@@ -82,14 +85,6 @@ def _every_table(config: Config, log: Log) -> Iterator[Table]:
     if "update" in config.part:
         names = [PLAIN, *(name for name in ("full_shard", "fsdp2") if name in config.engines)]
         yield update_table(names, config.steps, log)
-
-
-def _optimizer(name: str) -> str:
-    kind, _, fused = name.partition("_")
-    if fused:
-        but = "; foreach for FSDP2, which has no fused one" if kind == "sgd" else ""
-        return f"{kind}, torch's fused kernel, for every engine; by sw.optim for ours{but}"
-    return f"torch.optim {kind}, its loop on CPU, for every engine"
 
 
 def _tables(setup: Setup, world: int, config: Config, log: Log) -> Iterator[Table]:

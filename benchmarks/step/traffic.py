@@ -1,9 +1,8 @@
 """Bytes: what left a process, what was copied inside it, and what must be sent at least.
 
-All three know nothing of any engine. What a process sent is read from the kernel's account of
-its writes, which unlike ``/proc/net/dev`` leaves out the headers and everybody else on the
-machine. What it copied is seen by a dispatch mode, except for copies inside a backend's own
-threads (gloo's all-gather makes one more, its reduce-scatter two).
+What a process sent is read from the kernel's account of its writes, which unlike ``/proc/net/dev``
+leaves out the headers and everybody else on the machine. What it copied is seen by a dispatch
+mode, except for copies inside a backend's own threads.
 """
 
 from __future__ import annotations

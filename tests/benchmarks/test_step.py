@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import shardwise as sw
 from benchmarks.harness.report import Cell, Report
 from benchmarks.harness.workers import on_ranks
 from benchmarks.models import ON_CPU
@@ -55,14 +54,12 @@ def test_the_kernel_and_our_counters_agree_on_what_was_sent(ranks: Ranks) -> Non
 
 @pytest.mark.spawn
 def test_the_table_has_a_row_for_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a fused optimizer: its kernel rounds otherwise, and would stop a run that differs."""
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     logged = list[str]()
     config = Config(
         model=("tiny",),
         engines=("full_shard", "fsdp2", "deepspeed_zero3"),
         rounds=2,
-        optimizer="sgd_fused",
         part=("time",),
     )
     (report,) = run(config, logged.append)
@@ -70,7 +67,7 @@ def test_the_table_has_a_row_for_each_engine(monkeypatch: pytest.MonkeyPatch) ->
     assert column(report, "engine") == [PLAIN, "full_shard", "fsdp2"]
     assert column(report, "× plain")[0] == 1.0
     text = "\n".join(report.lines())
-    assert "optimizer: sgd, torch's fused kernel" in text
+    assert "optimizer: adamw, torch's fused kernel" in text
     assert "tiny, 2 ranks: decoder, 2 layers" in text
     assert "deepspeed_zero3: absent, deepspeed is not installed" in text
     assert "MiB peak" not in [each.name for each in report.tables[0].columns]
@@ -109,18 +106,6 @@ def test_a_profile_names_what_the_engine_calls() -> None:
 
 
 # ---- the pieces ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_fused_optimizers_have_the_options_of_the_others(kind: str) -> None:
-    model = nn.Linear(2, 2)
-    loop, fast = (
-        engines.optimizer_for(model.parameters(), name) for name in (kind, f"{kind}_fused")
-    )
-    flat = engines.flat_optimizer_for(sw.shard(nn.Linear(2, 2)), f"{kind}_fused")
-    assert isinstance(flat, sw.optim.AdamW if kind == "adamw" else sw.optim.SGD)
-    assert fast.defaults == {**loop.defaults, "fused": True}
-    assert flat.defaults == {name: loop.defaults[name] for name in flat.defaults}
 
 
 def test_a_rival_that_is_not_installed_is_reported_as_absent(
