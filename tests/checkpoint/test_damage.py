@@ -407,7 +407,7 @@ def test_a_folder_that_was_not_finished_is_not_loaded(
     shutil.copytree(run / "step-2", partial.path, dirs_exist_ok=True)
     (partial.path / "manifest.json").unlink()
     if not alive:
-        partial.close()
+        partial.lock.close()
     text = loaded(kind, partial.path)
     assert text is not None
     assert "has no manifest.json, and shardwise began it" in text
@@ -416,7 +416,7 @@ def test_a_folder_that_was_not_finished_is_not_loaded(
     write(kind, run)  # the next save removes what the dead left
     assert partial.path.exists() == alive
     if alive:
-        partial.close()
+        partial.lock.close()
 
 
 def test_latest_that_leads_nowhere_is_an_error_and_does_not_stop_a_run(

@@ -115,6 +115,44 @@ def test_a_checkpoint_replaces_one_of_the_same_name(
     assert (tmp_path / "step-1" / "manifest.json").read_text() == "new"
 
 
+def test_a_replaced_checkpoint_stays_if_the_new_name_may_not_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names were exchanged, and the folder that holds them could not be synced."""
+
+    def fails(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    checkpoint(tmp_path / "step-1", "old")
+    partial = Partial.make(tmp_path / "step-1", new_token())
+    (partial.path / "manifest.json").write_text("new")
+    monkeypatch.setattr(folder, "sync_folder", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        publish(partial)
+    partial.abandon()
+    assert (tmp_path / "step-1" / "manifest.json").read_text() == "new"
+    assert (partial.path / "manifest.json").read_text() == "old"
+    monkeypatch.undo()
+    assert remove_stale_partials(tmp_path) == [partial.path.name]
+
+
+def test_giving_up_what_was_published_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that turns read-only: neither can the old one be removed, nor ``latest`` move."""
+
+    def fails(path: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    checkpoint(tmp_path / "step-1", "old")
+    partial = Partial.make(tmp_path / "step-1", new_token())
+    (partial.path / "manifest.json").write_text("new")
+    monkeypatch.setattr(folder, "remove", fails)
+    publish(partial)
+    partial.abandon()  # as a save does whose next call fails
+    assert (tmp_path / "step-1" / "manifest.json").read_text() == "new"
+
+
 def test_an_empty_folder_of_the_name_is_taken(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     publish(Partial.make(tmp_path / "step-1", new_token()))
@@ -154,13 +192,13 @@ def test_names_with_a_meaning_of_their_own_are_refused(tmp_path: Path, name: str
 def test_what_the_dead_left_goes_and_what_is_being_written_stays(tmp_path: Path) -> None:
     kept = checkpoint(tmp_path / "step-1")
     dead = Partial.make(tmp_path / "step-2", new_token())
-    dead.close()  # as the end of a process does
+    dead.lock.close()  # as the end of a process does
     alive = Partial.make(tmp_path / "step-2", new_token())
     going = checkpoint(tmp_path / f"step-0.removing-{new_token()}")
     other = checkpoint(tmp_path / "step-5.partial-mine")  # not a name of ours
     assert sorted(remove_stale_partials(tmp_path)) == sorted([dead.path.name, going.name])
     assert names(tmp_path) == sorted([kept.name, alive.path.name, other.name])
-    alive.close()
+    alive.lock.close()
     assert remove_stale_partials(tmp_path) == [alive.path.name]
 
 
@@ -197,7 +235,7 @@ def test_a_folder_that_is_swept_while_it_is_made_is_made_again(
     partial = Partial.make(tmp_path / "step-1", new_token())
     assert swept == ["now", partial.path.name]
     assert remove_stale_partials(tmp_path) == []
-    partial.close()
+    partial.lock.close()
 
 
 def test_what_was_to_become_latest_goes(tmp_path: Path) -> None:
@@ -217,7 +255,7 @@ def test_where_nobody_can_lock_only_what_is_an_hour_old_is_removed(
     monkeypatch.setattr(fcntl, "flock", refused)
     partial = Partial.make(tmp_path / "step-1", new_token())
     assert "this file system has no locks" in caplog.text
-    partial.close()
+    partial.lock.close()
     assert remove_stale_partials(tmp_path) == []
     age(partial.path)
     assert remove_stale_partials(tmp_path) == [partial.path.name]
@@ -237,7 +275,7 @@ def test_what_another_host_writes_is_left_alone_where_locks_do_not_leave_a_host(
     with monkeypatch.context() as there:
         there.setattr(lock, "host", lambda: "another host")
         partial = Partial.make(tmp_path / "step-1", new_token())
-    partial.close()  # so that the lock is free, as it looks from here
+    partial.lock.close()  # so that the lock is free, as it looks from here
     assert remove_stale_partials(tmp_path) == []
     age(partial.path)
     (partial.path / "model.safetensors").touch()  # it still writes
@@ -249,7 +287,7 @@ def test_what_another_host_writes_is_left_alone_where_locks_do_not_leave_a_host(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may open anything")
 def test_what_may_not_be_opened_is_left_alone(tmp_path: Path) -> None:
     partial = Partial.make(tmp_path / "step-1", new_token())
-    partial.close()
+    partial.lock.close()
     (partial.path / lock.LOCK).chmod(0)
     assert remove_stale_partials(tmp_path) == []
 
@@ -265,7 +303,7 @@ def test_between_two_renames_nothing_is_lost(tmp_path: Path) -> None:
     """Where folders cannot be exchanged, a crash may leave the old one under another name."""
     old = checkpoint(tmp_path / f"step-1.replaced-{new_token()}", "old")
     dead = Partial.make(tmp_path / "step-1", new_token())
-    dead.close()
+    dead.lock.close()
     move_latest(tmp_path / "step-1")
     assert resolve(tmp_path / "step-1") == old
     assert resolve(tmp_path / "latest") == old

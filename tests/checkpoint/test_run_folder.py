@@ -275,10 +275,10 @@ def test_a_file_that_is_cut_off_is_the_reason_why(run: Path) -> None:
 
 def test_what_is_being_written_is_told_from_what_a_crash_left(run: Path) -> None:
     written = Partial.make(run / "step-20", TOKEN)
-    Partial.make(run / "step-21", TOKEN).close()  # as a process does that dies
+    Partial.make(run / "step-21", TOKEN).lock.close()  # as a process does that dies
     (run / f"step-1.removing-{TOKEN}").mkdir()
     found = survey(run).leftovers
-    written.close()
+    written.lock.close()
     assert [(one.kind, one.name, now) for one, now in found] == [
         ("removing", "step-1", False),
         ("partial", "step-20", True),

@@ -450,7 +450,7 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path) -> None:
 
 def test_the_same_step_is_saved_again(tmp_path: Path) -> None:
     saved(DECODER, 2, tmp_path / "step-2")
-    Partial.make(tmp_path / "step-2", new_token()).close()  # as a process does that dies
+    Partial.make(tmp_path / "step-2", new_token()).lock.close()  # as a process does that dies
     state = saved(DECODER, 3, tmp_path / "step-2", "shard_grad_op")
     assert names(tmp_path) == ["latest", "step-2"]
     assert check_complete(tmp_path / "step-2").world == 3

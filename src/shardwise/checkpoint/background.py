@@ -1,14 +1,14 @@
-"""To save while training goes on: on a thread of its own, which writes what was there at the call.
+"""To save while training goes on: a thread writes the values that were there at the call.
 
     main thread   begin · exchange edges · copy      step      step      step      step
     writer                              write ─────────── sync ─ part
     rank 0's writer                     write ─────────── sync ─ parts of all ─ publish
 
-``staging`` draws what ``copied_by="next_step"`` makes of the copy.
+``staging`` draws when the copy is made with ``copied_by="next_step"``.
 
 The writers never use the comm, which belongs to the steps: they leave their parts as files in the
-folder that is being written. How far they are, the ranks tell each other at each optimizer step,
-so that an error on one is an error on all, within a step, and before parameters change again.
+folder that is being written. At each optimizer step the ranks exchange their states. So an error on
+one rank is raised on all ranks at the next step, before parameters change.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Saving:
         self._stream: torch.Stream | None = None
         self._start = time.perf_counter()
         self._cancelled = Event()
-        self._copied = Event()  # all of it, and nothing had changed; or ``_wrong`` says why not
-        self._wrong = ""  # why it cannot be saved, here
-        self._ended = False  # it was written, and published where that is this rank's task
+        self._copied = Event()  # all is copied and nothing had changed; or ``_wrong`` is set
+        self._wrong = ""  # why this rank cannot save
+        self._ended = False  # this rank has written; rank 0 has published, too
         self._removed: tuple[str, ...] = ()
         self._saved: Saved | None = None
-        self.failure = ""  # what check() raised; whoever waited for it knows, then
+        self.failure = ""  # what check() raised; it is raised again, and by no later save
         name = f"saving {task.final.name}, rank {comm.rank}"
         self._thread = Thread(target=self._run, name=name, daemon=True)
         atexit.register(self._at_exit)
@@ -79,7 +79,7 @@ class Saving:
             return self._saved
         if self._copying.over.is_set():
             self.finish_copy()  # it costs nothing now, and the writer waits for it
-        alive = self._thread.is_alive()  # first: what it says last, it says before it ends
+        alive = self._thread.is_alive()  # first: the thread sets ``_wrong`` before it ends
         wrong = self._wrong or ("" if alive or self._ended else "its writer died")
         mine = FAILED if wrong else BUSY if alive else DONE
         flags = torch.zeros(self._comm.size, dtype=torch.uint8, device=self._comm.device)
@@ -89,7 +89,7 @@ class Saving:
         if FAILED in states:
             self._fail(wrong)
         if states == {DONE}:
-            self._close()
+            atexit.unregister(self._at_exit)
             removed = broadcast_object(self._comm, self._removed, "what was removed")
             nbytes, seconds = self._task.contents.nbytes, time.perf_counter() - self._start
             self._saved = Saved(self.path, nbytes, seconds, tuple(removed))
@@ -100,7 +100,7 @@ class Saving:
         while True:
             if self._thread.is_alive() and self._copied.is_set():
                 self._thread.join(GLANCE)
-            else:  # the writer copies in its own time: while this thread waits, nothing changes
+            else:  # nothing changes while this thread waits, so the writer may copy
                 self._copying.over.wait(GLANCE)
             if (saved := self.check()) is not None:
                 return saved
@@ -108,8 +108,8 @@ class Saving:
     def begin(self, watched: Watched | None) -> None:
         """Start to write.
 
-        Where training waits for the copy, writing begins when all is copied, since both want the
-        processor; at once, where the copy has not enough room.
+        If all is copied now and the pool has room for it, writing begins after the copy, since both
+        need the processor.
 
         Args:
             watched: what must not change until all is copied; ``None``: all is copied now.
@@ -147,16 +147,16 @@ class Saving:
             self._copied.set()
 
     def _go_wrong(self, failure: BaseException) -> None:
-        """``check`` raises it, on all ranks; one that is not ours is logged in full."""
+        """Let ``check`` raise it on all ranks; an error of another class is logged in full."""
         if not isinstance(failure, CheckpointError):
             log.error("saving in the background", exc_info=failure)
         self._wrong = self._wrong or text_of(failure)
 
     def cancel(self) -> None:
-        """Give it up, on this rank: nothing is published, and what was written goes."""
+        """Give it up on this rank: nothing is published, and what was written is removed."""
         self._stop()
         give_up(self._task)
-        self._close()
+        atexit.unregister(self._at_exit)
 
     def _stop(self) -> None:
         self._cancelled.set()
@@ -170,17 +170,13 @@ class Saving:
         self._stop()  # on every rank, before the folder goes
         texts = all_gather_object(self._comm, wrong, "why saving failed")
         give_up(self._task)
-        self._close()
+        atexit.unregister(self._at_exit)
         failed = {rank: text for rank, text in enumerate(texts) if text}
-        # Rank 0 repeats what it heard from another; the other says it better.
-        if len(failed) > 1:
+        if len(failed) > 1:  # rank 0's error may only repeat another rank's
             failed = {rank: text for rank, text in failed.items() if rank} or failed
         text = joined_message(failed, self._comm.size)
         self.failure = f"saving {self.path} in the background failed: {text}"
         raise CheckpointError(self.failure)
-
-    def _close(self) -> None:
-        atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
         log.error(
@@ -200,7 +196,7 @@ class Saving:
         except BaseException as failure:  # noqa: BLE001 - the main thread raises it
             self._go_wrong(failure)
             self._copying.drain()
-            with suppress(Exception):  # else the others wait for it in vain, and then say so
+            with suppress(Exception):  # without it rank 0 waits until its patience ends
                 self._leave(Part({}, self._wrong))
 
     def _write(self) -> Part:
@@ -222,9 +218,9 @@ class Saving:
             raise CheckpointError(self._wrong or "it was given up")
 
     def _leave(self, part: Part) -> None:
-        """Leave word of what was written; rank 0 waits for all, and publishes."""
+        """Give this part to rank 0, which waits for all parts and publishes."""
         task = self._task
-        with explained(f"leaving word of what was written in {task.folder.name}"):
+        with explained(f"writing checksums beside {task.folder.name}"):
             leave_part(task.folder, self._comm.rank, part)
         if task.partial is not None and not part.error:
             parts = await_parts(task.folder, self._comm.size, self._cancelled)
@@ -232,7 +228,7 @@ class Saving:
 
 
 def _stream_beside(device: torch.device) -> torch.Stream | None:
-    """On an accelerator, a stream to copy on, that begins where the current one is now."""
+    """On an accelerator, a stream for copies, which first waits for the current stream."""
     if device.type == "cpu":
         return None
     stream = torch.Stream(device)
@@ -274,7 +270,7 @@ class Background:
         return saving
 
     def check(self) -> bool:
-        """Is nothing under way any more? Raises what went wrong, once. A collective."""
+        """Has every save ended? Raises the error of one that failed, once. A collective."""
         saving = self._taken()
         if saving is not None and saving.check() is None:
             self._saving = saving
@@ -286,7 +282,7 @@ class Background:
             self._saving.finish_copy()
 
     def wait_pending(self) -> None:
-        """Wait for what is under way. Raises what went wrong, once. A collective."""
+        """Wait for the save that is under way. Raises its error, once. A collective."""
         saving = self._taken()
         if saving is not None:
             saving.wait()

@@ -27,10 +27,10 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class Kept:
     """The one block in memory, and the one open file, whatever the number of files."""
 
-    owner: CheckedFile | None = None  # whose block, and which
-    number: int = -1
-    opened: int | None = None
-    of: CheckedFile | None = None  # that is open
+    owner: CheckedFile | None = None  # the file of the block
+    number: int = -1  # of the block
+    opened: int | None = None  # a file descriptor
+    of: CheckedFile | None = None  # the file that is open
     naps: Iterator[float] = field(default_factory=lambda: iter(NAPS))
 
     @cached_property
@@ -38,7 +38,7 @@ class Kept:
         return np.empty(BLOCK, np.uint8)
 
     def handle(self, file: CheckedFile) -> int:
-        """The file's, which is opened if need be, and then the one before is closed."""
+        """The file's descriptor; the file is opened, and another one closed, if need be."""
         if self.opened is None or self.of is not file:
             self.close()
             self.opened, self.of = os.open(file.title, os.O_RDONLY), file
@@ -57,7 +57,7 @@ class CheckedFile:
     Attributes:
         title: its path.
         block: bytes that have one checksum.
-        size: its bytes, when it was opened first.
+        size: in bytes, when it was opened first.
     """
 
     title: str
@@ -67,12 +67,12 @@ class CheckedFile:
     size: int = 0
 
     def open(self) -> None:
-        """Is it there, and how large is it?"""
-
-        def act() -> int:
-            return os.fstat(self.kept.handle(self)).st_size
-
-        self.size = retried(f"opening {self.title}", act, self.kept.naps)
+        """Open it and set ``size``."""
+        self.size = retried(
+            f"opening {self.title}",
+            lambda: os.fstat(self.kept.handle(self)).st_size,
+            self.kept.naps,
+        )
 
     def read(self, start: int, stop: int) -> Bytes:
         """A copy of the bytes ``[start, stop)``, checked."""
@@ -88,7 +88,7 @@ class CheckedFile:
     def read_into(self, start: int, *into: Bytes) -> None:
         """Fill arrays, one after the other, with the bytes from ``start`` on, checked.
 
-        Whole blocks go straight there, also where they are of several arrays.
+        Whole blocks are read into the arrays, also where a block spans several of them.
         """
         if self.sums is None:
             self._fill(start, *into)
@@ -145,10 +145,12 @@ class CheckedFile:
             at += done
 
     def _check(self, number: int, *pieces: Bytes) -> None:
+        if self.sums is None:
+            return
         crc = 0
-        for piece in pieces if self.sums is not None else ():
+        for piece in pieces:
             crc = checksum.crc32(piece, crc)
-        if self.sums is not None and crc != self.sums[number]:
+        if crc != self.sums[number]:
             first, length = number * self.block, sum(map(len, pieces))
             raise DamagedCheckpoint(
                 f"{self.title} is damaged: bytes {first:,} to {first + length:,} are not those "
@@ -158,7 +160,7 @@ class CheckedFile:
 
 
 def taken(left: deque[Bytes], count: int) -> list[Bytes]:
-    """The next ``count`` bytes of what is still to be filled; they are gone from ``left``."""
+    """Take the next ``count`` bytes from ``left``, the arrays that are still to be filled."""
     pieces = []
     while count:
         piece = left.popleft()

@@ -1,11 +1,10 @@
-"""What tells changed bytes from written ones: CRC-32, of blocks that several ranks wrote.
+"""CRC-32 of blocks that several ranks wrote: it tells changed bytes from those that were written.
 
-A checkpoint is checked against accident, not against an enemy, who would rewrite the manifest,
-too. CRC-32 finds every change of one or two bits and every burst of up to 32 in a block, and
-misses one in 2^32 of all others. It can be *combined*: from the checksums of two neighbours
-follows that of both, without their bytes. So ranks that write parts of one block need not read
-each other's. zlib-ng computes it with the processor's own instructions, at the speed of memory
-(23 GB/s; zlib 4), and lets other threads run meanwhile.
+It protects against accident, not against an attacker, who would rewrite the manifest, too. CRC-32
+finds every change of one or two bits and every burst of up to 32 in a block, and misses one in 2^32
+of all others. The checksums of two neighbours can be *combined* into that of both, without their
+bytes, so ranks that write parts of one block need not read each other's. zlib-ng computes it at the
+speed of memory (23 GB/s; zlib 4), and lets other threads run meanwhile.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ NAPS = 0.02, 0.5  # seconds between two looks, the first and the longest
 def all_gather_object(comm: Comm, value: T, what: str) -> list[T]:
     """Every rank's ``value``, which JSON can write, by rank. A collective; ``what`` names it.
 
-    A gather alone would pad all texts to the longest: 256 ranks, of which one has 8 MB to say,
-    would each need 2 GB. So only the beginnings are gathered, and the rest is broadcast.
+    A gather alone would pad all texts to the longest: if one of 256 ranks sends 8 MB, each would
+    need 2 GB. So only the beginnings are gathered, and the rest is broadcast.
     """
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
@@ -67,8 +67,7 @@ def broadcast_object(comm: Comm, value: T, what: str) -> T:
 def run_on_rank_0(comm: Comm, what: str, act: Callable[[], T]) -> T:
     """What ``act()`` returns on rank 0, which alone calls it, on every rank. A collective.
 
-    Raises:
-        ShardwiseError: as ``raise_on_all`` does.
+    Raises as ``raise_on_all`` does.
     """
     value = raise_on_all(comm, what, lambda: act() if comm.rank == 0 else None)
     return cast("T", broadcast_object(comm, value, what))
@@ -86,7 +85,7 @@ def raise_on_all(comm: Comm, what: str, act: Callable[[], T]) -> T:
     outcome = "", ""
     try:
         result.append(act())
-    except RanksDisagree:  # then nobody can be told
+    except RanksDisagree:  # after it no collective works
         raise
     except Exception as error:  # noqa: BLE001 - raised again, on all ranks
         kind = type(error) if isinstance(error, ShardwiseError) else CheckpointError
@@ -116,7 +115,7 @@ def check_same_on_all(comm: Comm, facts: Mapping[str, str]) -> None:
 
 
 def joined_message(failed: Mapping[int, str], world: int) -> str:
-    """What ranks said, each thing once, with the ranks that said it."""
+    """The messages of several ranks, each once, with its ranks."""
     if len(failed) == world and len(set(failed.values())) == 1:
         return failed[0]
     return "\n".join(by_ranks(failed))

@@ -1,4 +1,4 @@
-"""What a disk does and says: bytes that are there to stay, and errors a person can act on."""
+"""Files and folders that survive a crash, and errors of the disk that say what to do."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def explained(what: str, reads: bool = False) -> Iterator[None]:
 
 
 def retried(what: str, act: Callable[[], T], naps: Iterator[float] | None = None) -> T:
-    """The result of ``act``, which only reads. What the disk refuses is tried again, after a nap.
+    """The result of ``act``, which only reads and is tried again after an ``OSError``.
 
     A mount that comes back, a stale handle or a moment without file descriptors must not look like
-    damage: whoever takes it for that goes on from an older checkpoint.
+    damage, or a run would go on from an older checkpoint.
 
     Args:
         naps: ``NAPS``, or what is left of them.
 
     Raises:
-        CheckpointError: the disk refused each time; the advice is for somebody who reads.
+        CheckpointError: each try failed; the advice is for somebody who reads.
     """
     left = iter(NAPS) if naps is None else naps
     with explained(what, reads=True):
@@ -84,7 +84,7 @@ def retried(what: str, act: Callable[[], T], naps: Iterator[float] | None = None
 
 
 def text_of(error: BaseException) -> str:
-    """What other ranks hear of an error: the message of one of ours; the class, too, of another."""
+    """The message of an error for other ranks; with the class, if it is no ``ShardwiseError``."""
     ours = isinstance(error, ShardwiseError)
     return str(error) if ours else f"{type(error).__name__}: {error}"
 
@@ -109,7 +109,7 @@ def size_of(path: Path) -> int | None:
 
 @cache
 def host() -> str:
-    """This host since it was started: processes that have it in common see each other's locks."""
+    """The name of this host and its boot: processes with the same text see each other's locks."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     started = boot.read_text("ascii").strip() if boot.exists() else ""
     return f"{platform.node()} {started}".strip()
@@ -132,7 +132,7 @@ def check_room(folder: Path, needed: int, what: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` last. Some file systems know no such thing, and need none."""
+    """Make the names in ``folder`` durable; not on file systems that have no such call."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)
@@ -144,7 +144,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder and the parents that it lacks; their names last. May raise ``OSError``."""
+    """Make the folder and missing parents, with durable names. May raise ``OSError``."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -153,7 +153,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file, and its bytes are on the disk when this returns."""
+    """Write a small file, whose bytes are on the disk when this returns."""
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, MODE)
     try:
         view = memoryview(data)

@@ -1,7 +1,6 @@
-"""The moments of a save, by name, for whoever wants to know: a progress line, a trace, a crash.
+"""The moments of a save, by name, for tests that crash a process at one of them.
 
-What may go wrong between two of them is what crash safety is about, so each has a name that a
-document can explain and a harness can aim at. Nobody listens unless somebody asked to.
+``listeners`` is empty unless a test or a benchmark adds to it.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ POINTS = (
 )
 
 listeners: list[Callable[[str, int], None]] = []
-"""Each is called with the point and the rank, on the thread that is there."""
+"""Each is called with the point and the rank, on the thread that reached the point."""
 
 
 def hit(point: str, rank: int) -> None:
-    """This rank's save has come to ``point``."""
+    """Call all listeners: this rank's save has reached ``point``."""
     for listener in listeners:
         listener(point, rank)

@@ -5,13 +5,12 @@
       step-200/
       latest -> step-200
       step-300.partial-5f0c…/        being written, or left by a process that died
-      step-100.removing-81d2…/       on its way out
+      step-100.removing-81d2…/       being removed
       step-200.replaced-c0de…/       a checkpoint that a new one of the same name replaces
       broken-step-250-1/             damaged: a resume went on from an older one
 
-A folder's name says what it is, so a crash at any moment leaves what the next run understands.
-Whether a partial one is still being written, a lock on a file in it says: it ends with the
-process that holds it, however that process ends.
+A folder's name says what it is, so the next run understands what a crash left. A lock on a file in
+a partial folder shows that it is still being written: the lock ends with its process.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import secrets
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ log = logging.getLogger("shardwise")
 
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"  # where ``shardwise train`` has them, in the folder of a run
-LONGEST, LONGEST_NAME = 4096, 255  # characters of what it says that are looked at; of a name
+LONGEST, LONGEST_NAME = 4096, 255  # characters of ``latest`` that are read; of a name
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>partial|removing|replaced)-[0-9a-f]{16}")
@@ -64,14 +64,14 @@ def _by_step(paths: Iterable[Path]) -> list[Path]:
 
 
 def is_leftover(name: str) -> bool:
-    """Is it what only a folder is called that is no checkpoint yet, or no longer?"""
+    """Is it the name of a folder that is no checkpoint yet, or no longer?"""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def steps_to_resume(run: Path) -> list[Path]:
-    """``steps``, and those that a crash between two renames left without their name.
+    """``steps``, and checkpoints that a crash between two renames left under another name.
 
-    ``resolve`` knows where the latter are. None where there is no folder ``run``.
+    ``resolve`` finds the latter. The list is empty where there is no folder ``run``.
     """
     try:
         lost = [one.path.with_name(one.name) for one in leftovers(run) if one.is_lost]
@@ -84,7 +84,6 @@ class Leftover(NamedTuple):
     """A folder that is no checkpoint, or not yet, or no longer.
 
     Attributes:
-        path: where it is.
         kind: ``"partial"``, ``"removing"`` or ``"replaced"``.
         name: of the checkpoint that it belongs to.
     """
@@ -95,12 +94,12 @@ class Leftover(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Is it the only checkpoint of its name, which a crash between two renames took away?"""
+        """Did a crash between two renames leave this as the only checkpoint of its name?"""
         return self.kind == "replaced" and not self.path.with_name(self.name).exists()
 
 
 def leftovers(run: Path) -> list[Leftover]:
-    """What a crash may have left in ``run``, or what is being written there now; by name."""
+    """Folders that a crash left in ``run``, and those that are being written; sorted by name."""
     matches = ((path, _LEFTOVER.fullmatch(path.name)) for path in sorted(run.iterdir()))
     return [
         Leftover(path, name["kind"], name["name"])
@@ -114,8 +113,13 @@ def leftovers(run: Path) -> list[Leftover]:
 
 def resolve(path: Path) -> Path:
     """The checkpoint that ``path`` means: itself, what ``latest`` points at, or a replaced one."""
-    points = path.name == LATEST and (path.is_symlink() or path.is_file())
-    target = _pointed(path) if points else path
+    name = target_of(path.parent) if path.name == LATEST else None
+    if name is not None and ("/" in name or name in ("", ".", "..") or len(name) > LONGEST_NAME):
+        raise CheckpointError(
+            f"{path} points at {name!r:.80}, which is no folder beside it, and is not followed. "
+            "Name the checkpoint itself."
+        )
+    target = path if name is None else path.parent / name
     if target.exists():
         return target
     for other in leftovers(path.parent) if path.parent.is_dir() else []:
@@ -127,48 +131,30 @@ def resolve(path: Path) -> Path:
 
 
 def target_of(run: Path) -> str | None:
-    """What ``latest`` says in a run's folder, if it is there: usually a name beside it."""
+    """The name that ``latest`` holds, as a link or as text; ``None`` where a run has none."""
     path = run / LATEST
-    return _said(path) if path.is_symlink() or path.is_file() else None
-
-
-def _said(path: Path) -> str:
     if path.is_symlink():
         return str(path.readlink())
+    if not path.is_file():
+        return None
     with path.open(encoding="utf-8", errors="replace") as file:
         return file.read(LONGEST).strip()
 
 
-def _pointed(path: Path) -> Path:
-    """Where ``latest`` leads: a sibling, by a link, or by its name as text."""
-    name = _said(path)
-    if "/" in name or name in ("", ".", "..") or len(name) > LONGEST_NAME:
-        raise CheckpointError(
-            f"{path} points at {name!r:.80}, which is no folder beside it, and is not followed. "
-            "Name the checkpoint itself."
-        )
-    return path.parent / name
-
-
-# --- a checkpoint on its way -----------------------------------------------------------------
+# --- writing ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A folder that is being written; rank 0 made it, and keeps it locked.
-
-    Attributes:
-        path: the folder.
-        final: what it will be called.
-    """
+    """A folder that is being written and will be called ``final``; rank 0 keeps it locked."""
 
     path: Path
     final: Path
-    lock: int
+    lock: FileIO
 
     @classmethod
     def make(cls, final: Path, token: str) -> Partial:
-        """A new one beside ``final``, which must be free or a checkpoint. May raise ``OSError``."""
+        """Make one beside ``final``, which must be free or a checkpoint. May raise ``OSError``."""
         check_replaceable(final)
         make_folder(final.parent)
         path = final.with_name(f"{final.name}.partial-{token}")
@@ -178,18 +164,15 @@ class Partial:
             shutil.rmtree(path, ignore_errors=True)
             raise
 
-    def close(self) -> None:
-        """Let the lock go."""
-        os.close(self.lock)
-
     def abandon(self) -> None:
-        """Remove what was written; nothing that was there before changes."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.close()
+        """Remove what was written, unless it was published; nothing else changes."""
+        if (self.path / LOCK).exists():  # else an exchange of names put the old checkpoint there
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.lock.close()
 
 
 def new_token() -> str:
-    """16 hexadecimal digits that nobody else has."""
+    """16 random hexadecimal digits."""
     return secrets.token_hex(8)
 
 
@@ -211,9 +194,9 @@ def check_replaceable(final: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Many a folder of others holds a manifest.json, too: a web site does.
+    """Is it a checkpoint of shardwise? Other programs call files manifest.json, too.
 
-    A damaged one in a folder that only a run calls so must not keep that run from saving again.
+    A damaged manifest in a folder ``step-N`` must not keep that run from saving again.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -228,10 +211,10 @@ def _is_ours(folder: Path) -> bool:
 
 
 def publish(partial: Partial) -> None:
-    """Give the finished folder its name, at once; an old one of that name goes.
+    """Give the finished folder its name in one step, and remove an old folder of that name.
 
-    May raise ``OSError``. Then all has its name of before, unless only the parent folder could not
-    be synced. That the old one cannot be removed is no reason to raise.
+    May raise ``OSError``. Then all names are as before; or, if only the parent folder could not be
+    synced, the old one stays under another name. That it cannot be removed is only logged.
     """
     final, old = partial.final, None
     hit("about to publish", 0)
@@ -249,7 +232,7 @@ def publish(partial: Partial) -> None:
             raise
     sync_folder(final.parent)
     hit("published", 0)
-    partial.close()
+    partial.lock.close()
     try:
         (final / LOCK).unlink(missing_ok=True)
         if old is not None:
@@ -259,7 +242,7 @@ def publish(partial: Partial) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders' names in one step, where system and file system can (Linux)."""
+    """Exchange two folders' names in one step, where system and file system can (Linux)."""
     at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
@@ -283,11 +266,11 @@ def move_latest(final: Path) -> None:
     hit("latest moved", 0)
 
 
-# --- what goes -------------------------------------------------------------------------------
+# --- removing --------------------------------------------------------------------------------
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It loses its name first, so half of it never looks like a whole one."""
+    """Remove a checkpoint. It is renamed first, so a half-removed one never looks whole."""
     name = _LEFTOVER.fullmatch(path.name)
     going = path.with_name(f"{name['name'] if name else path.name}.removing-{new_token()}")
     path.rename(going)
@@ -299,8 +282,8 @@ def remove(path: Path) -> None:
 def remove_stale_partials(run: Path) -> list[str]:
     """Remove what processes that died left in ``run``; returns the names.
 
-    A partial folder goes unless somebody alive writes it. A replaced checkpoint whose successor
-    never got its name gets it back.
+    A partial folder stays while a live process writes it. A replaced checkpoint gets its name back
+    if its successor never got it.
     """
     gone = []
     for one in leftovers(run) if run.is_dir() else []:
@@ -317,9 +300,9 @@ def remove_stale_partials(run: Path) -> list[str]:
 
 
 def mark_broken(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that no resume tries it again; its new path.
+    """Rename a damaged checkpoint, so that no resume tries it again; returns its new path.
 
-    It is there to be looked at or removed by a person. May raise ``OSError``.
+    May raise ``OSError``.
     """
     number = 1
     while (place := path.with_name(f"broken-{path.name}-{number}")).exists():

@@ -1,11 +1,12 @@
 """To load: each rank reads what it holds, at any number of ranks, with any strategy.
 
-    1. open       the manifest, the headers, what fits and what does not: before anything changes
-    2. read       each rank its own ranges, checked block by block
-    3. restore    optimizers, scheduler, generators
+    1. open       the manifest and the headers
+    2. compare    what fits the model and what does not: before anything changes
+    3. read       each rank its own ranges, checked block by block
+    4. restore    optimizers, scheduler, generators
 
-Every rank does each phase, and they go on only if all could: so either all ranks have loaded, or
-all raise the same error.
+A phase begins when the one before succeeded on every rank. So either all ranks have loaded, or all
+raise the same error.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 from shardwise.checkpoint import manifest, training_state
 from shardwise.checkpoint.collectives import (
     all_gather_object,
-    broadcast_object,
     joined_message,
     raise_on_all,
     run_on_rank_0,
@@ -39,12 +40,13 @@ from shardwise.checkpoint.load_plan import LoadPlan, OpenCheckpoint, open_checkp
 from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Loaded, LoadOptions
 from shardwise.checkpoint.read_requests import read_from_rank_0, read_into
-from shardwise.checkpoint.reader import CheckpointReader
-from shardwise.checkpoint.run_folder import read_manifest, saved_in
+from shardwise.checkpoint.run_folder import manifest_lost, read_manifest, saved_in
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
 
 log = logging.getLogger("shardwise")
+
+T = TypeVar("T")
 
 REPLACED = "Some tensors of the model were already replaced"
 
@@ -55,23 +57,18 @@ def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loade
     comm.fence(Label("fence", "load"))  # nobody still reads the memory that is filled next
     with ExitStack() as stack:
         from_rank_0_alone = _only_rank_0_sees(comm, path)
-        opened = raise_on_all(
-            comm,
-            "opening",
-            lambda: (
-                None if from_rank_0_alone and comm.rank else _opened(path, options, stack, comm)
-            ),
-        )
+        opened = _understood(path, lambda: _opened(path, options, stack, comm))
         if from_rank_0_alone:
-            encoded = broadcast_object(comm, opened.encode() if opened else [], "what is stored")
-            checkpoint = opened or OpenCheckpoint.decode(encoded)
+            encoded = run_on_rank_0(comm, "opening", lambda: opened().encode())
+            checkpoint = OpenCheckpoint.decode(encoded, stack)
         else:
-            assert opened is not None
-            checkpoint = opened
+            checkpoint = raise_on_all(comm, "opening", opened)
             _check_identity(comm, checkpoint)
-        plan = raise_on_all(comm, "comparing", lambda: _fitted(sharded, checkpoint, options))
+        planned = _understood(path, lambda: LoadPlan(sharded, checkpoint, options))
+        plan = raise_on_all(comm, "comparing", planned)
         raise_on_all(comm, "reading", lambda: _read(comm, checkpoint, plan, from_rank_0_alone))
-        report = raise_on_all(comm, "restoring", lambda: _restored(checkpoint, plan, options))
+        restored = _understood(path, lambda: plan.restore(options.training), REPLACED)
+        report = raise_on_all(comm, "restoring", restored)
     for bucket in sharded.buckets:
         bucket.expire()
     made = checkpoint.source.manifest
@@ -101,11 +98,11 @@ def _glance(path: str | Path) -> str:
 
 
 def _opened(path: str | Path, options: LoadOptions, stack: ExitStack, comm: Comm) -> OpenCheckpoint:
-    with _understood(path):
-        checkpoint = open_checkpoint(path, options, stack)
+    checkpoint = open_checkpoint(path, options, stack)
     source = checkpoint.source
     if source.manifest is None:
-        _check_foreign(source)
+        if is_leftover(source.folder.name) or source.has(training_state.NAME):
+            raise manifest_lost(source.folder)
     elif comm.rank == 0:
         for name, record in source.manifest.files.items():
             if not name.endswith(".safetensors"):  # config.json: others read what we do not
@@ -127,24 +124,11 @@ def _check_identity(comm: Comm, checkpoint: OpenCheckpoint) -> None:
         )
 
 
-def _check_foreign(source: CheckpointReader) -> None:
-    """A folder without a manifest must not be one of ours that has lost it, or never had it."""
-    if is_leftover(source.folder.name) or source.has(training_state.NAME):
-        raise DamagedCheckpoint(
-            f"{source.folder} has no {manifest.NAME}, and shardwise began it, so it was not "
-            "written to its end or was damaged since. Nothing of it was used. Load another "
-            "checkpoint; or, for its weights as they are, one of its safetensors files."
-        )
-
-
 def resume(sharded: ShardedModel, run: str | Path, options: LoadOptions) -> Loaded | None:
     """Load the newest checkpoint of a run's folder that is whole. A collective.
 
-    When it is loaded, those that were found damaged are renamed, to ``broken-step-N-1``. Until then
-    nothing on the disk changes.
-
-    Returns:
-        The report, or ``None`` where the folder holds no checkpoint.
+    When it is loaded, damaged ones are renamed to ``broken-step-N-1``. Until then nothing on the
+    disk changes. ``None`` where the folder holds no checkpoint.
 
     Raises:
         CheckpointError: the newest whole one does not fit the model, or cannot be read; or some
@@ -218,32 +202,27 @@ def _mark(folder: Path, damaged: Collection[str], loaded: str) -> None:
         log.warning("%s: what is broken there could not be renamed: %s", folder, error)
 
 
-def _fitted(sharded: ShardedModel, checkpoint: OpenCheckpoint, options: LoadOptions) -> LoadPlan:
-    with _understood(checkpoint.source.folder):
-        return LoadPlan(sharded, checkpoint, options)
+def _understood(
+    path: str | Path, act: Callable[[], T], so_far: str = "Nothing of it was used"
+) -> Callable[[], T]:
+    """``act``, whose errors of other classes become a ``CheckpointError``.
 
-
-def _restored(checkpoint: OpenCheckpoint, plan: LoadPlan, options: LoadOptions) -> Loaded:
-    with _understood(checkpoint.source.folder, REPLACED):
-        plan.apply(options.training)
-        return plan.report()
-
-
-@contextmanager
-def _understood(path: str | Path, so_far: str = "Nothing of it was used") -> Iterator[None]:
-    """Checksums vouch for bytes, not for sense: what nobody can make sense of is an error of ours.
-
-    On every rank alike, too: an index of others may lack what only one rank looks for.
+    Checksums prove that bytes are those that were written, and not that they make sense.
     """
-    try:
-        yield
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} holds what cannot be understood, or what a scheduler or scaler does not take "
-            f"({type(error).__name__}: {str(error)[:200]}). {so_far}. Load another checkpoint."
-        ) from error
+
+    def understood() -> T:
+        try:
+            return act()
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} holds what cannot be understood, or what a scheduler or scaler does not "
+                f"take ({type(error).__name__}: {str(error)[:200]}). {so_far}. Load another "
+                "checkpoint."
+            ) from error
+
+    return understood
 
 
 def _read(comm: Comm, checkpoint: OpenCheckpoint, plan: LoadPlan, from_rank_0_alone: bool) -> None:

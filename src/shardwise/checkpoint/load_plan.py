@@ -7,7 +7,7 @@ values to hand over when they have been read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizer_state import Named, Restored
 from shardwise.checkpoint.options import Loaded, LoadOptions
 from shardwise.checkpoint.read_requests import ReadRequest, request_for
-from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
+from shardwise.checkpoint.reader import CheckpointReader, TensorLocation, find_stored
 from shardwise.checkpoint.safetensors_format import DTYPES, PACKED, Stored, code_of
 from shardwise.checkpoint.save_plan import BUFFER, MODEL, OPTIMIZER, RANKS, RNG
 from shardwise.checkpoint.training_state import Document, Stateful, Training
@@ -47,7 +47,7 @@ that can."""
 
 @dataclass(frozen=True)
 class Matched:
-    """What fits, and what does not.
+    """Which tensors of the model are stored, and what does not fit.
 
     Attributes:
         pairs: the model's (first) name → the stored one; what is to be read.
@@ -69,14 +69,13 @@ def match(
     """Find each tensor of the model.
 
     Args:
-        stored: what the files hold, by name.
         aliases: further names that the files' writer knew → the stored name.
     """
     pairs: dict[str, str] = {}
     misfits: dict[str, dict[str, str]] = {kind: {} for kind in MISFITS}
     known: set[str] = set()
     for names, dtype, shape in tensors:
-        name, stored_name = names[0], _find(names, stored, aliases)
+        name, stored_name = names[0], find_stored(names, stored, aliases)
         known.update(names)
         if stored_name is None:
             misfits["missing"][name] = f"{name}: not stored"
@@ -108,13 +107,6 @@ def _misfit(stored: Stored, dtype: str, shape: tuple[int, ...]) -> str | None:
     known = stored.dtype in DTYPES and not {stored.dtype, dtype} & set(PACKED)
     floats = known and all(DTYPES[d].is_floating_point for d in (stored.dtype, dtype))
     return "cast" if floats else "foreign"
-
-
-def _find(
-    names: Iterable[str], stored: Mapping[str, Stored], aliases: Mapping[str, str]
-) -> str | None:
-    candidates = (candidate for name in names for candidate in (name, aliases.get(name, name)))
-    return next((candidate for candidate in candidates if candidate in stored), None)
 
 
 class ModelPlan:
@@ -170,18 +162,17 @@ class ModelPlan:
             yield request_for(place, start, memory)
 
     def apply(self) -> None:
-        """Copy what could not be read to where it belongs."""
+        """Copy what could not be read in place to where it belongs."""
         for buffer, value in self._late:
             buffer.copy_(value)
 
     def _place(self, name: str) -> TensorLocation | None:
-        stored = self.matched.pairs.get(name)
-        return None if stored is None else self._stored[stored]
+        return self._stored.get(self.matched.pairs.get(name, ""))
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """What a folder holds."""
+    """What a folder holds: tensors of each kind by name, and the training state."""
 
     source: CheckpointReader
     weights: Mapping[str, TensorLocation]
@@ -190,15 +181,15 @@ class OpenCheckpoint:
     own: Mapping[str, TensorLocation]
 
     def encode(self) -> list[Any]:
-        """As JSON for ranks that do not see the folder, of which ``manifest`` is there."""
+        """As JSON, for ranks that do not see the folder; it has a manifest."""
         assert self.source.manifest is not None
         manifest = self.source.manifest.encode().decode()
         document = self.source.bytes(training_state.NAME).decode() if self.document else ""
         return [str(self.source.folder), manifest, document, self.weights, self.states, self.own]
 
     @classmethod
-    def decode(cls, encoded: Sequence[Any]) -> OpenCheckpoint:
-        """What ``encode`` gave; nothing of it is opened."""
+    def decode(cls, encoded: Sequence[Any], stack: ExitStack) -> OpenCheckpoint:
+        """What ``encode`` gave; no file is opened before it is read, and ``stack`` closes all."""
         folder, manifest, document, *tensors = encoded
         weights, states, own = (
             {
@@ -207,23 +198,17 @@ class OpenCheckpoint:
             }
             for some in tensors
         )
-        source = CheckpointReader(Path(folder), Manifest.decode(manifest.encode(), folder))
+        reader = CheckpointReader(Path(folder), Manifest.decode(manifest.encode(), folder))
+        source = stack.enter_context(reader)
         decoded = Document.decode(document.encode(), folder) if document else None
         return cls(source, weights, decoded, states, own)
 
     @property
-    def aliases(self) -> Mapping[str, str]:
-        manifest = self.source.manifest
-        return {} if manifest is None else manifest.aliases
-
-    @property
     def identity(self) -> str:
         """The same text on ranks that see the same checkpoint."""
+        text = hashlib.sha256(repr(sorted(self.weights.items())).encode()).hexdigest()[:16]
         manifest = self.source.manifest
-        if manifest is not None:
-            return f"{self.source.folder.name} {manifest.token}"
-        text = hashlib.sha256(repr(sorted(self.weights.items())).encode()).hexdigest()
-        return f"{self.source.folder.name} {text[:16]}"
+        return f"{self.source.folder.name} {text if manifest is None else manifest.token}"
 
 
 def open_checkpoint(path: str | Path, options: LoadOptions, stack: ExitStack) -> OpenCheckpoint:
@@ -253,7 +238,7 @@ class LoadPlan:
         self, sharded: ShardedModel, checkpoint: OpenCheckpoint, options: LoadOptions
     ) -> None:
         self._checkpoint, self._comm, self._buckets = checkpoint, sharded.comm, sharded.buckets
-        self._model = ModelPlan(sharded, checkpoint.weights, checkpoint.aliases)
+        self._model = ModelPlan(sharded, checkpoint.weights, checkpoint.source.aliases)
         self._inexact = self._model.inexact
         self._optimizers: Restored | None = None
         problems = self._model.matched.problems(options.cast)
@@ -262,19 +247,27 @@ class LoadPlan:
             problems += self._optimizers.problems
         problems += _absent(checkpoint, options)
         if options.strict and problems:
-            raise _unfit(checkpoint, problems)
+            raise misfit_error(
+                f"{checkpoint.source.folder} does not fit what is to be loaded",
+                problems,
+                "Load it into the model that was saved; or pass strict=False to load what fits "
+                "(the result lists the rest), cast=True to convert dtypes.",
+            )
         self.requests = list(self._model.requests(checkpoint.own))
         if self._optimizers is not None:
             self.requests += self._optimizers.requests()
         self._rng = self._generators() if options.training is not None else {}
 
-    def apply(self, training: Training | None) -> None:
-        """What is restored when all bytes have been read."""
+    def restore(self, training: Training | None) -> Loaded:
+        """All that is left to do when all bytes have been read."""
         self._model.apply()
         if self._optimizers is not None:
             self._optimizers.apply()
-        if training is None:
-            return
+        if training is not None:
+            self._restore_training(training)
+        return self._report()
+
+    def _restore_training(self, training: Training) -> None:
         for bucket in self._buckets:  # a checkpoint is of the moment between two steps
             bucket.gradients.drop()
             for param in bucket.params:
@@ -288,7 +281,7 @@ class LoadPlan:
         if self._rng:
             training_state.restore_rng(self._rng, self._comm.device)
 
-    def report(self) -> Loaded:
+    def _report(self) -> Loaded:
         misfits, checkpoint = self._model.matched.misfits, self._checkpoint
         left_out = self._optimizers.left_out if self._optimizers else ()
         document = checkpoint.document
@@ -331,11 +324,12 @@ def _optimizers(checkpoint: OpenCheckpoint, options: LoadOptions, named: Named) 
             "load. Leave it out to load the weights alone, and begin with a fresh optimizer."
         )
     records = checkpoint.document.optimizers
-    return Restored(options.optimizers, named, records, checkpoint.states, checkpoint.aliases)
+    aliases = checkpoint.source.aliases
+    return Restored(options.optimizers, named, records, checkpoint.states, aliases)
 
 
 def _absent(checkpoint: OpenCheckpoint, options: LoadOptions) -> list[str]:
-    """What the caller wants restored and nobody saved."""
+    """What the caller wants restored and the checkpoint does not hold."""
     document, training = checkpoint.document, options.training
     if training is None:
         return []
@@ -351,10 +345,8 @@ def _stateful(training: Training, document: Document) -> list[tuple[str, Statefu
     return [(name, owner, getattr(document, name)) for name, owner in asked if owner is not None]
 
 
-def _unfit(checkpoint: OpenCheckpoint, problems: Sequence[str]) -> CheckpointError:
+def misfit_error(fact: str, problems: Sequence[str], advice: str) -> CheckpointError:
+    """One error for all ``problems``, a line each."""
     lines = "".join(f"\n  {line}" for line in problems)
-    return CheckpointError(
-        f"{checkpoint.source.folder} does not fit what is to be loaded, in {len(problems)} points; "
-        f"nothing was changed:{lines}\nLoad it into the model that was saved; or pass "
-        "strict=False to load what fits (the result lists the rest), cast=True to convert dtypes."
-    )
+    points = f"in {len(problems)} points; nothing was changed:"
+    return CheckpointError(f"{fact}, {points}{lines}\n{advice}")

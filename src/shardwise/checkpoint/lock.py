@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import time
+from io import FileIO
 from pathlib import Path
 
 from shardwise.checkpoint.disk import MODE, host
@@ -25,8 +26,11 @@ SILENCE = 3600.0  # seconds without a change, after which what another host wrot
 TRIES = 5  # to make a folder, while others remove what they find there
 
 
-def make_locked(path: Path) -> int:
-    """Make the folder, with a lock in it, though somebody may sweep here just now."""
+def make_locked(path: Path) -> FileIO:
+    """Make the folder, with a lock in it that lasts until it is closed.
+
+    Another process may remove the folder in between, as it removes what a crash left.
+    """
     for _ in range(TRIES):
         path.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -34,12 +38,12 @@ def make_locked(path: Path) -> int:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def _locked(folder: Path) -> int:
-    """A lock in ``folder``, held. It gets its name last, when it says whose it is."""
+def _locked(folder: Path) -> FileIO:
+    """A lock in ``folder``. It gets its name last, when it says which host holds it."""
     unnamed = folder / f"{LOCK}.new"
-    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT, MODE)
+    lock = FileIO(os.open(unnamed, os.O_RDWR | os.O_CREAT, MODE), "r+")
     try:
-        os.write(lock, host().encode())
+        lock.write(host().encode())
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -52,18 +56,17 @@ def _locked(folder: Path) -> int:
             )
         unnamed.rename(folder / LOCK)
     except BaseException:
-        os.close(lock)
+        lock.close()
         raise
     return lock
 
 
 def is_alive(partial: Path) -> bool:
-    """Does somebody write it, or may somebody?
+    """May a process still be writing this folder?
 
-    Its lock says so at once if it was made on this host. Another host's counts as alive until
-    nothing in it changed for ``SILENCE`` seconds.
-
-    One without a lock is what an exchange of names or a removal left, or its maker makes it again.
+    A lock that was made on this host says it at once. What another host writes counts as alive
+    until nothing in it changed for ``SILENCE`` seconds. A folder without a lock is what an exchange
+    of names or a removal left; or its maker, who finds it gone, makes it again.
     """
     try:
         lock = os.open(partial / LOCK, os.O_RDWR)

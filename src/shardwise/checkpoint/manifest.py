@@ -1,8 +1,8 @@
 """What a complete checkpoint consists of: every file's size and checksums.
 
-The manifest is the last file to come into a checkpoint's folder, so where there is one, all that
-it lists was on the disk before. It carries a digest of itself: a flipped bit in the list must
-not be blamed on the data.
+The manifest is the last file that is written to a checkpoint's folder, so all that it lists was on
+the disk before. It holds a digest of itself: a flipped bit in it must not be taken for damage of
+the data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FileRecord(_Frozen):
     size: Count
     digest: str = Field(pattern=r"^[0-9a-f]{64}$", description="of size and block checksums")
     blocks: str = Field(pattern=r"^([0-9a-f]{8})*$", description="8 hex digits for each block")
-    writers: Any = Field(None, exclude=True, description="only in old ones")
+    writers: Any = Field(None, exclude=True, description="only in old manifests")
 
     def checksums(self) -> list[int]:
         """Of each block of the file, in order."""
@@ -50,16 +50,16 @@ class Manifest(_Frozen):
     format: Literal["shardwise"] = "shardwise"
     version: Literal[1] = 1
     token: str = Field(min_length=8, description="of this save alone")
-    created: str = Field(description="UTC, ISO 8601; texts of it are in the order of time")
+    created: str = Field(description="UTC, ISO 8601; sorted as texts, the order is that of time")
     step: Count | None = Field(description="optimizer steps taken")
     world: int = Field(ge=1, description="ranks that wrote it")
     strategy: str
     kind: Literal["sharded", "full"] = "sharded"
-    ranks: None = Field(None, exclude=True, description="only in old ones")
+    ranks: None = Field(None, exclude=True, description="only in old manifests")
     versions: dict[str, str]
     checksum: Literal["crc32"] = "crc32"
     block: int = Field(default=BLOCK, ge=PAGE, le=BLOCK, multiple_of=PAGE, description="bytes")
-    metric: float | None = Field(default=None, description="how good it is, where that was said")
+    metric: float | None = Field(default=None, description="``Training.metric``, if one was given")
     aliases: dict[str, str] = Field(description="further names of tied parameters → stored name")
     files: dict[str, FileRecord]
 
@@ -77,18 +77,17 @@ class Manifest(_Frozen):
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Manifest:
-        """Read it, and believe it only if it is whole.
+        """Read it.
 
         Raises:
-            DamagedCheckpoint: it is not.
+            DamagedCheckpoint: it is not what ``encode`` returned.
             CheckpointError: a later version of shardwise wrote it.
         """
         try:
             fields = json.loads(data)
             if not isinstance(fields, dict):
                 raise ValueError("it is no JSON object")
-            _check_version(fields, where)
-            _check_kind(fields, where)
+            _check_readable(fields, where)
             digest = fields.pop("digest", None)
             if digest != _digest(fields):
                 raise ValueError("its digest does not fit what it says")
@@ -120,15 +119,12 @@ def record_of(blocks: Sequence[int], size: int) -> FileRecord:
     return FileRecord(size=size, digest=digest, blocks=texts)
 
 
-def _check_version(fields: dict[str, Any], where: str) -> None:
+def _check_readable(fields: dict[str, Any], where: str) -> None:
     if fields.get("format") == "shardwise" and fields.get("version") not in (None, VERSION):
         raise CheckpointError(
             f"{where} is of version {fields['version']!r:.20}, and this shardwise reads version "
             f"{VERSION}. Install a later shardwise."
         )
-
-
-def _check_kind(fields: dict[str, Any], where: str) -> None:
     if fields.get("kind") == "local":
         raise CheckpointError(
             f"{where} is of kind 'local', each rank's shards in files of its own, which are not "

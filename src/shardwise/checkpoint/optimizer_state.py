@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint import json_codec
 from shardwise.checkpoint.local_shards import LocalShard, ParamShard, of_rank_0
 from shardwise.checkpoint.read_requests import ReadRequest, request_for
-from shardwise.checkpoint.reader import TensorLocation
+from shardwise.checkpoint.reader import TensorLocation, find_stored
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import CheckpointError
@@ -33,7 +33,7 @@ Optimizers = Sequence[Optimizer]
 Given = Optimizer | Iterable[Optimizer] | None
 
 AS_BUILT = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Options that say of what or how to compute, not what: they stay as the optimizer was made."""
+"""Options that say which parameters, or how to compute: they stay as the optimizer was made."""
 
 
 def as_optimizers(given: Given) -> tuple[Optimizer, ...]:
@@ -51,14 +51,14 @@ def as_optimizers(given: Given) -> tuple[Optimizer, ...]:
 
 
 class Named:
-    """The parameters of a model, found by the objects that optimizers hold."""
+    """The parameters of a model, looked up by the objects that optimizers hold."""
 
     def __init__(self, places: Sequence[ParamShard]) -> None:
         self.places = places
         self._by_id = {id(shard.member.param): shard for shard in places}
 
     def shard(self, param: Tensor, optimizer: Optimizer) -> ParamShard:
-        """Where the parameter is, and what it is called."""
+        """The shard of a parameter of ``optimizer``, with its name."""
         if id(param) not in self._by_id:
             raise CheckpointError(
                 f"{type(optimizer).__qualname__} holds a parameter of shape {tuple(param.shape)} "
@@ -193,7 +193,7 @@ def check_key(key: object, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a checkpoint says of one parameter."""
+    """What a checkpoint holds of one parameter."""
 
     kind: str  # the optimizer's class
     options: Mapping[str, Any]
@@ -207,11 +207,15 @@ class _Target:
     group: dict[str, Any]
     param: Tensor
     shard: ParamShard
-    saved: _Saved | None
+    saved: _Saved
+
+    @property
+    def name(self) -> str:
+        return self.shard.member.name
 
 
 class Restored:
-    """State on its way into optimizers.
+    """Stored state that optimizers get back.
 
     Args:
         records: what the training state says of optimizers.
@@ -234,8 +238,9 @@ class Restored:
         saved, groupless = _parsed(records, places)
         self._targets = targets = list(_targets(optimizers, named, saved, aliases))
         self._states: list[tuple[_Target, dict[str, Any]]] = []
-        used = {id(target.saved) for target in targets}
-        absent = [target.shard.member.name for target in targets if target.saved is None]
+        used = {id(part) for target in targets for part in (target.param, target.saved)}
+        held = [(param, optimizer) for optimizer in optimizers for param in params_of(optimizer)]
+        absent = [named.shard(*one).member.name for one in held if id(one[0]) not in used]
         extra = [name for name, state in saved.items() if id(state) not in used]
         self.left_out = (*absent, *extra, *groupless)
         self.problems = [
@@ -260,8 +265,6 @@ class Restored:
     def apply(self) -> None:
         """Give the optimizers what was read, and the options of their groups."""
         for target, state in self._states:
-            if target.saved is None:
-                continue
             state |= {key: json_codec.decode(value) for key, value in target.saved.values.items()}
             target.optimizer.state[target.param].clear()
             target.optimizer.state[target.param].update(state)
@@ -274,15 +277,13 @@ class Restored:
 def _targets(
     optimizers: Optimizers, named: Named, saved: Mapping[str, _Saved], aliases: Mapping[str, str]
 ) -> Iterator[_Target]:
-    """Each parameter that the optimizers hold, with what is stored of it."""
+    """Each parameter that the optimizers hold and that is stored."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 shard = named.shard(param, optimizer)
-                own = shard.member.aliases
-                names = [name for alias in own for name in (alias, aliases.get(alias, alias))]
-                state = next((saved[name] for name in names if name in saved), None)
-                yield _Target(optimizer, group, param, shard, state)
+                if name := find_stored(shard.member.aliases, saved, aliases):
+                    yield _Target(optimizer, group, param, shard, saved[name])
 
 
 def _parsed(
@@ -315,38 +316,33 @@ def _parsed(
 
 
 def _fitting(target: _Target) -> Iterator[tuple[str, TensorLocation]]:
-    for key, place in (target.saved.tensors if target.saved else {}).items():
+    for key, place in target.saved.tensors.items():
         if place.stored.shape in ((), tuple(target.shard.member.shape)):
             yield key, place
 
 
 def _misfits(target: _Target) -> Iterator[str]:
-    if target.saved is None:
-        return
-    name, kind = target.shard.member.name, type(target.optimizer).__qualname__
+    kind = type(target.optimizer).__qualname__
     if target.saved.kind != kind:
-        yield f"{name}: its state is of {target.saved.kind}, and {kind} holds it now"
+        yield f"{target.name}: its state is of {target.saved.kind}, and {kind} holds it now"
     fits = {key for key, _ in _fitting(target)}
     for key, place in target.saved.tensors.items():
         if key not in fits:
             shape = tuple(target.shard.member.shape)
-            yield f"{key} of {name}: stored as {place.stored.shape}, the parameter has {shape}"
+            stored = place.stored.shape
+            yield f"{key} of {target.name}: stored as {stored}, the parameter has {shape}"
 
 
 def _conflicts(targets: Iterable[_Target]) -> Iterator[str]:
     """Groups whose parameters were saved with unlike options."""
     first: dict[int, _Target] = {}
     for target in targets:
-        if target.saved is None:
-            continue
         other = first.setdefault(id(target.group), target)
-        assert other.saved is not None
         for key, value in target.saved.options.items():
-            if other.saved.options.get(key) != value:
+            if (others := other.saved.options.get(key)) != value:
                 yield (
-                    f"{target.shard.member.name}: saved with {key}={value}, and "
-                    f"{other.shard.member.name}, now in the same group, with "
-                    f"{key}={other.saved.options.get(key)}"
+                    f"{target.name}: saved with {key}={value}, and {other.name}, now in the same "
+                    f"group, with {key}={others}"
                 )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.collectives import raise_on_all, run_on_rank_0
+from shardwise.checkpoint.load_plan import misfit_error
 from shardwise.checkpoint.local_shards import ShardedModel, param_shards
 from shardwise.checkpoint.optimizer_state import (
     AS_BUILT,
@@ -153,11 +154,11 @@ def put_optimizer_state(
         comm, "comparing", lambda: Restored((optimizer,), named, [record], places, {})
     )
     if problems := [*_of_another(optimizer, record), *restoring.problems]:
-        lines = "".join(f"\n  {line}" for line in problems)
-        raise CheckpointError(
-            f"rank 0's optimizer state dict does not fit, in {len(problems)} points; nothing was "
-            f"changed:{lines}\nPass the state of this model's optimizer by name, of kind 'full'; "
-            "nothing loads one of kind 'local'."
+        raise misfit_error(
+            "rank 0's optimizer state dict does not fit",
+            problems,
+            "Pass the state of this model's optimizer by name, of kind 'full'; nothing loads one "
+            "of kind 'local'.",
         )
     receive(comm, tensors, restoring.requests())
     restoring.apply()

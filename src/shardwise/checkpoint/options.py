@@ -101,10 +101,6 @@ class SaveOptions:
         """Do forward passes change buffers before all is copied?"""
         return self.copied_by == "next_step"
 
-    def small(self) -> dict[str, bytes]:
-        """The further files as bytes."""
-        return {k: v.encode() if isinstance(v, str) else v for k, v in self.files.items()}
-
 
 @dataclass(frozen=True)
 class SaveRequest:

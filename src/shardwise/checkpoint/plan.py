@@ -20,7 +20,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
@@ -64,7 +64,6 @@ class Entry:
     """A tensor to be stored.
 
     Attributes:
-        name: as a reader finds it.
         dtype: as safetensors calls it.
         shape: whole and unpadded.
         held: who holds which elements, from the first to the last without a gap.
@@ -84,10 +83,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file on paper.
+    """One file before it is written.
 
     Attributes:
-        name: a plain file name.
         header: its first bytes; rank 0 writes them, last of all.
         tensors: where each lies, in order.
         spans: who writes what, from the header's end to the file's, in order, each from a page's
@@ -145,11 +143,7 @@ def block_size(entries: Iterable[Entry]) -> int:
 
 
 def plan_files(
-    stem: str,
-    entries: Sequence[Entry],
-    limit: int,
-    one_writer: bool = False,
-    block: int = BLOCK,
+    stem: str, entries: Sequence[Entry], limit: int, one_writer: bool = False, block: int = BLOCK
 ) -> tuple[FilePlan, ...]:
     """Files that hold ``entries``, the same on every rank.
 
@@ -160,10 +154,6 @@ def plan_files(
         stem: ``"model"`` gives ``model.safetensors``, or ``model-00001-of-00003.safetensors``.
         limit: bytes of tensors in a file at most, unless one tensor alone has more.
         one_writer: rank 0 writes all of it, and everything else moves there, block by block.
-        block: bytes that have one checksum.
-
-    Returns:
-        As many as needed; none for no entries.
     """
     return _planned(stem, tuple(entries), limit, one_writer, block)
 
@@ -184,8 +174,7 @@ def _planned(
         room -= entry.nbytes
     names = _file_names(stem, len(parts))
     with _without_collection():
-        plans = [_plan(name, part, block) for name, part in zip(names, parts, strict=True)]
-        return tuple(map(_by_rank_0, plans, parts) if one_writer else plans)
+        return tuple(_plan(*part, one_writer, block) for part in zip(names, parts, strict=True))
 
 
 @contextmanager
@@ -229,27 +218,22 @@ def _file_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
 
 
-def _plan(name: str, entries: Sequence[Entry], block: int) -> FilePlan:
+def _plan(name: str, entries: Sequence[Entry], one_writer: bool, block: int) -> FilePlan:
     header = encode([(e.name, e.dtype, e.shape) for e in entries])
     tensors, at = {}, len(header)
     for entry in entries:
         tensors[entry.name] = Stored(entry.dtype, entry.shape, at, at + entry.nbytes)
         at += entry.nbytes
     parts = _parts(_runs(entries, tensors))
-    spans = _by_page(parts)
-    return FilePlan(name, header, tensors, tuple(spans), tuple(_moves(spans, parts)), block)
-
-
-def _by_rank_0(plan: FilePlan, entries: Sequence[Entry]) -> FilePlan:
-    """The same file with one writer. Nothing needs to arrive at once, so moves end with blocks."""
-    spans = (Span(len(plan.header), plan.size, 0),) if plan.spans else ()
-    parts = _parts(_runs(entries, plan.tensors))
-    moves = [
-        Move(start, stop, move.source, 0)
-        for move in _moves(spans, parts)
-        for start, stop in cut_at_blocks(move.start, move.stop, plan.block)
-    ]
-    return replace(plan, spans=spans, moves=tuple(moves))
+    spans = [Span(len(header), at, 0)] if one_writer and parts else _by_page(parts)
+    moves = _moves(spans, parts)
+    if one_writer:  # the bytes of whole shards move, which rank 0 takes block by block
+        moves = (
+            Move(*ends, source, writer)
+            for start, stop, source, writer in moves
+            for ends in cut_at_blocks(start, stop, block)
+        )
+    return FilePlan(name, header, tensors, tuple(spans), tuple(moves), block)
 
 
 def _runs(entries: Sequence[Entry], tensors: Mapping[str, Stored]) -> list[Held]:

@@ -1,7 +1,6 @@
-"""To make a folder whole and give it its name: rank 0, when all bytes of tensors are on the disk.
+"""To complete a folder and give it its name: rank 0, when all bytes of tensors are on the disk.
 
-headers → small files → manifest → rename → folder. What is saved, exported and imported goes this
-way.
+headers → small files → manifest → rename → folder: the end of each save, export and import.
 """
 
 from __future__ import annotations
@@ -34,16 +33,12 @@ def publish_files(
     small: Mapping[str, bytes],
     facts: Mapping[str, Any],
 ) -> None:
-    """Write what is missing in the folder, and give it its name.
+    """Write the missing headers and the small files, and give the folder its name.
 
     Args:
         files: the files with tensors, of which only the headers are missing.
         parts: what each rank wrote of them.
-        small: bytes of the other files, by name.
         facts: fields of the manifest: all but time, versions, files and size of blocks.
-
-    Raises:
-        CheckpointError: it is not published.
     """
     folder = partial.path
     with explained(f"publishing {partial.final.name}"):
@@ -85,7 +80,7 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def moment_of(final: Path) -> str:
-    """Now; but later than the last checkpoint of the run says, since the clocks of hosts differ."""
+    """Now, or just after the run's last checkpoint, since the clocks of hosts differ."""
     now = datetime.now(UTC)
     if step_of(final.name) is not None:
         with suppress(CheckpointError, OSError, ValueError):  # there may be none

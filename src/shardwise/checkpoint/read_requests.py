@@ -30,7 +30,6 @@ class ReadRequest(NamedTuple):
     """Elements of a stored tensor, and the memory they are for.
 
     Attributes:
-        place: the tensor.
         start: the first element of the flattened tensor.
         out: ``[n]``, contiguous, of any dtype, on any device: as many elements as are wanted.
     """
@@ -45,12 +44,12 @@ class ReadRequest(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """As they are stored."""
+        """Of the stored elements."""
         return self.out.numel() * self.dtype.itemsize
 
     @property
     def is_direct(self) -> bool:
-        """Are the stored bytes those that memory is for?"""
+        """Can the stored bytes be read straight into ``out``?"""
         return self.out.device.type == "cpu" and self.out.dtype == self.dtype
 
     @property
@@ -59,7 +58,7 @@ class ReadRequest(NamedTuple):
         return self.place.file, self.place.stored.start + self.start * self.dtype.itemsize
 
     def cut(self) -> Iterator[ReadRequest]:
-        """The same in parts, of which each begins in one window of the file."""
+        """The same in parts, each of which begins in another window of the file."""
         item, (_, at), done = self.dtype.itemsize, self.at, 0
         while done < self.out.numel():
             room = WINDOW - (at + done * item) % WINDOW
@@ -75,8 +74,8 @@ def request_for(place: TensorLocation, start: int, value: Tensor) -> ReadRequest
 
 def read_into(
     source: CheckpointReader, requests: Iterable[ReadRequest], rank: int = 0, world: int = 1
-) -> int:
-    """Read all of them; bytes.
+) -> None:
+    """Fill the memory of all ``requests``.
 
     A few threads read windows of files, and no two of them the same block. Ranks begin in
     different files, so that they do not all ask one server for one file.
@@ -91,43 +90,42 @@ def read_into(
     tasks = deque(windows[key] for key in order)
     threads = min(THREADS, len(tasks))
     if threads < 2:
-        return _fill(source, tasks)
+        _fill(source, tasks)
+        return
     inference = torch.is_inference_mode_enabled()  # which is each thread's own
 
-    def work(_: int) -> int:
+    def work(_: int) -> None:
         with torch.inference_mode(inference), source.another() as mine:
-            return _fill(mine, tasks)
+            _fill(mine, tasks)
 
     with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(work, range(threads)))
+        deque(pool.map(work, range(threads)), maxlen=0)  # raises what a thread raised
 
 
-def _fill(source: CheckpointReader, tasks: deque[list[ReadRequest]]) -> int:
-    total = 0
+def _fill(source: CheckpointReader, tasks: deque[list[ReadRequest]]) -> None:
     while tasks:
         try:
             task = tasks.popleft()
         except IndexError:  # another thread has taken the last one
             break
         try:
-            total += sum(_read(source, run) for run in _runs(sorted(task, key=lambda w: w.at)))
+            for run in _runs(sorted(task, key=lambda request: request.at)):
+                _read(source, run)
         except BaseException:
-            tasks.clear()  # nobody shall go on
+            tasks.clear()  # no other thread shall go on
             raise
-    return total
 
 
-def _read(source: CheckpointReader, run: list[ReadRequest]) -> int:
+def _read(source: CheckpointReader, run: list[ReadRequest]) -> None:
     if run[0].is_direct:
         views = (request.out.view(torch.uint8).numpy() for request in run)
         source.read_into(*run[0].at, *views)
     else:
         _convert(source, run[0])
-    return sum(request.nbytes for request in run)
 
 
 def _runs(requests: Iterable[ReadRequest]) -> Iterator[list[ReadRequest]]:
-    """Neighbours in a file that can be read at once; the others alone."""
+    """Group neighbours in a file that can be read in one call."""
     run: list[ReadRequest] = []
     end: tuple[str, int] | None = None
     for request in requests:
@@ -143,7 +141,7 @@ def _runs(requests: Iterable[ReadRequest]) -> Iterator[list[ReadRequest]]:
 
 
 def _convert(source: CheckpointReader, request: ReadRequest) -> None:
-    """By way of one block of host memory: to another dtype, or to a device."""
+    """Read by way of one block of host memory: for another dtype, or for a device."""
     (file, first), item = request.at, request.dtype.itemsize
     step = BLOCK // item
     buffer = np.empty(min(step, request.out.numel()) * item, np.uint8)
@@ -155,11 +153,7 @@ def _convert(source: CheckpointReader, request: ReadRequest) -> None:
 
 
 def read_from_rank_0(comm: Comm, source: CheckpointReader, requests: Iterable[ReadRequest]) -> None:
-    """Fill every rank's ``requests`` from files that rank 0 alone can read. A collective.
-
-    Args:
-        source: the checkpoint; other ranks than 0 take only sizes from it.
-    """
+    """Fill every rank's ``requests`` from files that rank 0 alone can read. A collective."""
     by_file: dict[str, list[ReadRequest]] = {}
     for request in requests:
         by_file.setdefault(request.place.file, []).append(request)
@@ -168,7 +162,7 @@ def read_from_rank_0(comm: Comm, source: CheckpointReader, requests: Iterable[Re
         assert source.manifest is not None  # a folder of this kind has one
         size, length = source.manifest.files[name].size, source.manifest.block
         for start, stop in cut_at_blocks(0, size, length):
-            # The last byte says whether rank 0 could read the others.
+            # The last byte is 1 if rank 0 could read the others.
             block = torch.zeros(stop - start + 1, dtype=torch.uint8)
             try:
                 if comm.rank == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -19,22 +19,23 @@ from shardwise.checkpoint.folder import resolve
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.run_folder import check_complete
-from shardwise.checkpoint.safetensors_format import (
-    CAP,
-    Stored,
-    decode,
-    inside,
-    is_plain,
-    length_of,
-)
+from shardwise.checkpoint.safetensors_format import CAP, Stored, decode, inside, is_plain, length_of
 from shardwise.errors import DamagedCheckpoint
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor is: in which file, and there."""
+    """Where a tensor is: the file, and its bytes in that file."""
 
     file: str
     stored: Stored
+
+
+def find_stored(
+    names: Iterable[str], stored: Container[str], aliases: Mapping[str, str]
+) -> str | None:
+    """The name by which a tensor of these names is stored; ``None`` if it is not."""
+    candidates = (candidate for name in names for candidate in (name, aliases.get(name, name)))
+    return next((candidate for candidate in candidates if candidate in stored), None)
 
 
 @dataclass
@@ -42,22 +43,23 @@ class CheckpointReader:
     """An open checkpoint. Use it as a context.
 
     Attributes:
-        folder: where it is.
         manifest: what it should consist of; ``None`` for a folder that shardwise did not write.
+        only: the one file that is read, whatever lies beside it; ``""``: the folder.
     """
 
     folder: Path
     manifest: Manifest | None
+    only: str = ""
     _files: dict[str, CheckedFile] = field(default_factory=dict, repr=False)
     _kept: Kept = field(default_factory=Kept, repr=False)
 
     @classmethod
-    def open(cls, path: str | Path) -> CheckpointReader:
+    def open(cls, path: str | Path) -> Self:
         """Open what ``path`` means: a complete folder, ``latest``, or one safetensors file."""
         given = Path(path).expanduser().absolute()
         resolved = retried(f"opening {given}", lambda: resolve(given))
         if retried(f"opening {resolved}", resolved.is_file):
-            return _Single(resolved.parent, None, only=resolved.name)
+            return cls(resolved.parent, None, resolved.name)
         check_is_folder(resolved)
         present = retried(f"opening {resolved}", lambda: os.path.lexists(resolved / NAME))
         return cls(resolved, check_complete(resolved) if present else None)
@@ -72,23 +74,28 @@ class CheckpointReader:
         """The same checkpoint, opened for another thread."""
         return replace(self, _files={}, _kept=Kept())
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tied tensors → the stored one, as far as a manifest tells them."""
+        return {} if self.manifest is None else self.manifest.aliases
+
     def has(self, name: str) -> bool:
-        """Is there a file of this name? In a checkpoint of ours: one that the manifest lists."""
-        if self.manifest is not None:
-            return name in self.manifest.files
+        """Does the checkpoint have a file of this name? One of ours: does the manifest list it?"""
+        if self.only or self.manifest is not None:
+            return name == self.only or name in self.listed()
         return inside(self.folder, name).is_file()
 
     def names(self, stem: str) -> list[str]:
-        """The safetensors files of ``"model"`` or another stem; none if there are none."""
+        """The safetensors files of ``"model"`` or another stem."""
         if (index := self._index(stem)) is not None:
             return list(dict.fromkeys(index.values()))
-        single = f"{stem}.safetensors"
+        single = self.only if stem == "model" and self.only else f"{stem}.safetensors"
         return [single] if self.has(single) else []
 
     def listed(self) -> list[str]:
-        """The names of its files: those of the manifest, or all that are in the folder."""
-        if self.manifest is not None:
-            return list(self.manifest.files)
+        """Names of its files: those of the manifest, or all in the folder; none for ``only``."""
+        if self.only or self.manifest is not None:
+            return [] if self.manifest is None else list(self.manifest.files)
         with explained(f"looking into {self.folder}", reads=True):
             return sorted(path.name for path in self.folder.iterdir() if path.is_file())
 
@@ -120,12 +127,12 @@ class CheckpointReader:
                 f"{index[lost[0]]!r:.80}, and it is not. The index or the file is of another "
                 "model; fetch both again."
             )
-        if stem == "model" and self.manifest is not None:
-            self._check_ties(self.manifest, locations)
+        if stem == "model":
+            self._check_ties(locations)
         return locations
 
-    def _check_ties(self, manifest: Manifest, locations: Mapping[str, TensorLocation]) -> None:
-        for alias, name in manifest.aliases.items():
+    def _check_ties(self, locations: Mapping[str, TensorLocation]) -> None:
+        for alias, name in self.aliases.items():
             if alias in locations or name not in locations:
                 stored = f"{alias!r:.200} is stored, too"
                 fact = stored if alias in locations else "that is not stored"
@@ -196,19 +203,3 @@ class CheckpointReader:
             file.open()
             self._files[name] = file
         return self._files[name]
-
-
-@dataclass
-class _Single(CheckpointReader):
-    """One safetensors file, wherever it lies."""
-
-    only: str = ""
-
-    def names(self, stem: str) -> list[str]:
-        return [self.only] if stem == "model" else []
-
-    def has(self, name: str) -> bool:
-        return name == self.only
-
-    def listed(self) -> list[str]:
-        return []  # what lies beside it is not its own

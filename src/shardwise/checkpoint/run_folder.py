@@ -15,11 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.checkpoint.disk import retried, size_of
-from shardwise.checkpoint.folder import (
-    remove,
-    resolve,
-    steps_to_resume,
-)
+from shardwise.checkpoint.folder import remove, resolve, steps_to_resume
 from shardwise.checkpoint.manifest import CAP, NAME, Manifest
 from shardwise.checkpoint.safetensors_format import inside
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -59,6 +55,15 @@ def read_manifest(folder: Path) -> Manifest | None:
 
     data = retried(f"reading {path}", read)
     return None if data is None else Manifest.decode(data, str(path))
+
+
+def manifest_lost(folder: Path) -> DamagedCheckpoint:
+    """The error for a folder without a manifest that only shardwise can have made."""
+    return DamagedCheckpoint(
+        f"{folder} has no {NAME}, and shardwise began it, so it was not written to its end or was "
+        "damaged since. Nothing of it was used. Load another checkpoint; or, for its weights as "
+        "they are, one of its safetensors files."
+    )
 
 
 def check_complete(folder: Path) -> Manifest:

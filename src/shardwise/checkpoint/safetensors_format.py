@@ -88,7 +88,7 @@ _PREFIX = 8
 class Stored(NamedTuple):
     """A tensor in a file: bytes ``[start, stop)`` of it, counted from the file's first.
 
-    Its shape counts torch's elements: see ``dtypes``.
+    Its shape counts torch's elements, which may be packed.
     """
 
     dtype: str
@@ -117,13 +117,7 @@ def encode(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 
 def length_of(prefix: bytes, size: int, file: str) -> int:
-    """Bytes of JSON that the file's first 8 bytes announce.
-
-    Args:
-        prefix: those 8 bytes, or fewer if the file has no more.
-        size: the file's.
-        file: its name, for errors.
-    """
+    """Bytes of JSON that ``prefix`` announces, the first 8 bytes of a file of ``size`` bytes."""
     if len(prefix) < _PREFIX or size < _PREFIX:
         raise _bad(file, f"it has {size} bytes, fewer than the 8 that announce the header")
     length = int.from_bytes(prefix[:_PREFIX], "little")
@@ -213,7 +207,7 @@ def _bad(file: str, fact: str) -> DamagedCheckpoint:
 
 
 def is_plain(name: object) -> bool:
-    """Is it a name of a file in a folder, and nothing more?"""
+    """Is it the name of a file in a folder, and no path?"""
     return (
         isinstance(name, str)
         and 0 < len(name) <= 255

@@ -142,8 +142,8 @@ def _check_shared(folder: Path) -> None:
 
 
 def give_up(task: Task) -> None:
-    """What was written goes, unless it was published. Rank 0's."""
-    if task.partial is not None and task.partial.path.exists():
+    """Remove what was written, unless it was published; on rank 0."""
+    if task.partial is not None:
         task.partial.abandon()
 
 
@@ -184,10 +184,11 @@ def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
 
 def _settle(task: Task) -> tuple[str, ...]:
     """Phase 6: ``latest``, and old ones go; their names."""
-    if step_of(task.final.name) is not None:
-        with explained(f"pointing {LATEST} at {task.final.name}, which is complete,"):
-            move_latest(task.final)
-    if (limit := task.options.save_total_limit) is None or step_of(task.final.name) is None:
+    if step_of(task.final.name) is None:
+        return ()
+    with explained(f"pointing {LATEST} at {task.final.name}, which is complete,"):
+        move_latest(task.final)
+    if (limit := task.options.save_total_limit) is None:
         return ()
     keep = Retention(limit, task.options.keep_best, (task.token, task.resumed_from))
     return apply_retention(task.final.parent, keep)

@@ -36,6 +36,7 @@ from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ScheduleError
 from shardwise.memory.parameters import Bucket
+from shardwise.precision import dtype_name
 
 MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
 RNG, BUFFER = "rng/", "buffer/"  # what the tensors of RANKS begin with
@@ -129,7 +130,7 @@ def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
     shards, aliases = weights(sharded.buckets, sharded.model)
     live = options.is_live
     groups = {MODEL: [s.clone() if live and s.entry.everywhere else s for s in shards]}
-    small = {**_model_config(sharded.model), **_checked(options.small())}
+    small = {**_model_config(sharded.model), **_checked(options.files)}
     if request.training is None:
         return _LocalState(groups, aliases, small, (), {})
     _check_reduced(sharded.buckets)
@@ -179,11 +180,11 @@ def _model_config(model: nn.Module) -> dict[str, bytes]:
     if not fields.get("architectures"):
         fields["architectures"] = [type(model).__name__]
     if not fields.get("dtype") and (param := next(model.parameters(), None)) is not None:
-        fields["dtype"] = str(param.dtype).removeprefix("torch.")
+        fields["dtype"] = dtype_name(param.dtype)
     return {"config.json": json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"}
 
 
-def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
+def _checked(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
     for name in files:
         ours = name in (training_state.NAME, manifest.NAME) or ".safetensors" in name
         if not is_plain(name) or ours or name.startswith("."):
@@ -191,4 +192,4 @@ def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
                 f"a file called {name!r:.80} cannot be put beside the checkpoint: the name is "
                 "hidden, no plain file name, or one of the checkpoint's own. Choose another."
             )
-    return dict(files)
+    return {n: data.encode() if isinstance(data, str) else data for n, data in files.items()}

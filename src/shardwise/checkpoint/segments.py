@@ -1,16 +1,17 @@
-"""The bytes of files that this rank has at hand, and where in memory each of them is.
+"""The bytes of files that this rank has in memory, by their place in the file.
 
-A rank writes what it holds (shards, in place) and the few bytes at the edges of pages that came
-from others. Both are found by their place in the file.
+A rank writes the shards that it holds, from where they lie, and the few bytes at the edges of pages
+that other ranks sent.
 """
 
 from __future__ import annotations
 
 import copy
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from shardwise.checkpoint.local_shards import LocalShard
 from shardwise.checkpoint.plan import FilePlan, Move, cut_at_blocks
 from shardwise.checkpoint.safetensors_format import itemsize
-from shardwise.checkpoint.writer import Chunk
+from shardwise.checkpoint.writer import Chunk, copy_pieces
 from shardwise.comm.protocol import Comm, Label
 
 ROUND = 16 << 20
@@ -32,26 +33,17 @@ class _Segment(NamedTuple):
 
 
 class Segments:
-    """The bytes of one file that are here."""
+    """The bytes of one file that this rank has."""
 
-    def __init__(self, plan: FilePlan, holdings: Mapping[str, LocalShard]) -> None:
+    def __init__(self, plan: FilePlan, shards: Mapping[str, LocalShard]) -> None:
         self.plan = plan
         self._segments: list[_Segment] = []
-        self._add(_held(plan, holdings))
+        self.add(_held(plan, shards))
 
-    def add(self, moves: Iterable[tuple[Move, Tensor]]) -> None:
-        """Take bytes that came from others."""
-        self._add(_Segment(move.start, move.stop, data) for move, data in moves)
-
-    def _add(self, more: Iterable[_Segment]) -> None:
+    def add(self, more: Iterable[_Segment]) -> None:
+        """Take further bytes, which other ranks sent."""
         self._segments = sorted([*self._segments, *more], key=lambda segment: segment.start)
         self._starts = [segment.start for segment in self._segments]
-
-    def with_moves(self, moves: Sequence[Move]) -> Self:
-        """The same file, of which only these moves are asked for; what they bring stays in it."""
-        other = copy.copy(self)
-        other.plan = replace(self.plan, moves=tuple(moves))
-        return other
 
     def between(self, start: int, stop: int) -> Iterator[Tensor]:
         """The bytes ``[start, stop)`` of the file, in pieces that lie together in memory."""
@@ -64,12 +56,11 @@ class Segments:
             at = end
 
 
-def _held(plan: FilePlan, holdings: Mapping[str, LocalShard]) -> Iterator[_Segment]:
+def _held(plan: FilePlan, shards: Mapping[str, LocalShard]) -> Iterator[_Segment]:
     for name, stored in plan.tensors.items():
-        holding = holdings[name]
-        start = stored.start + holding.start * itemsize(stored.dtype)
-        if holding.value.numel():
-            data = holding.data
+        shard = shards[name]
+        start = stored.start + shard.start * itemsize(stored.dtype)
+        if len(data := shard.data):
             yield _Segment(start, start + len(data), data)
 
 
@@ -78,8 +69,10 @@ def exchange_edges(comm: Comm, files: Sequence[Segments]) -> None:
     moves = [(number, move) for number, file in enumerate(files) for move in file.plan.moves]
     for some in rounds([move for _, move in moves], comm.size):
         mine, at = moves[some.start : some.stop], [0] * comm.size
-        width = max(_totals([move for _, move in mine], comm.size))
-        full = torch.empty(comm.size, width, dtype=torch.uint8, device=comm.device)
+        totals = Counter[int]()
+        for _, move in mine:
+            totals[move.source] += move.stop - move.start
+        full = torch.empty(comm.size, max(totals.values()), dtype=torch.uint8, device=comm.device)
         places = []
         for number, move in mine:
             length = move.stop - move.start
@@ -87,21 +80,14 @@ def exchange_edges(comm: Comm, files: Sequence[Segments]) -> None:
             at[move.source] += length
             places.append(place)
             if move.source == comm.rank:
-                _gather_into(place, files[number].between(move.start, move.stop))
+                copy_pieces(files[number].between(move.start, move.stop), place)
         comm.all_gather(full.view(-1), Label("gather", "edges of pages")).wait()
         for number, file in enumerate(files):
             file.add(
-                (move, place.clone())
+                _Segment(move.start, move.stop, place.clone())
                 for (owner, move), place in zip(mine, places, strict=True)
                 if owner == number and move.writer == comm.rank
             )
-
-
-def _gather_into(place: Tensor, pieces: Iterable[Tensor]) -> None:
-    at = 0
-    for piece in pieces:
-        place[at : at + len(piece)].copy_(piece)
-        at += len(piece)
 
 
 def rounds(moves: Sequence[Move], world: int, most: int = ROUND) -> Iterator[range]:
@@ -118,13 +104,6 @@ def rounds(moves: Sequence[Move], world: int, most: int = ROUND) -> Iterator[ran
         yield range(first, len(moves))
 
 
-def _totals(moves: Iterable[Move], world: int) -> list[int]:
-    totals = [0] * world
-    for move in moves:
-        totals[move.source] += move.stop - move.start
-    return totals
-
-
 def gathered(comm: Comm, files: Iterable[Segments]) -> Iterator[Chunk]:
     """All bytes of every file, in order, as they arrive on rank 0; none on others. Collectives.
 
@@ -134,7 +113,8 @@ def gathered(comm: Comm, files: Iterable[Segments]) -> Iterator[Chunk]:
         plan = segments.plan
         at = len(plan.header)
         for some in rounds(plan.moves, comm.size):
-            part = segments.with_moves(plan.moves[some.start : some.stop])
+            part = copy.copy(segments)  # which drops the received bytes when they are written
+            part.plan = replace(plan, moves=plan.moves[some.start : some.stop])
             exchange_edges(comm, [part])
             stop = part.plan.moves[-1].stop
             yield from _between(part, at, stop) if comm.rank == 0 else ()

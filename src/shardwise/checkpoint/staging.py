@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.optimizer_state import params_of
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.writer import Chunk
+from shardwise.checkpoint.writer import Chunk, copy_pieces
 from shardwise.errors import CheckpointError
 from shardwise.torch_internals import disable_torch_function, get_version
 
@@ -68,15 +68,12 @@ class Pool:
     def copy(self, chunk: Chunk) -> Copy:
         """A copy of the chunk; waits for a free buffer. Free it once it is written."""
         buffer = self._take()
-        at = 0
         try:
-            for piece in chunk.pieces:
-                buffer[at : at + len(piece)].copy_(piece)
-                at += len(piece)
+            copy_pieces(chunk.pieces, buffer)
         except BaseException:
             self._free.put(buffer)
             raise
-        return Copy(chunk._replace(pieces=(buffer[:at],)), buffer)
+        return Copy(chunk._replace(pieces=(buffer[: chunk.stop - chunk.start],)), buffer)
 
     def free(self, copy: Copy) -> None:
         """The copy is written, or not needed."""

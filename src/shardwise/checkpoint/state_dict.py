@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.collectives import all_gather_object, run_on_rank_0
-from shardwise.checkpoint.load_plan import ModelPlan
+from shardwise.checkpoint.load_plan import ModelPlan, misfit_error
 from shardwise.checkpoint.local_shards import (
     ParamShard,
     ShardedModel,
@@ -197,12 +197,12 @@ def put_model_state(sharded: ShardedModel, states: Mapping[str, Tensor]) -> None
     states = _without_extra_state(states) if comm.rank == 0 else {}
     plan = ModelPlan(sharded, offered(comm, states), {})
     if problems := plan.matched.problems(cast=False):
-        lines = "".join(f"\n  {line}" for line in problems)
-        raise CheckpointError(
-            f"rank 0's state dict does not fit the model, in {len(problems)} points; nothing was "
-            f"changed:{lines}\nPass this model's state dict of kind 'full', on rank 0 at least; "
-            "one of kind 'local' only fits model.load_state_dict(). Convert tensors of another "
-            "dtype first: states[NAME] = states[NAME].to(dtype)."
+        raise misfit_error(
+            "rank 0's state dict does not fit the model",
+            problems,
+            "Pass this model's state dict of kind 'full', on rank 0 at least; one of kind 'local' "
+            "only fits model.load_state_dict(). Convert tensors of another dtype first: "
+            "states[NAME] = states[NAME].to(dtype).",
         )
     receive(comm, states, plan.requests({}))
     plan.apply()
@@ -211,8 +211,8 @@ def put_model_state(sharded: ShardedModel, states: Mapping[str, Tensor]) -> None
 
 
 def _without_extra_state(states: Any) -> Any:
-    """What modules made themselves (``get_extra_state``) is not ours to give to others."""
-    if not isinstance(states, Mapping):  # which all ranks shall hear of
+    """All but what modules return from ``get_extra_state``, which may be any object."""
+    if not isinstance(states, Mapping):  # ``offered`` raises that on all ranks
         return states
     return {n: v for n, v in states.items() if str(n).rpartition(".")[2] != "_extra_state"}
 
@@ -249,8 +249,7 @@ def _index(tensors: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]
 def receive(comm: Comm, tensors: Mapping[str, Tensor], requests: Iterable[ReadRequest]) -> None:
     """Fill every rank's ``requests`` from rank 0's ``tensors``, one tensor at a time. A collective.
 
-    Args:
-        requests: for the same tensors on every rank.
+    All ranks request the same tensors.
     """
     by_name: dict[str, list[ReadRequest]] = {}
     for request in requests:

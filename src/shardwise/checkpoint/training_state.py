@@ -29,7 +29,7 @@ SHORT = 80  # characters of a value in a message
 
 
 class Stateful(Protocol):
-    """A scheduler, a loss scaler, or anything else that tells its state and takes it back."""
+    """A scheduler or a loss scaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -144,12 +144,11 @@ def document(
     optimizers: Sequence[Mapping[str, Any]],
     local: Sequence[Any],
 ) -> bytes:
-    """The file.
+    """The bytes of ``training.json``.
 
     Args:
         values: of this rank; only ``local`` may differ by rank.
-        optimizers: see ``optimizer_shards``.
-        local: each rank's ``values["local"]`` as JSON, by rank.
+        local: each rank's ``values["local"]``, by rank.
     """
     fields = {"version": VERSION, "step": step, "world": len(local), **values}
     fields |= {"optimizers": list(optimizers), "local": list(local)}

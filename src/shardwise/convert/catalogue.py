@@ -20,7 +20,7 @@ from shardwise.checkpoint.folder import is_leftover, resolve, step_of
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.plan import cut_at_blocks
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
-from shardwise.checkpoint.run_folder import check_complete, read_manifest
+from shardwise.checkpoint.run_folder import check_complete, manifest_lost, read_manifest
 from shardwise.checkpoint.safetensors_format import DTYPES
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
@@ -159,14 +159,10 @@ def _manifest(folder: Path) -> Manifest | None:
 
 
 def check_foreign(folder: Path) -> None:
-    """Raises ``CheckpointError`` where a folder without a manifest should have one."""
+    """Raises ``DamagedCheckpoint`` where a folder without a manifest should have one."""
     is_ours = step_of(folder.name) is not None or is_leftover(folder.name)
     if is_ours or (folder / TRAINING).exists():
-        raise CheckpointError(
-            f"{folder} has no {NAME}, and shardwise began it, so it was not written to its end or "
-            "was damaged since. Name another checkpoint; or, for its weights as they are, one of "
-            "its safetensors files."
-        )
+        raise manifest_lost(folder)
 
 
 def _files(folder: Path, manifest: Manifest | None) -> tuple[tuple[OneFile, ...], tuple[str, ...]]:

@@ -116,9 +116,7 @@ def _states(
         whole = source.manifest is not None and source.has(training_state.NAME)
     stored = stored_tensors(source, whole)
     weights = stored[MODEL]
-    for alias, name in ({} if source.manifest is None else source.manifest.aliases).items():
-        if name in weights:
-            weights[alias] = weights[name]
+    weights |= {alias: weights[name] for alias, name in source.aliases.items()}
     states: dict[str, Any] = {"model": {name: _meta(place) for name, place in weights.items()}}
     places = {f"model.{name}": place for name, place in weights.items()}
     if not whole:

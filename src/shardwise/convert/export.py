@@ -40,6 +40,7 @@ from shardwise.convert.writer import (
     write_folder,
 )
 from shardwise.errors import CheckpointError
+from shardwise.precision import dtype_name
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What is cast. Eight-bit floats stay: without their scales they mean nothing."""
@@ -131,8 +132,7 @@ def export_torch_file(
             states = {
                 name: mapped(written, place) for name, place in written.tensors(MODEL).items()
             }
-            aliases = {} if written.manifest is None else written.manifest.aliases
-            states |= {alias: states[name] for alias, name in aliases.items() if name in states}
+            states |= {alias: states[name] for alias, name in written.aliases.items()}
             _, nbytes = write_one_file(folder / "unfinished.pt", states)
         named.check()  # it may have come while this was written
         with explained(f"writing {named.path}"):
@@ -144,7 +144,7 @@ def export_torch_file(
 def stored_tensors(source: CheckpointReader, whole: bool) -> dict[str, dict[str, TensorLocation]]:
     """Where each tensor is, by kind and name: weights, and with ``whole`` all other state."""
     folder, kinds = source.folder, [MODEL]
-    if source.manifest is None and type(source) is CheckpointReader:
+    if source.manifest is None and not source.only:
         check_foreign(folder)
     if whole:
         if source.manifest is None or not source.has(TRAINING):
@@ -181,7 +181,7 @@ def _plans(
     """The new files of each kind; weights are cast, and no other state."""
     target = None if options.dtype is None else code_of(options.dtype, "--dtype")
     if target not in (None, *FLOATS):
-        known = ", ".join(str(DTYPES[code]).removeprefix("torch.") for code in FLOATS)
+        known = ", ".join(dtype_name(DTYPES[code]) for code in FLOATS)
         raise CheckpointError(f"weights cannot be cast to {options.dtype}; choose one of {known}.")
     plans = {}
     for kind, by_name in places.items():
@@ -285,7 +285,7 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
 
     def changed(key: str, value: Any) -> Any:
         if key in ("dtype", "torch_dtype") and isinstance(value, str):
-            return str(dtype).removeprefix("torch.")
+            return dtype_name(dtype)
         is_config = key.endswith("_config") and key != "quantization_config"
         if not is_config or not isinstance(value, dict):
             return value

@@ -87,8 +87,7 @@ def write_folder(
             part = _write(partial.path, files, chunks, progress)
         publish_files(partial, files, [part], small, {**facts, "token": new_token()})
     except BaseException:
-        if partial.path.exists():
-            partial.abandon()
+        partial.abandon()
         raise
     nbytes, tensors = sum(file.size for file in files), sum(len(file.tensors) for file in files)
     return Converted(final, tensors, nbytes, tuple(file.name for file in files), small=tuple(small))
