@@ -24,7 +24,7 @@ from shardwise.checkpoint.options import Loaded, LoadOptions
 from shardwise.checkpoint.read_requests import ReadRequest, request_for
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation, find_stored
 from shardwise.checkpoint.safetensors_format import DTYPES, PACKED, Stored, code_of
-from shardwise.checkpoint.save_plan import BUFFER, MODEL, OPTIMIZER, RANKS, RNG
+from shardwise.checkpoint.save_plan import BUFFER, OPTIMIZER, RANKS, RNG
 from shardwise.checkpoint.training_state import Document, Stateful, Training
 from shardwise.errors import CheckpointError, nearest
 
@@ -214,13 +214,7 @@ class OpenCheckpoint:
 def open_checkpoint(path: str | Path, options: LoadOptions, stack: ExitStack) -> OpenCheckpoint:
     """Open the checkpoint that ``path`` means; ``stack`` closes it."""
     source = stack.enter_context(CheckpointReader.open(path))
-    weights = source.tensors(MODEL)
-    if not weights:
-        raise CheckpointError(
-            f"{source.folder} holds no model.safetensors and no index of several. Name a folder "
-            "that shardwise or a Hugging Face library wrote; pickled files (.bin, .pt) are not "
-            "read, since a pickle can run anybody's code."
-        )
+    weights = source.weights()
     document, states, own = None, {}, {}
     if source.manifest is not None and source.has(training_state.NAME):
         document = Document.decode(

@@ -20,7 +20,7 @@ from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.run_folder import check_complete
 from shardwise.checkpoint.safetensors_format import CAP, Stored, decode, inside, is_plain, length_of
-from shardwise.errors import DamagedCheckpoint
+from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 
 class TensorLocation(NamedTuple):
@@ -130,6 +130,18 @@ class CheckpointReader:
         if stem == "model":
             self._check_ties(locations)
         return locations
+
+    def weights(self) -> dict[str, TensorLocation]:
+        """Parameters and buffers by name. Raises ``CheckpointError`` if there are none."""
+        if locations := self.tensors("model"):
+            return locations
+        files = f"; it has {', '.join(self.listed()[:8])}" if self.listed() else ""
+        raise CheckpointError(
+            f"{self.folder} holds no model.safetensors and no index of several, so it holds no "
+            f"weights{files}. Name a folder that shardwise or a Hugging Face library wrote. Files "
+            "of pickles (.bin, .pt) are not read, since a pickle can run anybody's code; "
+            "`shardwise export FILE` converts one."
+        )
 
     def _check_ties(self, locations: Mapping[str, TensorLocation]) -> None:
         for alias, name in self.aliases.items():

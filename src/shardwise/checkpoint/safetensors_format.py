@@ -53,11 +53,11 @@ BITS |= {"F6_E2M3": 6, "F6_E3M2": 6}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-def dtype_of(code: str) -> torch.dtype:
+def dtype_of(code: str, name: str = "a tensor") -> torch.dtype:
     """``"BF16" → torch.bfloat16``. Raises ``CheckpointError`` where torch has none."""
     if code not in DTYPES:
         raise CheckpointError(
-            f"a tensor is stored as {code}, and torch has no such dtype, so it cannot be read. "
+            f"{name} is stored as {code}, and torch has no such dtype, so it cannot be read. "
             "Convert it with the tool that wrote it."
         )
     return DTYPES[code]

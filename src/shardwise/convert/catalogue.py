@@ -1,6 +1,6 @@
-"""All that a checkpoint says of itself: files, tensors, training state, and what is wrong.
+"""All that a checkpoint holds: files, tensors, training state, and what is wrong with it.
 
-Loading stops at the first thing that is not as it should be; here every part is read for itself.
+Loading stops at the first error; here every part is read for itself.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import numpy as np
 import torch
 
 from shardwise.checkpoint.disk import check_is_folder, explained
 from shardwise.checkpoint.folder import is_leftover, resolve, step_of
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.plan import cut_at_blocks
+from shardwise.checkpoint.read_requests import read_into, request_for
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.run_folder import check_complete, manifest_lost, read_manifest
-from shardwise.checkpoint.safetensors_format import DTYPES
+from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -39,7 +39,7 @@ class OneFile:
     """A file of a checkpoint.
 
     Attributes:
-        size: bytes on the disk; ``None`` if it is not there.
+        size: bytes on the disk; ``None`` if it is missing.
         expected, digest, blocks: bytes, digest and number of checksums that the manifest says.
     """
 
@@ -61,7 +61,7 @@ Listing = dict[str, TensorLocation]
 
 @dataclass(frozen=True)
 class Damage:
-    """A file with bytes other than were written, cut off, or not readable.
+    """A file whose bytes are not those that were written, or that cannot be read.
 
     Attributes:
         tensors: whose bytes they are, as far as the file's header says.
@@ -112,16 +112,15 @@ class Catalogue:
     @classmethod
     def _of_folder(cls, folder: Path) -> Self:
         problems: list[str] = []
-        manifest = _tried(problems, lambda: _manifest(folder))
-        if manifest is not None:
-            _tried(problems, lambda: check_complete(folder))
+        manifest = _tried(problems, lambda: read_manifest(folder))
+        if not problems:
+            _tried(problems, lambda: (check_complete if manifest else check_foreign)(folder))
         files, strangers = _files(folder, manifest)
         names = [file.name for file in files if file.size is not None]
         with CheckpointReader(folder, None if problems else manifest) as source:
             groups: dict[str, Listing] = {}
-            for name in names:
-                if stem := stem_of(name):
-                    groups.setdefault(stem, {}).update(_tensors(source, name, problems))
+            for name in filter(stem_of, names):
+                groups.setdefault(stem_of(name), {}).update(_tensors(source, name, problems))
             state = _tried(problems, lambda: source.json(TRAINING)) if TRAINING in names else None
             training = state if isinstance(state, dict) else None
             scalars = {stem: _scalars(source, some, problems) for stem, some in groups.items()}
@@ -150,14 +149,6 @@ def _no_tensors(path: Path) -> str:
     return f"{what}, so there is nothing to load."
 
 
-def _manifest(folder: Path) -> Manifest | None:
-    """It, or ``None`` for a folder that need not have one."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        check_foreign(folder)
-    return manifest
-
-
 def check_foreign(folder: Path) -> None:
     """Raises ``DamagedCheckpoint`` where a folder without a manifest should have one."""
     is_ours = step_of(folder.name) is not None or is_leftover(folder.name)
@@ -166,7 +157,7 @@ def check_foreign(folder: Path) -> None:
 
 
 def _files(folder: Path, manifest: Manifest | None) -> tuple[tuple[OneFile, ...], tuple[str, ...]]:
-    """What belongs to the checkpoint, and the names of what does not."""
+    """The files of the checkpoint, and the names of others in its folder."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     if manifest is None:
         return tuple(OneFile(name, size) for name, size in sizes.items()), ()
@@ -178,7 +169,7 @@ def _files(folder: Path, manifest: Manifest | None) -> tuple[tuple[OneFile, ...]
 
 
 def _tensors(source: CheckpointReader, name: str, problems: list[str]) -> Listing:
-    """Those of one file; by an unchecked header where the checked one is damaged."""
+    """The tensors of one file, from an unchecked header where the checked one is damaged."""
     header = _tried(problems, lambda: source.header(name))
     if header is None and source.manifest is not None:
         with CheckpointReader(source.folder, None) as unchecked:
@@ -189,15 +180,15 @@ def _tensors(source: CheckpointReader, name: str, problems: list[str]) -> Listin
 def _scalars(source: CheckpointReader, listing: Listing, problems: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     broken: set[str] = set()  # a damaged block would be read again for each number in it
-    for name, (file, stored) in listing.items():
-        if stored.shape == () and file not in broken:
-            data = np.empty(stored.stop - stored.start, np.uint8)
+    for name, place in listing.items():
+        if place.stored.shape == () and place.file not in broken:
+            value = torch.empty((), dtype=dtype_of(place.stored.dtype))
             try:
-                source.read_into(file, stored.start, data)
-                values[name] = torch.from_numpy(data).view(DTYPES[stored.dtype]).item()
+                read_into(source, [request_for(place, 0, value)])
+                values[name] = value.item()
             except CheckpointError as error:
                 problems.append(str(error))
-                broken.add(file)
+                broken.add(place.file)
     return values
 
 
@@ -208,7 +199,7 @@ def stem_of(name: str) -> str:
 
 
 def _tried(problems: list[str], read: Callable[[], T]) -> T | None:
-    """What ``read`` returns; or ``None``, and its error is one of ``problems``."""
+    """What ``read`` returns; or ``None``, and its error is added to ``problems``."""
     try:
         return read()
     except CheckpointError as error:
@@ -235,7 +226,7 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
                     source.check(file.name, start, stop)
                 except DamagedCheckpoint:
                     damaged.append((start, stop))
-                except CheckpointError as error:  # what it says of one block, it says of the rest
+                except CheckpointError as error:  # the rest cannot be read either
                     damaged.append((start, file.expected))
                     unreadable = str(error)
                     yield file.expected - start, None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ def export_dcp(
         with_optimizer: optimizer state and step, too; ``None``: if there are any.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or has no optimizer state to go with it; the
-            disk is full; or the destination is there. Nothing is left behind.
+        CheckpointError: the checkpoint is damaged or lacks optimizer state; the disk is full; or
+            the destination exists. Nothing is left behind.
     """
     named = Destination(Path(destination).expanduser().absolute(), "dcp")
     final = named.path
@@ -62,7 +62,7 @@ def export_dcp(
             _write(states, unfinished, _LatePlanner(lambda name: _read(source, places[name])))
             nbytes = sum(path.stat().st_size for path in unfinished.iterdir())
             sync_folder(unfinished)
-            named.check()  # it may have come while this was written
+            named.check()  # another process may have made it in the meantime
             unfinished.rename(final)
             sync_folder(final.parent)
     return Converted(final, len(places), nbytes)
@@ -103,7 +103,7 @@ class _LatePlanner(DefaultSavePlanner):
 
 
 def _read(source: CheckpointReader, place: TensorLocation) -> Tensor:
-    """Checked, and then mapped: torch's writer keeps all it wrote, and must not keep memory."""
+    """Check a tensor and map it, since torch's writer keeps every tensor until its end."""
     source.check(place.file, place.stored.start, place.stored.stop)
     return mapped(source, place)
 
@@ -127,26 +127,25 @@ def _states(
     if document.step is not None:
         states["step"] = document.step
     if document.optimizers:
-        states["optimizer"] = _optimizer(document, stored.get(OPTIMIZER, {}))
+        by_param: dict[str, dict[str, Any]] = {}
         for full, place in stored.get(OPTIMIZER, {}).items():
             key, _, name = full.partition("/")
+            by_param.setdefault(name, {})[key] = _meta(place)
             places[f"optimizer.state.{name}.{key}"] = place
+        states["optimizer"] = {"state": by_param, "param_groups": _groups(document, by_param)}
     return states, places
 
 
-def _optimizer(document: Document, tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
-    by_param: dict[str, dict[str, Any]] = {}
-    for full, place in tensors.items():
-        key, _, name = full.partition("/")
-        by_param.setdefault(name, {})[key] = _meta(place)
-    groups = []
+def _groups(document: Document, state: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of all optimizers; ``state`` gets the values that are no tensors."""
     for record in document.optimizers:
         for name, values in record["values"].items():
-            by_param.setdefault(name, {}).update(json_codec.decode(values))
-        for group in record["groups"]:
-            options = json_codec.decode(group["options"])
-            groups.append({**AS_TORCH_BUILDS, **options, "params": list(group["params"])})
-    return {"state": by_param, "param_groups": groups}
+            state.setdefault(name, {}).update(json_codec.decode(values))
+    groups = (group for record in document.optimizers for group in record["groups"])
+    return [
+        {**AS_TORCH_BUILDS, **json_codec.decode(group["options"]), "params": [*group["params"]]}
+        for group in groups
+    ]
 
 
 def _meta(place: TensorLocation) -> Tensor:

@@ -1,7 +1,4 @@
-"""A checkpoint of torch as one of ours: read tensor by tensor, written with checksums, renamed.
-
-What is made is an ordinary folder: any number of ranks loads it, and ``transformers`` does.
-"""
+"""A checkpoint of torch is read tensor by tensor and written as one of ours."""
 
 from __future__ import annotations
 
@@ -16,13 +13,7 @@ from shardwise.checkpoint.plan import FilePlan, cut_at_blocks, plan_files
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
 from shardwise.checkpoint.writer import Chunk
 from shardwise.convert.export import CONFIG
-from shardwise.convert.normalize import (
-    NormalizedState,
-    class_of,
-    name_numbered,
-    normalize,
-    records,
-)
+from shardwise.convert.normalize import NormalizedState, class_of, name_numbered, normalize, records
 from shardwise.convert.torch_reader import TorchTensor, read_torch
 from shardwise.convert.writer import Converted, entry_of, write_folder
 
@@ -43,11 +34,11 @@ def import_checkpoint(
         source: a DCP folder, or a ``.pt`` file with a whole state dict; or several of them, where
             model and optimizer lie apart.
         destination: the new checkpoint's folder.
-        trust: what the restricted readers refuse is unpickled, and may run any code.
+        trust: unpickle what the restricted readers refuse, which can run any code.
         optimizer: its class, where the source does not name it: ``"AdamW"``.
 
     Raises:
-        CheckpointError: trust is needed; or the source is broken, or not understood. Nothing is
+        CheckpointError: trust is needed; or the source is broken, or in no known form. Nothing is
             left behind.
     """
     given = [source] if isinstance(source, (str, Path)) else list(source)
@@ -59,7 +50,10 @@ def import_checkpoint(
     if normalized.groups or normalized.state:
         small[training_state.NAME] = _training(normalized, optimizer)
         tensors[OPTIMIZER] = _optimizer_tensors(normalized)
-    plans = {stem: _planned(stem, by_name) for stem, by_name in tensors.items()}
+    plans = {}
+    for stem, by_name in tensors.items():
+        entries = [entry_of(name, tensor.dtype, tensor.shape) for name, tensor in by_name.items()]
+        plans[stem] = plan_files(stem, entries, LARGEST_FILE)
     facts = {"step": normalized.step, "world": 1, "strategy": "imported", "kind": "full"}
 
     def chunks_of(stem: str, plan: FilePlan) -> Iterator[Chunk]:
@@ -88,22 +82,15 @@ def _training(normalized: NormalizedState, optimizer: str | None) -> bytes:
 
 
 def _config(paths: Sequence[Path]) -> dict[str, bytes]:
-    """The folder's ``config.json``. What lies beside a lone file need not be of it."""
+    """The folder's ``config.json``, unchecked. One beside a lone file may be of another model."""
     configs = [folder / CONFIG for folder in paths if folder.is_dir()]
-    # A link could lead to anything that the user can read.
+    # A link could lead to any file that the user can read.
     own = [path for path in configs if path.is_file() and not path.is_symlink()]
     return {CONFIG: own[0].read_bytes()} if own else {}
 
 
-def _planned(stem: str, tensors: Mapping[str, TorchTensor]) -> tuple[FilePlan, ...]:
-    entries = [entry_of(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-    return plan_files(stem, entries, LARGEST_FILE)
-
-
 def _chunks(tensors: Mapping[str, TorchTensor], plan: FilePlan) -> Iterator[Chunk]:
-    """A file's bytes, in order, tensor by tensor."""
     for name, stored in plan.tensors.items():
-        data = tensors[name].read() if stored.start < stored.stop else None
+        data = tensors[name].read()
         for start, stop in cut_at_blocks(stored.start, stored.stop):
-            assert data is not None
             yield Chunk(plan.name, start, stop, (data[start - stored.start : stop - stored.start],))

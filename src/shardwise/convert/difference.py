@@ -21,17 +21,15 @@ from shardwise.convert.catalogue import Catalogue
 from shardwise.errors import CheckpointError
 
 PIECE = 1 << 18
-"""Elements that are compared at once: 6 MB with what is computed from them."""
+"""Elements that are compared at once: 6 MB with all copies."""
 ABSENT = object()
 """Stands for a value that one side does not have."""
 _TRAINING = (OPTIMIZER, RANKS)
-_HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # what a float of 4 bits (E2M1) can be
+_HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # values of a float of 4 bits (E2M1)
 _FOUR_BITS = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.float64)
 
 TensorKey = tuple[str, str]
 """Kind (``"model"``, ``"optimizer"`` …) and name of a tensor."""
-
-
 _Stored = tuple[CheckpointReader, TensorLocation]
 
 
@@ -68,7 +66,7 @@ class Difference:
 
     Attributes:
         only: for each side, the tensors that the other has not: by kind, names.
-        tensors, equal: those that both have and that are not equal; how many are.
+        tensors, equal: those that both have and that differ; how many do not.
         training: values of the training state.
         only_tensors: training state was not compared.
     """
@@ -85,34 +83,26 @@ class Difference:
         return not (any(self.only) or self.tensors or self.training)
 
 
-class _Side:
-    """One of the two."""
-
-    def __init__(self, catalogue: Catalogue, weights_only: bool) -> None:
-        if catalogue.problems:
-            raise CheckpointError(catalogue.problems[0])
-        groups = {kind: listing for kind, listing in catalogue.groups.items() if listing}
-        if weights_only:
-            kinds = [MODEL] if MODEL in groups else [k for k in groups if k not in _TRAINING]
-            groups = {kind: groups[kind] for kind in kinds}
-        self.tensors = {(k, name): place for k in groups for name, place in groups[k].items()}
-        if not self.tensors:
-            raise CheckpointError(
-                f"{catalogue.path} holds no tensors that could be compared. Name a folder or a "
-                "file that holds some; `shardwise export` converts those of torch."
-            )
-        is_whole = not weights_only and catalogue.manifest is not None
-        self.training = catalogue.training if is_whole and catalogue.training else ABSENT
+def _tensors(catalogue: Catalogue, weights_only: bool) -> dict[TensorKey, TensorLocation]:
+    if catalogue.problems:
+        raise CheckpointError(catalogue.problems[0])
+    groups = {kind: listing for kind, listing in catalogue.groups.items() if listing}
+    if weights_only:
+        kinds = [MODEL] if MODEL in groups else [k for k in groups if k not in _TRAINING]
+        groups = {kind: groups[kind] for kind in kinds}
+    if not groups:
+        raise CheckpointError(
+            f"{catalogue.path} holds no tensors that could be compared. Name a folder or a file "
+            "that holds some; `shardwise export` converts those of torch."
+        )
+    return {(kind, name): place for kind in groups for name, place in groups[kind].items()}
 
 
 def compare(one: Catalogue, other: Catalogue, weights_only: bool = False) -> Difference:
-    """Find all differences.
-
-    Args:
-        weights_only: nothing but parameters and buffers.
-    """
-    a, b = _Side(one, weights_only), _Side(other, weights_only)
-    x, y = a.tensors, b.tensors
+    """Find all differences; with ``weights_only``, of parameters and buffers alone."""
+    x, y = _tensors(one, weights_only), _tensors(other, weights_only)
+    only_tensors = weights_only or one.manifest is None or other.manifest is None
+    training = [ABSENT if only_tensors else (c.training or ABSENT) for c in (one, other)]
     both = [key for key in x if key in y]
     with CheckpointReader.open(one.path) as first, CheckpointReader.open(other.path) as second:
         compared = (_unequal(key, (first, x[key]), (second, y[key])) for key in both)
@@ -121,13 +111,13 @@ def compare(one: Catalogue, other: Catalogue, weights_only: bool = False) -> Dif
         (_only(x, y), _only(y, x)),
         unequal,
         len(both) - len(unequal),
-        tuple(changes_between(a.training, b.training)),
-        weights_only or one.manifest is None or other.manifest is None,
+        tuple(changes_between(*training)),
+        only_tensors,
     )
 
 
 def _only(tensors: Iterable[TensorKey], others: Container[TensorKey]) -> dict[str, list[str]]:
-    """Names, by kind, of tensors that the others are without."""
+    """Names, by kind, of tensors that the others lack."""
     names: dict[str, list[str]] = {}
     for kind, name in (key for key in tensors if key not in others):
         names.setdefault(kind, []).append(name)

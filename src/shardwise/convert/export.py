@@ -29,13 +29,14 @@ from shardwise.checkpoint.safetensors_format import DTYPES, code_of, dtype_of, i
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.checkpoint.writer import Chunk
-from shardwise.convert.catalogue import OF_TORCH, SUFFIX, check_foreign, stem_of
+from shardwise.convert.catalogue import SUFFIX, check_foreign, stem_of
 from shardwise.convert.writer import (
     Converted,
     Destination,
     Progress,
     check_room_beside,
     entry_of,
+    no_progress,
     workplace,
     write_folder,
 )
@@ -53,7 +54,7 @@ class ExportOptions:
     Attributes:
         dtype: of floating-point weights; ``None``: as they are.
         max_file_size: bytes of tensors in a file at most, unless one tensor has more.
-        with_optimizer: all that a run needs to go on, too, and not weights alone.
+        with_optimizer: optimizer and training state are written, too.
         overwrite: a checkpoint or an earlier export of that name may be replaced.
     """
 
@@ -63,41 +64,35 @@ class ExportOptions:
     overwrite: bool = False
 
 
+AS_STORED = ExportOptions()
+
+
 def export(
     source: CheckpointReader,
     destination: str | Path,
-    options: ExportOptions | None = None,
-    progress: Progress | None = None,
+    options: ExportOptions = AS_STORED,
+    progress: Progress = no_progress,
 ) -> Converted:
     """Write ``source`` again, as a folder that ``transformers`` and shardwise load.
 
     Beyond Python and torch it holds a few blocks of 4 MiB, whatever the size of the model.
-
-    Args:
-        source: open; closed by the caller.
-        destination: a folder that does not exist yet.
-        progress: called with the bytes that were written since the last call, and all of them.
     """
-    chosen = options or ExportOptions()
-    whole = chosen.with_optimizer
-    named = Destination(Path(destination).absolute(), "hf", whole, chosen.overwrite)
+    whole = options.with_optimizer
+    named = Destination(Path(destination).absolute(), "hf", whole, options.overwrite)
     named.check(None if source.manifest is None else source.folder)
     places = stored_tensors(source, whole)
-    plans = _plans(places, chosen)
+    plans = _plans(places, options)
     small, left_out = companions(source, whole)
-    if chosen.dtype is not None and CONFIG in small:
-        small[CONFIG] = with_dtype(small[CONFIG], chosen.dtype)
+    if options.dtype is not None and CONFIG in small:
+        small[CONFIG] = with_dtype(small[CONFIG], options.dtype)
     facts = {"step": None, "aliases": {}, **dict(source.manifest or {})}
     if not whole or source.manifest is None:
         facts |= {"world": 1, "strategy": "export", "kind": "full"}
-    made = write_folder(
-        named.path,
-        plans,
-        lambda stem, plan: _chunks(source, places[stem], plan),
-        small,
-        facts,
-        progress,
-    )
+
+    def chunks_of(stem: str, plan: FilePlan) -> Iterator[Chunk]:
+        return _chunks(source, places[stem], plan)
+
+    made = write_folder(named.path, plans, chunks_of, small, facts, progress)
     dtypes = {name: stored.dtype for plan in plans[MODEL] for name, stored in plan.tensors.items()}
     cast = [name for name in dtypes if dtypes[name] != places[MODEL][name].stored.dtype]
     return replace(made, cast=tuple(cast), left_out=left_out)
@@ -106,35 +101,33 @@ def export(
 def export_torch_file(
     source: CheckpointReader,
     destination: Path,
-    options: ExportOptions | None = None,
-    progress: Progress | None = None,
+    options: ExportOptions = AS_STORED,
+    progress: Progress = no_progress,
 ) -> Converted:
     """Write parameters and buffers as a state dict that ``torch.load(weights_only=True)`` takes.
 
-    Tied weights are there under each of their names, and share memory when loaded, where a
-    manifest tells the names; a Hugging Face folder has none, and stores one of them alone. While
-    it is written, the disk holds the weights twice.
+    Tied weights are stored under each of their names if a manifest tells these, and share memory
+    when loaded. While the file is written, the disk holds the weights twice.
     """
-    chosen = options or ExportOptions()
-    named = Destination(destination.absolute(), "pt", overwrite=chosen.overwrite)
-    if chosen.with_optimizer:
+    named = Destination(destination.absolute(), "pt", overwrite=options.overwrite)
+    if options.with_optimizer:
         raise CheckpointError(
             "a single file holds weights alone. Leave --with-optimizer out, or choose another "
             "--format."
         )
     named.check()
-    plans = _plans(stored_tensors(source, False), chosen)
+    plans = _plans(stored_tensors(source, False), options)
     check_room_beside(named.path, 2 * sum(plan.size for plan in plans[MODEL]))
     with workplace(named.path) as folder:
-        options = replace(chosen, max_file_size=1 << 62, overwrite=False)
-        made = export(source, folder / "weights", options, progress)
+        in_one_file = replace(options, max_file_size=1 << 62, overwrite=False)
+        made = export(source, folder / "weights", in_one_file, progress)
         with CheckpointReader.open(folder / "weights") as written:
             states = {
                 name: mapped(written, place) for name, place in written.tensors(MODEL).items()
             }
             states |= {alias: states[name] for alias, name in written.aliases.items()}
             _, nbytes = write_one_file(folder / "unfinished.pt", states)
-        named.check()  # it may have come while this was written
+        named.check()  # another process may have made it in the meantime
         with explained(f"writing {named.path}"):
             (folder / "unfinished.pt").replace(named.path)
             sync_folder(named.path.parent)
@@ -143,24 +136,17 @@ def export_torch_file(
 
 def stored_tensors(source: CheckpointReader, whole: bool) -> dict[str, dict[str, TensorLocation]]:
     """Where each tensor is, by kind and name: weights, and with ``whole`` all other state."""
-    folder, kinds = source.folder, [MODEL]
     if source.manifest is None and not source.only:
-        check_foreign(folder)
+        check_foreign(source.folder)
+    places = {MODEL: source.weights()}
     if whole:
         if source.manifest is None or not source.has(TRAINING):
             raise CheckpointError(
-                f"{folder} holds no optimizer and training state; it has weights alone. Export it "
-                "without --with-optimizer."
+                f"{source.folder} holds no optimizer and training state; it has weights alone. "
+                "Export it without --with-optimizer."
             )
-        kinds += filter(None, map(stem_of, source.manifest.files))
-    places = {kind: source.tensors(kind) for kind in dict.fromkeys(kinds)}
-    if not places[MODEL]:
-        of_torch = [folder / name for name in source.listed() if name.endswith(OF_TORCH)]
-        advice = "Name a checkpoint, or a folder of safetensors files."
-        raise CheckpointError(
-            f"{folder} holds no model.safetensors and no index of several, so there are no weights "
-            f"to export. {f'Name that file: {of_torch[0]}.' if of_torch else advice}"
-        )
+        kinds = {stem_of(name) for name in source.manifest.files} - {"", MODEL}
+        places |= {kind: source.tensors(kind) for kind in sorted(kinds)}
     return places
 
 
@@ -170,7 +156,7 @@ def mapped(source: CheckpointReader, place: TensorLocation) -> Tensor:
     if stored.start == stored.stop:
         return torch.empty(stored.shape, dtype=dtype)
     path, length = source.folder / place.file, (stored.stop - stored.start,)
-    # Copy on write, and nobody writes: a tensor over read-only memory is a warning.
+    # Mode "c" is copy on write: torch warns of memory that is read-only.
     data = np.memmap(path, np.uint8, "c", stored.start, length)
     return torch.from_numpy(data).view(dtype).reshape(stored.shape)
 
@@ -178,7 +164,7 @@ def mapped(source: CheckpointReader, place: TensorLocation) -> Tensor:
 def _plans(
     places: Mapping[str, Mapping[str, TensorLocation]], options: ExportOptions
 ) -> dict[str, tuple[FilePlan, ...]]:
-    """The new files of each kind; weights are cast, and no other state."""
+    """The new files of each kind; only weights are cast."""
     target = None if options.dtype is None else code_of(options.dtype, "--dtype")
     if target not in (None, *FLOATS):
         known = ", ".join(dtype_name(DTYPES[code]) for code in FLOATS)
@@ -187,12 +173,8 @@ def _plans(
     for kind, by_name in places.items():
         entries = []
         for name, (_, stored) in by_name.items():
-            if stored.dtype not in DTYPES:
-                raise CheckpointError(
-                    f"tensor {name!r} is stored as {stored.dtype}, and torch has no such dtype, so "
-                    "it cannot be exported. Convert it with the tool that wrote it."
-                )
-            is_cast = target is not None and kind == MODEL and stored.dtype in FLOATS
+            dtype_of(stored.dtype, f"tensor {name!r}")  # raises for what torch has no dtype for
+            is_cast = kind == MODEL and stored.dtype in FLOATS
             dtype = target if target is not None and is_cast else stored.dtype
             entries.append(entry_of(name, dtype, stored.shape))
         plans[kind] = plan_files(kind, entries, options.max_file_size)
@@ -245,8 +227,7 @@ LARGEST = 100_000_000  # bytes of a small file, which is in memory as a whole
 def companions(source: CheckpointReader, whole: bool) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Bytes of configuration and tokenizer by name, and the names of what is left out.
 
-    Args:
-        whole: training state, too.
+    With ``whole`` the former include training state.
     """
     names = [n for n in source.listed() if not n.endswith((SUFFIX, INDEX)) and source.has(n)]
     of_ours = {MANIFEST, LOCK} if whole else {MANIFEST, LOCK, TRAINING}
@@ -261,7 +242,7 @@ def companions(source: CheckpointReader, whole: bool) -> tuple[dict[str, bytes],
 
 
 def _is_small(folder: Path, name: str) -> bool:
-    """Is there such a file that is configuration or a tokenizer?"""
+    """Is it a file of configuration or a tokenizer, and not too large?"""
     if not name.endswith(SMALL) or name.endswith(".index.json"):
         return False
     path = inside(folder, name)
@@ -271,9 +252,9 @@ def _is_small(folder: Path, name: str) -> bool:
 
 
 def _run_folders(source: CheckpointReader) -> list[Path]:
-    """Where a run keeps what all its checkpoints share; where one file's folder keeps the rest."""
-    if not source.listed() and source.names(MODEL) == [f"{MODEL}{SUFFIX}"]:
-        return [source.folder]  # one file alone, by the name that only such a folder's file has
+    """Folders that may hold the configuration and tokenizer of the weights."""
+    if source.only == f"{MODEL}{SUFFIX}":  # whose folder surely is a folder of weights
+        return [source.folder]
     if source.manifest is None or step_of(source.folder.name) is None:
         return []
     parent = source.folder.parent
@@ -281,7 +262,7 @@ def _run_folders(source: CheckpointReader) -> list[Path]:
 
 
 def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """``config.json`` that says the new dtype, since ``transformers`` loads as it says."""
+    """``config.json`` with the new dtype, in which ``transformers`` loads the weights."""
 
     def changed(key: str, value: Any) -> Any:
         if key in ("dtype", "torch_dtype") and isinstance(value, str):
@@ -295,7 +276,7 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
         fields = json.loads(config)
     except (ValueError, RecursionError):
         raise CheckpointError(
-            "config.json is not JSON, so it cannot be told the new dtype. Mend it, or export "
+            "config.json is not JSON, so the new dtype cannot be written to it. Mend it, or export "
             "without --dtype."
         ) from None
     return json.dumps(changed("_config", fields), indent=2, ensure_ascii=False).encode() + b"\n"

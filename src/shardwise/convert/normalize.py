@@ -1,4 +1,4 @@
-"""What is what in checkpoints of torch: weights, optimizer state by name, and the rest. Pure.
+"""Weights, optimizer state by name, and step in the forms that checkpoints of torch have. Pure.
 
 {"model": {NAME: …}, "optimizer": {"state": {NAME: {KEY: …}}, "param_groups": [{…}]}, "step": 3}
 {NAME: …}                                       weights alone
@@ -44,8 +44,8 @@ class NormalizedState:
     Attributes:
         weights: name → tensor, in the order of the source.
         state: parameter (name, or number) → key → tensor, or another value as JSON.
-        step: optimizer steps taken, if it says so.
-        left_out: names of what has no place in a checkpoint of ours.
+        step: optimizer steps taken, if known.
+        left_out: names of what a checkpoint of ours cannot hold.
     """
 
     weights: dict[str, TorchTensor] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def _add_source(result: NormalizedState, tree: Tree) -> None:
 
 
 def _taken(tree: Tree, keys: Sequence[str], prefix: str = "") -> dict[str, Tree]:
-    """Remove the dicts under one of these keys, at any depth; they, by their dotted names."""
+    """Remove the dicts under one of these keys, at any depth; return them by dotted names."""
     taken: dict[str, Tree] = {}
     for key in [key for key, value in tree.items() if isinstance(value, dict)]:
         name = f"{prefix}{key}"
@@ -162,7 +162,7 @@ def _encoded(
 
 
 def _remove_wrappers(result: NormalizedState) -> None:
-    """Names as the model itself has them, without those of wrappers."""
+    """Rename all to the names that the model itself has."""
     in_module = all(name.startswith("module.") for name in result.weights)
 
     def bare(name: Any) -> Any:
@@ -193,11 +193,7 @@ def _renamed(given: dict[Any, Any], rename: Callable[[Any], Any]) -> dict[Any, A
 
 
 def name_numbered(state: NormalizedState) -> None:
-    """Give numbered parameters their names, and check that all state fits the weights.
-
-    Raises:
-        CheckpointError: it is not sure which is which, or a weight of that shape is missing.
-    """
+    """Give numbered parameters their names, and check that all state fits the weights."""
     params = [param for group in state.groups for param in group.params]
     if not all(isinstance(param, str) for param in params):
         names = _names_of_numbers(state)
@@ -226,7 +222,7 @@ def name_numbered(state: NormalizedState) -> None:
 
 
 def _names_of_numbers(state: NormalizedState) -> list[str]:
-    """What groups say (``param_names``); or else, of one group, the weights in their order."""
+    """Names from ``param_names`` of the groups; or else, of one group, the weights in order."""
     in_groups = [n for group in state.groups for n in group.options.get("param_names") or ()]
     if in_groups or len(state.groups) != 1:
         bare = [_without_wrappers(str(name)) for name in in_groups]
@@ -262,7 +258,7 @@ def class_of(state: NormalizedState) -> str:
 
 
 def records(state: NormalizedState, kind: str) -> list[dict[str, Any]]:
-    """What the training state says of it; see ``optimizer_state.record_of``.
+    """The optimizer's records in the training state: see ``optimizer_state.record_of``.
 
     Neighbours with the same options, as flattening makes them, are one group.
     """
@@ -273,8 +269,8 @@ def records(state: NormalizedState, kind: str) -> list[dict[str, Any]]:
             groups[-1]["params"] += group.params
         else:
             groups.append({"params": [*group.params], "options": options})
-    values = {
-        name: {key: v for key, v in one.items() if not isinstance(v, TorchTensor)}
-        for name, one in state.state.items()
-    }
-    return [{"class": kind, "groups": groups, "values": {n: v for n, v in values.items() if v}}]
+    values: dict[Any, dict[str, Any]] = {}
+    for name, one in state.state.items():
+        if others := {key: v for key, v in one.items() if not isinstance(v, TorchTensor)}:
+            values[name] = others
+    return [{"class": kind, "groups": groups, "values": values}]

@@ -1,8 +1,8 @@
 """A checkpoint that torch wrote: a folder of ``torch.distributed.checkpoint``, or a pickled file.
 
-A pickle is a program, so without trust only restricted readers open one. A file is read by
-``torch.load(weights_only=True)``; so is each value in a DCP folder. The folder's ``.metadata`` is
-read by an unpickler that knows the classes of DCP's own description, and no others.
+A pickle can run any code, so without trust only restricted readers open one:
+``torch.load(weights_only=True)`` for files and for the values in a DCP folder, and for its
+``.metadata`` an unpickler that knows only the classes of DCP's own description.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ METADATA_CLASSES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
 }
-"""What ``.metadata`` is made of, beside dtypes. None of these does anything when it is made."""
+"""What ``.metadata`` consists of, beside dtypes. Making one of these runs no other code."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class TorchTensor:
         source: the file or folder that holds it.
         name: its keys, joined by dots.
         dtype: as safetensors calls it.
-        load: returns its value.
     """
 
     source: Path
@@ -66,15 +65,13 @@ class TorchTensor:
 
 
 class _Untrusted(Exception):
-    """A restricted reader was asked for something else, which the text names."""
+    """A restricted reader met a class that it does not know, which the text names."""
 
 
 def read_torch(source: Path, trust: bool = False) -> Tree:
     """Everything in a DCP folder or a file of ``torch.save``; each tensor is a ``TorchTensor``.
 
-    Args:
-        source: absolute.
-        trust: what restricted readers refuse is unpickled in this process, and may run any code.
+    With ``trust`` what the restricted readers refuse is unpickled here, which can run any code.
     """
     with explained(f"opening {source}", reads=True):
         source.stat()
@@ -95,7 +92,7 @@ def read_torch(source: Path, trust: bool = False) -> Tree:
 
 @contextmanager
 def _explained(source: Path, what: str) -> Iterator[None]:
-    """Whatever torch and pickle raise inside, as a ``CheckpointError`` that says ``what``."""
+    """Turn what torch and pickle raise inside into a ``CheckpointError`` that says ``what``."""
     try:
         yield
     except CheckpointError:
@@ -114,7 +111,7 @@ def _explained(source: Path, what: str) -> Iterator[None]:
 
 
 def _load(file: Path | BinaryIO, trust: bool, name: str, mmap: bool = False) -> Any:
-    """By torch's restricted reader; with trust, what that refuses by pickle."""
+    """Read by torch's restricted reader; with trust, unpickle what that refuses."""
     try:
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -130,7 +127,7 @@ def _load(file: Path | BinaryIO, trust: bool, name: str, mmap: bool = False) -> 
 
 
 def _file(source: Path, trust: bool) -> Any:
-    """Its values; tensors are mapped, and read from the disk when they are used."""
+    """The values of a file; tensors are mapped, and read from the disk when they are used."""
     try:
         states = _load(source, trust, source.name, mmap=True)
     except RuntimeError:  # written by a torch before 1.6, in one stream: it cannot be mapped
@@ -180,7 +177,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _folder(source: Path, trust: bool) -> Tree:
-    """What ``.metadata`` lists; tensors are put together from their chunks when they are used."""
+    """All that ``.metadata`` lists; tensors are joined from their chunks when they are used."""
     with (source / ".metadata").open("rb") as file:
         metadata = _MetadataUnpickler(file, trust).load()
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}

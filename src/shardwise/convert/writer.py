@@ -14,24 +14,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.checkpoint.disk import check_room, explained
-from shardwise.checkpoint.folder import (
-    Partial,
-    check_replaceable,
-    leftovers,
-    new_token,
-    step_of,
-)
+from shardwise.checkpoint.folder import Partial, check_replaceable, leftovers, new_token, step_of
 from shardwise.checkpoint.lock import LOCK, is_alive
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.plan import Entry, FilePlan, Held, index_files
 from shardwise.checkpoint.publish import publish_files
 from shardwise.checkpoint.run_folder import read_manifest
 from shardwise.checkpoint.training_state import NAME as TRAINING
-from shardwise.checkpoint.writer import Chunk, Part, Writer, allocate
+from shardwise.checkpoint.writer import Chunk, Writer, allocate
 from shardwise.errors import CheckpointError
 
 Progress = Callable[[int, int], object]
-"""Called with the bytes that were written since the last call, and all of them."""
+"""Called with the bytes that were written since the last call, and the total."""
+
+
+def no_progress(_done: int, _total: int) -> None:
+    """Show nothing."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,6 @@ class Converted:
     """What was written.
 
     Attributes:
-        path: the folder, or the one file.
         tensors, nbytes: how many, and how large, with optimizer state if there is any.
         files, small: names of files with tensors, and of others.
         cast, left_out: names of tensors that were cast, and of what has no place in the result.
@@ -55,7 +52,7 @@ class Converted:
 
 
 def entry_of(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
-    """A tensor that this process has all of."""
+    """A tensor of which this process has every element."""
     numel = prod(shape)
     return Entry(name, dtype, shape, (Held(0, numel, (0,)),) if numel else ())
 
@@ -66,13 +63,13 @@ def write_folder(
     chunks_of: Callable[[str, FilePlan], Iterator[Chunk]],
     small: Mapping[str, bytes],
     facts: Mapping[str, Any],
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Converted:
     """Write a checkpoint, which gets its name when it is complete.
 
     Args:
         plans: the files of each stem, whose bytes ``chunks_of`` yields in order.
-        small: bytes of the other files, by name; indices are added.
+        small: the other files, by name; indices are added.
         facts: fields of the manifest: all but token, time, versions and files.
     """
     small = {**small, **index_files(plans)}
@@ -84,7 +81,12 @@ def write_folder(
     try:
         with explained(f"writing {final.name}"):
             allocate(partial.path, files, sum(map(len, small.values())) + (1 << 20))
-            part = _write(partial.path, files, chunks, progress)
+            total = sum(file.size - len(file.header) for file in files)
+            with Writer(partial.path, 0, total) as writer:
+                for chunk in chunks:
+                    writer.write(chunk)
+                    progress(chunk.stop - chunk.start, total)
+                part = writer.finish()
         publish_files(partial, files, [part], small, {**facts, "token": new_token()})
     except BaseException:
         partial.abandon()
@@ -93,26 +95,14 @@ def write_folder(
     return Converted(final, tensors, nbytes, tuple(file.name for file in files), small=tuple(small))
 
 
-def _write(
-    folder: Path, files: Sequence[FilePlan], chunks: Iterator[Chunk], progress: Progress | None
-) -> Part:
-    total = sum(file.size - len(file.header) for file in files)
-    with Writer(folder, 0, total) as writer:
-        for chunk in chunks:
-            writer.write(chunk)
-            if progress is not None:
-                progress(chunk.stop - chunk.start, total)
-        return writer.finish()
-
-
 @dataclass(frozen=True)
 class Destination:
-    """A path that somebody named for a result, and what they allowed.
+    """Where a result goes.
 
     Attributes:
         path: absolute.
         form: a folder of safetensors, a folder of torch's DCP, or one file of torch.
-        whole: is all that a run needs to go on written there, and not weights alone?
+        whole: optimizer and training state are written, too, and not weights alone.
         overwrite: an earlier result of that name may be replaced.
     """
 
@@ -122,13 +112,10 @@ class Destination:
     overwrite: bool = False
 
     def check(self, source: Path | None = None) -> None:
-        """May the result be written here?
+        """Raises ``CheckpointError`` if the result may not be written here.
 
         Args:
             source: the folder of the checkpoint that is exported, if it is one of ours.
-
-        Raises:
-            CheckpointError: no, and why.
         """
         with explained(f"looking at {self.path}", reads=True):
             self._check_name(source)
@@ -181,7 +168,7 @@ class Destination:
 
 
 def clear(final: Path) -> None:
-    """Remove what exports to this name left that were killed; others' leftovers are theirs."""
+    """Remove what killed exports to this name left, and nothing else."""
     for left in leftovers(final.parent) if final.parent.is_dir() else []:
         if (left.kind, left.name) == ("partial", final.name) and not is_alive(left.path):
             shutil.rmtree(left.path, ignore_errors=True)
@@ -189,10 +176,10 @@ def clear(final: Path) -> None:
 
 @contextmanager
 def workplace(final: Path) -> Iterator[Path]:
-    """A hidden folder beside ``final``, on the same disk, that goes with the block.
+    """A hidden folder beside ``final``, on the same disk, which is removed with the block.
 
-    It is locked as a checkpoint is that is being written, so the next export to the same name
-    knows and removes what a killed process left of it.
+    It is locked like a checkpoint that is being written, so the next export to the same name
+    removes what a killed process left.
     """
     hidden = final.with_name(f".{final.name}.unfinished")
     with explained(f"making a folder beside {final}"):
