@@ -22,7 +22,7 @@ from shardwise.checkpoint.plan import (
     index_files,
     plan_files,
 )
-from shardwise.checkpoint.safetensors_format import PAGE, itemsize
+from shardwise.checkpoint.safetensors_format import PAGE, dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.layout import layout
 from shardwise.layout.solver import solve
@@ -84,7 +84,7 @@ def test_wide_dtypes_come_first_so_that_all_are_aligned() -> None:
     ]
     file = one(entries)
     assert list(file.tensors) == ["count", "full", "half", "mask"]
-    assert all(s.start % itemsize(s.dtype) == 0 for s in file.tensors.values())
+    assert all(s.start % dtype_of(s.dtype).itemsize == 0 for s in file.tensors.values())
 
 
 def test_files_are_named_as_hugging_face_libraries_expect() -> None:
@@ -153,7 +153,7 @@ def holders(file: FilePlan, entries: list[Entry]) -> list[set[int]]:
     for e in entries:
         if e.name not in file.tensors:
             continue
-        first, item = file.tensors[e.name].start - len(file.header), itemsize(e.dtype)
+        first, item = file.tensors[e.name].start - len(file.header), dtype_of(e.dtype).itemsize
         for lo, hi, ranks in e.held:
             for byte in range(first + lo * item, first + hi * item):
                 held[byte].update(ranks)

@@ -237,6 +237,22 @@ def test_one_file_is_open_at_a_time(tmp_path: Path) -> None:
     assert len(list(HANDLES.iterdir())) == before
 
 
+def test_a_folder_that_cannot_be_looked_at_is_not_one_without_a_manifest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count as damaged, or be loaded unchecked."""
+
+    def fails(path: object, **_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(disk, "NAPS", ())
+    monkeypatch.setattr(os, "listdir", fails)
+    monkeypatch.setattr(os, "lstat", fails)
+    with pytest.raises(sw.CheckpointError, match="Input/output error") as raised:
+        CheckpointReader.open(folder)
+    assert type(raised.value) is sw.CheckpointError  # and no DamagedCheckpoint
+
+
 def test_a_device_is_not_opened() -> None:
     with pytest.raises(sw.CheckpointError, match="neither a folder nor a file"):
         CheckpointReader.open("/dev/null")

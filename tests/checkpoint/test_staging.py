@@ -67,7 +67,7 @@ def test_copying_waits_for_writing() -> None:
     pool.free(copies[0])
     assert got.wait(60)
     thread.join()
-    assert pool.count == pool.largest_count == 2
+    assert pool.count == pool.most == 2
 
 
 def test_the_ranks_of_a_host_divide_a_quarter_of_its_memory(

@@ -55,10 +55,10 @@ def test_what_a_manifest_does_not_list_is_not_removed(made: Path, tmp_path: Path
 
 
 def test_weights_alone_are_no_step_of_a_run(made: Path) -> None:
-    with pytest.raises(sw.CheckpointError, match="`resume` would take it up and fail"):
+    with pytest.raises(sw.CheckpointError, match="which `resume` would load"):
         exported(made, made.with_name("step-9"))
     exported(made, made.with_name("step-9"), with_optimizer=True)
-    with pytest.raises(sw.CheckpointError, match="`resume` would take it up and fail"):
+    with pytest.raises(sw.CheckpointError, match="which `resume` would load"):
         Destination(made.with_name("step-10"), "dcp", whole=True).check()  # of torch
 
 

@@ -267,7 +267,7 @@ def test_nothing_larger_than_a_few_blocks_is_ever_held(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         with CheckpointReader.open(tmp_path) as source:
-            export(source, tmp_path / "out", None, lambda more, total: seen.append(more))
+            export(source, tmp_path / "out", progress=lambda more, total: seen.append(more))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -1,7 +1,4 @@
-"""What a sharded model's handle can do with disks and state dicts: methods of ``Sharded``.
-
-Each asks first whether the model is between steps, and then hands over to the act itself.
-"""
+"""The methods of ``Sharded`` for checkpoints and state dicts; each checks its arguments."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def save(
     training: Training | None = None,
     **options: Any,
 ) -> Saved:
-    """Write a checkpoint: a folder that ``transformers`` loads as it is. A collective.
+    """Write a checkpoint: a folder that ``transformers`` loads. A collective.
 
     Args:
         path: the folder, such as ``"run/step-100"``; ``run/latest`` will point at it.
@@ -83,8 +80,8 @@ def save_async(
     If that fails, the next optimizer step raises, on every rank alike.
 
     Returns:
-        What is on its way: ``wait()`` for it before the process ends. ``None`` if the save
-        before is still being written and ``when_busy`` is ``"skip"``.
+        The running save: call its ``wait()`` before the process ends. ``None`` if the previous
+        save is still being written and ``when_busy`` is ``"skip"``.
     """
     request = _save_request(self, "save_async()", path, optimizer, training, options)
     return self._background.save(self, request)
@@ -186,7 +183,7 @@ def state_dict(self: Sharded, kind: str | StateDict = "full", **how: Any) -> dic
 
 
 def load_state_dict(self: Sharded, states: Mapping[str, Tensor]) -> None:
-    """Give the model rank 0's whole tensors; what others pass is not looked at. A collective.
+    """Give the model rank 0's whole tensors; what others pass is ignored. A collective.
 
     ``model.load_state_dict(states)`` does the same where every rank has them.
 

@@ -67,11 +67,10 @@ class Saving:
         atexit.register(self._at_exit)
 
     def check(self) -> Saved | None:
-        """Where it is: ``None`` while any rank still writes.
+        """The report; ``None`` while any rank still writes.
 
         Raises:
-            CheckpointError: on every rank alike, if any failed. Nothing is published, and
-                training can go on.
+            CheckpointError: on every rank, if any failed. Nothing is published; training can go on.
         """
         if self.failure:
             raise CheckpointError(self.failure)
@@ -116,7 +115,7 @@ class Saving:
         """
         if watched is not None:
             self._watched, self._stream = watched, _stream_beside(self._comm.device)
-        elif self._task.contents.count(self._comm.rank) <= self._pool.largest_count:
+        elif sum(1 for _ in self._task.contents.chunks(self._comm.rank)) <= self._pool.most:
             self.finish_copy()
         try:
             self._thread.start()

@@ -54,10 +54,7 @@ class Kept:
 class CheckedFile:
     """A file: its bytes, with their checksums if they are known.
 
-    Attributes:
-        title: its path.
-        block: bytes that have one checksum.
-        size: in bytes, when it was opened first.
+    ``title`` is its path; ``size`` its bytes when it was opened first.
     """
 
     title: str

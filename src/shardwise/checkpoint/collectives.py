@@ -129,7 +129,7 @@ def _part(folder: Path, rank: int) -> Path:
 
 
 def leave_part(folder: Path, rank: int, value: Any) -> None:
-    """Leave this rank's value for rank 0, whole or not at all."""
+    """Write this rank's value for rank 0, whole or not at all."""
     path = _part(folder, rank)
     unfinished = path.with_suffix(".tmp")
     write_file(unfinished, json.dumps(value).encode())
@@ -139,10 +139,9 @@ def leave_part(folder: Path, rank: int, value: Any) -> None:
 def await_parts(
     folder: Path, world: int, cancelled: Event, patience: float = PATIENCE
 ) -> list[Any]:
-    """Every rank's value, by rank; the files are gone afterwards. Rank 0's.
+    """Every rank's value, by rank; the files are removed. On rank 0.
 
-    Raises:
-        CheckpointError: for ``patience`` seconds no further rank left its value, or ``cancelled``.
+    Raises ``CheckpointError`` after ``patience`` seconds without a further value, or if cancelled.
     """
     values: dict[int, Any] = {}
     nap, longest = NAPS

@@ -42,10 +42,9 @@ _TO_READ = {
 
 @contextlib.contextmanager
 def explained(what: str, reads: bool = False) -> Iterator[None]:
-    """Turn an ``OSError`` inside into a ``CheckpointError`` that says ``what`` could not be.
+    """Turn an ``OSError`` inside into a ``CheckpointError`` that says ``what`` failed.
 
-    Args:
-        reads: nothing is written inside, and the advice is for somebody who reads.
+    With ``reads`` nothing is written inside, and the advice is for somebody who reads.
     """
     try:
         yield
@@ -65,11 +64,7 @@ def retried(what: str, act: Callable[[], T], naps: Iterator[float] | None = None
     A mount that comes back, a stale handle or a moment without file descriptors must not look like
     damage, or a run would go on from an older checkpoint.
 
-    Args:
-        naps: ``NAPS``, or what is left of them.
-
-    Raises:
-        CheckpointError: each try failed; the advice is for somebody who reads.
+    ``naps`` are ``NAPS``, or what is left of them. Raises as ``explained`` does.
     """
     left = iter(NAPS) if naps is None else naps
     with explained(what, reads=True):

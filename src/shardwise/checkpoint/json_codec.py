@@ -57,11 +57,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What ``encode`` was given.
-
-    Raises:
-        CheckpointError: ``encode`` did not write this.
-    """
+    """What ``encode`` was given. Raises ``CheckpointError`` for what it did not write."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -89,11 +89,11 @@ def _only_rank_0_sees(comm: Comm, path: str | Path) -> bool:
 
 
 def _glance(path: str | Path) -> str:
-    """Its kind and token; ``""`` where that cannot be seen."""
+    """The checkpoint's kind and token; ``""`` if they cannot be read."""
     try:
         manifest = read_manifest(resolve(Path(path).expanduser().absolute()))
     except (CheckpointError, OSError):
-        return ""  # whoever opens it says why
+        return ""  # opening it raises the reason
     return "" if manifest is None else f"{manifest.kind} {manifest.token}"
 
 
@@ -155,9 +155,9 @@ def resume(sharded: ShardedModel, run: str | Path, options: LoadOptions) -> Load
 
 
 def _candidate(folder: Path, damaged: dict[str, str]) -> str:
-    """The name of the newest complete one that is not ``damaged``.
+    """The newest complete one that is not ``damaged``; ``""`` where there is no checkpoint at all.
 
-    Adds to ``damaged`` what is not complete. ``""`` where there is no checkpoint at all.
+    Adds to ``damaged`` what is not complete.
     """
     checkpoint = saved_in(folder)
     for path, reason in checkpoint.skipped:
@@ -189,7 +189,7 @@ def _check_nothing(folder: Path) -> None:
 
 
 def _mark(folder: Path, damaged: Collection[str], loaded: str) -> None:
-    """A start has succeeded without the damaged ones, so from now on they do not count."""
+    """Rename the damaged ones, since the run goes on from the one that was ``loaded``."""
     try:
         for name in damaged:
             if any(

@@ -1,8 +1,8 @@
-"""What there is to store, and the part of it that this rank holds, where it lies in memory.
+"""The tensors to store, and this rank's part of each, where it is in memory.
 
-Parameters, optimizer state, and what each rank has of its own are all the same thing here: a
-name, a whole shape, and for every rank a range of elements. So one writer and one reader serve
-all of them, and a strategy, a number of ranks or a choice of units is nothing but other ranges.
+Parameters, optimizer state and what each rank has of its own are alike here: a name, a whole shape,
+and for every rank a range of elements. So one writer and one reader serve all of them, and another
+strategy, number of ranks or choice of units is nothing but other ranges.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class LocalShard:
     """A tensor to store.
 
     Attributes:
-        entry: what it is as a whole.
         value: the elements that this rank holds; any shape, any device.
         start: which element of the flattened tensor the first of them is.
     """
@@ -72,7 +71,6 @@ class ParamShard:
     """Where a parameter's elements are.
 
     Attributes:
-        member: the parameter and its names.
         held: who holds which elements.
         value: this rank's part of it, as at rest.
         start: which element of the flattened parameter the first of them is.
@@ -164,7 +162,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]
 
 
 def warn_of_extra_state(model: nn.Module, what: str) -> None:
-    """Say that ``get_extra_state`` of modules is not in this ``what``."""
+    """Warn that what modules return from ``get_extra_state`` is not in this ``what``."""
     plain = nn.Module.get_extra_state
     if odd := [name for name, m in model.named_modules() if type(m).get_extra_state is not plain]:
         log.warning(

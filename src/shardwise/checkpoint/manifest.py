@@ -45,7 +45,7 @@ class FileRecord(_Frozen):
 
 
 class Manifest(_Frozen):
-    """A checkpoint's table of contents."""
+    """All that ``manifest.json`` holds but its digest."""
 
     format: Literal["shardwise"] = "shardwise"
     version: Literal[1] = 1
@@ -114,7 +114,7 @@ class Manifest(_Frozen):
 
 
 def record_of(blocks: Sequence[int], size: int) -> FileRecord:
-    """A file's record from the checksums of its blocks."""
+    """The record of a file, from the checksums of its blocks."""
     digest, texts = checksum.digest_of(blocks, size), "".join(f"{block:08x}" for block in blocks)
     return FileRecord(size=size, digest=digest, blocks=texts)
 

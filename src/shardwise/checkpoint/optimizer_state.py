@@ -76,9 +76,8 @@ class LocalState(NamedTuple):
     """An optimizer's state on this rank, by parameter name.
 
     Attributes:
-        parts: tensors of this rank's elements, one for each element of its part.
+        parts: tensors with a value for each element of this rank's part.
         scalars: tensors of one number for the parameter, alike on all ranks.
-        values: what is no tensor.
     """
 
     parts: ByName
@@ -87,7 +86,7 @@ class LocalState(NamedTuple):
 
 
 def local_state(optimizer: Optimizer, named: Named) -> LocalState:
-    """Sort all that the optimizer keeps."""
+    """All that the optimizer keeps, by parameter name."""
     state = LocalState({}, {}, {})
     for param in params_of(optimizer):
         shard = named.shard(param, optimizer)
@@ -105,7 +104,7 @@ def local_state(optimizer: Optimizer, named: Named) -> LocalState:
 
 
 def groups_of(optimizer: Optimizer, named: Named) -> list[dict[str, Any]]:
-    """The optimizer's groups, with names of parameters in place of these."""
+    """The optimizer's groups, with names in place of parameters."""
     return [
         {
             **group,
@@ -116,7 +115,7 @@ def groups_of(optimizer: Optimizer, named: Named) -> list[dict[str, Any]]:
 
 
 def record_of(kind: str, groups: Sequence[Mapping[str, Any]], values: ByName) -> dict[str, Any]:
-    """What ``training.json`` says of an optimizer of class ``kind``, beside its tensors."""
+    """The record in ``training.json`` of an optimizer of class ``kind``: all but tensors."""
     return {
         "class": kind,
         "groups": [
@@ -218,7 +217,6 @@ class Restored:
     """Stored state that optimizers get back.
 
     Args:
-        records: what the training state says of optimizers.
         places: the stored tensors, ``STATE/PARAMETER``.
         aliases: further names of tied parameters → the name in the records.
 
@@ -347,9 +345,10 @@ def _conflicts(targets: Iterable[_Target]) -> Iterator[str]:
 
 
 def _memory(target: _Target, key: str, place: TensorLocation) -> tuple[Tensor, int]:
-    """Where one state of one parameter goes, and which of its elements is the first here."""
+    """The memory for one state of one parameter, and the index of its first element here."""
     dtype = dtype_of(place.stored.dtype)
-    one = place.stored.shape == () and not _is_element(target, key)
+    scalar = torch.empty(())  # of a 0-dim parameter the state may be its one element's
+    one = place.stored.shape == () and is_scalar(key, scalar, target.shard.member.shape)
     shape = torch.Size([]) if one else target.shard.value.shape
     present = target.optimizer.state.get(target.param, {}).get(key)
     present = present.to_local() if isinstance(present, ShardTensor) else present
@@ -363,11 +362,6 @@ def _memory(target: _Target, key: str, place: TensorLocation) -> tuple[Tensor, i
     device = target.shard.value.device if moved or not one else torch.device("cpu")
     memory = in_huge_pages(torch.empty(shape, dtype=dtype, device=device))
     return memory, 0 if one else target.shard.start
-
-
-def _is_element(target: _Target, key: str) -> bool:
-    """Of a 0-dim parameter: is this its one element's state, and not the parameter's?"""
-    return not is_scalar(key, torch.empty(()), target.shard.member.shape)
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:

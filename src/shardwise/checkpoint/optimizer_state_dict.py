@@ -41,11 +41,9 @@ ADDED_LATER = frozenset({"maximize", "decoupled_weight_decay"})
 
 
 def optimizer_state(sharded: ShardedModel, optimizer: Optimizer, how: StateDict) -> dict[str, Any]:
-    """The state by parameter name, first names only. A collective.
+    """``{"state": …, "param_groups": …}`` by parameter name, first names only. A collective.
 
-    Returns:
-        ``{"state": …, "param_groups": …}``; the tensors of ``state`` are whole, or this
-        rank's parts, as those of the model's; empty on ranks that ``rank0_only`` leaves out.
+    Its tensors are whole, or this rank's parts; it is empty where ``rank0_only`` leaves a rank out.
     """
     comm, named = sharded.comm, Named(param_shards(sharded.buckets))
     comm.agree(how.facts())
@@ -174,7 +172,7 @@ def _tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _of_another(optimizer: Optimizer, record: Mapping[str, Any]) -> list[str]:
-    """Options that the optimizer needs and a group lacks: it is that of another class."""
+    """Groups that lack options which the optimizer needs, as those of another class do."""
     needed = set(optimizer.defaults) - AS_BUILT - ADDED_LATER
     return [
         f"group {number}: it has no {', '.join(absent)}, so it is not of {record['class']}"
@@ -184,7 +182,7 @@ def _of_another(optimizer: Optimizer, record: Mapping[str, Any]) -> list[str]:
 
 
 def _record(states: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """What a checkpoint would say of the state beside its tensors."""
+    """The record that a checkpoint would hold of it: all but tensors."""
     _check_form(states)
     values = {
         name: {key: value for key, value in one.items() if not isinstance(value, Tensor)}

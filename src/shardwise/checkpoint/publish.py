@@ -58,7 +58,12 @@ def publish_files(
             "block": block,
             "files": records,
         }
-        _write_manifest(folder, Manifest(**{**facts, **stated}))
+        unfinished = folder / f".{NAME}.unfinished"
+        write_file(unfinished, Manifest(**{**facts, **stated}).encode())
+        hit("manifest unfinished", 0)
+        unfinished.rename(folder / NAME)
+        sync_folder(folder)
+        hit("manifest written", 0)
         publish(partial)
 
 
@@ -68,15 +73,6 @@ def _finished(folder: Path, file: FilePlan, parts: Iterable[Part]) -> FileRecord
         pieces += part.pieces.get(file.name, ())
     blocks = checksum.block_checksums(pieces, file.size, file.name, file.block)
     return record_of(blocks, file.size)
-
-
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    unfinished = folder / f".{NAME}.unfinished"
-    write_file(unfinished, manifest.encode())
-    hit("manifest unfinished", 0)
-    unfinished.rename(folder / NAME)
-    sync_folder(folder)
-    hit("manifest written", 0)
 
 
 def moment_of(final: Path) -> str:

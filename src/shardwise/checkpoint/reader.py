@@ -7,7 +7,6 @@ no block twice in a row. A plain Hugging Face folder has none: then bytes are re
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,8 +60,8 @@ class CheckpointReader:
         if retried(f"opening {resolved}", resolved.is_file):
             return cls(resolved.parent, None, resolved.name)
         check_is_folder(resolved)
-        present = retried(f"opening {resolved}", lambda: os.path.lexists(resolved / NAME))
-        return cls(resolved, check_complete(resolved) if present else None)
+        paths = retried(f"opening {resolved}", lambda: list(resolved.iterdir()))
+        return cls(resolved, check_complete(resolved) if resolved / NAME in paths else None)
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +99,7 @@ class CheckpointReader:
             return sorted(path.name for path in self.folder.iterdir() if path.is_file())
 
     def _index(self, stem: str) -> dict[str, str] | None:
-        """Which file of a stem holds which tensor; ``None`` where no index says it."""
+        """Tensor → file, as the index of a stem says; ``None`` where there is no index."""
         name = f"{stem}.safetensors.index.json"
         if not self.has(name):
             return None

@@ -1,8 +1,8 @@
 """A run's folder: which of its checkpoints are complete, and which stay.
 
-A look, not a reading: the manifest is whole, and every file that it lists is there in its size.
-Whether their bytes are those that were written shows when they are read. The newest is the one that
-was saved last, as the manifests say: a run that went back to an earlier step has lower numbers.
+Complete means that the manifest is whole and every file that it lists has its size; bytes are
+checked when they are read. The newest is the one that was saved last, as the manifests say: a run
+that went back to an earlier step has lower numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 
 class Checkpoint(NamedTuple):
-    """A complete one: its folder ``step-N``, and what it consists of."""
+    """A complete checkpoint ``step-N``."""
 
     path: Path
     manifest: Manifest
@@ -147,7 +147,7 @@ def expired(complete: Sequence[Checkpoint], keep: Retention) -> list[Path]:
 
 
 def apply_retention(run: Path, keep: Retention) -> tuple[str, ...]:
-    """Let old ones go; their names. That this fails is no reason to lose the new one."""
+    """Remove old ones; returns their names. A failure is logged: the new one is complete."""
     gone = []
     try:
         complete = saved_in(run).complete

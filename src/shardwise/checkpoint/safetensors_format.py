@@ -63,11 +63,6 @@ def dtype_of(code: str, name: str = "a tensor") -> torch.dtype:
     return DTYPES[code]
 
 
-def itemsize(code: str) -> int:
-    """Bytes of one element of torch's dtype for what safetensors calls ``code``."""
-    return dtype_of(code).itemsize
-
-
 def code_of(dtype: torch.dtype, name: str) -> str:
     """``torch.bfloat16 → "BF16"``; ``name`` is the tensor's, for the error."""
     if dtype not in _CODES:
@@ -102,7 +97,7 @@ def encode(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape in tensors:
-        end = at + prod(shape) * itemsize(dtype)
+        end = at + prod(shape) * dtype_of(dtype).itemsize
         elements = [*shape[:-1], shape[-1] * PACKED.get(dtype, 1)] if shape else []
         entries[name] = {"dtype": dtype, "shape": elements, "data_offsets": [at, end]}
         at = end

@@ -1,4 +1,4 @@
-"""What a save stores: files on paper, and this rank's bytes of them in memory.
+"""What a save stores: the files before they are written, and this rank's bytes of them.
 
 model.safetensors        parameters and persistent buffers, as Hugging Face names them
 optimizer.safetensors    exp_avg/NAME, exp_avg_sq/NAME, step/NAME …
@@ -50,7 +50,6 @@ class SavePlan:
         files: the safetensors files, the same on every rank.
         small: all other files but the manifest, whole; rank 0's are written.
         aliases: further names of tied tensors → the stored one.
-        block: bytes of a file that have one checksum.
     """
 
     files: tuple[FilePlan, ...]
@@ -60,14 +59,10 @@ class SavePlan:
     block: int
 
     def chunks(self, rank: int) -> Iterator[Chunk]:
-        """What ``rank`` writes, in order, and where it is in memory now."""
+        """What ``rank`` writes, in order, with the memory that holds it now."""
         for file, segments in zip(self.files, self.segments, strict=True):
             for start, stop in file.chunks(rank):
                 yield Chunk(file.name, start, stop, tuple(segments.between(start, stop)))
-
-    def count(self, rank: int) -> int:
-        """Chunks that ``rank`` writes."""
-        return sum(1 for file in self.files for _ in file.chunks(rank))
 
     def total(self, rank: int) -> int:
         """Bytes that ``rank`` writes."""
@@ -88,7 +83,7 @@ class SavePlan:
 
 
 class _LocalState(NamedTuple):
-    """What this rank has of it, found before any rank tells another."""
+    """What this rank stores, before the first collective."""
 
     groups: Mapping[str, Sequence[LocalShard]]
     aliases: Mapping[str, str]
@@ -98,7 +93,7 @@ class _LocalState(NamedTuple):
 
 
 def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, Any]) -> SavePlan:
-    """All of it; ``values`` are those of ``request.training``. A collective."""
+    """Plan a save; ``values`` are those of ``request.training``. A collective."""
     comm, model = sharded.comm, sharded.model
     training, options = request.training, request.options
     local_state = raise_on_all(comm, "contents", lambda: _local_state(sharded, request))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.local_shards import LocalShard
 from shardwise.checkpoint.plan import FilePlan, Move, cut_at_blocks
-from shardwise.checkpoint.safetensors_format import itemsize
+from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.checkpoint.writer import Chunk, copy_pieces
 from shardwise.comm.protocol import Comm, Label
 
@@ -59,7 +59,7 @@ class Segments:
 def _held(plan: FilePlan, shards: Mapping[str, LocalShard]) -> Iterator[_Segment]:
     for name, stored in plan.tensors.items():
         shard = shards[name]
-        start = stored.start + shard.start * itemsize(stored.dtype)
+        start = stored.start + shard.start * dtype_of(stored.dtype).itemsize
         if len(data := shard.data):
             yield _Segment(start, start + len(data), data)
 

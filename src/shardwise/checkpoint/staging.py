@@ -4,10 +4,10 @@
     writer       copy 1  write 1  copy 2  write 2  copy 3  write 3          write 4  write 5
     main thread                                                     copy 4  copy 5   step
 
-Copies lie in buffers of a pool that never grows beyond its budget; when all are full, the copying
-waits for the writing. Buffers stay mapped between saves: fresh pages cost more than the copy.
-Whatever is left when parameters are about to change, the main thread copies at once. That nobody
-changed them before is found by the version counters of the tensors.
+Copies are in buffers of a pool that never grows beyond its budget; when all are full, copying waits
+for writing. Buffers stay mapped between saves: fresh pages cost more than the copy. Before
+parameters change, the main thread copies all that is left. Version counters of the tensors show
+whether they were changed before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.checkpoint.writer import Chunk, copy_pieces
 from shardwise.errors import CheckpointError
 from shardwise.torch_internals import disable_torch_function, get_version
 
-MOST = 16 << 30  # bytes that a rank uses if nobody said how many
+MOST = 16 << 30  # bytes that a rank uses by default
 
 
 def budget_of(ranks: int) -> int:
@@ -39,7 +39,7 @@ def budget_of(ranks: int) -> int:
 
 
 class Copy(NamedTuple):
-    """A chunk whose bytes lie in a buffer of the pool."""
+    """A chunk whose bytes are in a buffer of the pool."""
 
     chunk: Chunk
     buffer: Tensor
@@ -55,15 +55,10 @@ class Pool:
     """
 
     def __init__(self, budget: int, block: int = BLOCK, pinned: bool = False) -> None:
-        self.budget, self.block = budget, block
+        self.budget, self.block, self.most = budget, block, budget // block
         self.count = 0  # of buffers that were made
         self._pinned = pinned
         self._free: SimpleQueue[Tensor] = SimpleQueue()
-
-    @property
-    def largest_count(self) -> int:
-        """As many chunks surely fit."""
-        return self.budget // self.block
 
     def copy(self, chunk: Chunk) -> Copy:
         """A copy of the chunk; waits for a free buffer. Free it once it is written."""
@@ -80,7 +75,7 @@ class Pool:
         self._free.put(copy.buffer)
 
     def _take(self) -> Tensor:
-        if not self._free.empty() or self.count == self.largest_count:
+        if not self._free.empty() or self.count == self.most:
             return self._free.get()
         with torch.inference_mode(False):  # else nobody could write to it outside that mode
             buffer = torch.empty(
@@ -91,11 +86,11 @@ class Pool:
 
 
 class Copying:
-    """Chunks on their way from where they lie to the writer, in order, through a pool.
+    """Copies chunks through a pool for the writer, in order.
 
-    The main thread calls ``rest``. The writer iterates over ``chunks`` and copies each itself, one
-    at a time, until the main thread copies all that are left. The writer frees buffers, so it must
-    never wait for one: it copies only while it has nothing to write.
+    The writer iterates over ``chunks`` and copies each itself, until the main thread calls ``rest``
+    and copies all that are left. The writer frees buffers, so it must never wait for one: it copies
+    only while it has nothing to write.
     """
 
     def __init__(self, chunks: Iterator[Chunk], pool: Pool) -> None:
@@ -162,10 +157,9 @@ class Copying:
 
 
 class Watched:
-    """Parameters, their shards and optimizer state, that nothing but a step may change.
+    """Parameters, their shards and optimizer state, which nothing but a step may change.
 
-    Writing through ``param.data`` moves no counter, and is not found. Giving it another tensor is
-    where that is copied into the shard; where nothing is split, the shard moves to other memory.
+    Writing in place through ``param.data`` changes no counter, so it is not detected.
     """
 
     def __init__(self, sharded: ShardedModel, optimizers: Iterable[Optimizer]) -> None:
@@ -174,7 +168,7 @@ class Watched:
             self._seen = [(name, value, _version(value)) for name, value in named]
 
     def changed(self) -> str:
-        """Why what was copied cannot be kept: what was written to since. ``""`` if nothing was."""
+        """Why the copy cannot be kept: names of changed tensors. ``""`` if nothing changed."""
         with disable_torch_function():
             names = [name for name, value, version in self._seen if _version(value) != version]
         if not names:
@@ -203,7 +197,7 @@ def _named(sharded: ShardedModel, optimizers: Iterable[Optimizer]) -> Iterator[t
 
 
 def _version(value: Tensor) -> int | None:
-    """``None`` for what was made in inference mode, which has no counter."""
+    """``None`` for a tensor that was made in inference mode, which has no counter."""
     try:
         return get_version(value)
     except RuntimeError:

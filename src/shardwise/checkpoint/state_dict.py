@@ -34,7 +34,7 @@ from shardwise.checkpoint.local_shards import (
 from shardwise.checkpoint.options import check_known, kind_of
 from shardwise.checkpoint.read_requests import ReadRequest
 from shardwise.checkpoint.reader import TensorLocation
-from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of, itemsize
+from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of, dtype_of
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.memory.parameters import Bucket
@@ -47,10 +47,10 @@ from shardwise.torch_internals import buffers_of, parameters_of
 class StateDict:
     """What ``sharded.state_dict`` and ``sharded.optimizer_state_dict`` give.
 
-    ``sw.StateDict.FULL``, ``.SHARDED`` and ``.LOCAL`` are the three with nothing else said.
+    ``sw.StateDict.FULL``, ``.SHARDED`` and ``.LOCAL`` are the three kinds with these defaults.
 
     Attributes:
-        kind: see above.
+        kind: ``"full"``, ``"sharded"`` or ``"local"``.
         offload_to_cpu: the tensors are in host memory, not on the device. On CPU there is only
             host memory.
         rank0_only: of ``"full"``: only rank 0 gets it, the others get nothing, and never hold
@@ -89,7 +89,7 @@ class StateDict:
         return cls(kind_of(kind), **how)
 
     def wants(self, names: Sequence[str]) -> bool:
-        """Is a tensor of these names asked for?"""
+        """Is a tensor of these names wanted?"""
         return self.names is None or any(map(self.names, names))
 
     def facts(self) -> dict[str, str]:
@@ -97,10 +97,7 @@ class StateDict:
         return {"kind of state dict": self.kind, "rank0_only": str(self.rank0_only)}
 
     def part(self, value: Tensor, shard: ParamShard | None = None) -> Tensor:
-        """A whole tensor, or this rank's part of a parameter or its state, as it was asked for.
-
-        In memory of its own: a view would keep its whole bucket.
-        """
+        """A copy of a whole tensor, or of this rank's part of one; a view would keep its bucket."""
         value = value.detach()
         part = value.cpu() if self.offload_to_cpu and not value.is_cpu else value.clone()
         if self.kind == "sharded" and shard is not None and shard.sharding is not None:
@@ -111,7 +108,7 @@ class StateDict:
     def chosen(
         self, names: Sequence[str], value: Tensor, shard: ParamShard | None = None
     ) -> dict[str, Tensor]:
-        """The value as it was asked for, under those of its names that were; maybe none."""
+        """A copy of the value under each of its names that is wanted; maybe none."""
         wanted = [name for name in names if self.wants([name])]
         return dict.fromkeys(wanted, self.part(value, shard)) if wanted else {}
 
@@ -156,7 +153,7 @@ def model_state(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
 
 
 def _whole(bucket: Bucket, how: StateDict, kept: bool) -> dict[str, Tensor]:
-    """Copies of the bucket's tensors, which no name outlives: one bucket is whole at a time."""
+    """Copies of the bucket's tensors; only one bucket is whole at a time."""
     states: dict[str, Tensor] = {}
     wholes = bucket.whole()  # on all ranks: the others need this rank's part
     for member, whole in zip(bucket.members, wholes, strict=True) if kept else ():
@@ -172,7 +169,7 @@ def _names(model: nn.Module) -> Iterator[str]:
 
 
 def warn_of_copies(comm: Comm, values: Iterable[Any]) -> None:
-    """Say that several ranks of one host each hold all of it. A collective."""
+    """Warn if several ranks of one host each hold all of it. A collective."""
     hosts = all_gather_object(comm, socket.gethostname(), "host names")
     on_cpu = [v for v in values if isinstance(v, Tensor) and v.is_cpu]
     one = {value.data_ptr(): value.nbytes for value in on_cpu}
@@ -221,7 +218,9 @@ def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, TensorLocati
     """What rank 0 has, on every rank: each tensor in a "file" of its own name. A collective."""
     index = run_on_rank_0(comm, "names of a state dict", lambda: _index(tensors))
     return {
-        name: TensorLocation(name, Stored(code, tuple(shape), 0, prod(shape) * itemsize(code)))
+        name: TensorLocation(
+            name, Stored(code, tuple(shape), 0, prod(shape) * dtype_of(code).itemsize)
+        )
         for name, (code, shape) in index.items()
     }
 

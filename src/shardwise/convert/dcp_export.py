@@ -27,7 +27,7 @@ from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
 from shardwise.checkpoint.training_state import Document
 from shardwise.convert.export import mapped, stored_tensors
-from shardwise.convert.writer import Converted, Destination, check_room_beside, workplace
+from shardwise.convert.writer import Converted, Destination, workplace
 from shardwise.errors import CheckpointError
 
 AS_TORCH_BUILDS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
@@ -56,15 +56,13 @@ def export_dcp(
     with CheckpointReader.open(folder) as source:
         named.check(None if source.manifest is None else source.folder)
         states, places = _states(source, with_optimizer)
-        check_room_beside(final, sum(p.stored.stop - p.stored.start for p in places.values()))
-        with workplace(final) as work, explained(f"writing {final}"):
+        needed = sum(place.stored.stop - place.stored.start for place in places.values())
+        with workplace(final, needed) as work, explained(f"writing {final}"):
             unfinished = work / "unfinished"
             _write(states, unfinished, _LatePlanner(lambda name: _read(source, places[name])))
             nbytes = sum(path.stat().st_size for path in unfinished.iterdir())
             sync_folder(unfinished)
-            named.check()  # another process may have made it in the meantime
-            unfinished.rename(final)
-            sync_folder(final.parent)
+            named.take(unfinished)
     return Converted(final, len(places), nbytes)
 
 
@@ -74,13 +72,10 @@ def _write(states: dict[str, Any], folder: Path, planner: _LatePlanner) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
             save(states, storage_writer=writer, planner=planner, no_dist=True)
-    except (OSError, CheckpointError):
-        raise
-    except (Exception, CheckpointException) as error:
-        # How torch says that a disk is full, or that what it calls failed. Its own is no Exception.
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         causes = error.failures.values() if isinstance(error, CheckpointException) else ()
         cause = next((cause for cause, _ in causes), error)
-        if isinstance(cause, CheckpointError):
+        if isinstance(cause, (OSError, CheckpointError)):
             raise cause from error
         raise CheckpointError(
             f"writing {folder} failed: {cause!s:.300}. Look whether the disk is full, or export "

@@ -1,4 +1,4 @@
-"""Where two checkpoints differ: names, shapes, the largest difference of values, and training.
+"""How two checkpoints differ: names, shapes, the largest difference of values, and training state.
 
 Values are read piece by piece, so two models of any size are compared in a few megabytes.
 """
@@ -102,7 +102,7 @@ def compare(one: Catalogue, other: Catalogue, weights_only: bool = False) -> Dif
     """Find all differences; with ``weights_only``, of parameters and buffers alone."""
     x, y = _tensors(one, weights_only), _tensors(other, weights_only)
     only_tensors = weights_only or one.manifest is None or other.manifest is None
-    training = [ABSENT if only_tensors else (c.training or ABSENT) for c in (one, other)]
+    a, b = (None if only_tensors else (c.training or ABSENT) for c in (one, other))
     both = [key for key in x if key in y]
     with CheckpointReader.open(one.path) as first, CheckpointReader.open(other.path) as second:
         compared = (_unequal(key, (first, x[key]), (second, y[key])) for key in both)
@@ -111,7 +111,7 @@ def compare(one: Catalogue, other: Catalogue, weights_only: bool = False) -> Dif
         (_only(x, y), _only(y, x)),
         unequal,
         len(both) - len(unequal),
-        tuple(changes_between(*training)),
+        tuple(changes_between(a, b)),
         only_tensors,
     )
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.disk import explained, size_of, sync_folder
+from shardwise.checkpoint.disk import explained, size_of
 from shardwise.checkpoint.folder import CHECKPOINTS, step_of
 from shardwise.checkpoint.lock import LOCK
 from shardwise.checkpoint.manifest import NAME as MANIFEST
@@ -34,7 +34,6 @@ from shardwise.convert.writer import (
     Converted,
     Destination,
     Progress,
-    check_room_beside,
     entry_of,
     no_progress,
     workplace,
@@ -117,8 +116,7 @@ def export_torch_file(
         )
     named.check()
     plans = _plans(stored_tensors(source, False), options)
-    check_room_beside(named.path, 2 * sum(plan.size for plan in plans[MODEL]))
-    with workplace(named.path) as folder:
+    with workplace(named.path, 2 * sum(plan.size for plan in plans[MODEL])) as folder:
         in_one_file = replace(options, max_file_size=1 << 62, overwrite=False)
         made = export(source, folder / "weights", in_one_file, progress)
         with CheckpointReader.open(folder / "weights") as written:
@@ -127,10 +125,7 @@ def export_torch_file(
             }
             states |= {alias: states[name] for alias, name in written.aliases.items()}
             _, nbytes = write_one_file(folder / "unfinished.pt", states)
-        named.check()  # another process may have made it in the meantime
-        with explained(f"writing {named.path}"):
-            (folder / "unfinished.pt").replace(named.path)
-            sync_folder(named.path.parent)
+        named.take(folder / "unfinished.pt")
     return Converted(named.path, made.tensors, nbytes, (named.path.name,), made.cast)
 
 
@@ -229,7 +224,7 @@ def companions(source: CheckpointReader, whole: bool) -> tuple[dict[str, bytes],
 
     With ``whole`` the former include training state.
     """
-    names = [n for n in source.listed() if not n.endswith((SUFFIX, INDEX)) and source.has(n)]
+    names = [name for name in source.listed() if not name.endswith((SUFFIX, INDEX))]
     of_ours = {MANIFEST, LOCK} if whole else {MANIFEST, LOCK, TRAINING}
     wanted = [n for n in names if _is_small(source.folder, n) or n == TRAINING]
     small = {name: source.bytes(name) for name in wanted if name not in of_ours}

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.checkpoint.disk import check_room, explained
+from shardwise.checkpoint.disk import check_room, explained, sync_folder
 from shardwise.checkpoint.folder import Partial, check_replaceable, leftovers, new_token, step_of
 from shardwise.checkpoint.lock import LOCK, is_alive
 from shardwise.checkpoint.manifest import NAME as MANIFEST
@@ -125,6 +125,13 @@ class Destination:
             if self.path.exists() and not (self.form == "hf" and is_empty):
                 self._check_replaced()
 
+    def take(self, unfinished: Path) -> None:
+        """Give the finished file or folder this name, if no other process took it meanwhile."""
+        self.check()
+        with explained(f"writing {self.path}"):
+            unfinished.replace(self.path)
+            sync_folder(self.path.parent)
+
     def _refuse(self, applies: object, reason: str) -> None:
         if applies:
             raise CheckpointError(f"{self.path} {reason}")
@@ -134,9 +141,8 @@ class Destination:
         self._refuse(path.is_symlink(), "is a link. Name the place itself, or remove the link.")
         self._refuse(
             step_of(path.name) is not None and not (self.whole and self.form == "hf"),
-            "is what a run calls a checkpoint that it can go on from, and this result is none: "
-            "`resume` would take it up and fail. Choose another name, or pass --with-optimizer "
-            "(without --format).",
+            "is the name of a run's checkpoint, which `resume` would load, and this result is "
+            "none. Choose another name, or pass --with-optimizer (without --format).",
         )
         self._refuse(
             source is not None and path.resolve().is_relative_to(source.resolve()),
@@ -175,8 +181,8 @@ def clear(final: Path) -> None:
 
 
 @contextmanager
-def workplace(final: Path) -> Iterator[Path]:
-    """A hidden folder beside ``final``, on the same disk, which is removed with the block.
+def workplace(final: Path, needed: int = 0) -> Iterator[Path]:
+    """A hidden folder beside ``final``, with room for ``needed`` bytes, removed with the block.
 
     It is locked like a checkpoint that is being written, so the next export to the same name
     removes what a killed process left.
@@ -186,13 +192,8 @@ def workplace(final: Path) -> Iterator[Path]:
         clear(hidden)
         partial = Partial.make(hidden, new_token())
     try:
+        with explained(f"looking at the disk of {final}", reads=True):
+            check_room(final.parent, needed, f"what {final.name} takes while it is written")
         yield partial.path
     finally:
         partial.abandon()
-
-
-def check_room_beside(final: Path, needed: int) -> None:
-    """``check_room`` on the disk where ``final`` will be, whose parents need not be there yet."""
-    folder = next(path for path in final.parents if path.is_dir())
-    with explained(f"looking at the disk of {final}", reads=True):
-        check_room(folder, needed, f"what {final.name} takes while it is written")
