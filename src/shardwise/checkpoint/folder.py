@@ -81,16 +81,11 @@ def steps_to_resume(run: Path) -> list[Path]:
 
 
 class Leftover(NamedTuple):
-    """A folder that is no checkpoint, or not yet, or no longer.
-
-    Attributes:
-        kind: ``"partial"``, ``"removing"`` or ``"replaced"``.
-        name: of the checkpoint that it belongs to.
-    """
+    """A folder that is no checkpoint yet, or no longer."""
 
     path: Path
-    kind: str
-    name: str
+    kind: str  # "partial", "removing" or "replaced"
+    name: str  # of the checkpoint that it belongs to
 
     @property
     def is_lost(self) -> bool:

@@ -47,15 +47,10 @@ that can."""
 
 @dataclass(frozen=True)
 class Matched:
-    """Which tensors of the model are stored, and what does not fit.
+    """Which tensors of the model are stored, and what does not fit."""
 
-    Attributes:
-        pairs: the model's (first) name → the stored one; what is to be read.
-        misfits: for each of ``MISFITS``, name → a line about it.
-    """
-
-    pairs: Mapping[str, str]
-    misfits: Mapping[str, Mapping[str, str]]
+    pairs: Mapping[str, str]  # the model's (first) name → the stored one, which is to be read
+    misfits: Mapping[str, Mapping[str, str]]  # for each of ``MISFITS``: name → a line about it
 
     def problems(self, cast: bool) -> list[str]:
         """One line for each thing that does not fit; conversions count unless ``cast``."""

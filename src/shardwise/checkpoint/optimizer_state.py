@@ -73,16 +73,11 @@ ByName = dict[str, dict[str, Any]]
 
 
 class LocalState(NamedTuple):
-    """An optimizer's state on this rank, by parameter name.
+    """An optimizer's state on this rank, by parameter name."""
 
-    Attributes:
-        parts: tensors with a value for each element of this rank's part.
-        scalars: tensors of one number for the parameter, alike on all ranks.
-    """
-
-    parts: ByName
-    scalars: ByName
-    values: ByName
+    parts: ByName  # tensors with a value for each element of this rank's part
+    scalars: ByName  # tensors of one number for the parameter, alike on all ranks
+    values: ByName  # all others
 
 
 def local_state(optimizer: Optimizer, named: Named) -> LocalState:

@@ -1,13 +1,13 @@
-"""To save: everybody writes beside each other, and rank 0 gives the whole a name.
+"""To save: every rank writes its own bytes, and rank 0 publishes the folder.
 
-    1. decide      what there is, in which bytes of which files; compared between ranks
+    1. decide      what is stored in which bytes of which files; compared between ranks
     2. begin       rank 0 makes a partial folder and empty files; every rank must see it
     3. exchange    the bytes at the edges of pages
     4. write       every rank its own bytes, checksums on the way, synced
     5. publish     rank 0: headers → small files → manifest → rename → folder
-    6. settle      rank 0: latest, and old checkpoints go
+    6. settle      rank 0: move latest, remove old checkpoints
 
-If any rank fails, all raise together, what was written goes, and training can go on.
+If any rank fails, all raise the same error, what was written is removed, and training can go on.
 """
 
 from __future__ import annotations
@@ -54,26 +54,19 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class Task:
-    """One save under way, as one rank sees it.
+    """One save under way, as one rank sees it."""
 
-    Attributes:
-        final: the checkpoint's folder, once complete.
-        facts: what the manifest says of who saved it.
-        resumed_from: token of the checkpoint that this run goes on from; ``""`` if there is none.
-        partial: the folder that is being written, on rank 0, which keeps it.
-    """
-
-    final: Path
+    final: Path  # the checkpoint's folder, once complete
     token: str
     contents: SavePlan
-    facts: Mapping[str, Any]
-    resumed_from: str
+    facts: Mapping[str, Any]  # fields of the manifest: who saved it
+    resumed_from: str  # token of the checkpoint that the run goes on from; "" if there is none
     options: SaveOptions
-    partial: Partial | None
+    partial: Partial | None  # the folder that is being written, on rank 0
 
     @property
     def folder(self) -> Path:
-        """Where everybody writes."""
+        """The folder that every rank writes to."""
         return self.final.with_name(f"{self.final.name}.partial-{self.token}")
 
 
@@ -103,7 +96,7 @@ def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
     step = step_of(final.name) if training is None or training.step is None else training.step
     if request.optimizers or training is not None:
         training = replace(training or Training(), step=step)
-    # First what may be wrong on one rank alone, and what decides which collectives follow.
+    # First what may fail on one rank alone, and what decides which collectives follow.
     values = raise_on_all(
         comm, "what is saved", lambda: training_state.values_of(training) if training else {}
     )
@@ -122,7 +115,7 @@ def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
     )
     task = Task(final, token, contents, stated, sharded.loaded_token, options, partial)
     try:
-        if options.kind != "full":  # of that kind all moves as it is written, to rank 0
+        if options.kind != "full":  # of that kind all bytes move to rank 0 as they are written
             raise_on_all(comm, "looking for the folder", lambda: _check_shared(task.folder))
             exchange_edges(comm, contents.segments)
     except BaseException:
@@ -166,11 +159,11 @@ def _make_folder(final: Path, token: str, contents: SavePlan) -> Partial:
     return partial
 
 
-# --- rank 0, which keeps the folder ----------------------------------------------------------
+# --- publishing ------------------------------------------------------------------------------
 
 
 def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
-    """Phases 5 and 6: publish it, and let old ones go; their names. Others only look at parts."""
+    """Phases 5 and 6 on rank 0; returns names of removed checkpoints. All ranks check ``parts``."""
     if failed := {rank: part.error for rank, part in enumerate(parts) if part.error}:
         raise CheckpointError(joined_message(failed, len(parts)))
     if task.partial is None:
@@ -183,7 +176,7 @@ def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
 
 
 def _settle(task: Task) -> tuple[str, ...]:
-    """Phase 6: ``latest``, and old ones go; their names."""
+    """Phase 6: move ``latest``, and remove old ones; returns their names."""
     if step_of(task.final.name) is None:
         return ()
     with explained(f"pointing {LATEST} at {task.final.name}, which is complete,"):

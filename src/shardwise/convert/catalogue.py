@@ -36,18 +36,13 @@ _NUMBERED = re.compile(r"(.+?)(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 
 @dataclass(frozen=True)
 class OneFile:
-    """A file of a checkpoint.
-
-    Attributes:
-        size: bytes on the disk; ``None`` if it is missing.
-        expected, digest, blocks: bytes, digest and number of checksums that the manifest says.
-    """
+    """A file of a checkpoint, and what the manifest holds of it."""
 
     name: str
-    size: int | None
-    expected: int | None = None
+    size: int | None  # bytes on the disk; None if it is missing
+    expected: int | None = None  # bytes that were written
     digest: str = ""
-    blocks: int = 0
+    blocks: int = 0  # number of checksums
 
     @property
     def is_whole(self) -> bool:
@@ -61,38 +56,25 @@ Listing = dict[str, TensorLocation]
 
 @dataclass(frozen=True)
 class Damage:
-    """A file whose bytes are not those that were written, or that cannot be read.
-
-    Attributes:
-        tensors: whose bytes they are, as far as the file's header says.
-        unreadable: why the file could not be read to its end; empty where it could.
-    """
+    """A file whose bytes are not those that were written, or that cannot be read."""
 
     file: str
-    tensors: tuple[str, ...] = ()
-    unreadable: str = ""
+    tensors: tuple[str, ...] = ()  # names of those with damaged bytes, if the header can be read
+    unreadable: str = ""  # why the file could not be read to its end
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What one checkpoint, one folder of weights, or one safetensors file holds.
-
-    Attributes:
-        manifest: who wrote it; ``None`` for what shardwise did not write.
-        problems: why it cannot be loaded; empty if it can, as far as names and sizes tell.
-        files, strangers: those of the checkpoint, and names of further ones in the folder.
-        groups, scalars: tensors, and values of those of one number, by kind: ``model`` …
-        training: ``training.json`` as it is, if there is one.
-    """
+    """What one checkpoint, one folder of weights, or one safetensors file holds."""
 
     path: Path
-    manifest: Manifest | None
-    problems: tuple[str, ...]
+    manifest: Manifest | None  # None for what shardwise did not write
+    problems: tuple[str, ...]  # why it cannot be loaded, as far as names and sizes show
     files: tuple[OneFile, ...]
-    strangers: tuple[str, ...]
-    groups: Mapping[str, Listing]
-    training: Mapping[str, Any] | None
-    scalars: Mapping[str, Mapping[str, Any]]
+    strangers: tuple[str, ...]  # names of files in the folder that are not the checkpoint's
+    groups: Mapping[str, Listing]  # kind ("model", "optimizer" …) → tensors
+    training: Mapping[str, Any] | None  # training.json, not decoded
+    scalars: Mapping[str, Mapping[str, Any]]  # kind → values of tensors of one number
 
     @property
     def aliases(self) -> Mapping[str, str]:

@@ -44,7 +44,6 @@ def export_dcp(
 
     Args:
         folder: a checkpoint of ours, or a Hugging Face folder (weights alone).
-        destination: a folder that does not exist yet.
         with_optimizer: optimizer state and step, too; ``None``: if there are any.
 
     Raises:

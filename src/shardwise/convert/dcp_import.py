@@ -33,7 +33,6 @@ def import_checkpoint(
     Args:
         source: a DCP folder, or a ``.pt`` file with a whole state dict; or several of them, where
             model and optimizer lie apart.
-        destination: the new checkpoint's folder.
         trust: unpickle what the restricted readers refuse, which can run any code.
         optimizer: its class, where the source does not name it: ``"AdamW"``.
 
@@ -65,13 +64,13 @@ def import_checkpoint(
 
 def _optimizer_tensors(normalized: NormalizedState) -> dict[str, TorchTensor]:
     """By names such as ``exp_avg/layers.0.weight``, key by key."""
-    tensors = {
-        (key, name): value
+    tensors = [
+        (key, name, value)
         for name, values in normalized.state.items()
         for key, value in values.items()
         if isinstance(value, TorchTensor)
-    }
-    return {f"{key}/{name}": tensors[key, name] for key, name in sorted(tensors, key=itemgetter(0))}
+    ]
+    return {f"{key}/{name}": value for key, name, value in sorted(tensors, key=itemgetter(0))}
 
 
 def _training(normalized: NormalizedState, optimizer: str | None) -> bytes:

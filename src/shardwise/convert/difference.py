@@ -22,8 +22,7 @@ from shardwise.errors import CheckpointError
 
 PIECE = 1 << 18
 """Elements that are compared at once: 6 MB with all copies."""
-ABSENT = object()
-"""Stands for a value that one side does not have."""
+ABSENT = object()  # stands for a value that one side lacks
 _TRAINING = (OPTIMIZER, RANKS)
 _HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # values of a float of 4 bits (E2M1)
 _FOUR_BITS = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.float64)
@@ -34,48 +33,32 @@ _Stored = tuple[CheckpointReader, TensorLocation]
 
 
 class Change(NamedTuple):
-    """A value that differs.
+    """A value that differs; ``ABSENT`` stands for none."""
 
-    Attributes:
-        place: such as ``"optimizers[0].groups[0].options.lr"``.
-        one, other: what each side has, or ``ABSENT``.
-    """
-
-    place: str
+    place: str  # such as "optimizers[0].groups[0].options.lr"
     one: Any
     other: Any
 
 
 class UnequalTensor(NamedTuple):
-    """A tensor that both have, and whose dtype, shape or bytes differ.
-
-    Attributes:
-        max_abs_diff: infinite where shapes differ, or a NaN or an infinity has no equal.
-    """
+    """A tensor that both have, and whose dtype, shape or bytes differ."""
 
     kind: str
     name: str
     dtypes: tuple[str, str]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    max_abs_diff: float
+    max_abs_diff: float  # infinite where shapes differ, or a NaN or an infinity has no equal
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Everything in which two checkpoints differ.
+    """Everything in which two checkpoints differ."""
 
-    Attributes:
-        only: for each side, the tensors that the other has not: by kind, names.
-        tensors, equal: those that both have and that differ; how many do not.
-        training: values of the training state.
-        only_tensors: training state was not compared.
-    """
-
-    only: tuple[Mapping[str, list[str]], Mapping[str, list[str]]]
+    only: tuple[Mapping[str, list[str]], Mapping[str, list[str]]]  # of each: kind → names
     tensors: tuple[UnequalTensor, ...] = ()
-    equal: int = 0
+    equal: int = 0  # number of tensors that do not differ
     training: tuple[Change, ...] = ()
-    only_tensors: bool = False
+    only_tensors: bool = False  # training state was not compared
 
     @property
     def is_empty(self) -> bool:

@@ -48,19 +48,12 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What the result is to be.
+    """How to export."""
 
-    Attributes:
-        dtype: of floating-point weights; ``None``: as they are.
-        max_file_size: bytes of tensors in a file at most, unless one tensor has more.
-        with_optimizer: optimizer and training state are written, too.
-        overwrite: a checkpoint or an earlier export of that name may be replaced.
-    """
-
-    dtype: torch.dtype | None = None
-    max_file_size: int = 5_000_000_000
-    with_optimizer: bool = False
-    overwrite: bool = False
+    dtype: torch.dtype | None = None  # of floating-point weights; None: as stored
+    max_file_size: int = 5_000_000_000  # bytes of tensors in a file, unless one tensor has more
+    with_optimizer: bool = False  # with optimizer and training state
+    overwrite: bool = False  # a checkpoint or an earlier export of that name may be replaced
 
 
 AS_STORED = ExportOptions()

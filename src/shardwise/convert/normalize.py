@@ -39,20 +39,14 @@ class Group:
 
 @dataclass
 class NormalizedState:
-    """What checkpoints of torch hold, in one form.
+    """What checkpoints of torch hold, in one form."""
 
-    Attributes:
-        weights: name → tensor, in the order of the source.
-        state: parameter (name, or number) → key → tensor, or another value as JSON.
-        step: optimizer steps taken, if known.
-        left_out: names of what a checkpoint of ours cannot hold.
-    """
-
-    weights: dict[str, TorchTensor] = field(default_factory=dict)
+    weights: dict[str, TorchTensor] = field(default_factory=dict)  # in the order of the source
+    # parameter (name, or number) → key → tensor, or another value as JSON
     state: dict[Any, dict[str, Any]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
-    step: int | None = None
-    left_out: list[str] = field(default_factory=list)
+    step: int | None = None  # optimizer steps taken, if known
+    left_out: list[str] = field(default_factory=list)  # names of what ours cannot hold
 
 
 def normalize(trees: Iterable[Tree]) -> NormalizedState:

@@ -44,17 +44,11 @@ METADATA_CLASSES = {
 
 @dataclass(frozen=True)
 class TorchTensor:
-    """A tensor that is read when it is needed.
+    """A tensor that is read when it is needed."""
 
-    Attributes:
-        source: the file or folder that holds it.
-        name: its keys, joined by dots.
-        dtype: as safetensors calls it.
-    """
-
-    source: Path
-    name: str
-    dtype: str
+    source: Path  # the file or folder that holds it
+    name: str  # its keys, joined by dots
+    dtype: str  # as safetensors calls it
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
 

@@ -97,26 +97,15 @@ def write_folder(
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a result goes.
+    """Where a result goes."""
 
-    Attributes:
-        path: absolute.
-        form: a folder of safetensors, a folder of torch's DCP, or one file of torch.
-        whole: optimizer and training state are written, too, and not weights alone.
-        overwrite: an earlier result of that name may be replaced.
-    """
-
-    path: Path
-    form: Literal["hf", "dcp", "pt"] = "hf"
-    whole: bool = False
-    overwrite: bool = False
+    path: Path  # absolute
+    form: Literal["hf", "dcp", "pt"] = "hf"  # safetensors, torch's DCP, or one file of torch
+    whole: bool = False  # with optimizer and training state
+    overwrite: bool = False  # an earlier result of that name may be replaced
 
     def check(self, source: Path | None = None) -> None:
-        """Raises ``CheckpointError`` if the result may not be written here.
-
-        Args:
-            source: the folder of the checkpoint that is exported, if it is one of ours.
-        """
+        """Raises ``CheckpointError`` if the export of the folder ``source`` may not go here."""
         with explained(f"looking at {self.path}", reads=True):
             self._check_name(source)
             if self.form == "hf":
