@@ -129,6 +129,15 @@ def test_training_state_is_compared(tmp_path: Path) -> None:
     assert not compared(tmp_path / "a", tmp_path / "b", weights_only=True).training
 
 
+def test_training_state_is_not_compared_with_a_folder_of_weights(tmp_path: Path) -> None:
+    saved(DECODER, 1, tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "a" / "model.safetensors", tmp_path / "b")
+    found = compared(tmp_path / "a", tmp_path / "b")
+    assert found.only_tensors
+    assert not found.training
+
+
 def test_damage_is_an_error_and_no_difference(tmp_path: Path) -> None:
     saved(DECODER, 1, tmp_path / "a")
     loaded_and_saved(DECODER, 2, tmp_path / "a", tmp_path / "b")
