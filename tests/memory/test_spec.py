@@ -118,3 +118,16 @@ def test_slots_start_aligned_for_the_narrowest_dtype_that_lies_there() -> None:
         for slot in spec.layout.slots:
             assert slot.start * 2 % 64 == 0
         assert spec.layout.shard_numel * 2 % 64 == 0
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_the_copies_of_a_shard_sum_one_piece_of_it_each(column: int) -> None:
+    """Of six ranks in three rows, two of which share a row: the ranks below each other."""
+    mesh = Mesh(FakeComm(column, 2), FakeComm(0, 3))
+    for unit in choose_units(decoder()):
+        for spec in specs_of(unit, Options(), mesh, FULL):
+            assert spec.piece_numel == spec.layout.shard_numel // 3
+            for piece in range(3):
+                first = piece * spec.piece_numel
+                ranks = {spec.summed_by(first), spec.summed_by(first + spec.piece_numel - 1)}
+                assert ranks == {2 * piece + column}

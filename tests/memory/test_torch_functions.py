@@ -198,3 +198,14 @@ def test_values_that_were_swapped_out_by_data_can_be_swapped_in_again(
 
     if world > 1 or run is run_threads:
         run(world, rank)
+
+
+def test_ranks_without_elements_change_no_extreme_of_booleans() -> None:
+    def rank(comm: Comm) -> list[bool]:
+        model = nn.Linear(2, 1)
+        sw.shard(model, comm=comm)
+        bias = model.bias.detach()  # one element, on one rank
+        none, all_ = bias != bias, bias == bias
+        return [bool(x) for x in (none.max(), none.min(), all_.max(), all_.min())]
+
+    assert run_threads(3, rank) == [[False, False, True, True]] * 3

@@ -27,6 +27,11 @@ def critic() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))
+
+
 class Forces(nn.Module):
     """Predicts an energy, and as forces its slope, as models of molecules do."""
 
@@ -61,6 +66,19 @@ def with_a_penalty_of_its_own(model: nn.Module, batch: Batch) -> None:
     penalty(model, batch).backward()
 
 
+def with_a_penalty_after_a_graph_that_is_freed(model: nn.Module, batch: Batch) -> None:
+    """Of linear layers, whose recorded graph does not come back to the first one."""
+    x = batch[0].clone().requires_grad_()
+    value = model(x).sum()
+    (slope,) = torch.autograd.grad(value, x, create_graph=True, retain_graph=False)
+    slope.square().sum().backward()
+
+
+def with_a_penalty_beside_a_frozen_layer(model: nn.Module, batch: Batch) -> None:
+    model.get_submodule("2").requires_grad_(requires_grad=False)
+    with_a_penalty_of_its_own(model, batch)
+
+
 def with_a_penalty_that_is_used_twice(model: nn.Module, batch: Batch) -> None:
     value = penalty(model, batch)
     value.backward(retain_graph=True)
@@ -87,6 +105,8 @@ def of_forces(model: nn.Module, batch: Batch) -> None:
 
 STEPS: dict[Step, Callable[[], nn.Module]] = {
     with_a_penalty_of_its_own: critic,
+    with_a_penalty_after_a_graph_that_is_freed: linear,
+    with_a_penalty_beside_a_frozen_layer: critic,
     with_a_penalty_that_is_used_twice: critic,
     with_a_penalty_that_is_only_measured: critic,
     with_an_evaluation_between: critic,
@@ -116,6 +136,7 @@ def test_units_stay_whole_for_the_graph_of_a_recorded_backward_pass(
         sharded = sw.shard(model, strategy, BY_LAYER, comm)
         for _ in range(2):
             step(model, BATCHES[comm.rank])
+            assert not any(param._backward_hooks for param in model.parameters())
             with sharded.full_params():
                 for name, param in model.named_parameters():
                     torch.testing.assert_close(param.grad, truth[name])

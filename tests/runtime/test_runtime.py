@@ -658,6 +658,30 @@ def test_after_ctrl_c_in_a_forward_pass_a_shard_is_read_as_a_shard() -> None:
     assert_at_rest(sharded)
 
 
+def layer_by_layer(model: nn.Module, batch: Batch) -> None:
+    x = batch[0]
+    for layer in [*chain(model).layers, chain(model).head]:
+        x = layer(x)
+    x.sum().backward()
+
+
+@pytest.mark.parametrize("step", [train, layer_by_layer])
+def test_the_step_after_ctrl_c_in_a_forward_pass_follows_the_schedule(step: Step) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
+    model, batch, recorder = chain(sharded.model), BATCHES[0], Recorder(sharded)
+    step(model, batch)
+    handle = model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, batch)
+    handle.remove()
+    recorder.take()
+    step(model, batch)
+    assert recorder.take() == sharded.schedule.events
+
+
 @pytest.mark.parametrize("where", STOPS)
 def test_gradients_from_before_a_stopped_step_are_kept(where: str) -> None:
     models = [Chain()]
