@@ -351,8 +351,8 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "lazy": (
         lambda: sw.shard(nn.LazyLinear(3)),
         (
-            "parameter 'weight' has no shape yet (a lazy module), so it cannot be laid out. Run "
-            "one batch through the model before shard()."
+            "2 parameters have no shape yet, the first is 'weight', so they cannot be laid out. "
+            "Run the model once, so that its lazy modules learn their shapes."
         ),
     ),
 }

@@ -199,8 +199,7 @@ class Sharded:
             The norm before clipping: 0-dim, fp32, the same on every rank.
         """
         self._before_step()
-        all_places = self._places
-        places = all_places.values() if parameters is None else chosen(all_places, parameters)
+        places = self._places.values() if parameters is None else chosen(self._places, parameters)
         return clip_gradients(places, self.comm, float(max_norm), float(norm_type))
 
     def rehearse(self, *args: Any, **kwargs: Any) -> Schedule:
@@ -310,15 +309,8 @@ class Sharded:
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """A plain, unsharded copy. A collective."""
         self._check_idle("a deep copy was asked for")
-        members = [member for bucket in self.buckets for member in bucket.members]
-        wholes = {
-            member.name: whole
-            for bucket in self.buckets
-            for member, whole in zip(bucket.members, bucket.whole(), strict=True)
-        }
         with self._detached():
-            copy: nn.Module = whole_copy(self.model, members, wholes, memo)
-        return copy
+            return whole_copy(self.model, self.buckets, memo)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise ConfigError(

@@ -18,7 +18,7 @@ from tests.layout.slots import Shape, specs
 def test_a_square_on_two_ranks_is_cut_into_two_halves_of_its_rows() -> None:
     layout = solve([Slot("weight", (64, 64))], world=2)
     assert layout.padding == 0
-    assert [layout.shard_shape(layout.slot("weight"), rank) for rank in (0, 1)] == [(32, 64)] * 2
+    assert [layout.shard_shape(layout.by_name["weight"], rank) for rank in (0, 1)] == [(32, 64)] * 2
 
 
 def test_a_linear_of_three_by_three_on_two_ranks_is_cut_between_rows() -> None:
@@ -101,7 +101,7 @@ def test_a_rank_may_own_no_rows() -> None:
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (2, 0, 5)])
 def test_a_parameter_without_elements_keeps_its_shape_everywhere(shape: Shape) -> None:
     for layout in (solve(specs(shape, (5,)), world=2), chunk_rows(Slot("p0", shape), world=2)):
-        slot = layout.slot("p0")
+        slot = layout.by_name["p0"]
         assert [layout.shard_shape(slot, rank) for rank in range(2)] == [shape] * 2
         assert list(layout.owners(slot)) == []
 
@@ -126,12 +126,12 @@ def test_one_rank_pads_for_alignment_only_and_keeps_model_order(shapes: list[Sha
 def test_a_given_atom_is_never_given_up_however_much_padding_it_costs() -> None:
     layout = solve([Slot("codes", (2, 4096), atom=4096), Slot("scale", (64,))], world=16)
     assert layout.shard_numel == 4096
-    assert len(layout.owners(layout.slot("codes"))) == 2
+    assert len(layout.owners(layout.by_name["codes"])) == 2
 
 
 def test_a_given_atom_need_not_divide_the_rows_or_the_parameter() -> None:
     layout = solve([Slot("codes", (10, 50), atom=64)], world=3)
-    slot = layout.slot("codes")
+    slot = layout.by_name["codes"]
     assert layout.shard_numel == 192
     assert [layout.owned(slot, rank) for rank in range(3)] == [(0, 192), (192, 384), (384, 500)]
     assert layout.shard_shape(slot, 2) == (116, 1)
@@ -139,7 +139,7 @@ def test_a_given_atom_need_not_divide_the_rows_or_the_parameter() -> None:
 
 def test_a_given_atom_of_whole_rows_keeps_rows() -> None:
     layout = solve([Slot("codes", (12, 16), atom=32)], world=4)
-    slot = layout.slot("codes")
+    slot = layout.by_name["codes"]
     assert [layout.shard_shape(slot, rank) for rank in range(4)] == [(4, 16)] * 3 + [(0, 16)]
 
 
@@ -203,33 +203,3 @@ def test_a_scalar_is_one_row() -> None:
 def test_chunks_do_not_cut_given_atoms() -> None:
     layout = chunk_rows(Slot("codes", (6, 10), atom=20), world=4)
     assert [layout.owned(layout.slots[0], rank)[0] for rank in range(4)] == [0, 20, 40, 60]
-
-
-# --- arguments that cannot work ---------------------------------------------------------------
-
-
-def test_two_parameters_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="2 parameters of one bucket are named 'weight'"):
-        solve([Slot("weight", (2,)), Slot("bias", (1,)), Slot("weight", (3,))], world=2)
-
-
-@pytest.mark.parametrize(("world", "align"), [(0, 16), (-1, 16), (2, 0)])
-def test_numbers_below_one_are_refused(world: int, align: int) -> None:
-    with pytest.raises(ConfigError, match=rf"world \({world}\), align \({align}\) and atoms must"):
-        solve(specs((2, 2)), world, align)
-
-
-def test_an_atom_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="atoms must be at least 1"):
-        chunk_rows(Slot("codes", (4, 4), atom=-2), world=2)
-
-
-def test_an_unknown_way_with_uneven_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'pad' or 'error', not 'crop'"):
-        chunk_rows(Slot("weight", (2, 2)), 2, uneven="crop")
-
-
-def test_asking_for_a_slot_that_is_not_there_names_the_nearest() -> None:
-    layout = solve([Slot("q_proj.weight", (4, 4)), Slot("norm.weight", (4,))], world=2)
-    with pytest.raises(ConfigError, match=r"'q_proj.wieght'; the nearest are \['q_proj.weight'"):
-        layout.slot("q_proj.wieght")

@@ -36,7 +36,7 @@ def check(layout: Layout, asked: Iterable[Slot]) -> None:
     bucket: list[tuple[str, int] | None] = [None] * layout.numel
     for slot in layout.slots:
         bucket[slot.start : slot.stop] = [(slot.name, element) for element in range(slot.numel)]
-        assert layout.slot(slot.name) is slot
+        assert layout.by_name[slot.name] is slot
         wanted = by_name[slot.name].atom
         assert slot.atom == wanted if wanted else slot.atom in {1, slot.row}
     for rank in range(layout.world):

@@ -205,7 +205,7 @@ def test_ranks_without_elements_change_no_extreme_of_booleans() -> None:
         model = nn.Linear(2, 1)
         sw.shard(model, comm=comm)
         bias = model.bias.detach()  # one element, on one rank
-        none, all_ = bias != bias, bias == bias
+        none, all_ = bias < -9, bias > -9
         return [bool(x) for x in (none.max(), none.min(), all_.max(), all_.min())]
 
     assert run_threads(3, rank) == [[False, False, True, True]] * 3

@@ -12,16 +12,14 @@ between rows (see ``solver``); where that would cost too much, rows are given up
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm, prod
 from string import ascii_lowercase
 
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError
 
-__all__ = ["Layout", "Slot", "check_slots", "chunk_rows", "up"]
+__all__ = ["Layout", "Slot", "chunk_rows", "up"]
 
 
 @dataclass(frozen=True)
@@ -91,15 +89,8 @@ class Layout:
     def padding(self) -> int:
         return self.numel - self.used
 
-    def slot(self, name: str) -> Slot:
-        """The slot of that name; if there is none, ConfigError with the nearest names."""
-        if name not in self._by_name:
-            like = nearest(name, self._by_name)
-            raise ConfigError(f"no slot of this bucket is named {name!r}; the nearest are {like}")
-        return self._by_name[name]
-
     @cached_property
-    def _by_name(self) -> dict[str, Slot]:
+    def by_name(self) -> dict[str, Slot]:
         return {slot.name: slot for slot in self.slots}
 
     def owners(self, slot: Slot) -> range:
@@ -156,10 +147,7 @@ def chunk_rows(slot: Slot, world: int, uneven: str = "pad") -> Layout:
     Given atoms make chunks larger rather than be cut. Rows that do not divide by the world size
     are padded, or are a ConfigError if ``uneven`` is ``"error"`` and not ``"pad"``.
     """
-    check_slots([slot], world)
     rows = slot.shape[0] if slot.shape else 1
-    if uneven not in ("pad", "error"):
-        raise ConfigError(f"uneven is 'pad' or 'error', not {uneven!r}")
     if uneven == "error" and rows % world:
         raise ConfigError(
             f"Current sharding requires the first dimension of the parameter {slot.name!r} "
@@ -167,16 +155,6 @@ def chunk_rows(slot: Slot, world: int, uneven: str = "pad") -> Layout:
         )
     slot = replace(slot, atom=slot.asked_atom)
     return Layout((slot,), world, up(slot.numel, lcm(slot.row, slot.atom) * world) // world)
-
-
-def check_slots(slots: Sequence[Slot], world: int, align: int = 1) -> None:
-    """Raises ``ConfigError`` for numbers below 1, and for a name that occurs twice."""
-    if min(world, align, *(slot.atom or 1 for slot in slots)) < 1:
-        raise ConfigError(f"world ({world}), align ({align}) and atoms must be at least 1")
-    for name, count in Counter(slot.name for slot in slots).items():
-        if count > 1:
-            fact = f"{count} parameters of one bucket are named {name!r}, so that name finds none"
-            raise ConfigError(f"{fact}: rename them, or pass a tied parameter only once")
 
 
 def up(number: int, step: int) -> int:

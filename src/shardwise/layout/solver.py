@@ -19,7 +19,7 @@ from itertools import accumulate
 from math import gcd, lcm
 from typing import NamedTuple
 
-from shardwise.layout.layout import Layout, Slot, check_slots, up
+from shardwise.layout.layout import Layout, Slot, up
 
 __all__ = ["solve"]
 
@@ -36,12 +36,11 @@ def solve(wanted: Sequence[Slot], world: int, align: int = 16, slack: int = 32) 
     parameters get the best of all orders, more a greedy one, and model order where it is as good.
 
     Args:
-        wanted: the parameters in model order; a name that occurs twice is a ConfigError.
+        wanted: the parameters in model order.
         world: ranks that share the bucket.
         align: elements; the shard size and the start of each slot are multiples of it.
         slack: elements of padding per rank that are always accepted: 32 are 128 bytes of fp32.
     """
-    check_slots(wanted, world, align)
     weights = [slot.numel for slot in wanted]
     if not any(weights):
         return Layout(tuple(slot.placed(0, 1) for slot in wanted), world, 0)

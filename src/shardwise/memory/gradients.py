@@ -102,11 +102,7 @@ class Gradients:
                 put_grad(self.spec.params[index], grad)
 
     def adopt(self) -> None:
-        """Do to what was collected what was done to ``.grad`` since ``show``.
-
-        Raises:
-            ShardUseError: it was changed, and is only the part that came after an averaged one.
-        """
+        """Do to what was collected what was done to ``.grad`` since ``show``, or raise."""
         if not self._shown:
             return
         with disable_torch_function():

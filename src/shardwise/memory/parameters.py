@@ -287,12 +287,7 @@ class Bucket:
         )
 
     def keep_written(self) -> None:
-        """Take this rank's part of what was written into the shard.
-
-        Raises:
-            ConfigError: a parameter was replaced by what its shard cannot hold.
-            ShardUseError: all ranks wrote to the memory that they share.
-        """
+        """Take this rank's part of what was written into the shard, if one rank wrote it."""
         if self.home.shared and not self._may_be_written:
             raise self._written_by_all()
         with torch.no_grad(), disable_torch_function():
@@ -330,11 +325,7 @@ class Bucket:
         )
 
     def close(self) -> None:
-        """Let all memory go, once the parameters have other memory. Nothing works after it.
-
-        At once, and not when what refers to this object is found to be garbage: another layout may
-        be made next.
-        """
+        """Let all memory go at once, since another layout may be made next."""
         for param in self._ours:
             del param.before_write  # type: ignore[attr-defined]
         self.gradients.drop()

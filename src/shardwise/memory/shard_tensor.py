@@ -34,13 +34,9 @@ __all__ = ["ShardTensor"]
 
 
 class ShardTensor(Tensor):
-    """One rank's shard of a tensor that has the shape of a parameter.
+    """One rank's shard of a tensor that has the shape of a parameter."""
 
-    Attributes:
-        sharding: of the parameter.
-    """
-
-    sharding: Sharding
+    sharding: Sharding  # of the parameter
 
     @classmethod
     def __torch_function__(

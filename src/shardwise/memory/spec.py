@@ -66,7 +66,7 @@ class BucketSpec:
 
     @cached_property
     def slots(self) -> list[Slot]:
-        return [self.layout.slot(member.name) for member in self.members]
+        return [self.layout.by_name[member.name] for member in self.members]
 
     @cached_property
     def averages(self) -> list[tuple[Comm, Reduction]]:

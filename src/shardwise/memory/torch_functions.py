@@ -53,11 +53,7 @@ def dispatch(call: Call) -> Any:
 
 
 def gather_arguments(call: Call, refusal: ShardUseError) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gather the arguments, if a pass of the model is running. Collectives.
-
-    Raises:
-        ShardUseError: ``refusal``, outside a pass, or if the call writes to a shard.
-    """
+    """Gather the arguments; outside a pass, or to write to a shard, is the ``refusal``."""
     shards = {id(shard): shard for shard in call.shards(call.tensors())}
     serving = [(shard, shard.sharding.serving) for shard in shards.values()]
     if call.is_shard(call.written) or any(engine is None for _, engine in serving):

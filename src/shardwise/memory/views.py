@@ -20,11 +20,7 @@ __all__ = ["Views"]
 class Views:
     """The views of flat buffers of ``numel`` elements: call it with such a buffer.
 
-    Args:
-        ranges: start, stop and shape of each view; they do not overlap.
-
-    Attributes:
-        gaps: ``[start, stop)`` of each stretch that is in no view.
+    Views have a start, a stop and a shape each; ``gaps`` are the stretches that are in none.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int, Sequence[int]]], numel: int) -> None:

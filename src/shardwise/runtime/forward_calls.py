@@ -54,26 +54,16 @@ __all__ = ["ForwardCall", "ForwardCalls"]
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class ForwardCall:
-    """A forward call of ``unit`` (``None``: of the model around its units).
-
-    Attributes:
-        parent: the call around it, whose backward pass begins first.
-        first_node: autograd's number at its beginning; the nodes of its graph are not below it.
-        input_nodes: the numbers of the nodes that made its inputs.
-        end_is_seen: its inputs require gradients, so autograd tells when they are there.
-        has_calls_inside: units were called inside it; its backward pass ends after theirs.
-        is_open: its backward pass is under way.
-        inputs_done: the gradients of its inputs are there, those of its parameters not all.
-    """
+    """A forward call of ``unit`` (``None``: of the model around its units)."""
 
     unit: str | None
-    parent: ForwardCall | None
-    first_node: int = 0
-    input_nodes: set[int] = field(default_factory=set)
-    end_is_seen: bool = False
-    has_calls_inside: bool = False
-    is_open: bool = False
-    inputs_done: bool = False
+    parent: ForwardCall | None  # the call around it, whose backward pass begins first
+    first_node: int = 0  # autograd's number at its beginning; its nodes are not below it
+    input_nodes: set[int] = field(default_factory=set)  # the numbers of those that made its inputs
+    end_is_seen: bool = False  # its inputs require gradients, so autograd tells of them
+    has_calls_inside: bool = False  # of units; its backward pass ends after theirs
+    is_open: bool = False  # its backward pass is under way
+    inputs_done: bool = False  # the inputs have their gradients, and not all parameters do
 
     @property
     def ends_unseen(self) -> bool:
@@ -84,9 +74,7 @@ class ForwardCall:
 class ForwardCalls:
     """The forward calls of a model whose backward pass is to come or under way.
 
-    Args:
-        enter: called with a unit when the backward pass of one of its calls begins.
-        leave: the same when it has ended.
+    ``enter`` and ``leave`` are called with a unit when that of one of its calls begins and ends.
     """
 
     def __init__(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
@@ -112,15 +100,11 @@ class ForwardCalls:
         for ended in [one for one in reversed(self._open) if one.first_node > node]:
             if ended.ends_unseen:
                 self.leave(ended)
-        around: list[ForwardCall] = []
-        parent: ForwardCall | None = call
-        while parent is not None:
-            around.append(parent)
-            parent = parent.parent
-        for one in reversed(around):
-            self._begin(one)
+        self._begin(call)
 
     def _begin(self, call: ForwardCall) -> None:
+        if call.parent is not None:
+            self._begin(call.parent)
         if call.unit is None or call.is_open:
             return
         call.is_open, call.inputs_done = True, False

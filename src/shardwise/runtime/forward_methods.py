@@ -18,24 +18,15 @@ __all__ = ["ForwardMethods"]
 
 
 class ForwardMethods:
-    """The registered forward methods of a sharded model.
-
-    Args:
-        model: the sharded model.
-    """
+    """The registered forward methods of a sharded model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._wrapped: dict[tuple[nn.Module, str], None] = {}
-        # instance attributes that were replaced
-        self._originals: list[tuple[nn.Module, str, Any]] = []
+        self._originals: list[tuple[nn.Module, str, Any]] = []  # replaced instance attributes
 
     def add(self, module: nn.Module, method: str) -> None:
-        """Wrap it at the next ``install``.
-
-        Raises:
-            ConfigError: ``module`` is not in the model, or has no such method.
-        """
+        """Wrap it at the next ``install``; ``ConfigError`` if it is not there."""
         class_name = type(module).__name__
         if all(module is not part for part in self._model.modules()):
             raise ConfigError(
@@ -58,7 +49,6 @@ class ForwardMethods:
             module.__dict__[method] = _gathering_method(hooks, module, getattr(module, method))
 
     def remove(self) -> None:
-        """Restore the original methods."""
         for module, method, original in self._originals:
             del module.__dict__[method]
             if original is not None:

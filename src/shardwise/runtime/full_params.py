@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,20 +21,15 @@ __all__ = ["full_params"]
 
 @contextmanager
 def full_params(buckets: Sequence[Bucket], ranks: Comm, writeback: bool) -> Iterator[None]:
-    """Inside the block every parameter and its gradient is gathered, in the stored dtype.
-
-    Raises:
-        ShardUseError: at the end, if something was written without ``writeback``.
-    """
-    wholes = [bucket.whole() for bucket in buckets]
-    entries = [
-        _Entry(bucket, index, whole)
-        for bucket, values in zip(buckets, wholes, strict=True)
-        for index, whole in enumerate(values)
+    """Inside the block every parameter and its gradient is gathered, in the stored dtype."""
+    by_bucket = [
+        [_Entry(bucket, index, whole) for index, whole in enumerate(bucket.whole())]
+        for bucket in buckets
     ]
-    _gather_gradients(buckets, entries, ranks)
-    for bucket, values in zip(buckets, wholes, strict=True):
-        bucket.bind_whole(values)
+    entries = list(chain.from_iterable(by_bucket))
+    _gather_gradients(by_bucket, ranks)
+    for bucket, members in zip(buckets, by_bucket, strict=True):
+        bucket.bind_whole([entry.whole for entry in members])
     for entry in entries:
         entry.enter()
     try:
@@ -105,21 +101,17 @@ def _version(tensor: Tensor | None) -> int:
     return 0 if tensor is None else get_version(tensor)
 
 
-def _gather_gradients(buckets: Sequence[Bucket], entries: Sequence[_Entry], ranks: Comm) -> None:
+def _gather_gradients(by_bucket: Sequence[Sequence[_Entry]], ranks: Comm) -> None:
     """Gather the gradients of parameters that have one on any rank. A collective."""
-    shards = [None if entry.is_local else entry.shard_grad for entry in entries]
-    has_gradient = torch.tensor([shard is not None for shard in shards], dtype=torch.uint8)
-    present = ranks.gather_rows(has_gradient, Label("whole", "which gradients there are"))
+    parts = [[None if e.is_local else e.shard_grad for e in members] for members in by_bucket]
+    present_here = [part is not None for part in chain.from_iterable(parts)]
+    label = Label("whole", "which gradients there are")
+    present = ranks.gather_rows(torch.tensor(present_here, dtype=torch.uint8), label)
     on_any_rank = iter(present.any(0).tolist())
-    start = 0
-    for bucket in buckets:
-        bucket_entries = entries[start : start + len(bucket.params)]
-        start += len(bucket_entries)
-        with_gradient = [entry for entry in bucket_entries if next(on_any_rank)]
+    for members, of_bucket in zip(by_bucket, parts, strict=True):
+        with_gradient = [entry for entry in members if next(on_any_rank)]
         if not with_gradient:
             continue
-        wholes = bucket.whole_of_parts(
-            [None if e.is_local else e.shard_grad for e in bucket_entries]
-        )
+        wholes = members[0].bucket.whole_of_parts(of_bucket)
         for entry in with_gradient:
             entry.gradient = wholes[entry.index].data  # with a version counter of its own

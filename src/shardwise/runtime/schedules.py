@@ -25,28 +25,20 @@ KINDS = 16
 
 @dataclass
 class _Kind:
+    """One kind of step."""
+
     orders: dict[Mode, Order]
     scripts: dict[Mode, tuple[Step, ...]] = field(default_factory=dict)
-    ran: set[Mode] = field(default_factory=set)
+    ran: set[Mode] = field(default_factory=set)  # the modes in which such a step was taken
 
 
 class Schedules:
-    """One schedule for each mode, built when it is first needed.
-
-    Args:
-        units: the state of each unit, by name, in order.
-        policy: placement and prefetch; modes are derived from it.
-        order: the first guess.
-
-    Attributes:
-        orders: by mode, of the kind of step that is taken now.
-        ran: the modes in which such a step was taken.
-        steps_done: backward passes that have ended.
-    """
+    """One schedule for each mode, built when it is first needed; ``order`` is the first guess."""
 
     def __init__(self, units: Mapping[str, UnitState], policy: Policy, order: Order) -> None:
         self._units, self._policy = units, policy
-        self.steps_done, self._warned = 0, set[Mode]()
+        self.steps_done = 0  # backward passes that have ended
+        self._warned = set[Mode]()
         forward = Order(order.forward)
         first = {"train": order, "accumulate": order, "last": order, "forward": forward}
         self._kinds: dict[frozenset[str], _Kind] = {}  # by trained units, the last used is last
@@ -64,7 +56,6 @@ class Schedules:
         self.orders, self._scripts, self.ran = kind.orders, kind.scripts, kind.ran
 
     def nbytes(self) -> dict[str, UnitBytes]:
-        """Bytes of each unit: gathered parameters, and gradients."""
         return {name: state.nbytes() for name, state in self._units.items()}
 
     def events(self, mode: Mode) -> tuple[Event, ...]:

@@ -28,12 +28,7 @@ CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
 class StructureCheck:
-    """Compares a model's parameters with those that were sharded.
-
-    Args:
-        model: the sharded model.
-        params: name → parameter, as they were sharded.
-    """
+    """Compares a model's parameters with those that were sharded (``params``, by name)."""
 
     def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         self._model, self._params = model, params
@@ -42,14 +37,12 @@ class StructureCheck:
         self._changed = False
 
     def install(self) -> None:
-        """Watch registrations in the model's modules."""
         _install_hooks()
         self._modules = list(self._model.modules())
         _watched.update(dict.fromkeys(self._modules, weakref.ref(self)))
         mark(self._modules)
 
     def remove(self) -> None:
-        """Stop watching."""
         for module in self._modules:
             _watched.pop(module, None)
         unmark(self._modules)

@@ -10,7 +10,7 @@ gradients when the first one arrives.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -18,18 +18,15 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ScheduleError
 from shardwise.memory.parameters import Bucket
 from shardwise.runtime.unit import UnitState
-from shardwise.runtime.unused_parameters import ask_used
 from shardwise.torch_internals import disable_torch_function
 
-__all__ = ["Trained"]
+__all__ = ["Trained", "ask_used"]
 
 
 class Trained:
     """Which parameters are trained, as of the last look.
 
     Args:
-        units: the state of each unit, in order.
-        comm: the ranks.
         stored: the dtype in which trained parameters are to be stored; ``None`` = as they are.
 
     Attributes:
@@ -65,7 +62,6 @@ class Trained:
             self._apply()
 
     def ask_used(self) -> Callable[[], list[bool]]:
-        """Which parameters any rank has a gradient of; call the answer to wait. A collective."""
         flags = [flag for bucket in self.buckets for flag in bucket.gradients.touched_flags()]
         return ask_used(flags, self._comm)
 
@@ -129,3 +125,28 @@ def _wrong_dtype(bucket: Bucket, index: int, stored: torch.dtype | None) -> Sche
         f"was sharded: its bucket is stored in {bucket.dtypes.stored}, and precision.stored asks "
         f"for {stored}. Call sharded.relayout() after changing requires_grad."
     )
+
+
+def ask_used(arrived: Sequence[bool], comm: Comm) -> Callable[[], list[bool]]:
+    """Which parameters had a gradient on any rank; call the answer to wait. A collective.
+
+    A plain training step leaves ``.grad`` at ``None`` where no gradient came, and an optimizer then
+    leaves the parameter and its state alone. Ranks that take different branches would disagree
+    about that, so each sends one byte for each parameter. The bytes are sent before the last
+    reductions are waited for and read after them, so they cost no waiting of their own.
+    """
+    mine = list(arrived)
+    if comm.size == 1 or not mine:
+        return lambda: mine
+    flags = torch.zeros(comm.size, len(mine), dtype=torch.uint8, device=comm.device)
+    if every := all(mine):  # as usual; to read the others' bytes would wait for the device
+        flags[comm.rank].fill_(1)
+    else:
+        flags[comm.rank] = torch.tensor(mine, dtype=torch.uint8)
+    pending = comm.all_gather(flags.view(-1), Label("agree", "used parameters"))
+
+    def answer() -> list[bool]:
+        pending.wait()
+        return mine if every else [bool(flag) for flag in flags.any(dim=0).tolist()]
+
+    return answer

@@ -92,17 +92,11 @@ class Order(NamedTuple):
 
 
 class UnitBytes(NamedTuple):
-    """What a unit takes, in bytes.
+    """What a unit takes, in bytes."""
 
-    Attributes:
-        gathered: its parameters, as computed in.
-        gradients: those of its gradients that travel to be summed; 0 if it is frozen.
-        mean: the same gradients, summed, as stored.
-    """
-
-    gathered: int
-    gradients: int
-    mean: int = 0
+    gathered: int  # its parameters, as computed in
+    gradients: int  # what travels to be summed; 0 if it is frozen
+    mean: int = 0  # the same gradients, summed, as stored
 
 
 @dataclass(frozen=True)
@@ -138,20 +132,15 @@ class Prefetch:
 class Policy:
     """Everything besides the order that a schedule depends on.
 
-    Attributes:
-        placements: where each unit lives, by its name.
-        prefetch: how far ahead units are gathered.
-        reduces: gradients leave the rank in this step (``False`` while accumulating).
-        casts: computing needs another dtype than is stored, so even whole parameters are
-            "gathered" (cast; nothing is sent).
-        gathered_at_start: units that are gathered when the step begins.
+    Where computing needs another dtype than is stored (``casts``), even whole parameters are
+    "gathered": cast, and nothing is sent.
     """
 
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, Placement]  # by unit
     prefetch: Prefetch = Prefetch()
-    reduces: bool = True
+    reduces: bool = True  # gradients leave the rank in this step (not while accumulating)
     casts: bool = False
-    gathered_at_start: frozenset[str] = frozenset()
+    gathered_at_start: frozenset[str] = frozenset()  # when the step begins
 
     def gathers(self, unit: str) -> bool:
         """Is the unit at rest something else than what it computes with?"""
@@ -176,15 +165,14 @@ class _Writer:
     ahead_bytes: int = 0
     open: Counter[str] = field(default_factory=Counter)  # entered, not left yet
     reducing: list[str] = field(default_factory=list)
-    used: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.next_use, first_uses = _uses(self.cues)
+        self.next_use, self.first_use = _uses(self.cues)
         self.largest = max((unit.gathered for unit in self.nbytes.values()), default=0)
         # Positions of cues. One that is past, or whose unit is gathered by now, is stale.
-        self.not_open = list(first_uses.values())
-        wanted = (unit for unit in first_uses if self.policy.gathers(unit))
-        self.not_gathered = [first_uses[unit] for unit in wanted if unit not in self.gathered]
+        self.not_open = list(self.first_use.values())
+        wanted = (unit for unit in self.first_use if self.policy.gathers(unit))
+        self.not_gathered = [self.first_use[unit] for unit in wanted if unit not in self.gathered]
         heapify(self.not_open)
         heapify(self.not_gathered)
 
@@ -196,18 +184,6 @@ class _Writer:
         self.ahead.add(unit)
         self.ahead_bytes += self.nbytes[unit].gathered
         self.add(Op.GATHER, unit, phase, reason)
-
-    def enter(self, unit: str) -> None:
-        self.used.add(unit)
-        self.open[unit] += 1
-        if unit in self.ahead:
-            self.ahead.remove(unit)
-            self.ahead_bytes -= self.nbytes[unit].gathered
-
-    def exit(self, unit: str, again: int | None) -> None:
-        self.open[unit] -= 1
-        if not self.open[unit] and again is not None:
-            heappush(self.not_open, again)
 
     def free(self, unit: str, again: int | None, phase: Phase, reason: str) -> None:
         self.gathered.discard(unit)
@@ -233,17 +209,7 @@ def _uses(cues: Sequence[Cue]) -> tuple[list[int | None], dict[str, int]]:
 
 
 def events(order: Order, policy: Policy, nbytes: Mapping[str, UnitBytes]) -> tuple[Event, ...]:
-    """One step as a list.
-
-    Args:
-        order: the cues, forward and backward.
-        policy: placement, prefetch and mode.
-        nbytes: what each unit takes, by name.
-
-    Returns:
-        The cues in their order, with every gather, free, reduce and settle between them, and
-        ``END`` last.
-    """
+    """One step: the cues in order, every gather, free, reduce and settle between them, ``END``."""
     end = Cue(Op.END, "", Phase.BACKWARD if order.backward else Phase.FORWARD)
     cues = (*order.forward, *order.backward, end)
     writer = _Writer(cues, policy, nbytes, gathered=set(policy.gathered_at_start))
@@ -259,22 +225,27 @@ def events(order: Order, policy: Policy, nbytes: Mapping[str, UnitBytes]) -> tup
 
 def _enter(writer: _Writer, position: int, cue: Cue) -> None:
     if writer.policy.gathers(cue.unit) and cue.unit not in writer.gathered:
-        again = cue.unit in writer.used
-        writer.gather(cue.unit, cue.phase, "needed again" if again else "first use")
+        first = position == writer.first_use[cue.unit]
+        writer.gather(cue.unit, cue.phase, "first use" if first else "needed again")
     if cue.phase is Phase.FORWARD or writer.policy.prefetch.when == "pre":
         _prefetch(writer, position, f"ahead, while {cue.unit or '(root)'} computes")
     writer.events.append(Event(*cue))
-    writer.enter(cue.unit)
+    writer.open[cue.unit] += 1
+    if cue.unit in writer.ahead:
+        writer.ahead.remove(cue.unit)
+        writer.ahead_bytes -= writer.nbytes[cue.unit].gathered
 
 
 def _exit(writer: _Writer, position: int, cue: Cue) -> None:
     again = writer.next_use[position]
     writer.events.append(Event(*cue))
-    writer.exit(cue.unit, again)
+    writer.open[cue.unit] -= 1
     if cue.phase is Phase.BACKWARD and writer.policy.prefetch.when == "post":
         _prefetch(writer, position, f"ahead, {cue.unit or '(root)'} has computed")
     if writer.open[cue.unit]:
         return
+    if again is not None:
+        heappush(writer.not_open, again)
     if _releases(writer, position, cue):
         reason = "last use" if again is None else "not needed soon"
         writer.free(cue.unit, again, cue.phase, reason)

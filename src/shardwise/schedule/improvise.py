@@ -28,26 +28,23 @@ __all__ = ["Facts", "end_events", "improvise", "is_due", "reduces_left_over", "r
 
 @dataclass
 class Facts:
-    """What this rank has done so far. The runtime writes it, decisions only read it.
+    """What this rank has done so far. The runtime writes it, decisions only read it."""
 
-    Attributes:
-        reduces: gradients are averaged at the end of this backward pass (``accumulate()`` sets it).
-        trained: the units with a parameter that is trained.
-        gathered: the units whose parameters are whole, or on their way.
-        forward: for each unit, its calls whose forward pass, or recomputation, is under way.
-        backward: for each unit, its calls whose backward pass is under way.
-        pinned: the units whose memory is read from outside until the step is over.
-        keeps_graph: a graph made by ``create_graph=True`` waits for another backward pass.
-        reducing: the units whose gradients are on their way, the oldest first.
-    """
-
+    # Are gradients averaged at the end of this backward pass? ``accumulate()`` sets it.
     reduces: bool = True
+    # The units with a parameter that is trained.
     trained: frozenset[str] = frozenset()
+    # The units whose parameters are whole, or on their way.
     gathered: set[str] = field(default_factory=set)
+    # For each unit, its calls whose forward pass, or recomputation, is under way.
     forward: Counter[str] = field(default_factory=Counter)
+    # For each unit, its calls whose backward pass is under way.
     backward: Counter[str] = field(default_factory=Counter)
+    # The units whose memory is read from outside until the step is over.
     pinned: set[str] = field(default_factory=set)
+    # Does a graph made by ``create_graph=True`` wait for another backward pass?
     keeps_graph: bool = False
+    # The units whose gradients are on their way, the oldest first.
     reducing: list[str] = field(default_factory=list)
 
     def in_use(self, unit: str) -> bool:
@@ -95,16 +92,9 @@ def is_due(event: Event, facts: Facts) -> bool:
 
 
 def improvise(policy: Policy, facts: Facts, cue: Cue, last: bool) -> list[Event]:
-    """What is done at a cue that no schedule foresees.
+    """What is done at a cue that no schedule foresees: before an ``ENTER``, and after an ``EXIT``.
 
-    Args:
-        policy: placement and prefetch.
-        facts: what has been done so far.
-        cue: what the user's code does.
-        last: no other backward pass of a call of the cue's unit is to come in this step.
-
-    Returns:
-        Events that come before the cue if a call begins, and after it otherwise.
+    ``last``: no other backward pass of a call of the cue's unit is to come in this step.
     """
     op, unit, phase = cue
     if op is not Op.EXIT:

@@ -43,7 +43,7 @@ Specs = Mapping[str, Sequence[BucketSpec]]
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raises ``ConfigError`` where ``shard()`` would cut what it cannot or should not."""
+    """Raises ``ConfigError`` where ``shard()`` would cut what is sharded or wrapped already."""
     check_unwrapped(model)
     for name, param in model.named_parameters():
         if sharding_of(param) is not None:
@@ -51,11 +51,6 @@ def check_unsharded(model: nn.Module) -> None:
                 f"parameter {name!r} is sharded already, so sharding this model again would cut "
                 "shards of shards. Call shard() once, on the outermost model; to shard anew, "
                 "call sharded.unshard() first."
-            )
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ConfigError(
-                f"parameter {name!r} has no shape yet (a lazy module), so it cannot be laid out. "
-                "Run one batch through the model before shard()."
             )
 
 
@@ -119,8 +114,7 @@ def cut(
 def _cut_bucket(spec: BucketSpec, ranks: Comm | None) -> Bucket:
     """Cut whole parameters into this rank's shards, and let each go before the next one.
 
-    Args:
-        ranks: those that get rank 0's values; ``None`` = each rank has them.
+    Rank 0 sends its values to the other ``ranks``; ``None``: each rank has them.
     """
     bucket = Bucket(spec)
     for index, param in enumerate(spec.params):

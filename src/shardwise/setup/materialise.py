@@ -40,18 +40,12 @@ def give_values(
     init: Init,
     finished: Callable[[Unit], None],
 ) -> None:
-    """Make each parameter real, one unit at a time.
+    """Make each parameter real, one unit at a time; some of them may be so already.
 
     Args:
-        model: any mix of real and meta parameters.
-        units: every parameter's unit.
-        device: where values are made.
         init: called for each module that has meta parameters or buffers of its own, in the order
-            of ``model.apply``.
+            of ``model.apply``. What it leaves without a value is a ``ConfigError``.
         finished: called for each unit when all its members have values; afterwards they may go.
-
-    Raises:
-        ConfigError: ``init`` left a parameter or buffer without a value.
     """
     waiting = {unit: {id(module) for module in _owners(unit)} for unit in units}
     # Asked before anything is made: a tied weight is initialised by each of its owners.
@@ -155,7 +149,5 @@ def checksums(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def _crc(tensor: Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().tobytes())

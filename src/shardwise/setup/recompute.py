@@ -34,13 +34,9 @@ def check_own_checkpointing(model: nn.Module) -> None:
 
 
 def checkpoint_units(units: Sequence[Unit]) -> list[nn.Module]:
-    """Recompute the activations of repeated units in the backward pass.
+    """Recompute the activations of units of a class that occurs more than once.
 
-    Args:
-        units: the model's; those of a class that occurs more than once are checkpointed.
-
-    Returns:
-        The modules whose ``forward`` was replaced; ``del module.forward`` undoes it.
+    Returns the modules whose ``forward`` was replaced; ``del module.forward`` undoes it.
     """
     names = [unit.class_name for unit in units]
     chosen = [

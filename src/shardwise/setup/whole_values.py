@@ -8,7 +8,7 @@ room for the whole model on its device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.torch_internals import ASSIGN, disable_torch_function, parameters_of
-from shardwise.units.units import Member
 
 __all__ = ["StateHooks", "local_state", "whole_copy"]
 
@@ -27,10 +26,7 @@ __all__ = ["StateHooks", "local_state", "whole_copy"]
 class StateHooks:
     """Makes ``state_dict()`` and ``load_state_dict()`` of a sharded model use whole tensors.
 
-    Args:
-        model: the sharded model.
-        buckets: all its buckets, in an order that is the same on every rank.
-        idle: raises while a step is under way; false where parameters are whole already.
+    ``idle`` raises while a step is under way; it is false where parameters are whole already.
     """
 
     def __init__(
@@ -114,12 +110,10 @@ def local_state(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
         }
 
 
-def whole_copy(
-    model: nn.Module, members: Sequence[Member], wholes: Mapping[str, Tensor], memo: dict[int, Any]
-) -> Any:
-    """A plain deep copy of ``model`` with whole parameters, from which our hooks were removed."""
-    for member in members:
-        param = nn.Parameter(wholes[member.name].clone(), requires_grad=member.param.requires_grad)
-        memo[id(member.param)] = param
+def whole_copy(model: nn.Module, buckets: Sequence[Bucket], memo: dict[int, Any]) -> nn.Module:
+    """A plain deep copy with whole parameters of ``model``, which is without our hooks now."""
+    for bucket in buckets:
+        for param, whole in zip(bucket.params, bucket.whole(), strict=True):
+            memo[id(param)] = nn.Parameter(whole.clone(), requires_grad=param.requires_grad)
     with torch.no_grad():
         return copy.deepcopy(model, memo)

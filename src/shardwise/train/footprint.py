@@ -68,7 +68,7 @@ def _unsharded(sharded: Sharded, optimizer: Optimizer) -> tuple[int, int, int]:
     for bucket in sharded.buckets:
         itemsize = bucket.dtypes.stored.itemsize
         for member, param in zip(bucket.members, bucket.params, strict=True):
-            numel = bucket.layout.slot(member.name).numel
+            numel = bucket.layout.by_name[member.name].numel
             parameters += numel * itemsize
             gradients += numel * itemsize * bucket.trainable
             state += _unsharded_state(param, numel, optimizer)

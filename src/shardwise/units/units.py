@@ -120,11 +120,9 @@ class Units(Sequence[Unit]):
 
 
 def choose_units(model: nn.Module, wrap: Wrap | None = None) -> Units:
-    """Divide a model's parameters into units. Pure, and the same on every rank.
+    """Divide a model's parameters into units, by default those of ``wrap.automatic()``.
 
-    Args:
-        model: any module with a forward. It may be on the meta device.
-        wrap: which modules become units (default: `shardwise.units.wrap.automatic`).
+    Pure, and the same on every rank. The model may be on the meta device.
 
     Raises:
         ConfigError: a parameter lies in no module that is called, or has no shape yet, or the

@@ -38,15 +38,10 @@ ModuleLike = nn.Module | str | Iterable[nn.Module | str]
 
 @dataclass(frozen=True)
 class Wrap:
-    """A wrap policy.
+    """A wrap policy."""
 
-    Attributes:
-        says: its text in messages, for example ``by_class(Block)``.
-        pick: returns the groups of a model. Pure: it changes nothing in the model.
-    """
-
-    says: str
-    pick: Callable[[nn.Module], list[Group]]
+    says: str  # its text in messages, for example "by_class(Block)"
+    pick: Callable[[nn.Module], list[Group]]  # the groups of a model. It changes nothing there
 
     def __str__(self) -> str:
         return self.says
@@ -146,12 +141,7 @@ def called_modules(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def checked_groups(model: nn.Module, wrap: Wrap) -> list[Group]:
-    """The groups that the policy picks, checked. Groups that contain the root are dropped.
-
-    Raises:
-        ConfigError: a module is not in the model, is picked twice, has no parameters, or is never
-            called.
-    """
+    """The groups that the policy picks, or a ``ConfigError``; without those of the root."""
     names = {module: name for name, module in model.named_modules()}
     called, picked_modules = called_modules(model), set[nn.Module]()
     groups = [group for group in wrap.pick(model) if group and model not in group]
