@@ -175,19 +175,13 @@ def _mean(args: ReductionArgs) -> TensorReduction | None:
     return replace(_sum(args), combine=lambda sums: sums.sum() / args.numel)
 
 
-def _largest(args: ReductionArgs) -> TensorReduction:
-    return _extreme(args, torch.amax, _range(args.part.dtype)[0])
+def _extreme(choose: Callable[[Tensor], Tensor], args: ReductionArgs) -> TensorReduction:
+    """``amax`` or ``amin``; a part without elements is the number that is never chosen."""
+    smallest, largest = _range(args.part.dtype)
+    of_nothing = smallest if choose is torch.amax else largest
 
-
-def _smallest(args: ReductionArgs) -> TensorReduction:
-    return _extreme(args, torch.amin, _range(args.part.dtype)[1])
-
-
-def _extreme(
-    args: ReductionArgs, choose: Callable[[Tensor], Tensor], empty_value: float
-) -> TensorReduction:
     def local_reduce(part: Tensor) -> Tensor:
-        return choose(part) if part.numel() else part.new_full((), empty_value)
+        return choose(part) if part.numel() else part.new_full((), of_nothing)
 
     return TensorReduction(local_reduce, choose, args.part.dtype)
 
@@ -209,10 +203,10 @@ _REDUCTIONS: dict[str, Callable[[ReductionArgs], TensorReduction | None]] = {
     "linalg_norm": _linalg_norm,
     "sum": _sum,
     "mean": _mean,
-    "max": _largest,
-    "amax": _largest,
-    "min": _smallest,
-    "amin": _smallest,
+    "max": partial(_extreme, torch.amax),
+    "amax": partial(_extreme, torch.amax),
+    "min": partial(_extreme, torch.amin),
+    "amin": partial(_extreme, torch.amin),
     "any": lambda _: TensorReduction(torch.any, torch.any, torch.bool),
     "all": lambda _: TensorReduction(torch.all, torch.all, torch.bool),
     "count_nonzero": lambda _: TensorReduction(torch.count_nonzero, torch.sum, torch.int64),

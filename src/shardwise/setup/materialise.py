@@ -47,9 +47,12 @@ def give_values(
             of ``model.apply``. What it leaves without a value is a ``ConfigError``.
         finished: called for each unit when all its members have values; afterwards they may go.
     """
-    waiting = {unit: {id(module) for module in _owners(unit)} for unit in units}
+    waiting = {
+        unit: {id(module) for member in unit.members for module, _ in member.owners}
+        for unit in units
+    }
     # Asked before anything is made: a tied weight is initialised by each of its owners.
-    unmade = {module for module in model.modules() if _is_meta(module)}
+    unmade = {m for m in model.modules() if any(tensor.is_meta for _, tensor in _own(m))}
     order = list(_in_apply_order(model))
     last = {id(module): place for place, (_, module) in enumerate(order)}  # one may come twice
     for place, (name, module) in enumerate(order):
@@ -66,10 +69,6 @@ def give_values(
                 finished(unit)
 
 
-def _owners(unit: Unit) -> Iterator[nn.Module]:
-    return (module for member in unit.members for module, _ in member.owners)
-
-
 def _in_apply_order(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     for name, child in model.named_children():
         yield from _in_apply_order(child, f"{prefix}{name}.")
@@ -83,10 +82,6 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _present(tensors: Any) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
-
-
-def _is_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for _, tensor in _own(module))
 
 
 def _make(module: nn.Module, device: torch.device) -> None:
