@@ -42,16 +42,19 @@ def rows_of(comm: Comm, folder: Path, runs_all: bool) -> list[dict[str, object]]
 
 def test_planned_and_done_are_two_lanes_with_the_same_events(tmp_path: Path) -> None:
     for rows in run_threads(2, lambda comm: rows_of(comm, tmp_path, runs_all=True)):
-        lanes = [[row for row in rows if row["pid"] == pid] for pid in (0, 1)]
+        lanes = [[row for row in rows if row["pid"] == pid] for pid in (1, 2)]
         names = [[(row["ph"], row["name"]) for row in lane[1:]] for lane in lanes]
         assert names[0] == names[1]
         assert lanes[0][0]["args"] == {"name": "planned: full_shard"}
-        begun = [row["id"] for row in rows if row["ph"] == "b"]
-        assert begun == [row["id"] for row in rows if row["ph"] == "e"] or len(begun) == 10
+        begun, ended = (
+            [(row["cat"], row["id"], row["pid"]) for row in rows if row["ph"] == ph] for ph in "be"
+        )
+        assert sorted(begun) == sorted(ended)
+        assert len({(category, each) for category, each, _ in begun}) == len(begun) == 10
 
 
 def test_what_was_planned_and_not_done_says_so(tmp_path: Path) -> None:
     (rows,) = run_threads(1, lambda comm: rows_of(comm, tmp_path, runs_all=False))
     missed = {row["name"] for row in rows if "(not done)" in str(row["args"])}
     assert "layers.1" in missed
-    assert all(row["pid"] == 0 for row in rows if "(not done)" in str(row["args"]))
+    assert all(row["pid"] == 1 for row in rows if "(not done)" in str(row["args"]))

@@ -157,7 +157,9 @@ def test_each_stage_says_what_its_pass_did() -> None:
 
 
 def test_each_sharded_parameter_is_synchronized_to_its_whole_shape() -> None:
-    text = sw.trace(two_layers(), torch.randn(WIDTH, WIDTH)).stages[1].forward.text
+    traced = sw.trace(two_layers(), torch.randn(WIDTH, WIDTH))
+    assert traced.blueprint.parameters["0.weight"].shape == (WIDTH / 2, WIDTH)
+    text = traced.stages[1].forward.text
     assert "shard_0_weight,  " in text
     assert "# float32[32, 64]  this rank's part of 0.weight" in text
     assert "p_0_weight = synchronize(shard_0_weight, '0.weight')" in text
@@ -228,6 +230,32 @@ def test_primitives_are_not_run() -> None:
 def test_a_model_that_looks_at_values_is_refused_with_the_reason() -> None:
     with pytest.raises(ScheduleError, match=r"torch could not trace ExpertDecoder: .*no values"):
         sw.trace(EXPERT.build(), EXPERT.batch(0, 2)[:-1])
+
+
+def test_the_line_of_the_model_at_which_torch_stopped_is_named() -> None:
+    class Chooses(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.sum() > 0 else -x)
+
+    with pytest.raises(ScheduleError, match=r"test_stages.py:\d+ \(return .* if x.sum\(\) > 0"):
+        sw.trace(Chooses(8, 8), torch.ones(2, 8))
+
+
+def test_inputs_that_do_not_fit_are_refused_without_a_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ScheduleError, match=r"same reduction dim.* The inputs must be those with"):
+        sw.trace(nn.Linear(8, 8), torch.ones(2, 9))
+    with pytest.raises(ScheduleError, match=r"unexpected keyword argument 'ids'"):
+        sw.trace(nn.Linear(8, 8), {"ids": torch.ones(2, 8)})
+    assert not caplog.records
+
+
+def test_keyword_arguments_are_named_beside_the_programs_arguments() -> None:
+    text = sw.trace(nn.Linear(8, 8), {"input": torch.ones(2, 8)}).forward.text
+    assert [line.split("# ")[1] for line in text.splitlines() if "input_0, " in line][:1] == [
+        "float32[2, 8]  input"
+    ]
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -7,9 +7,13 @@ no operation is read by a tracer of ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import getLogger
+from pathlib import Path
 from threading import Lock
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -24,7 +28,7 @@ from shardwise.torch_internals import FakeTensorMode, tree_leaves, tree_map
 from shardwise.tracing.blueprint import Blueprint
 from shardwise.tracing.watch import Placed, Watch
 
-__all__ = ["Joint", "trace_joint"]
+__all__ = ["Joint", "tensor_leaves", "trace_joint"]
 
 _ONE_AT_A_TIME = Lock()
 """torch's tracer keeps its state in the process, and ranks may be threads."""
@@ -122,7 +126,8 @@ def trace_joint(
         blueprint: the model's units, the dtypes of inputs and outputs, and the device.
 
     Raises:
-        ScheduleError: the model looks at values, which fake tensors do not have.
+        ScheduleError: the model looks at values, which fake tensors do not have, or cannot be
+            called in this way.
     """
     watch, device = Watch(blueprint.units.unit_names), blueprint.device
     trained = [name for name, tensor in state.items() if tensor.requires_grad]
@@ -131,24 +136,50 @@ def trace_joint(
     try:
         with (
             _ONE_AT_A_TIME,
+            _unlogged(),
             mode,
             torch.enable_grad(),
             torch.autograd.set_multithreading_enabled(mode=False),
         ):
             fakes = {name: _fake(tensor, device) for name, tensor in state.items()}
-            leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-            inputs = [_fake(leaf, leaf.device) for leaf in leaves]
+            inputs = [_fake(leaf, leaf.device) for leaf in tensor_leaves(given)]
             outputs = step.forward(fakes, inputs)
             tangents = [torch.empty_like(out) for out in outputs if out.requires_grad]
             with watch.installed():
                 traced = make_fx(step)(fakes, inputs, tangents)
-    except (NotImplementedError, RuntimeError) as error:
+    except Exception as error:
         raise ScheduleError(
-            f"torch could not trace {type(model).__name__}: {error}. A trace knows shapes and no "
-            "values, so it cannot follow .item(), .tolist() or branches on values. Training needs "
-            "no trace: print(sharded.schedule) shows the step of any model."
+            f"torch could not trace {type(model).__name__}: {str(error).rstrip('.')}"
+            f"{_place_of(error)}. The inputs must be those with which the model is called: a "
+            "tensor, a tuple of arguments or a mapping of keyword arguments. A trace knows their "
+            "shapes and no values, so it cannot follow .item(), .tolist(), or branches and sizes "
+            "that depend on values. Training needs no trace: print(sharded.schedule) shows the "
+            "step of any model."
         ) from error
     return _joint(traced, step, list(state), len(inputs))
+
+
+def _place_of(error: Exception) -> str:
+    """``", at net.py:12 (return self.head(x[x > 0]))"``: the last line that is not torch's."""
+    ours = (f"{torch.__path__[0]}/", f"{Path(__file__).parents[1]}/")
+    frames = [at for at in extract_tb(error.__traceback__) if not at.filename.startswith(ours)]
+    return f", at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """An operation that fails on fake tensors raises; torch logs the whole traceback, too."""
+    logger = getLogger(FakeTensorMode.__module__)
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False
+
+
+def tensor_leaves(tree: Any) -> list[Tensor]:
+    """The tensors of what a module is given, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _fake(like: Tensor, device: torch.device) -> Tensor:
@@ -159,6 +190,10 @@ def _joint(traced: fx.GraphModule, step: _Step, names: Sequence[str], inputs: in
     every = list(traced.graph.nodes)
     arguments = [node for node in every if node.op == "placeholder"]
     nodes = tuple(every[len(arguments) : -1])
+    keywords = [name for name, value in step.given[1].items() for _ in tensor_leaves(value)]
+    given = arguments[len(names) : len(names) + inputs]
+    for node, name in zip(given[len(given) - len(keywords) :], keywords, strict=True):
+        node.meta["note"] = name
     left = {node.name for node in nodes}
     before = [0]  # nodes that are left of the first k that were traced
     for name in step.watch.names:
@@ -170,7 +205,7 @@ def _joint(traced: fx.GraphModule, step: _Step, names: Sequence[str], inputs: in
         backward_at=before[step.watch.backward_at],
         cues=tuple(Placed(cue, before[at]) for cue, at in step.watch.cues),
         state=dict(zip(names, arguments, strict=False)),
-        inputs=tuple(arguments[len(names) : len(names) + inputs]),
+        inputs=tuple(given),
         tangents=tuple(arguments[len(names) + inputs :]),
         outputs=tuple(zip(outputs, step.has_gradient, strict=True)),
         gradients=dict(zip(step.trained, returned[len(outputs) :], strict=True)),

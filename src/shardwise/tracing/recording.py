@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,9 +50,10 @@ class Recording:
 
     def chrome(self) -> dict[str, Any]:
         """The object that Perfetto and chrome://tracing open, times in microseconds."""
-        rows = [_name(0, f"planned: {self.planned.strategy}"), _name(1, f"rank {self.rank}: done")]
-        rows += _rows(0, _planned(self.planned.events, self.done))
-        return {"traceEvents": [*rows, *_rows(1, self.done)], "displayTimeUnit": "ms"}
+        planned = _planned(self.planned.events, self.done)
+        rows = [_name(1, f"planned: {self.planned.strategy}"), *_rows(1, planned)]
+        rows += [_name(2, f"rank {self.rank}: done"), *_rows(2, self.done)]
+        return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
         """Write ``chrome()`` as JSON."""
@@ -92,20 +93,23 @@ def _name(process: int, name: str) -> dict[str, Any]:
     return {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
 
 
-def _rows(process: int, timed: Iterator[Timed] | Sequence[Timed]) -> Iterator[dict[str, Any]]:
+def _rows(process: int, timed: Iterable[Timed]) -> Iterator[dict[str, Any]]:
     """Computing as nested slices, collectives as asynchronous ones, frees as instants."""
-    begun = dict[tuple[Op, str], str]()
+    begun = dict[tuple[Op, str], dict[str, str]]()
+    ends = {Op.ENTER: Op.GATHER, Op.SETTLE: Op.REDUCE}
     for number, (seconds, event) in enumerate(timed):
-        row = {"pid": process, "tid": 0, "ts": seconds * 1e6, "cat": str(event.phase)}
-        row |= {"name": f"{event.op} {event.unit or '(root)'}", "args": {"reason": event.reason}}
+        name = event.unit or "(root)"
+        row = {"pid": process, "tid": 1, "ts": seconds * 1e6, "cat": str(event.phase)}
+        row |= {"name": f"{event.op} {name}", "args": {"reason": event.reason}}
+        ended = begun.pop((ends.get(event.op, Op.END), event.unit), None)
         if event.op in (Op.ENTER, Op.EXIT):
-            yield row | {"name": event.unit or "(root)", "ph": "BE"[event.op is Op.EXIT]}
-            if (name := begun.pop((Op.GATHER, event.unit), "")) and event.op is Op.ENTER:
-                yield row | {"name": name, "ph": "e", "cat": "gather", "id": name}
+            yield row | {"name": name, "ph": "BE"[event.op is Op.EXIT]}
         elif event.op in (Op.GATHER, Op.REDUCE):
-            name = begun[event.op, event.unit] = f"{event.op} {event.unit or '(root)'} #{number}"
-            yield row | {"name": name, "ph": "b", "cat": str(event.op), "id": name}
-        elif event.op is Op.SETTLE and (name := begun.pop((Op.REDUCE, event.unit), "")):
-            yield row | {"name": name, "ph": "e", "cat": "reduce", "id": name}
-        else:
+            # Viewers join begin and end by category and id, in all processes.
+            own = {"cat": str(event.op), "id": f"{process}.{number}", "name": f"{event.op} {name}"}
+            begun[event.op, event.unit] = own
+            yield row | own | {"ph": "b"}
+        elif ended is None:
             yield row | {"ph": "i", "s": "t"}
+        if ended is not None:
+            yield row | ended | {"ph": "e"}

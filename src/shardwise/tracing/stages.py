@@ -26,9 +26,8 @@ from shardwise.memory.spec import BucketSpec
 from shardwise.printed import Schedule
 from shardwise.schedule.cursor import steps
 from shardwise.schedule.events import Prefetch
-from shardwise.torch_internals import tree_leaves
 from shardwise.tracing.blueprint import Blueprint, draw
-from shardwise.tracing.joint import Joint, trace_joint
+from shardwise.tracing.joint import Joint, tensor_leaves, trace_joint
 from shardwise.tracing.operations import IMPLEMENTATIONS, synchronize
 from shardwise.tracing.program import Collective, Program
 from shardwise.tracing.writer import DETACH, identifier, write
@@ -130,10 +129,10 @@ class Trace:
             inputs: as given to ``trace``, in the same shapes.
             grad_outputs: the gradient of each output that has one; ``None`` = ones.
         """
-        given = [leaf for leaf in tree_leaves(_given(inputs)) if isinstance(leaf, Tensor)]
         values: dict[str, Any] = {"comm": comm}
         values |= {identifier("buffer", name): tensor for name, tensor in state.items()}
-        values |= {f"input_{index}": tensor for index, tensor in enumerate(given)}
+        given = enumerate(tensor_leaves(_given(inputs)))
+        values |= {f"input_{index}": tensor for index, tensor in given}
         for spec in self.blueprint.buckets:
             values[identifier("shard", self.blueprint.name_of(spec))] = _at_rest(spec, state)
         with torch.no_grad():
@@ -170,10 +169,11 @@ def trace(
 
     Raises:
         ConfigError: an argument that cannot work.
-        ScheduleError: the model looks at values, which a trace does not have.
+        ScheduleError: the model looks at values, which a trace does not have, or cannot be called
+            with these inputs.
     """
-    tensors = (*model.parameters(), *model.buffers())
-    model = deepcopy(model, {id(tensor): tensor for tensor in tensors})  # forward() may write to it
+    shared = (*model.parameters(), *model.buffers())
+    model = deepcopy(model, {id(tensor): tensor for tensor in shared})  # forward() may write to it
     blueprint = draw(model, strategy, wrap, ranks, **options)
     joint = trace_joint(model, _state(model, blueprint), _given(inputs), blueprint)
     schedule = blueprint.schedule(joint.order)
