@@ -305,7 +305,7 @@ MODEL may be
 \b
 Examples:
   shardwise trace --strategy shard_grad_op
-  shardwise trace --stages
+  shardwise trace --stage synchronize
   shardwise trace model.py:build --world 1024 --rank 7
   shardwise trace --diff shard_grad_op full_shard
 """
@@ -318,10 +318,7 @@ Examples:
 @click.option("--strategy", default="full_shard", show_default=True, help="As for shard().")
 @click.option("--world", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose.")
-@click.option("--wrap", multiple=True, metavar="CLASS", help="Modules of this class are units.")
-@click.option("--compute", type=click.Choice(DTYPES), help="Gather and compute in this dtype.")
 @click.option("--stage", help="Show this stage, such as functional or 'sort waits'.")
-@click.option("--stages", "every", is_flag=True, help="Show the programs of every stage.")
 @click.option("--diff", nargs=2, metavar="STRATEGY STRATEGY", help="Compare two strategies.")
 def trace(model: str | None, **options: Any) -> None:
     """The command; its help is ``TRACE``."""
@@ -356,7 +353,6 @@ Examples:
 @click.argument("word", required=False)
 @click.argument("model", required=False)
 @click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
-@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose.")
 @click.option("--strategy", default="full_shard", show_default=True, help="Of `step`.")
 @click.option(
     "--optimizer",

@@ -25,7 +25,6 @@ class About:
     """What the command was asked about; ``strategy`` and ``optimizer`` as their options say."""
 
     ranks: int = 2
-    rank: int = 0
     strategy: str = "full_shard"
     optimizer: str = "adamw"
     as_json: bool = False
@@ -64,14 +63,14 @@ def _word(word: Word) -> Iterator[str]:
 
 def _memory(model: str | None, about: About) -> Iterator[str]:
     named = named_model(model)
-    rows = table_of(named.model, (about.rank, about.ranks), about.optimizer)
+    rows = table_of(named.model, (0, about.ranks), about.optimizer)
     if about.as_json:
         yield json.dumps([asdict(row) | {"between_steps": row.between_steps} for row in rows])
         return
     numel = sum(param.numel() for param in named.model.parameters())
     yield (
         f"{type(named.model).__name__}, {numel:,} parameters, {about.optimizer}, "
-        f"rank {about.rank} of {about.ranks}: bytes between steps, and of a step"
+        f"rank 0 of {about.ranks}: bytes between steps, and of a step"
     )
     yield ""
     head = ["strategy", "parameters", "gradients", "optimizer", "together", "gathered", "sent"]
@@ -90,6 +89,6 @@ def _row(row: Kept) -> list[str]:
 
 
 def _step(model: str | None, about: About) -> Iterator[str]:
-    found = named_model(model).model
-    blueprint = draw(found, about.strategy, None, (about.rank, about.ranks))
-    yield str(blueprint.schedule(order.guess(found, blueprint.units.unit_names)))
+    module = named_model(model).model
+    blueprint = draw(module, about.strategy, ranks=(0, about.ranks))
+    yield str(blueprint.schedule(order.guess(module, blueprint.units.unit_names)))

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import zip_longest
 from textwrap import wrap as wrapped
-from typing import Any
 
 import click
-import torch
 
 from shardwise.cli.models import named_model
 from shardwise.cli.tables import table
 from shardwise.errors import ConfigError, nearest
 from shardwise.tracing.stages import Stage, Trace, trace
-from shardwise.units import wrap
 
 __all__ = ["Asked", "run_trace", "side_by_side"]
 
@@ -30,71 +28,52 @@ class Asked:
 
     Attributes:
         strategy, world, rank: what is traced.
-        wrap: class names of units; none = the model's repeated blocks.
-        compute: dtype that is computed in; ``None`` = as stored.
         stage: a stage's name; ``None`` = what runs.
-        every: show the programs of every stage.
         diff: two strategies to compare.
     """
 
     strategy: str
     world: int
     rank: int
-    wrap: tuple[str, ...] = ()
-    compute: str | None = None
     stage: str | None = None
-    every: bool = False
     diff: tuple[str, str] | None = None
-
-    def trace(self, model: Any, inputs: Any, strategy: str) -> Trace:
-        precision: dict[str, Any] = {}
-        if self.compute is not None:
-            from shardwise.precision import Precision
-
-            precision["precision"] = Precision(compute=getattr(torch, self.compute))
-        units = wrap.by_class(*self.wrap) if self.wrap else None
-        return trace(model, inputs, strategy, (self.rank, self.world), units, **precision)
 
 
 def run_trace(model: str | None, asked: Asked) -> None:
     """Print what was asked for."""
-    found = named_model(model)
-    if found.inputs is None:
+    named = named_model(model)
+    if named.inputs is None:
         raise ConfigError(
             f"{model} gives no input, so there is nothing to trace. Let it return both: "
             "return model, torch.randn(8, 64)."
         )
-    strategies = asked.diff or (asked.strategy,)
-    traces = [asked.trace(found.model, found.inputs, strategy) for strategy in strategies]
-    lines = _compared(*traces) if asked.diff else _programs(traces[0], asked)
+    ranks, strategies = (asked.rank, asked.world), asked.diff or (asked.strategy,)
+    traces = [trace(named.model, named.inputs, strategy, ranks) for strategy in strategies]
+    lines = _compared(*traces) if asked.diff else _programs(traces[0], asked.stage)
     click.echo("\n".join(lines))
 
 
-def _programs(traced: Trace, asked: Asked) -> Iterator[str]:
-    if asked.stage is None and not asked.every:
+def _programs(traced: Trace, name: str | None) -> Iterator[str]:
+    stage = traced.stages[-1] if name is None else _stage_of(traced.stages, name)
+    if name is None:
         yield from _overview(traced)
-    for stage in _chosen(traced.stages, asked):
-        yield ""
-        if asked.every or asked.stage:
-            yield from (f"# {line}" for line in wrapped(f"{stage.name}: {stage.does}", 94))
-        yield stage.forward.text
-        if stage.backward is not None:
-            yield STAR_LINE
-            yield stage.backward.text
+    else:
+        yield from (f"# {line}" for line in wrapped(f"{stage.name}: {stage.does}", 94))
+    yield ""
+    yield stage.forward.text
+    if stage.backward is not None:
+        yield STAR_LINE
+        yield stage.backward.text
 
 
-def _chosen(stages: Sequence[Stage], asked: Asked) -> Sequence[Stage]:
-    if asked.every:
-        return stages
-    if asked.stage is None:
-        return stages[-1:]
-    if chosen := [stage for stage in stages if stage.name == asked.stage]:
-        return chosen
-    names = [stage.name for stage in stages]
-    raise ConfigError(
-        f"there is no stage {asked.stage!r}; nearest is {nearest(asked.stage, names)[0]!r}. "
-        f"Stages are {', '.join(names)}."
-    )
+def _stage_of(stages: Sequence[Stage], name: str) -> Stage:
+    by_name = {stage.name: stage for stage in stages}
+    if name not in by_name:
+        raise ConfigError(
+            f"there is no stage {name!r}; nearest is {nearest(name, by_name)[0]!r}. "
+            f"Stages are {', '.join(by_name)}."
+        )
+    return by_name[name]
 
 
 def _overview(traced: Trace) -> Iterator[str]:
@@ -139,18 +118,15 @@ def side_by_side(left: Sequence[str], right: Sequence[str]) -> Iterator[str]:
     """
     matcher = SequenceMatcher(None, left, right, autojunk=False)
     for kind, a, b, c, d in matcher.get_opcodes():
-        if kind == "equal":
-            yield from _folded([_row(line, " ", line) for line in left[a:b]])
-            continue
-        paired = min(b - a, d - c)
-        for one, other in zip(left[a : a + paired], right[c : c + paired], strict=True):
-            yield _row(one, "|", other)
-        yield from (_row(line, "<", "") for line in left[a + paired : b])
-        yield from (_row("", ">", line) for line in right[c + paired : d])
+        pairs = zip_longest(left[a:b], right[c:d], fillvalue="")
+        rows = [f"{_cut(one):<{SIDE}} {_mark(one, other)} {_cut(other)}" for one, other in pairs]
+        yield from _folded(rows) if kind == "equal" else map(str.rstrip, rows)
 
 
-def _row(left: str, mark: str, right: str) -> str:
-    return f"{_cut(left):<{SIDE}} {mark} {_cut(right)}".rstrip()
+def _mark(one: str, other: str) -> str:
+    if one == other:
+        return " "
+    return "|" if one and other else "<" if one else ">"
 
 
 def _cut(line: str) -> str:

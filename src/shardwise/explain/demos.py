@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -80,48 +80,46 @@ def all_reduce() -> list[str]:
     return _each(rank)
 
 
-def _model() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-
-
 def _counted(strategy: str) -> str:
     """A step of four layers of 16 KiB each: what rank 0 keeps, and what it sent."""
 
     def rank(comm: Comm) -> str:
-        model = _model()
+        layers, counters = (nn.Linear(64, 64, bias=False) for _ in range(4)), comm.counters
+        model = nn.Sequential(*layers)
         shard(model, strategy, comm=comm)
-        optimizer, calls = torch.optim.AdamW(model.parameters()), list[int]()
+        optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        comm.counters.reset()
+        counters.reset()
         loss = model(torch.ones(2, 64)).sum()
-        calls.append(comm.counters.calls.get("gather", 0))
+        forward = counters.calls.get("gather", 0)
         loss.backward()
-        calls.append(comm.counters.calls.get("gather", 0) - calls[0])
-        calls.append(comm.counters.calls.get("reduce", 0))
-        sent = sum(comm.counters.bytes_sent.values())
+        backward = counters.calls.get("gather", 0) - forward
         states = [value for state in optimizer.state.values() for value in state.values()]
-        keeps = sum(t.nbytes for t in (*model.parameters(), *states) if isinstance(t, Tensor))
-        keeps += sum(param.grad.nbytes for param in model.parameters() if param.grad is not None)
+        grads = [param.grad for param in model.parameters()]
+        keeps = sum(t.nbytes for t in (*model.parameters(), *grads, *states) if t is not None)
         return (
-            f"{strategy:<14} keeps {size(keeps):>9}, gathers {calls[0]} + {calls[1]}, "
-            f"reduces {calls[2]}, sends {size(sent)}"
+            f"{strategy:<14} keeps {size(keeps):>9}, gathers {forward} + {backward}, "
+            f"reduces {counters.calls['reduce']}, sends {size(sum(counters.bytes_sent.values()))}"
         )
 
     return threads.run(WORLD, rank)[0]
 
 
+def _steps(strategies: Iterable[str]) -> list[str]:
+    title = "A step of four layers of 16 KiB each, AdamW; gathers in forward + backward:"
+    return [title, *map(_counted, strategies)]
+
+
 def fsdp_against_ddp() -> list[str]:
     """The same step under both."""
-    title = "A step of four layers of 16 KiB each, AdamW; gathers in forward + backward:"
-    return [title, _counted("no_shard"), _counted("full_shard")]
+    return _steps(("no_shard", "full_shard"))
 
 
 def zero_stages() -> list[str]:
     """The same step under each stage."""
-    title = "A step of four layers of 16 KiB each, AdamW; gathers in forward + backward:"
-    return [title, *map(_counted, STRATEGIES)]
+    return _steps(STRATEGIES)
 
 
 def tensor_parallel() -> list[str]:

@@ -7,9 +7,8 @@ parameter, knows neither frozen parameters nor padding nor uneven shards.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from torch import nn
@@ -65,17 +64,20 @@ def table_of(
 def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Kept:
     """What a rank keeps and sends as ``blueprint`` cuts ``model``."""
     copies, more = OPTIMIZERS[optimizer]
-    parts = [(spec, list(_parts(spec))) for spec in blueprint.buckets]
-    parameters = sum(sum(numels) * spec.dtypes.stored.itemsize for spec, numels in parts)
-    trained = [(spec, numels) for spec, numels in parts if spec.trainable]
-    gradients = sum(sum(numels) * spec.dtypes.stored.itemsize for spec, numels in trained)
-    tensors = sum(len(numels) for _, numels in trained)
+    shards = blueprint.parameters
+    parameters = sum(shard.nbytes for shard in shards.values())
+    trained = [
+        shards[slot.name].nbytes
+        for spec in blueprint.buckets
+        if spec.trainable
+        for slot in spec.slots
+    ]
     schedule = blueprint.schedule(order.guess(model, blueprint.units.unit_names))
     return Kept(
         strategy=blueprint.placement.name,
         parameters=parameters,
-        gradients=gradients,
-        optimizer=copies * gradients + more * tensors,
+        gradients=sum(trained),
+        optimizer=copies * sum(trained) + more * len(trained),
         padding=sum(_at_rest(spec) for spec in blueprint.buckets) - parameters,
         gathered=_most_gathered(schedule.events, blueprint),
         sent=sum(schedule.sent(event) for event in schedule.events),
@@ -85,11 +87,6 @@ def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Ke
 
 def _at_rest(spec: BucketSpec) -> int:
     return spec.layout.shard_numel * spec.dtypes.stored.itemsize
-
-
-def _parts(spec: BucketSpec) -> Iterator[int]:
-    for slot in spec.slots:
-        yield prod(spec.layout.shard_shape(slot, spec.shard.rank))
 
 
 def _most_gathered(events: Sequence[Event], blueprint: Blueprint) -> int:
