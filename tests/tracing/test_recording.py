@@ -46,6 +46,7 @@ def test_planned_and_done_are_two_lanes_with_the_same_events(tmp_path: Path) -> 
         names = [[(row["ph"], row["name"]) for row in lane[1:]] for lane in lanes]
         assert names[0] == names[1]
         assert lanes[0][0]["args"] == {"name": "planned: full_shard"}
+        assert ("i", "end") in names[0]
         begun, ended = (
             [(row["cat"], row["id"], row["pid"]) for row in rows if row["ph"] == ph] for ph in "be"
         )

@@ -49,36 +49,30 @@ def run_doctor(wanted: Examination) -> None:
     if not wanted.conformance:
         _look(wanted)
         return
-    launch = read_launch(os.environ)
-    ranks = wanted.nproc or _ranks(wanted.device)
-    if launch is None and ranks > 1:
-        options = [f"--{name}={value}" for name, value in _given(wanted).items()]
-        command = [sys.executable, "-m", "shardwise.cli", "doctor", "--conformance", *options]
-        start(command, ranks)
+    if read_launch(os.environ) is None and (ranks := _ranks(wanted)) > 1:
+        given = {"device": wanted.device, "json": wanted.json}
+        options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        start([sys.executable, "-m", "shardwise.cli", "doctor", "--conformance", *options], ranks)
         return
     exit_with_launcher(os.environ)
     try:
         with connect(wanted.device) as comm:
-            _examine(comm, wanted)
+            _examine(comm, wanted.json)
     except ShardwiseError as error:
         if write_error_file(error):
             sys.exit(1)
         raise
 
 
-def _ranks(device: str | None) -> int:
+def _ranks(wanted: Examination) -> int:
     """Devices are counted and not used here: on some, only one process can."""
-    here = _accelerator(device)
-    return CPU_RANKS if here.device == "cpu" else max(1, device_module(here).device_count())
+    ours = _accelerator(wanted.device)
+    devices = CPU_RANKS if ours.device == "cpu" else device_module(ours).device_count()
+    return wanted.nproc or max(1, devices)
 
 
 def _accelerator(device: str | None) -> Accelerator:
     return row(device) if device else detect()
-
-
-def _given(wanted: Examination) -> dict[str, str]:
-    given = {"device": wanted.device, "json": wanted.json}
-    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 # --- what is here ----------------------------------------------------------------------------
@@ -104,23 +98,22 @@ def _package_lines(found: Sequence[Package]) -> list[str]:
 
 
 def _device_lines(seen: Sequence[Devices]) -> list[str]:
-    rows = []
-    for one in seen:
-        known = one.accelerator
-        best = peak(known, one.names[0]) if one.names else None
-        rows.append(
-            (
-                known.device,
-                f"{len(one.names)} × {one.names[0]}" if one.names else "none",
-                one.backend or "-",
-                known.compile_backend,
-                ", ".join(map(dtype_name, known.dtypes)),
-                f"{best.flops / 1e12:,.0f} TFLOP/s ({best.source})" if best else "-",
-            )
-        )
     head = ["device", "here", "collectives", "compile", "dtypes", "bf16 peak"]
     why = [f"{one.accelerator.device}: {one.problem}" for one in seen if one.problem]
-    return [*table(rows, head, left=6), "", *why]
+    return [*table(map(_device_row, seen), head, left=6), "", *why]
+
+
+def _device_row(seen: Devices) -> tuple[str, ...]:
+    known, names = seen.accelerator, seen.names
+    best = peak(known, names[0]) if names else None
+    return (
+        known.device,
+        f"{len(names)} × {names[0]}" if names else "none",
+        seen.backend or "-",
+        known.compile_backend,
+        ", ".join(map(dtype_name, known.dtypes)),
+        f"{best.flops / 1e12:,.0f} TFLOP/s ({best.source})" if best else "-",
+    )
 
 
 def _variable_lines() -> list[str]:
@@ -131,21 +124,21 @@ def _variable_lines() -> list[str]:
 # --- whether it is right ---------------------------------------------------------------------
 
 
-def _examine(comm: Comm, wanted: Examination) -> None:
+def _examine(comm: Comm, path: Path | None) -> None:
     """Print a line for each check, on rank 0 alone, and write the results."""
     name, backend = device_name(comm.device), load_backend(row(comm.device)).name
     tell = click.echo if comm.rank == 0 else lambda _: None
     each = all_gather_object(comm, str(comm.device), "devices")
     tell(f"{comm.size} ranks on {name} over {backend}, by {type(comm).__name__}")
     tell(", ".join(f"rank {rank} → {device}" for rank, device in enumerate(each)))
-    results: list[Result] = []
+    results: dict[str, Result] = {}
     for result in conform(comm):
-        results.append(result)
+        results[result.name] = result
         verdict = "pass" if result.passed else "FAIL"
         tell(f"{verdict}  {result.name:<20}  {result.detail}  ({result.seconds:.1f} s)")
-    passed = sum(result.passed for result in results)
-    tell(f"{passed} of {len(CHECKS)} checks passed")
-    if comm.rank == 0 and wanted.json:
+    wrong = [name for name in CHECKS if name not in results or not results[name].passed]
+    tell(f"{len(CHECKS) - len(wrong)} of {len(CHECKS)} checks passed")
+    if comm.rank == 0 and path:
         facts = {
             **_facts(packages()),
             "device": comm.device.type,
@@ -153,13 +146,12 @@ def _examine(comm: Comm, wanted: Examination) -> None:
             "backend": backend,
             "transport": type(comm).__name__,
             "ranks": each,
-            "passed": passed == len(CHECKS),
-            "checks": [asdict(result) for result in results],
+            "passed": not wrong,
+            "checks": [asdict(result) for result in results.values()],
         }
-        _write(wanted.json, facts)
-        tell(f"written   {wanted.json}")
-    if passed < len(CHECKS):
-        wrong = [name for name in CHECKS if name not in {one.name for one in results if one.passed}]
+        _write(path, facts)
+        tell(f"written   {path}")
+    if wrong:
         raise ShardwiseError(
             f"{len(wrong)} of {len(CHECKS)} checks did not pass: {', '.join(wrong)}. Do not train "
             "on this device with this version."

@@ -81,28 +81,19 @@ class Variable:
 
 def packages() -> list[Package]:
     """Python, what shardwise needs, and the plug-ins that are installed."""
-    about = metadata.metadata("shardwise")
+    python = metadata.metadata("shardwise")["Requires-Python"] or ""
     lines = [line for line in metadata.requires("shardwise") or [] if "extra ==" not in line]
-    needed = [_name_and_version(line) for line in lines]
+    needed = [re.match(r"([\w.-]+)([^;]*)", line) for line in lines]  # "torch>=2.11; …"
     return [
-        Package("python", platform.python_version(), about["Requires-Python"] or ""),
-        *(Package(name, _version(name), version) for name, version in needed),
-        *(Package(known.package, _version(known.package)) for known in _with_plugin()),
+        Package("python", platform.python_version(), python),
+        *(Package(each[1], _version(each[1]), each[2].strip()) for each in needed if each),
+        *(Package(each.package, found) for each in ROWS if (found := _version(each.package))),
     ]
-
-
-def _with_plugin() -> Iterator[Accelerator]:
-    return (known for known in ROWS if known.package and _version(known.package))
-
-
-def _name_and_version(requirement: str) -> tuple[str, str]:
-    name = re.split(r"[\[<>=!~; (]", requirement)[0]
-    return name, requirement[len(name) :].partition(";")[0].strip()
 
 
 def _version(package: str) -> str:
     try:
-        return metadata.version(package)
+        return metadata.version(package) if package else ""
     except metadata.PackageNotFoundError:
         return ""
 

@@ -98,9 +98,9 @@ def _rows(process: int, timed: Iterable[Timed]) -> Iterator[dict[str, Any]]:
     begun = dict[tuple[Op, str], dict[str, str]]()
     ends = {Op.ENTER: Op.GATHER, Op.SETTLE: Op.REDUCE}
     for number, (seconds, event) in enumerate(timed):
-        name = event.unit or "(root)"
+        name = "" if event.op is Op.END else event.unit or "(root)"
         row = {"pid": process, "tid": 1, "ts": seconds * 1e6, "cat": str(event.phase)}
-        row |= {"name": f"{event.op} {name}", "args": {"reason": event.reason}}
+        row |= {"name": f"{event.op} {name}".rstrip(), "args": {"reason": event.reason}}
         ended = begun.pop((ends.get(event.op, Op.END), event.unit), None)
         if event.op in (Op.ENTER, Op.EXIT):
             yield row | {"name": name, "ph": "BE"[event.op is Op.EXIT]}
