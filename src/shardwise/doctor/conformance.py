@@ -212,16 +212,13 @@ class _Small(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
-
-
-def _flat_adamw(sharded: Sharded) -> torch.optim.Optimizer:
-    return optim.AdamW(sharded, lr=0.01, eps=1e-4)
+def _optimizers(sharded: Sharded, plain: nn.Module, adamw: bool) -> list[torch.optim.Optimizer]:
+    """The same for the sharded model and for the plain one."""
+    if not adamw:
+        models = (sharded.model, plain)
+        return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    other = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-4)
+    return [optim.AdamW(sharded, lr=0.01, eps=1e-4), other]
 
 
 @dataclass(frozen=True)
@@ -239,7 +236,7 @@ def _parity(comm: Comm, _: Path, way: _Way) -> str:
     """Losses, gradient norms and parameters of ``STEPS`` steps, against one process."""
     plain, model = _model(comm), _model(comm)
     sharded = shard(model, way.strategy, comm=comm, precision=Precision(compute=way.compute))
-    optimizers = (_flat_adamw(sharded), _adamw(plain)) if way.adamw else (_sgd(model), _sgd(plain))
+    optimizers = _optimizers(sharded, plain, way.adamw)
     pairs = []
     for step in range(STEPS):
         batches = [_batch(comm, step, number) for number in range(way.accumulation)]
@@ -303,7 +300,7 @@ def _save_and_load(comm: Comm, folder: Path) -> str:
     """Saved after one step, loaded after another: shards and optimizer state are the old ones."""
     model = _model(comm)
     sharded = shard(model, comm=comm)
-    optimizer = _flat_adamw(sharded)
+    optimizer = optim.AdamW(sharded)
     everywhere = all(all_gather_object(comm, folder.is_dir(), "folder"))
     kind = "sharded" if everywhere else "full"
 

@@ -64,8 +64,7 @@ class Joint:
     def order(self) -> Order:
         """The cues alone, of which a schedule is made."""
         cues = [placed.cue for placed in self.cues]
-        forward = tuple(cue for cue in cues if cue.phase is Phase.FORWARD)
-        return Order(forward, tuple(cue for cue in cues if cue.phase is Phase.BACKWARD))
+        return Order(*(tuple(cue for cue in cues if cue.phase is phase) for phase in Phase))
 
 
 @dataclass

@@ -8,7 +8,8 @@ from high numbers to low ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -65,25 +66,20 @@ class Watch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the units' modules have hooks."""
-        handles: list[Any] = []
-        for module, unit in self._unit_names.items():
-            handles += [
-                module.register_forward_pre_hook(lambda *_, unit=unit: self._enter(unit)),
-                module.register_forward_hook(lambda *_, unit=unit: self._leave(unit)),
-            ]
-        try:
+        with ExitStack() as hooks:
+            for module, unit in self._unit_names.items():
+                enter, leave = partial(self._enter, unit), partial(self._leave, unit)
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _enter(self, unit: str) -> None:
+    def _enter(self, unit: str, *_: object) -> None:
         if self.backward_at < 0:  # else an activation checkpoint recomputes
             self._open.append(len(self._calls))
             self._calls.append(_Call(unit, next_sequence_number(), 0))
             self.cues.append(Placed(Cue(Op.ENTER, unit, Phase.FORWARD), _position()))
 
-    def _leave(self, unit: str) -> None:
+    def _leave(self, unit: str, *_: object) -> None:
         if self.backward_at < 0:
             index = self._open.pop()
             self._calls[index] = self._calls[index]._replace(stop=next_sequence_number())
@@ -93,10 +89,9 @@ class Watch:
         """The forward pass is over, and autograd's graph of ``outputs`` is complete."""
         self.backward_at = _position()
         for node in _reachable(grad_fns(outputs)):
-            number = sequence_number(node)
-            node.register_prehook(lambda _, number=number: self._comes_to(number))
+            node.register_prehook(partial(self._comes_to, sequence_number(node)))
 
-    def _comes_to(self, number: int) -> None:
+    def _comes_to(self, number: int, _: object) -> None:
         self._moments.append((number, _position()))
 
     def end(self) -> None:
