@@ -41,17 +41,19 @@ ONLY: dict[str, set[str]] = {
     "errors": set(),
     "synonyms": set(),
     "strategies": {"errors", "schedule", "synonyms"},
+    "dialects": {"errors", "options", "strategies", "checkpoint", "train"},
     **dict.fromkeys(("units", "layout", "schedule"), PURE),
 }
-ABOVE_THE_ENGINE = {"sharded", "checkpoint", "convert", "train", "launch", "cli"}
+ABOVE_THE_ENGINE = {"sharded", "checkpoint", "convert", "train", "launch", "dialects", "cli"}
 NEVER = {
     "comm": {"memory", "runtime", "setup", "optim", *ABOVE_THE_ENGINE},
     "memory": {"runtime", "setup", "optim", *ABOVE_THE_ENGINE},
     "runtime": {"setup", "optim", *ABOVE_THE_ENGINE},
     "setup": {"optim", *ABOVE_THE_ENGINE},
     "optim": ABOVE_THE_ENGINE,
-    "checkpoint": {"sharded", "train", "launch", "cli"},
-    "convert": {"sharded", "train", "launch", "cli"},
+    "checkpoint": {"sharded", "train", "launch", "dialects", "cli"},
+    "convert": {"sharded", "train", "launch", "dialects", "cli"},
+    "train": {"dialects", "cli"},
     "plan": {"memory", "runtime", "comm"},
 }
 MAY_IMPORT_TORCH_DISTRIBUTED = {"comm", "launch", "integrations", "convert/dcp_export"}

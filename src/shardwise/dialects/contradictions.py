@@ -1,0 +1,90 @@
+"""What two keys cannot say together, and what a key says that another leaves unread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shardwise.dialects.policy import Policy
+
+__all__ = ["CONTRADICTIONS", "UNREAD", "Rule"]
+
+
+class Rule(NamedTuple):
+    """The field whose key is reported, the reason, and when."""
+
+    field: str
+    sentence: str
+    broken: Callable[[Policy], object]
+
+
+def _other_dtype(p: Policy) -> bool:
+    word = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}.get(p.compute or "")
+    return None not in (word, p.mixed_precision) and word != p.mixed_precision
+
+
+CONTRADICTIONS = (
+    Rule(
+        *("wrap", "units by size need a min_num_params; without it there is one unit"),
+        lambda p: p.wrap == "size" and not p.min_num_params,
+    ),
+    Rule(
+        *("wrap_classes", "the wrap policy is not by class; keep one of them"),
+        lambda p: p.wrap_classes and p.wrap in ("size", "none"),
+    ),
+    Rule(
+        *("auto_wrap", "NO_WRAP makes everything one unit; keep one of them"),
+        lambda p: p.wrap == "none",
+    ),
+    Rule(
+        *("offload", "no_shard keeps whole parameters on the device; choose another strategy"),
+        lambda p: p.offload and p.strategy == "no_shard",
+    ),
+    Rule(
+        *("offload_word", "offload is no strategy; add full_shard or shard_grad_op, or auto_wrap"),
+        lambda p: not (p.strategy or p.auto_wrap),
+    ),
+    Rule(
+        *("offload_word", "cpu_offload is off; keep one of them"),
+        lambda p: p.offload == (),
+    ),
+    Rule(
+        *("cpu_ram_efficient_loading", "sync_module_states, which sends rank 0's weights, is off"),
+        lambda p: p.cpu_ram_efficient_loading and p.sync_module_states is False,
+    ),
+    Rule(
+        *("activation_offload", "it needs activation checkpointing, which is off"),
+        lambda p: p.activation_offload and not p.activation_checkpointing,
+    ),
+    Rule(
+        *("replicate", "this strategy has one axis; two need a strategy that shards"),
+        lambda p: (p.replicate or 1) > 1 and p.strategy in ("no_shard", "zero1"),
+    ),
+    Rule(
+        *("strategy", "a hybrid has copies, and the mesh's replicate axis has one rank"),
+        lambda p: str(p.strategy).startswith("hybrid") and p.replicate == 1,
+    ),
+    Rule(
+        *("processes", "it is not the product of the mesh's two sizes"),
+        lambda p: p.processes and p.replicate and p.shard and p.processes != p.replicate * p.shard,
+    ),
+    Rule(
+        *("processes", "it counts all machines, and is no multiple of their number"),
+        lambda p: p.processes and p.machines and p.processes % p.machines,
+    ),
+    Rule(
+        *("machine_rank", "machines are numbered from 0, so it is below their number"),
+        lambda p: p.machines and (p.machine_rank or 0) >= p.machines,
+    ),
+    Rule(*("compute", "mixed precision names another dtype"), _other_dtype),
+    Rule(
+        *("state_dict_rank0", "each rank has its own shards, so rank 0's are a part of the model"),
+        lambda p: p.state_dict_rank0 and p.state_dict in ("sharded", "local"),
+    ),
+)
+UNREAD = (
+    Rule(
+        *("min_num_params", "only SIZE_BASED_WRAP reads it"),
+        lambda p: p.min_num_params and p.wrap in ("auto", "none"),
+    ),
+)

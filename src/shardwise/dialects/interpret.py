@@ -1,0 +1,254 @@
+"""Reading a dialect into a policy, and writing a policy in a dialect, by the same rows.
+
+Every key of the input is one entry of the report: used (it is called the same here, or is so by
+default), translated, ignored with the reason, or contradictory. What a dialect has no words for is
+found by reading back what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from shardwise.checkpoint.state_dict import StateDict
+from shardwise.dialects.contradictions import CONTRADICTIONS, UNREAD
+from shardwise.dialects.keys import flatten, nest
+from shardwise.dialects.policy import Policy
+from shardwise.dialects.rows import DIALECTS, Dialect, Outside, Row
+from shardwise.errors import ConfigError, nearest
+from shardwise.options import Options
+from shardwise.strategies import placement_of
+from shardwise.train.config import keys
+
+__all__ = ["Entry", "Report", "Written", "guess", "read", "write"]
+
+_OURS = DIALECTS["recipe"]
+_OFF: tuple[Any, ...] = (None, False, (), "no", "local")  # needs no option of an engine
+_OFF_WORDS = ("false", "no", "0", "", "[]", "{}")
+
+
+class Entry(NamedTuple):
+    """What became of one key.
+
+    Attributes:
+        status: ``used``, ``translated``, ``ignored`` or ``contradictory``.
+        text: where it went, or why it did not.
+    """
+
+    key: str
+    value: Any
+    status: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The policy that a configuration means, and each of its keys once, in its order."""
+
+    dialect: Dialect
+    policy: Policy
+    entries: tuple[Entry, ...]
+
+    def check(self, strict: bool = False) -> None:
+        """Raise if keys contradict each other; with ``strict`` also if one is not used.
+
+        Raises:
+            ConfigError: with all of these keys.
+        """
+        fatal = ("contradictory", "ignored") if strict else ("contradictory",)
+        wrong = [
+            f"{key}: {value} is {status}: {text}"
+            for key, value, status, text in self.entries
+            if status in fatal
+        ]
+        if wrong:
+            raise ConfigError("\n".join([f"{self.dialect.title} cannot be followed:", *wrong]))
+
+    def places(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is used, as a recipe, and by its place where a recipe has no key for it."""
+        flat = dict(_flat(self.policy, _OURS))
+        there = {place: value for place, value in flat.items() if is_there(place, value)}
+        recipe = nest({place: value for place, value in there.items() if is_in_recipe(place)})
+        return recipe, {place: v for place, v in there.items() if not is_in_recipe(place)}
+
+
+class Written(NamedTuple):
+    """A policy in a dialect.
+
+    Attributes:
+        tree: nested as the dialect nests it.
+        lost: field → its value, and what the dialect's reader would take instead.
+    """
+
+    tree: dict[str, Any]
+    lost: dict[str, tuple[Any, Any]]
+
+
+class _Given(NamedTuple):
+    key: str
+    raw: Any
+    row: Row
+    value: Any
+
+
+def guess(tree: Any) -> Dialect:
+    """The dialect that knows most of the keys.
+
+    Raises:
+        ConfigError: none knows any of them.
+    """
+    known = {
+        name: sum(key in dialect.by_key for key, _ in flatten(tree, dialect.words))
+        for name, dialect in DIALECTS.items()
+        if not dialect.call
+    }
+    best = max(known, key=lambda name: known[name])
+    if not known[best]:
+        some = ", ".join(key for key, _ in list(flatten(tree))[:6])
+        raise ConfigError(f"none of {', '.join(known)} has any of the keys {some}.")
+    return DIALECTS[best]
+
+
+def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
+    """The policy of a configuration, and what became of each key.
+
+    Args:
+        tree: nested mappings; values may be torch's objects.
+        dialect: its name in ``DIALECTS``; ``None`` = the one that knows most of the keys.
+        strict: raise where ``Report.check`` does.
+
+    Raises:
+        ConfigError: see ``strict``; no dialect knows the keys.
+    """
+    chosen = DIALECTS[dialect] if dialect else guess(tree)
+    flat = dict(flatten(tree, chosen.words))
+    matches = {key: _match(chosen, key, raw) for key, raw in flat.items()}
+    given = [match for match in matches.values() if isinstance(match, _Given)]
+    version = next((one.value for one in given if one.row.field == "fsdp_version"), None)
+    winners = _winners(given, version or chosen.version)
+    named = Policy(**{field: winner.value for field, winner in winners.items()})
+    entries = (
+        (_overruled(match, winners[match.row.field]) or _judge(match, named))
+        if isinstance(match, _Given)
+        else match
+        for match in matches.values()
+    )
+    report = Report(chosen, named.settled(), tuple(entries))
+    if strict:
+        report.check(strict)
+    return report
+
+
+def _match(dialect: Dialect, key: str, raw: Any) -> _Given | Entry:
+    """The first row of ``key`` that knows the value; else what is wrong."""
+    problem = ""
+    for row in dialect.by_key.get(key, ()):
+        try:
+            value = row.convert.none if raw is None else row.convert.read(raw)
+            return _Given(key, raw, row, value)
+        except (ValueError, TypeError, AttributeError) as error:
+            problem = problem or f"not a value of this key; {error}"
+    if problem:
+        return Entry(key, raw, "contradictory", problem)
+    if outside := dialect.outside(key):
+        return _outside(key, raw, raw, outside)
+    name = nearest(key, dialect.by_key, limit=1)[0]
+    return Entry(key, raw, "ignored", f"there is no such key; did you mean {name}?")
+
+
+def _outside(key: str, raw: Any, value: Any, outside: Outside) -> Entry:
+    word = str(value).lower()
+    is_off = word in _OFF_WORDS and "true" not in outside.harmless
+    harmless = value is None or is_off or word in outside.harmless
+    return Entry(key, raw, "used" if harmless else "ignored", outside.because)
+
+
+def _winners(given: list[_Given], version: int) -> dict[str, _Given]:
+    """For each field the first key of this version of FSDP, or else the first key."""
+    winners: dict[str, _Given] = {}
+    for one in sorted(given, key=lambda g: (g.value is None, g.row.version not in (0, version))):
+        winners.setdefault(one.row.field, one)
+    return winners
+
+
+def _overruled(one: _Given, winner: _Given) -> Entry | None:
+    """The entry of a key that says something else than the field's winner."""
+    if one.value in (None, winner.value):
+        return None
+    if one.row.version and one.row.version != winner.row.version:
+        text = f"it is a key of FSDP{one.row.version}, and {winner.key} is there"
+        return Entry(one.key, one.raw, "ignored", text)
+    text = f"{winner.key} is {winner.raw}, and both mean one thing; keep one of them"
+    return Entry(one.key, one.raw, "contradictory", text)
+
+
+def _judge(one: _Given, named: Policy) -> Entry:
+    """The entry of a key whose value the policy has."""
+    for status, rules in (("contradictory", CONTRADICTIONS), ("ignored", UNREAD)):
+        for rule in rules:
+            if rule.field == one.row.field and rule.broken(named):
+                return Entry(one.key, one.raw, status, rule.sentence)
+    if always := [outside for outside in _OURS.outsiders if outside.key == one.row.field]:
+        return _outside(one.key, one.raw, one.value, always[0])
+    status, text = _placed(one, dict(_flat(named.settled(), _OURS)))
+    return Entry(one.key, one.raw, status, f"{text} ({one.row.note})" if one.row.note else text)
+
+
+def _placed(one: _Given, flat: Mapping[str, Any]) -> tuple[str, str]:
+    """Status and text of a key by its place in ``flat``, our own dialect."""
+    places = [row.key for row in _OURS.rows if row.field == one.row.field]
+    place = next((place for place in places if place in flat), places[0])
+    value = flat.get(place)
+    if one.value in _OFF and (place not in flat or not is_there(place, value)):
+        return "used", "as it is by default"
+    if place not in flat:
+        return "ignored", f"{place} has no such value"
+    if not is_there(place, value):
+        return "ignored", f"{place}: {value} is not there yet"
+    same = one.key.rpartition(".")[2].removeprefix("fsdp_") == place.rpartition(".")[2]
+    return "used" if same and value == one.value else "translated", f"{place}: {value}"
+
+
+def write(policy: Policy, dialect: str) -> Written:
+    """The policy in a dialect, and which fields it has no words for.
+
+    FSDP1's keys are written, or FSDP2's where the policy says version 2, or a mesh's sizes, for
+    which FSDP1 has no keys.
+    """
+    policy = policy.settled()
+    version = policy.fsdp_version or (2 if policy.replicate or policy.shard else 1)
+    flat = dict(_flat(replace(policy, fsdp_version=version), DIALECTS[dialect], version))
+    tree = nest({**DIALECTS[dialect].constants, **flat})
+    back = read(tree, dialect).policy
+    both = ((f.name, getattr(policy, f.name), getattr(back, f.name)) for f in fields(policy))
+    return Written(tree, {n: (a, b) for n, a, b in both if a is not None and a != b})
+
+
+def _flat(policy: Policy, dialect: Dialect, version: int = 0) -> Iterator[tuple[str, Any]]:
+    """Key and value of each row that can express the policy's field."""
+    for row in dialect.rows:
+        value = getattr(policy, row.field)
+        if value is None or not row.writes or (version and row.version not in (0, version)):
+            continue
+        try:
+            yield row.key, row.convert.write(value)
+        except ValueError:
+            continue
+
+
+def is_in_recipe(place: str) -> bool:
+    """Is it a key of a recipe?"""
+    return place in {key.name for key in keys()}
+
+
+def is_there(place: str, value: object) -> bool:
+    """Does the engine have what ``place`` of our dialect names? ``False`` is said as "not yet"."""
+    section, _, name = place.partition(".")
+    try:
+        if place == "sharding.strategy":
+            placement_of(str(value))
+    except ConfigError:
+        return False
+    options = {item.name for item in fields(StateDict if section == "state_dict" else Options)}
+    return section in ("launch", "connect") or is_in_recipe(place) or name in options

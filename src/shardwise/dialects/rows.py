@@ -1,0 +1,236 @@
+"""A dialect is a table, a file of ``tables``: in each row a key, our field, and a converter.
+
+    # key                      field               converter      note
+    sharding_strategy          strategy            strategy@1     of FSDP1 only
+    <backward_prefetch_policy  prefetch_backward   prefetch@1     read, and never written
+    tpu_*                      -                   no,false       why there is no such field
+
+A converter goes both ways, and is followed by the version of FSDP that has the key. In the last
+form the third column has the values with which that changes nothing, ``.`` for none. A key may
+have several rows: a value is read by the first that knows it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardwise.dialects.policy import OFFLOADED
+
+__all__ = ["DIALECTS", "Converter", "Dialect", "Outside", "Row", "fold"]
+
+
+class Converter(NamedTuple):
+    """Both directions of a value, a ``ValueError`` if it does not know one; what ``None`` means."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any] = lambda value: value
+    none: Any = None
+
+
+def fold(value: object) -> str:
+    """``ShardingStrategy._HYBRID_SHARD_ZERO2 → hybrid_shard_zero2``; words in any case."""
+    return str(value).strip().rpartition(".")[2].lower().lstrip("_")
+
+
+def _choice(words: Mapping[Any, Any]) -> Converter:
+    """Their words or numbers → our values; written is the first word of a value."""
+    ours = {fold(word): value for word, value in words.items()}
+
+    def read(word: Any) -> Any:
+        if fold(word) in ours:
+            return ours[fold(word)]
+        raise ValueError(f"choose one of {', '.join(map(str, words))}")
+
+    def write(value: Any) -> Any:
+        for word, other in words.items():
+            if other == value:
+                return word
+        raise ValueError(f"no word for {value}")
+
+    return Converter(read, write, words.get(None))
+
+
+def _whole(value: Any) -> int:
+    number = float(value)  # also "1e8"
+    if isinstance(value, bool) or number != int(number) or number < 0:
+        raise ValueError("write a whole number")
+    return int(number)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Of a comma list, or a list of names or classes."""
+    if isinstance(value, str):
+        return tuple(name.strip() for name in value.split(",") if name.strip())
+    if not isinstance(value, Iterable):
+        raise ValueError("write names, with commas between them")
+    return tuple(item if isinstance(item, str) else item.__name__ for item in value)
+
+
+def _as_reshard(strategy: str) -> bool:
+    """FSDP2's word; that there are groups is said by the mesh."""
+    if strategy not in (*_ON_TWO_AXES, *_ON_TWO_AXES.values()):
+        raise ValueError(f"no word for {strategy}")
+    return _ON_TWO_AXES.get(strategy, strategy) == "full_shard"
+
+
+_ON_TWO_AXES = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
+_FIVE = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+_SWITCH = {True: True, False: False, "yes": True, "no": False, "on": True, "off": False}
+_SWITCH |= {"y": True, "n": False, "t": True, "f": False, "1": True, "0": False}
+_DTYPES = ("float32", "bfloat16", "float16")
+_KINDS = ("full", "local", "sharded")
+_CONVERTERS = {
+    "flag": _choice(_SWITCH),
+    "on": _choice({True: True}),
+    "whole": Converter(_whole),
+    "number": Converter(float),
+    "text": Converter(str),
+    "object": Converter(lambda value: value),
+    "names": Converter(_names, ",".join),
+    "list": Converter(_names, list),
+    "pair": Converter(tuple),
+    "strategy": _choice({name.upper(): name for name in _FIVE} | dict(enumerate(_FIVE, 1))),
+    "ours": _choice({name: name for name in (*_FIVE, "zero1", "hybrid_full")}),
+    "reshard": _choice({True: "full_shard", False: "shard_grad_op"})._replace(write=_as_reshard),
+    "offload": _choice({word: OFFLOADED if on else () for word, on in _SWITCH.items()}),
+    "offloaded": _choice({True: OFFLOADED, False: OFFLOADED}),  # pinned or not
+    "not_offloaded": _choice({"OffloadPolicy()": ()}),
+    "dtype": _choice(
+        {name: name for name in _DTYPES} | dict(zip(("fp32", "bf16", "fp16"), _DTYPES, strict=True))
+    ),
+    "mixed": _choice({"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp32": "no"}),
+    "bf16": _choice({True: "bf16", False: None}),
+    "fp16": _choice({True: "fp16", False: None}),
+    "wrap": _choice(
+        {"TRANSFORMER_BASED_WRAP": "auto", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
+    ),
+    "wrap_policy": _choice(
+        {"transformer_auto_wrap_policy": "auto", "size_based_auto_wrap_policy": "size"}
+        | {"ModuleWrapPolicy": "auto", None: "none"}
+    ),
+    "units": _choice({"auto": "auto", "none": "none"}),
+    "prefetch": _choice(
+        {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": "off", 1: "pre", 2: "post"}
+    ),
+    "when": _choice({"pre": "pre", "post": "post"}),
+    "bytes_off": _choice({0: "off"}),
+    "bytes": _choice({0: False, None: True}),
+    "limit": _choice({2: True, None: False}),
+    "state_dict": _choice(
+        {f"{kind.upper()}_STATE_DICT": kind for kind in _KINDS} | dict(enumerate(_KINDS, 1))
+    ),
+    "backend": Converter(fold, str.upper),
+    "broadcast": _choice({True: "broadcast", False: "local"}),
+    "cpu": _choice({"cpu": True}),
+    **{name: _choice({True: name}) for name in _FIVE},  # words of --fsdp
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key of a dialect.
+
+    Attributes:
+        field: of the ``Policy``.
+        version: of FSDP to which the key belongs; 0 = both.
+        writes: ``False``: another spelling, which is read and not written.
+        note: what the dialect's own library does with the key, if that surprises.
+    """
+
+    key: str
+    field: str
+    convert: Converter
+    version: int = 0
+    writes: bool = True
+    note: str = ""
+
+
+class Outside(NamedTuple):
+    """Why keys of this pattern have no field, and the values with which that changes nothing."""
+
+    key: str
+    because: str
+    harmless: tuple[str, ...]
+
+
+def _table(text: str) -> Iterator[Row | Outside]:
+    for line in text.splitlines():
+        if not line or line[0] == "#":
+            continue
+        key, name, third, *note = line.split(None, 3)
+        if name == "-":
+            yield Outside(key, note[0], tuple(third.lower().split(",")))
+            continue
+        converter, _, version = third.partition("@")
+        convert = _CONVERTERS[converter]
+        yield Row(key.lstrip("<"), name, convert, int(version or 0), key[0] != "<", *note)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A table with a name.
+
+    Attributes:
+        rows: of keys that have a field.
+        outsiders: patterns of keys that have none.
+        prefix: of the last word of a key, with which and without which it is read.
+        version: of FSDP, where a configuration does not say it.
+        words: a key whose value is a list of words, each of which is a key.
+        constants: what is always written.
+        call: these are arguments of a call, so they come in no file.
+    """
+
+    name: str
+    title: str
+    rows: tuple[Row, ...]
+    outsiders: tuple[Outside, ...]
+    prefix: str = ""
+    version: int = 1
+    words: str = ""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    call: bool = False
+
+    @classmethod
+    def load(cls, name: str, text: str) -> Dialect:
+        """The dialect of a file in ``tables``."""
+        data = tomllib.loads(text)
+        rows = tuple(_table(data.pop("rows")))
+        outsiders = tuple(row for row in rows if isinstance(row, Outside))
+        return cls(
+            name, rows=tuple(r for r in rows if isinstance(r, Row)), outsiders=outsiders, **data
+        )
+
+    @cached_property
+    def by_key(self) -> dict[str, list[Row]]:
+        """The rows of each key in each of its spellings."""
+        rows: dict[str, list[Row]] = {}
+        for row in self.rows:
+            for key in {row.key, self._other_spelling(row.key)}:
+                rows.setdefault(key, []).append(row)
+        return rows
+
+    def _other_spelling(self, key: str) -> str:
+        section, dot, name = key.rpartition(".")
+        bare = name.removeprefix(self.prefix)
+        return section + dot + (bare if bare != name else self.prefix + name)
+
+    def outside(self, key: str) -> Outside | None:
+        """Why a key has no row, if that is known."""
+        spellings = (key, self._other_spelling(key))
+        return next(
+            (o for o in self.outsiders if any(fnmatchcase(k, o.key) for k in spellings)), None
+        )
+
+
+DIALECTS = {
+    Path(file.name).stem: Dialect.load(Path(file.name).stem, file.read_text("utf-8"))
+    for file in sorted(files("shardwise.dialects").joinpath("tables").iterdir(), key=str)
+}
+"""All of them; a new one is a file in the folder ``tables``."""

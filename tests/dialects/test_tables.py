@@ -1,0 +1,129 @@
+"""No key of the libraries is forgotten: their installed sources are compared with our rows."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+
+import pytest
+from torch.distributed import fsdp
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    fully_shard,
+)
+
+from shardwise.dialects import DIALECTS, Policy
+from shardwise.dialects.keys import flatten
+from shardwise.dialects.rows import Dialect
+
+
+def source(package: str, file: str) -> str:
+    """A file of an installed package, which is not imported."""
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent.joinpath(file).read_text("utf-8")
+
+
+def fields_of(text: str, name: str) -> set[str]:
+    """The fields of a dataclass, and of those that it extends in the same file."""
+    classes = {n.name: n for n in ast.parse(text).body if isinstance(n, ast.ClassDef)}
+    own = {
+        item.target.id
+        for item in classes[name].body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name)]
+    return own.union(*(fields_of(text, base) for base in bases if base in classes))
+
+
+def unknown(dialect: Dialect, keys: set[str]) -> set[str]:
+    """Keys that have no row; that of all other variables of accelerate is none."""
+    assert keys
+    sections = {key.rpartition(".")[0] for key in dialect.by_key}
+    outside = {key: dialect.outside(key) for key in keys}
+    known = {key for key, why in outside.items() if why is not None and why.key != "ACCELERATE_*"}
+    return keys - known - set(dialect.by_key) - sections
+
+
+def test_every_argument_of_fsdp1_has_a_row() -> None:
+    keys = set(signature(FullyShardedDataParallel).parameters)
+    keys |= {f"mixed_precision.{key}" for key, _ in flatten(MixedPrecision())}
+    keys |= {f"cpu_offload.{key}" for key, _ in flatten(CPUOffload())}
+    assert unknown(DIALECTS["fsdp1"], keys) == set()
+
+
+def test_every_argument_of_fsdp2_has_a_row() -> None:
+    keys = set(signature(fully_shard).parameters)
+    keys |= {f"mp_policy.{key}" for key, _ in flatten(fsdp.MixedPrecisionPolicy())}
+    keys |= {f"offload_policy.{key}" for key, _ in flatten(fsdp.CPUOffloadPolicy())}
+    assert unknown(DIALECTS["fsdp2"], keys) == set()
+
+
+def test_every_field_of_the_plug_in_has_a_row() -> None:
+    keys = fields_of(source("accelerate", "utils/dataclasses.py"), "FullyShardedDataParallelPlugin")
+    assert len(keys) > 20
+    keys |= {f"state_dict_config.{key}" for key, _ in flatten(FullStateDictConfig())}
+    keys |= {f"mixed_precision_policy.{key}" for key, _ in flatten(MixedPrecision())}
+    assert unknown(DIALECTS["plugin"], keys) == set()
+
+
+def test_every_variable_that_accelerate_sets_or_reads_for_fsdp_has_a_row() -> None:
+    plugin = source("accelerate", "utils/dataclasses.py")
+    plugin = plugin[plugin.index("class FullyShardedDataParallelPlugin") :]
+    plugin = plugin[: plugin.index("\n@dataclass")]
+    keys = {f"FSDP_{name}" for name in re.findall(r'env_prefix \+ "([A-Z_]+)"', plugin)}
+    launch = source("accelerate", "utils/launch.py")
+    keys |= set(
+        re.findall(r'"((?:FSDP|ACCELERATE_(?:MIXED|USE|DYNAMO|GRADIENT))_[A-Z_]+)"', launch)
+    )
+    text = source("accelerate", "parallelism_config.py")
+    keys |= set(re.findall(r'"(PARALLELISM_CONFIG_[A-Z_]+)"', text))
+    assert len(keys) > 30
+    assert unknown(DIALECTS["environment"], keys) == set()
+
+
+def test_every_key_of_accelerates_file_has_a_row() -> None:
+    keys = fields_of(source("accelerate", "commands/config/config_args.py"), "ClusterConfig")
+    asked = source("accelerate", "commands/config/cluster.py")
+    keys |= {f"fsdp_config.{key}" for key in re.findall(r'fsdp_config\["(\w+)"\]', asked)}
+    prefixed = re.findall(r'parallelism_config\[prefix \+ "(\w+)"\]', asked)
+    keys |= {f"parallelism_config.parallelism_config_{key}" for key in prefixed}
+    dynamo = re.findall(r'dynamo_config\[prefix \+ "(\w+)"\]', asked)
+    keys |= {f"dynamo_config.dynamo_{key}" for key in dynamo}
+    convertible = re.findall(r'"(fsdp_\w+)": ', source("accelerate", "commands/to_fsdp2.py"))
+    keys |= {f"fsdp_config.{key}" for key in convertible}
+    assert len(keys) > 50
+    assert unknown(DIALECTS["accelerate"], keys) == set()
+
+
+def test_every_key_that_transformers_reads_has_a_row() -> None:
+    text = source("transformers", "training_args.py")
+    documented = text[text.index("Supported keys:") : text.index("> DeepSpeed")]
+    keys = set(re.findall(r"^ +- (\w+) \(`", documented, re.MULTILINE))
+    keys |= set(re.findall(r'\bfsdp_config(?:\.get\(|\.setdefault\(|\[)"(\w+)"', text))
+    assert len(keys) > 14
+    assert unknown(DIALECTS["transformers"], {f"fsdp_config.{key}" for key in keys}) == set()
+    assert unknown(DIALECTS["fsdp_config"], keys) == set()
+    assert unknown(DIALECTS["fsdp_config"], {f"fsdp_{key}" for key in keys}) == set()
+    options = source("transformers", "trainer_utils.py")
+    words = re.findall(r'= "(\w+)"', options[options.index("class FSDPOption") :][:400])
+    assert unknown(DIALECTS["transformers"], {f"fsdp.{word}" for word in words}) == set()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+def test_rows_have_fields_that_a_policy_has(dialect: Dialect) -> None:
+    assert {row.field for row in dialect.rows} <= {item.name for item in fields(Policy)}
+
+
+def test_each_field_has_a_place_here_or_is_always_so() -> None:
+    ours = DIALECTS["recipe"]
+    placed = {row.field for row in ours.rows} | {outside.key for outside in ours.outsiders}
+    assert {item.name for item in fields(Policy)} - placed == set()
