@@ -41,7 +41,8 @@ REHEARSAL = {
     "data.max_bytes": "1_000_000",
     "data.validation": "0.2",
     "data.context": "64",
-    "data.streaming.shuffle": "10",
+    "data.streaming.streams": "4",
+    "data.streaming.shuffle": "4",
     "batch.rows": "32",
     "batch.micro": "4",
     "run.device": "cpu",
@@ -115,7 +116,10 @@ def train(recipe, comm):
 
     with closing(StreamBatches(data.training, comm.rank, comm.size)) as batches:
         loaded = sharded.resume(folder, optimizer, Training())
-        position = loaded.document.position if loaded else {"step": 0, "streams": []}
+        start = {"step": 0, "streams": [], "data": data.fingerprint}
+        position = loaded.document.position if loaded else start
+        if position["data"] != data.fingerprint:
+            raise SystemExit(f"{folder} was trained on other text: name another with --folder")
         batches.start(position["streams"])
         first, steps, rows = position["step"], recipe.run.steps, recipe.batch.rows
         say(f"model: {sharded.numel():,} parameters, {sharded.placement.name}, {comm.size} ranks")
@@ -128,7 +132,11 @@ def train(recipe, comm):
         if loaded:
             say(f"resumed at sample {first * rows:,}")
 
-        start = time.perf_counter()
+        files = {
+            "tokenizer.json": data.tokenizer.to_str(),
+            "config.json": model.config.to_json_string(),
+        }
+        begin = time.perf_counter()
         for step in range(first + 1, steps + 1):
             # Every rank must have a batch, or none may begin: the others would wait for it.
             if all_gather_floats(comm, [batches.ended()], "end of text").any():
@@ -139,14 +147,13 @@ def train(recipe, comm):
             optimizer.step()
             optimizer.zero_grad()
             mean = all_gather_floats(comm, [loss], "loss").mean().item()
-            speed = (step - first) * rows * recipe.data.context / (time.perf_counter() - start)
+            speed = (step - first) * rows * recipe.data.context / (time.perf_counter() - begin)
             say(f"step: {step}  loss {mean:.4f}  grad norm {norm:.3f}  {speed:,.0f} tokens/s")
             if step % recipe.checkpoint.save_every == 0 or step == steps:
                 streams = all_gather_values(comm, batches.positions(), "positions in the text")
-                position = {"step": step, "streams": streams}
-                saved = sharded.save(
-                    folder / f"step-{step}", optimizer, Training(step, position=position)
-                )
+                position = {"step": step, "streams": streams, "data": data.fingerprint}
+                training = Training(step, position=position)
+                saved = sharded.save(folder / f"step-{step}", optimizer, training, files=files)
                 say(f"saved {saved.path}")
     say("All done")
 

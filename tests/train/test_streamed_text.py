@@ -53,7 +53,8 @@ def test_a_bad_row_costs_that_row_and_is_named_once(
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "one"}\nbroken\n{"text": null}\n{"text": "two"}\n', "utf-8")
     with caplog.at_level(logging.WARNING, "shardwise"):
-        assert texts(opened(tmp_path)) == ["one", "two"]
+        for _epoch in range(2):
+            assert texts(opened(tmp_path)) == ["one", "two"]
     assert caplog.messages == [f"{file}:2 is left out (not JSON), and so are rows like it."]
 
 
@@ -108,3 +109,10 @@ def test_a_data_set_of_the_hub_is_streamed(
     assert texts(opened(source)) == ["one", "two"]
     with pytest.raises(ConfigError, match=r"no text in the field 'body'. Its fields: text \(str\)"):
         texts(opened(source, field="body"))
+
+
+@pytest.mark.parametrize("source", ["hf://datasets/owner/nothing", "hf://datasets/c4"])
+def test_a_data_set_that_cannot_be_opened_is_an_error_with_its_form(source: str) -> None:
+    form = "It must be hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME/CONFIG"
+    with pytest.raises(ConfigError, match=f"data.source {source} cannot be opened: .*{form}"):
+        opened(source)

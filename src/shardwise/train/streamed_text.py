@@ -90,9 +90,15 @@ def open_text(config: DataConfig) -> StreamedText:
     """
     datasets = _library()
     if config.source.startswith(HUB):
-        owner, name, *subset = (*config.source.removeprefix(HUB).split("/"), "")[:3]
+        owner, name, *subset = (*config.source.removeprefix(HUB).split("/"), "", "")[:3]
         path = (f"{owner}/{name}", *filter(None, subset))
-        dataset = datasets.load_dataset(*path, split="train", streaming=True)
+        try:
+            dataset = datasets.load_dataset(*path, split="train", streaming=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"data.source {config.source} cannot be opened: {error} It must be "
+                f"{HUB}OWNER/NAME or {HUB}OWNER/NAME/CONFIG, and the hub must be reached."
+            ) from error
         content = f"{path} {dataset.num_shards}"
     else:
         with readable(config.source):
@@ -105,17 +111,23 @@ def open_text(config: DataConfig) -> StreamedText:
 
 
 def read_files(files: Sequence[str], column: str) -> Iterator[dict[str, str]]:
-    """Examples of the documents in ``files``; what is left out of a file is warned of once."""
+    """Examples of the documents in ``files``; the first row that is left out is warned of."""
     for file in files:
-        has_warned = False
         for document in documents(Path(file), column, max_bytes=math.inf):
             if isinstance(document, str):
                 yield {column: document}
-            elif not has_warned:
-                has_warned = True
-                logger.warning(
-                    "%s is left out (%s), and so are rows like it.", document.where, document.reason
-                )
+            else:
+                _warn_once(file, document.where, document.reason)
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(file: str, where: str, reason: str) -> None:
+    """Of each file; several streams and epochs read the same one."""
+    if file not in _warned:
+        _warned.add(file)
+        logger.warning("%s is left out (%s), and so are rows like it.", where, reason)
 
 
 def _library() -> Any:
