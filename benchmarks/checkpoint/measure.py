@@ -76,7 +76,7 @@ def measure(worker: Worker, size: Size, place: str, rounds: int) -> None:
 def _lap(method: Method, folder: Path, bits: Bits, size: Size) -> Lap:
     trained, batch = method.trained, size.batch(dist.get_rank())
     alone = 0.0
-    if method.is_async:
+    if is_async(method.name):
         dist.barrier()
         alone = _steps(trained, batch)
         trained.put(bits)
@@ -105,7 +105,7 @@ def _save(method: Method, folder: Path, batch: Batch) -> tuple[float, float, flo
     start = perf_counter()
     wait = method.save(folder)
     stall = perf_counter() - start
-    meanwhile = _steps(method.trained, batch) if method.is_async else 0.0
+    meanwhile = _steps(method.trained, batch) if is_async(method.name) else 0.0
     if wait is not None:
         wait()
     return stall, meanwhile, perf_counter() - start
@@ -123,7 +123,7 @@ def _load(method: Method, folder: Path, bits: Bits, steps: set[float]) -> float:
 
 def _cold(method: Method, folder: Path, bits: Bits, steps: set[float]) -> tuple[float | None, int]:
     """The same with the files' bytes on the disk only."""
-    if method.is_async or kind_of(folder) == "tmpfs":
+    if is_async(method.name) or kind_of(folder) == "tmpfs":
         return None, 0
     method.trained.renew()  # what somebody has mapped cannot be forgotten
     gc.collect()
@@ -198,7 +198,7 @@ def _hold(worker: Worker, name: str, size: Size, place: str) -> None:
         _begin(worker)
         _save_and_wait(chosen, folder)
         worker.send("saved")
-        if not chosen.is_async:
+        if not is_async(name):
             moments = sum(v.nbytes for kind, _, _, v in trained.parts() if kind != "param")
             trained.renew()
             _begin(worker, moments)

@@ -43,11 +43,6 @@ class Method:
     save: Save
     load: Load  # from there into a fresh trained
 
-    @property
-    def is_async(self) -> bool:
-        """Does ``save`` return before it is durable?"""
-        return is_async(self.name)
-
 
 def is_async(method: str) -> bool:
     """Does it return before all is durable?"""
