@@ -2,16 +2,17 @@
 
 In reading order:
 
-    config      classes of the recipe                recipe      a file and overrides → config
-    corpus      files → documents → two splits       tokenizer   documents → ids
-    data        both, read once by rank 0            batches     ids → rows → batches of each rank
-    decoder     the model                            rates       step → learning rate
-    job         model, shards, optimizer: one step   loop        all steps, and the results
-    validation  the same rows at every world size    sample      text from a sharded model
-    start       new, resumed or finished             requests    to save or to stop
-    checkpoints saving and resuming                  desk        rank 0's folder, log and output
-    metrics     records                              journal     metrics.jsonl
-    meter       throughput and memory                plot        loss.png
-    folder      the run's folder                     footprint   bytes on each rank
-    export      config files for transformers        exchange    broadcasts and gathers of values
+    config        classes of the recipe              recipe        a file and overrides → config
+    corpus        files → documents → two splits     tokenizer     documents → ids
+    data          both, read once by rank 0          batches       ids → rows → batches of each rank
+    streamed_text documents, read while training     streams       the same batches from streams
+    decoder       the model                          learning_rate step → learning rate
+    job           model, shards, optimizer: one step loop          all steps, and the results
+    validation    the same rows at every world size  sample        text from a sharded model
+    start         new, resumed or finished           requests      to save or to stop
+    checkpoints   saving and resuming                run_logger    rank 0's folder, log and output
+    records       what a run reports                 metrics_log   metrics.jsonl
+    throughput    tokens per second, and memory      plot          loss.png
+    folder        the run's folder                   footprint     bytes on each rank
+    hf_config     config files for transformers      collectives   broadcasts and gathers of values
 """
