@@ -41,7 +41,16 @@ ONLY: dict[str, set[str]] = {
     "errors": set(),
     "synonyms": set(),
     "strategies": {"errors", "schedule", "synonyms"},
-    "dialects": {"errors", "options", "strategies", "checkpoint", "train"},
+    "dialects": {
+        "errors",
+        "optim",
+        "options",
+        "precision",
+        "schedule",
+        "strategies",
+        "checkpoint",
+        "train",
+    },
     **dict.fromkeys(("units", "layout", "schedule"), PURE),
 }
 ABOVE_THE_ENGINE = {"sharded", "checkpoint", "convert", "train", "launch", "dialects", "cli"}

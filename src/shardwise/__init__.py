@@ -11,7 +11,7 @@ One training step is a list of events. Read the package in this order:
     sharded    ``shard(model)`` and the handle that it returns
 
 and then ``comm`` (how ranks exchange bytes), ``optim`` (what happens on shards), ``checkpoint``
-(to disk and back), ``convert`` (other formats), ``launch``, ``train`` and ``cli``.
+(to disk and back), ``convert`` and ``dialects`` (others' files), ``launch``, ``train``, ``cli``.
 """
 
 from __future__ import annotations

@@ -177,6 +177,35 @@ def inspect(path: Path, other: Path | None, **options: bool) -> None:
     run_inspect(path, other, InspectOptions(**options))
 
 
+# --- convert-config --------------------------------------------------------------------------
+
+CONVERT_CONFIG = """\
+Say what each key of FILE means here, and write a recipe.
+
+FILE is Accelerate's YAML, fsdp_config.json of transformers or Gaudi, arguments of transformers'
+Trainer, or lines such as FSDP_VERSION=2. If keys contradict each other, nothing is written.
+"""
+
+
+@commands.command(
+    "convert-config",
+    help=CONVERT_CONFIG,
+    short_help="Convert another library's sharding options.",
+    context_settings=CONTEXT_SETTINGS,
+)
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--from", "source", help="The dialect of FILE, if not by its keys.")
+@click.option("--to", default="recipe", show_default=True, help="The dialect to write.")
+@click.option("--output", type=click.Path(path_type=Path), help="The file to write.")
+@click.option("--strict", is_flag=True, help="A key that is not used is an error.")
+@click.option("--overwrite", is_flag=True, help="Replace the file to write.")
+def convert_config(file: Path, **options: Any) -> None:
+    """The command; its help is ``CONVERT_CONFIG``."""
+    from shardwise.cli.convert_config import ConvertOptions, run_convert_config
+
+    run_convert_config(file, ConvertOptions(**options))
+
+
 # --- export ----------------------------------------------------------------------------------
 
 EXPORT = """\

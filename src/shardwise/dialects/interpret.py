@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from shardwise import optim
 from shardwise.checkpoint.state_dict import StateDict
 from shardwise.dialects.contradictions import CONTRADICTIONS, UNREAD
 from shardwise.dialects.keys import flatten, nest
@@ -250,5 +251,7 @@ def is_there(place: str, value: object) -> bool:
             placement_of(str(value))
     except ConfigError:
         return False
+    if (place, value) == ("sharding.precision.compute", "float16"):  # gradients underflow unscaled
+        return "GradScaler" in optim.__all__
     options = {item.name for item in fields(StateDict if section == "state_dict" else Options)}
     return section in ("launch", "connect") or is_in_recipe(place) or name in options

@@ -1,0 +1,117 @@
+"""``shardwise convert-config FILE``: what each key of another library means here, and a recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from shardwise.cli.format_names import escape
+from shardwise.cli.tables import table
+from shardwise.dialects import DIALECTS, Policy, Report, read, write
+from shardwise.errors import ConfigError, nearest
+
+__all__ = ["ConvertOptions", "run_convert_config"]
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """The options of the command."""
+
+    source: str | None = None
+    to: str = "recipe"
+    output: Path | None = None
+    strict: bool = False
+    overwrite: bool = False
+
+
+def run_convert_config(path: Path, options: ConvertOptions) -> None:
+    """Print the report, and write the configuration in the other dialect.
+
+    Raises:
+        ConfigError: keys contradict each other, or with ``strict`` one is not used; then nothing
+            is written.
+    """
+    for name in filter(None, (options.source, options.to)):
+        if name not in DIALECTS:
+            near = nearest(name, DIALECTS)[0]
+            raise ConfigError(f"there is no dialect {name!r}; nearest is {near!r}.")
+    output = options.output or Path(f"{path.stem}.{options.to}{_suffix(options.to)}")
+    if output.exists() and not options.overwrite:
+        raise ConfigError(f"{output} exists; name another --output, or pass --overwrite.")
+    report = read(_load(path), options.source)
+    click.echo(f"{escape(path)}: {report.dialect.title}")
+    rows = [(e.status, e.key, json.dumps(e.value, default=str), e.text) for e in report.entries]
+    for line in table(rows, left=4):
+        click.echo(line)
+    report.check(options.strict)
+    if options.to == "recipe":
+        text = "".join(_recipe(report, path, output))
+    else:
+        written = write(report.policy, options.to)
+        text = _dump(written.tree, options.to)
+        for name, (value, other) in written.lost.items():
+            click.echo(f"lost      {name}: {value}; {options.to} would read {other}")
+    output.write_text(text, "utf-8")
+    click.echo(f"wrote     {escape(output)}")
+
+
+def _suffix(dialect: str) -> str:
+    return {"fsdp_config": ".json", "environment": ".env"}.get(dialect, ".yaml")
+
+
+def _dump(tree: dict[str, Any], dialect: str) -> str:
+    if dialect == "fsdp_config":
+        return json.dumps(tree, indent=2) + "\n"
+    if dialect == "environment":
+        return "".join(f"{name}={value}\n" for name, value in tree.items())
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The tree of a JSON or YAML file, or of lines ``NAME=value``."""
+    text = path.read_text("utf-8")
+    try:
+        tree = yaml.safe_load(text)  # JSON, too
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from None
+    if isinstance(tree, dict):
+        return tree
+    lines = (line.strip().removeprefix("export ") for line in text.splitlines())
+    pairs = [line.partition("=") for line in lines if line and line[0] != "#"]
+    if not pairs or not all(equals for _, equals, _ in pairs):
+        raise ConfigError(f"{path} has no keys; pass JSON, YAML, or lines NAME=value.")
+    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
+
+
+def _recipe(report: Report, source: Path, output: Path) -> Iterator[str]:
+    """The recipe, and as comments what a recipe has no key for."""
+    tree, elsewhere = report.places()
+    yield f"# From {source.name}. Keys that are not here have their default.\n"
+    for place, value in elsewhere.items():
+        if not place.startswith("launch."):
+            yield f"# Not of a recipe: {place}: {value}\n"
+    if report.policy.processes:
+        yield f"# Start: {_launch(report.policy, output)}\n"
+    yield yaml.safe_dump(tree, sort_keys=False)
+
+
+def _launch(policy: Policy, recipe: Path) -> str:
+    """The command that starts as many ranks on as many machines."""
+    machines, ranks = policy.machines or 1, policy.processes or 1
+    if machines == 1:
+        return f"shardwise train {recipe} --nproc {ranks}"
+    options = {
+        "nnodes": machines,
+        "nproc-per-node": ranks // machines,
+        "node-rank": policy.machine_rank or 0,
+        "master-addr": policy.address,
+        "master-port": policy.port,
+    }
+    words = [f"--{name} {value}" for name, value in options.items() if value is not None]
+    return f"torchrun {' '.join(words)} -m shardwise.cli train {recipe}"

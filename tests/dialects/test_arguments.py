@@ -1,0 +1,42 @@
+"""FSDP1's arguments as those of ``shard()``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import shardwise as sw
+from shardwise.comm.local import LocalComm
+from shardwise.dialects import read, shard_arguments
+from shardwise.errors import ConfigError
+
+
+def test_a_model_is_sharded_as_fsdp1_was_told() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    report = read(
+        {
+            "sharding_strategy": "SHARD_GRAD_OP",
+            "auto_wrap_policy": ModuleWrapPolicy({torch.nn.Linear}),
+            "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
+            "forward_prefetch": False,
+            "sync_module_states": True,
+        },
+        "fsdp1",
+        strict=True,
+    )
+    arguments = shard_arguments(report)
+    assert arguments["precision"] == sw.Precision(compute=torch.bfloat16)
+    assert arguments["prefetch"] == sw.Prefetch(forward=0)
+    assert arguments["sync_module_states"] is True
+    sharded = sw.shard(model, comm=LocalComm(), **arguments)
+    assert "by_class(Linear)" in str(arguments["wrap"])
+    assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+    assert len(str(sharded.units).splitlines()) > 2
+
+
+def test_contradictory_arguments_shard_nothing() -> None:
+    report = read({"sharding_strategy": "NO_SHARD", "cpu_offload": True}, "fsdp1")
+    with pytest.raises(ConfigError, match="no_shard keeps whole parameters"):
+        shard_arguments(report)
