@@ -123,7 +123,8 @@ def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
         ConfigError: see ``strict``; no dialect knows the keys.
     """
     chosen = DIALECTS[dialect] if dialect else guess(tree)
-    flat = dict(flatten(tree, chosen.words))
+    only = tuple(chosen.only) or ""  # an environment has other programs' variables, too
+    flat = {key: raw for key, raw in flatten(tree, chosen.words) if key.startswith(only)}
     matches = {key: _match(chosen, key, raw) for key, raw in flat.items()}
     given = [match for match in matches.values() if isinstance(match, _Given)]
     version = next((one.value for one in given if one.row.field == "fsdp_version"), None)
@@ -246,9 +247,10 @@ def is_in_recipe(place: str) -> bool:
 def is_there(place: str, value: object) -> bool:
     """Does the engine have what ``place`` of our dialect names? ``False`` is said as "not yet"."""
     section, _, name = place.partition(".")
+    has_two_axes = place == "sharding.mesh" and isinstance(value, tuple)
     try:
-        if place == "sharding.strategy":
-            placement_of(str(value))
+        if place == "sharding.strategy" or has_two_axes:
+            placement_of("hybrid_shard" if has_two_axes else str(value))
     except ConfigError:
         return False
     if (place, value) == ("sharding.precision.compute", "float16"):  # gradients underflow unscaled

@@ -21,7 +21,7 @@ def flatten(value: Any, words: str = "", prefix: str = "") -> Iterator[tuple[str
         words: a key whose value is a list of words, each of which becomes a key that is ``True``.
     """
     parts = _parts(value, is_words=bool(words) and prefix == words)
-    if not parts:
+    if prefix and not parts:
         yield prefix, value
     for name, part in parts.items():
         yield from flatten(part, words, ".".join(filter(None, (prefix, name))))

@@ -13,7 +13,7 @@ have several rows: a value is read by the first that knows it.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -184,6 +184,7 @@ class Dialect:
         version: of FSDP, where a configuration does not say it.
         words: a key whose value is a list of words, each of which is a key.
         constants: what is always written.
+        only: beginnings of its keys; others are not part of it, and not in the report.
         call: these are arguments of a call, so they come in no file.
     """
 
@@ -195,6 +196,7 @@ class Dialect:
     version: int = 1
     words: str = ""
     constants: Mapping[str, Any] = field(default_factory=dict)
+    only: Sequence[str] = ()
     call: bool = False
 
     @classmethod
