@@ -109,6 +109,7 @@ def train(recipe, comm):
         model,
         strategy=recipe.sharding.strategy,
         comm=comm,
+        mesh=recipe.sharding.mesh,
         init=model._init_weights,  # noqa: SLF001 - the name that transformers gives it
         precision=sw.Precision(compute=torch.bfloat16),
     )

@@ -307,7 +307,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: sw.shard(toy(), "fullshard"),
         (
             "strategy 'fullshard' does not exist; nearest is 'full_shard'. Choose one of no_shard, "
-            "zero1, shard_grad_op, full_shard."
+            "zero1, shard_grad_op, full_shard, hybrid_shard_zero2, hybrid_shard, hybrid_full."
         ),
     ),
     "option": (
@@ -458,9 +458,14 @@ def over_a_mesh(comm: Comm) -> dict[str, Tensor]:
         sharded.comm.close()
     assert all(equal(state, states[0]) for state in states)
     two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    assert "this mesh has 2 axes (replicate=1, shard=2)" in said(
+    assert "uses one axis, and the mesh has two, (1, 2)" in said(
         sw.ConfigError, lambda: sw.shard(nets.decoder(), mesh=two)
     )
+    model = seeded(nets.decoder)
+    with sw.shard(model, "hybrid_shard", mesh=two).comm:
+        train(model, nets.decoder_batch(comm.rank, 2))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert equal(model.state_dict(), states[0])
     return states[0]
 
 

@@ -7,7 +7,6 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from shardwise.errors import ConfigError
 from shardwise.strategies import placement_of
-from tests.copies import said
 
 
 @pytest.mark.parametrize(
@@ -27,28 +26,17 @@ from tests.copies import said
         (ShardingStrategy.SHARD_GRAD_OP, "shard_grad_op"),
         (ShardingStrategy.NO_SHARD, "no_shard"),
         ("ShardingStrategy.NO_SHARD", "no_shard"),
+        (4, "hybrid_shard"),
+        ("HYBRID_SHARD", "hybrid_shard"),
+        ("HSDP", "hybrid_shard"),
+        (ShardingStrategy.HYBRID_SHARD, "hybrid_shard"),
+        (5, "hybrid_shard_zero2"),
+        (ShardingStrategy._HYBRID_SHARD_ZERO2, "hybrid_shard_zero2"),
+        ("HFSDP", "hybrid_full"),
     ],
 )
 def test_strategies_are_known_by_all_their_names(name: str, canonical: str) -> None:
     assert placement_of(name).name == canonical
-
-
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        (4, "full_shard"),
-        ("HYBRID_SHARD", "full_shard"),
-        ("HSDP", "full_shard"),
-        (ShardingStrategy.HYBRID_SHARD, "full_shard"),
-        (5, "shard_grad_op"),
-        (ShardingStrategy._HYBRID_SHARD_ZERO2, "shard_grad_op"),
-    ],
-)
-def test_hybrids_are_not_there_yet_and_name_what_is(name: str, near: str) -> None:
-    assert said(ConfigError, lambda: placement_of(name)) == (
-        f"strategy {name!r} is {near} in groups of ranks with copies between the groups, and not "
-        f"there yet; nearest is {near!r}. Choose one of no_shard, zero1, shard_grad_op, full_shard."
-    )
 
 
 def test_an_unknown_strategy_names_the_nearest_and_all() -> None:

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.options import Options
 from shardwise.strategies import placement_of
-from shardwise.synonyms import _HYBRIDS, _OPTIONS, _STRATEGIES, option_hint
+from shardwise.synonyms import _OPTIONS, _STRATEGIES, option_hint
 from tests.copies import said
 
 OURS = {item.name for item in fields(Options)} | {"strategy", "wrap", "comm"}
@@ -58,9 +58,7 @@ def test_no_word_has_two_meanings_and_none_is_ours_already() -> None:
     options = [word for words in _OPTIONS.values() for word in words.split()]
     assert len(options) == len(set(options))
     assert set(options) & OURS == set()
-    strategies = [
-        word for t in (_STRATEGIES, _HYBRIDS) for words in t.values() for word in words.split()
-    ]
+    strategies = [word for words in _STRATEGIES.values() for word in words.split()]
     assert len(strategies) == len(set(strategies))
     assert {placement_of(name).name for name in _STRATEGIES} == set(_STRATEGIES)
 

@@ -28,6 +28,9 @@ class Watched(Comm):
         self.log: list[str] = []
         self.flying = self.most = 0
 
+    def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:
+        return self.inner.axes(replicate, shard)
+
     def fence(self, label: Label) -> None:
         self.inner.fence(label)
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from shardwise.precision import Precision
     from shardwise.schedule.events import Prefetch
+    from shardwise.schedule.placement import Placement
     from shardwise.sharded import Sharded, shard
     from shardwise.tracing import Recording, Trace, record, trace
     from shardwise.units import wrap
@@ -56,6 +57,7 @@ __all__ = [
     "DamagedCheckpoint",
     "Loaded",
     "OptimizerError",
+    "Placement",
     "Precision",
     "Prefetch",
     "RanksDisagree",
@@ -86,6 +88,7 @@ __all__ = [
 _DEFINING_MODULES = (
     "errors",
     "schedule.events",
+    "schedule.placement",
     "precision",
     "comm.connect",
     "sharded",

@@ -30,7 +30,10 @@ class Options:
         divergence: what a rank does when others enter a unit that it skips: ``"error"``, or
             ``"participate"`` (units must then run in the order they are registered).
         activation_checkpointing: recompute repeated units in the backward pass.
-        mesh: a 1-D ``DeviceMesh`` or process group to shard over, instead of ``comm``.
+        mesh: a ``DeviceMesh`` or process group to shard over, instead of ``comm``; for a hybrid
+            strategy a mesh of two axes, or ``(replicate, shard)``: over how many ranks parameters
+            are sharded, and how many copies there are. ``None`` = the ranks of a host, from the
+            launcher, and a copy on each host.
     """
 
     precision: Precision = field(default_factory=Precision)

@@ -31,16 +31,20 @@ class Schedule:
     mode: str
     world: int  # number of ranks
     meshes: Mapping[str, Mesh]  # the axes of each unit
+    split_copies: frozenset[str] = frozenset()  # units whose copies reduce a piece each
 
     def sent(self, event: Event) -> int:
         """Bytes that one rank sends for ``event``."""
-        if event.op not in (Op.GATHER, Op.REDUCE):
+        if event.op not in (Op.UPDATE, Op.GATHER, Op.REDUCE):
             return 0
         unit, (shard, replicate) = self.nbytes[event.unit], self.meshes[event.unit]
         if event.op is Op.GATHER:
             return 0 if shard.memory.shared else _to_others(unit.gathered, shard)
-        replicated = (unit.gradients + unit.mean) // shard.size
-        return _to_others(unit.gradients, shard) + _to_others(replicated, replicate)
+        if event.op is Op.UPDATE:
+            return _to_others(unit.gathered // shard.size, replicate)
+        mean = 0 if event.unit in self.split_copies else unit.mean
+        over_copies = (unit.gradients + mean) // shard.size
+        return _to_others(unit.gradients, shard) + _to_others(over_copies, replicate)
 
     def __str__(self) -> str:
         width = max([len(_name(unit)) for unit in self.nbytes], default=6)
@@ -71,20 +75,32 @@ class Schedule:
             full = size(self.nbytes[event.unit].gathered)
             shared = self.meshes[event.unit].shard.memory.shared
             sends = "memory is shared" if shared else f"sends {size(self.sent(event))}"
-            text += f"  # all-gather, {full}, {sends}: {event.reason}"
+            text += f"  # all-gather{self._over('shard', event)}, {full}, {sends}: {event.reason}"
+        elif event.op is Op.UPDATE:
+            part = size(self.nbytes[event.unit].gathered // self.meshes[event.unit].shard.size)
+            sends = f"sends {size(self.sent(event))}"
+            text += f"  # all-gather over replicate, {part}, {sends}: {event.reason}"
         elif event.op is Op.REDUCE:
             full = size(self.nbytes[event.unit].gradients)
-            how, sends = _reduction(self.meshes[event.unit]), size(self.sent(event))
+            how, sends = self._reduction(event), size(self.sent(event))
             text += f"  # {how}, {full}, sends {sends}: {event.reason}"
         elif event.reason:
             text += f"  # {event.reason}"
         return text.rstrip()
 
+    def _over(self, axis: str, event: Event) -> str:
+        """Which axis a collective uses, where the unit's mesh has two."""
+        return f" over {axis}" if min(comm.size for comm in self.meshes[event.unit]) > 1 else ""
 
-def _reduction(mesh: Mesh) -> str:
-    over_shards = ["reduce-scatter"] if mesh.shard.size > 1 or mesh.replicate.size == 1 else []
-    over_copies = ["reduce-scatter", "all-gather"] if mesh.replicate.size > 1 else []
-    return " + ".join(over_shards + over_copies)
+    def _reduction(self, event: Event) -> str:
+        mesh = self.meshes[event.unit]
+        parts = []
+        if mesh.shard.size > 1 or mesh.replicate.size == 1:
+            parts += ["reduce-scatter" + self._over("shard", event)]
+        if mesh.replicate.size > 1:
+            spread = [] if event.unit in self.split_copies else ["all-gather"]
+            parts += [" + ".join(["reduce-scatter", *spread]) + self._over("replicate", event)]
+        return " + ".join(parts)
 
 
 def _to_others(nbytes: int, ranks: Comm) -> int:

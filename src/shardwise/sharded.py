@@ -7,6 +7,7 @@ stay; only the memory of the parameters changes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,8 @@ from shardwise.checkpoint import api
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.optimizer_state import Given, Optimizers, as_optimizers
 from shardwise.comm.connect import connect, over
-from shardwise.comm.mesh import Mesh
+from shardwise.comm.environment import local_size
+from shardwise.comm.mesh import Mesh, Shape, shape_of
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, ScheduleError
 from shardwise.memory.parameters import Bucket
@@ -48,7 +50,7 @@ __all__ = ["Sharded", "shard"]
 
 def shard(
     model: nn.Module,
-    strategy: str | int | Enum = "full_shard",
+    strategy: str | int | Enum | Placement = "full_shard",
     wrap: Wrap | None = None,
     comm: Comm | None = None,
     **options: Any,
@@ -59,7 +61,9 @@ def shard(
         model: any module; parameters may be frozen, tied, scalar, of several dtypes, or on the
             meta device.
         strategy: ``"full_shard"`` (ZeRO-3), ``"shard_grad_op"`` (ZeRO-2), ``"zero1"`` or
-            ``"no_shard"`` (DDP); also torch's ``ShardingStrategy``, and its numbers.
+            ``"no_shard"`` (DDP); ``"hybrid_shard"``, ``"hybrid_shard_zero2"`` and ``"hybrid_full"``
+            with copies on other hosts; also torch's ``ShardingStrategy``, its numbers, and a
+            ``Placement``.
         wrap: the wrap policy; ``None`` = repeated blocks, embeddings and head.
         comm: the communicator; ``None`` = from the launcher's environment, or of one rank.
         options: the fields of ``Options``.
@@ -80,7 +84,8 @@ def shard(
     if checked.activation_checkpointing:
         check_own_checkpointing(model)
     if comm is None:
-        comm = connect() if checked.mesh is None else over(checked.mesh)
+        no_group = checked.mesh is None or isinstance(checked.mesh, (tuple, list))
+        comm = connect() if no_group else over(checked.mesh)
     checked.precision.check(comm.device)
     return Sharded(model, placement, wrap, comm, checked)
 
@@ -100,6 +105,7 @@ class Sharded:
     def __post_init__(self) -> None:
         self._background = Background()
         self._methods = ForwardMethods(self.model)
+        self.shape = self._shape()
         self.loaded_token = ""  # of the last loaded checkpoint, which no save removes
         self._build()
 
@@ -122,13 +128,21 @@ class Sharded:
         )
         self._start(states)
 
+    def _shape(self) -> Shape | None:
+        """The grid of a hybrid strategy, the same on every rank."""
+        ranks = self.comm.size
+        shape = shape_of(self.placement, ranks, self.options.mesh, local_size(os.environ))
+        if shape is not None:
+            self.comm.agree({"mesh": str(shape)})
+        return shape
+
     def _placements(self, units: Units) -> dict[str, Placement]:
         """Where each unit lives, by its name."""
         return {unit.name: self.placement for unit in units}
 
     def _mesh(self, placement: Placement) -> Mesh:
         """The axes of the units that live there."""
-        return Mesh.of(self.comm, placement.splits)
+        return Mesh.of(self.comm, placement.splits, self.shape)
 
     def _start(self, states: dict[str, UnitState]) -> None:
         unit_names, precision = self.units.unit_names, self.options.precision
@@ -335,7 +349,9 @@ class Sharded:
         schedules = self.runtime.schedules
         listed, nbytes = schedules.events(mode), schedules.nbytes()
         meshes = {b.unit: Mesh(b.spec.shard, b.spec.replicate) for b in self.buckets}
-        return Schedule(listed, nbytes, self.placement.name, mode, self.comm.size, meshes)
+        split = frozenset(bucket.unit for bucket in self.buckets if bucket.spec.splits_copies)
+        name = self.placement.name + (f" ({self.shape})" if self.shape else "")
+        return Schedule(listed, nbytes, name, mode, self.comm.size, meshes, split)
 
     def numel(self, *, trainable_only: bool = False) -> int:
         """Elements of the full parameters; ``parameter.numel()`` is that of this rank's shard."""

@@ -12,33 +12,40 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.schedule.placement import Placement
 from shardwise.synonyms import parse_strategy
 
+_SHARD, _BOTH = ("shard",), ("shard", "replicate")
 _PRESETS = {
-    "no_shard": Placement("no_shard", splits=False, resident=True, frees=False),
-    "zero1": Placement("zero1", splits=True, resident=True, frees=False),
-    "shard_grad_op": Placement("shard_grad_op", splits=True, resident=False, frees=False),
-    "full_shard": Placement("full_shard", splits=True, resident=False, frees=True),
+    preset.name: preset
+    for preset in (
+        Placement("no_shard"),
+        Placement("zero1", (), (), _SHARD),
+        Placement("shard_grad_op", (), _SHARD, _SHARD),
+        Placement("full_shard", _SHARD, _SHARD, _SHARD),
+        Placement("hybrid_shard_zero2", (), _SHARD, _SHARD, hybrid=True),
+        Placement("hybrid_shard", _SHARD, _SHARD, _SHARD, hybrid=True),
+        Placement("hybrid_full", _SHARD, _SHARD, _BOTH, hybrid=True),
+    )
 }
 
-STRATEGIES = tuple(_PRESETS)
-"""Their names, from the most replicated to the most sharded."""
+STRATEGIES = tuple(name for name, preset in _PRESETS.items() if not preset.hybrid)
+"""Those over one axis, by name, from the most replicated to the most sharded."""
 
 
-def placement_of(name: str | int | Enum) -> Placement:
+def placement_of(name: str | int | Enum | Placement) -> Placement:
     """The preset of this name; any case, ``-`` for ``_``, and the field's other names.
 
     Args:
-        name: also a member of torch's ``ShardingStrategy`` or its number, as accelerate has it.
+        name: also a member of torch's ``ShardingStrategy`` or its number, as accelerate has it, or
+            a placement of your own, which is returned.
 
     Raises:
         ConfigError: no such strategy; the message lists those there are.
     """
-    key, hybrid = parse_strategy(name)
-    if key in _PRESETS and not hybrid:
+    if isinstance(name, Placement):
+        return name
+    key = parse_strategy(name)
+    if key in _PRESETS:
         return _PRESETS[key]
-    why = "does not exist"
-    if hybrid:
-        why = f"is {key} in groups of ranks with copies between the groups, and not there yet"
     raise ConfigError(
-        f"strategy {name!r} {why}; nearest is {nearest(key, _PRESETS)[0]!r}. "
+        f"strategy {name!r} does not exist; nearest is {nearest(key, _PRESETS)[0]!r}. "
         f"Choose one of {', '.join(_PRESETS)}."
     )

@@ -9,25 +9,20 @@ _STRATEGIES = {
     "shard_grad_op": "2 zero2 zero_2 stage_2 zero_stage_2",
     "full_shard": "1 zero3 zero_3 stage_3 zero_stage_3 fsdp fsdp2 fully_shard "
     "fully_sharded_data_parallel",
-}
-_HYBRIDS = {
-    "full_shard": "4 hybrid_shard hybrid hsdp hybrid_full hfsdp",
-    "shard_grad_op": "5 hybrid_shard_zero2",
+    "hybrid_shard": "4 hybrid hsdp",
+    "hybrid_shard_zero2": "5",
+    "hybrid_full": "hfsdp",
 }
 
 
-def parse_strategy(name: object) -> tuple[str, bool]:
-    """Our name of a strategy, and whether ``name`` is a hybrid, which is not supported yet.
+def parse_strategy(name: object) -> str:
+    """Our name of a strategy, or ``name`` in our spelling if it has none.
 
     Args:
         name: a string in any case, a number, or a member of torch's ``ShardingStrategy``.
     """
     key = str(name).strip().lower().rpartition(".")[2].replace("-", "_").lstrip("_")
-    for table, hybrid in ((_STRATEGIES, False), (_HYBRIDS, True)):
-        for strategy, synonyms in table.items():
-            if key in synonyms.split():
-                return strategy, hybrid
-    return key, False
+    return next((ours for ours, words in _STRATEGIES.items() if key in words.split()), key)
 
 
 _OPTIONS = {

@@ -131,8 +131,11 @@ def use_what_exists(rank: int, world: int, folder: str) -> list[object]:
             seen += [comm.size, sum_of_ranks(comm), sum_of_ranks(beside)]
         with over(mesh["replicate"]) as comm:
             seen += [type(comm) is LocalComm]
+        with over(mesh) as comm:
+            seen.append([axis.size for axis in comm.axes(1, 3)])
+        cube = init_device_mesh("cpu", (1, 1, 3))
         with pytest.raises(ConfigError) as error:
-            over(mesh)
+            over(cube)
         seen.append(str(error.value))
         pair = dist.new_group([0, 2])
         if rank == 1:
@@ -157,6 +160,7 @@ def test_a_mesh_says_where_its_ranks_compute_unless_a_device_is_passed(
 ) -> None:
     mesh = DeviceMesh.__new__(DeviceMesh)
     mesh._device_type = "cpu"
+    monkeypatch.setattr(DeviceMesh, "ndim", 1)
     asked = list[str | None]()
 
     def place(_: object, device: str | None) -> torch.device:
@@ -177,9 +181,10 @@ def test_an_existing_group_a_mesh_axis_and_a_part_of_the_world_will_do() -> None
     assert [o.error for o in outcomes] == [""] * 3
     for outcome in outcomes:
         assert outcome.value[:6] == [True, 3.0, 3, 3.0, 3.0, True]
-        assert "this mesh has 2 axes (replicate=1, shard=3)" in outcome.value[6]
-        assert "mesh['shard']" in outcome.value[6]
-    assert [o.value[7:] for o in outcomes] == [[2, 0, 1.0] * 3, [], [2, 1, 1.0] * 3]
+        assert outcome.value[6] == [1, 3]
+        assert "this mesh has 3 axes (axis 0=1, axis 1=1, axis 2=3)" in outcome.value[7]
+        assert "mesh['axis 2']" in outcome.value[7]
+    assert [o.value[8:] for o in outcomes] == [[2, 0, 1.0] * 3, [], [2, 1, 1.0] * 3]
 
 
 # --- who carries the collectives -------------------------------------------------------------

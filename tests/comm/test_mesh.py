@@ -1,121 +1,145 @@
-"""Both axes at once: two ranks split the parameters, and two more hold copies."""
+"""A grid of ranks: its shape, its axes, and which ranks each of them holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
-
+import pytest
 import torch
-from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
-from shardwise.comm import threads
-from shardwise.comm.mesh import Mesh
-from shardwise.comm.protocol import Comm
-from shardwise.options import Options
-from shardwise.schedule.events import Op
-from shardwise.schedule.placement import Placement
+from shardwise.comm import shared_memory as shared_memory_module
+from shardwise.comm.connect import over
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.mesh import Mesh, Shape, gather_rows, shape_of
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import ConfigError, RanksDisagree
 from shardwise.strategies import placement_of
-from shardwise.units.units import Units
-from tests import nets
-from tests.copies import clones, equal, seeded
-from tests.ranks import run_threads
-from tests.steps import train
+from tests.copies import said
+from tests.ranks import gloo_group, outcomes_of, run_threads
 
-T = TypeVar("T")
-FULL, COPIED = placement_of("full_shard"), placement_of("no_shard")
+HYBRID, FULL = placement_of("hybrid_shard"), placement_of("full_shard")
 
 
-def on_a_grid(build: Callable[[], nn.Module], fn: Callable[[sw.Sharded, Mesh], T]) -> list[T]:
-    """``fn`` on four ranks: 0 and 1 split what 2 and 3 split again."""
-    models = [seeded(build) for _ in range(4)]
-    rows, columns = ([threads._Rendezvous(2, 20.0) for _ in range(2)] for _ in range(2))
-
-    def rank(comm: Comm) -> T:
-        copy, part = divmod(comm.rank, 2)
-        axes = (threads._ThreadsComm(part, rows[copy]), threads._ThreadsComm(copy, columns[part]))
-        mesh = Mesh(*axes)
-
-        class Grid(sw.Sharded):
-            def _mesh(self, placement: Placement) -> Mesh:
-                return mesh
-
-        return fn(Grid(models[comm.rank], FULL, None, comm, Options()), mesh)
-
-    return run_threads(4, rank)
+# ---- the shape -----------------------------------------------------------------------------------
 
 
-def steps(sharded: sw.Sharded, rank: int) -> dict[str, Tensor]:
-    optimizer = sw.optim.SGD(sharded, lr=0.1, momentum=0.9, max_norm=0.5)
-    for step in range(2):
-        with sharded.accumulate(last=step > 0):
-            train(sharded.model, nets.decoder_batch(4 * step + rank, 2))
-        if step > 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return clones(sharded.model.state_dict())
+def test_a_row_is_a_host_unless_a_shape_is_passed() -> None:
+    assert shape_of(HYBRID, 8, None, 4) == Shape(replicate=2, shard=4)
+    assert shape_of(HYBRID, 8, (4, 2), 4) == Shape(replicate=4, shard=2)
+    assert shape_of(HYBRID, 6, [3, 2], None) == Shape(replicate=3, shard=2)
+    assert shape_of(FULL, 8, None, 4) is None
 
 
-def test_on_both_axes_training_is_that_of_one() -> None:
-    def over_one_axis(comm: Comm, model: nn.Module, strategy: str) -> dict[str, Tensor]:
-        return steps(sw.shard(model, strategy, comm=comm), comm.rank)
-
-    found = on_a_grid(nets.decoder, lambda sharded, _: steps(sharded, sharded.comm.rank))
-    models = [seeded(nets.decoder) for _ in range(4)]
-    [expected, *_] = run_threads(4, lambda c: over_one_axis(c, models[c.rank], "full_shard"))
-    assert all(equal(found[0], other) for other in found)
-    for name, value in expected.items():
-        assert (found[0][name] - value).abs().max() <= 1e-5 * value.abs().max(), name
-
-
-def test_each_axis_carries_the_lower_bound_and_the_schedule_says_so() -> None:
-    def rank(sharded: sw.Sharded, mesh: Mesh) -> None:
-        train(sharded.model, nets.decoder_batch(sharded.comm.rank, 2))
-        for comm in mesh:
-            comm.counters.reset()
-        train(sharded.model, nets.decoder_batch(sharded.comm.rank, 2))
-        nbytes = sum(bucket.layout.numel for bucket in sharded.buckets) * 4
-        over_shards, over_copies = (comm.counters.bytes_sent for comm in mesh)
-        assert over_shards["reduce"] == nbytes / 2
-        assert over_copies == {"reduce": nbytes / 4, "spread": nbytes / 4}
-        schedule = sharded.schedule
-        assert sum(map(schedule.sent, schedule.events)) == sum(over_shards.values()) + nbytes / 2
-        assert "reduce-scatter + reduce-scatter + all-gather" in str(schedule)
-
-    on_a_grid(nets.decoder, rank)
+def test_a_wrong_product_names_both_numbers() -> None:
+    assert said(ConfigError, lambda: shape_of(HYBRID, 6, (2, 2), 2)).startswith(
+        "the mesh is replicate=2 × shard=2, for 4 ranks, and there are 6. Pass mesh="
+    )
+    assert "for 6 ranks" in said(ConfigError, lambda: shape_of(HYBRID, 6, (-2, -3), 2))
+    assert "there are 6 ranks, and LOCAL_WORLD_SIZE=4 on this host; 6 is no multiple of 4" in said(
+        ConfigError, lambda: shape_of(HYBRID, 6, None, 4)
+    )
+    assert "LOCAL_WORLD_SIZE, which says how many of the 6 ranks are on a host, is not set" in said(
+        ConfigError, lambda: shape_of(HYBRID, 6, None, None)
+    )
 
 
-def test_units_that_live_in_different_places_train_alike() -> None:
-    """Some are split, others are copied, and the norm is that of all of them."""
-
-    class Mixed(sw.Sharded):
-        def _placements(self, units: Units) -> dict[str, Placement]:
-            return {unit.name: FULL if at % 2 else COPIED for at, unit in enumerate(units)}
-
-    def rank(comm: Comm, model: nn.Module, kind: type[sw.Sharded]) -> dict[str, Tensor]:
-        sharded = kind(model, FULL, None, comm, Options())
-        if kind is Mixed:
-            assert str(sharded.units).count("replicated") == -(-len(sharded.units) // 2)
-            gathered = {e.unit for e in sharded.schedule.events if e.op is Op.GATHER}
-            assert gathered == {unit.name for unit in sharded.units[1::2]}
-        return steps(sharded, comm.rank)
-
-    models = [[seeded(nets.decoder) for _ in range(3)] for _ in range(2)]
-    expected = run_threads(3, lambda c: rank(c, models[0][c.rank], sw.Sharded))
-    mixed = run_threads(3, lambda c: rank(c, models[1][c.rank], Mixed))
-    assert all(equal(one, expected[0]) for one in mixed)
+def test_one_axis_is_asked_for_where_the_strategy_has_one() -> None:
+    assert "strategy 'full_shard' uses one axis, and the mesh has two, (2, 2)" in said(
+        ConfigError, lambda: shape_of(FULL, 4, (2, 2), None)
+    )
 
 
-def test_a_checkpoint_of_a_grid_is_one_of_its_model(tmp_path: Path) -> None:
-    def rank(sharded: sw.Sharded, mesh: Mesh) -> dict[str, Tensor]:
-        train(sharded.model, nets.decoder_batch(sharded.comm.rank, 2))
-        optimizer: Any = torch.optim.SGD(sharded.model.parameters(), lr=0.1, momentum=0.9)
-        optimizer.step()
-        sharded.save(tmp_path / "grid", optimizer)
-        return clones(sharded.model.state_dict())
+def test_it_is_drawn_with_a_row_for_each_copy() -> None:
+    assert Shape(2, 6).draw() == (
+        "replicate=2 × shard=6\n   0   1   2   3   4   5\n   6   7   8   9  10  11"
+    )
 
-    [expected, *_] = on_a_grid(nets.decoder, rank)
-    alone = sw.shard(seeded(nets.decoder, 1))
-    alone.load(tmp_path / "grid")
-    assert equal(alone.model.state_dict(), expected)
+
+# ---- the axes ------------------------------------------------------------------------------------
+
+
+def ranks_of_axes(comm: Comm) -> tuple[list[int], list[int]]:
+    replicate, shard = comm.axes(2, 3)
+    assert comm.axes(2, 3) == (replicate, shard)  # the same objects
+    mine = torch.tensor([comm.rank])
+    column = replicate.gather_rows(mine, Label("demo")).flatten().tolist()
+    return column, shard.gather_rows(mine, Label("demo")).flatten().tolist()
+
+
+GRID = [
+    ([0, 3], [0, 1, 2]),
+    ([1, 4], [0, 1, 2]),
+    ([2, 5], [0, 1, 2]),
+    ([0, 3], [3, 4, 5]),
+    ([1, 4], [3, 4, 5]),
+    ([2, 5], [3, 4, 5]),
+]
+
+
+def test_ranks_are_numbered_row_by_row() -> None:
+    assert run_threads(6, ranks_of_axes) == GRID
+
+
+def test_rows_of_both_axes_come_in_the_order_of_positions() -> None:
+    def rank(comm: Comm) -> list[int]:
+        mesh = Mesh.of(comm, splits=True, shape=Shape(2, 3))
+        axes = (mesh.replicate, mesh.shard)
+        return gather_rows(torch.tensor([comm.rank]), axes, Label("demo")).flatten().tolist()
+
+    assert run_threads(6, rank) == [[0, 3, 1, 4, 2, 5]] * 6
+
+
+def test_a_rank_without_peers_has_a_place_in_its_grid() -> None:
+    replicate, shard = FakeComm(7, 12).axes(3, 4)
+    assert (replicate.rank, replicate.size, shard.rank, shard.size) == (1, 3, 3, 4)
+
+
+def test_what_is_not_split_is_replicated_over_all_ranks_of_the_grid() -> None:
+    mesh = Mesh.of(FakeComm(1, 6), splits=False, shape=Shape(2, 3))
+    assert (mesh.shard.size, mesh.replicate.size) == (1, 6)
+
+
+def test_an_error_on_an_axis_names_its_ranks_by_their_numbers_among_all() -> None:
+    def rank(comm: Comm) -> str:
+        replicate, _ = comm.axes(2, 2)
+        label = Label("gather", "head" if comm.rank == 3 else "tail")
+        if comm.rank in (1, 3):
+            return said(RanksDisagree, lambda: replicate.gather_rows(torch.ones(1), label))
+        return ""
+
+    messages = run_threads(4, rank)
+    assert messages[1] == messages[3]
+    assert messages[1].startswith(
+        "on the replicate axis, whose ranks 0 to 1 are [1, 3] of all: "
+    ), messages[1]
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def on_hosts_of_two(rank: int, world: int, folder: str) -> list[object]:
+    """Ranks 0 and 1 are on one host, 2 and 3 on another; how they are connected, and what works."""
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(shared_memory_module, "_host", lambda: f"host {rank // 2}")
+    with gloo_group(rank, world, folder), sw.connect() as comm:
+        replicate, shard = comm.axes(2, 2)
+        names = [type(ranks).__name__ for ranks in (comm, replicate, shard)]
+        column = replicate.gather_rows(torch.tensor([rank]), Label("demo")).flatten().tolist()
+        row = shard.gather_rows(torch.tensor([rank]), Label("demo")).flatten().tolist()
+        mesh = init_device_mesh("cpu", (2, 2))
+        with over(mesh) as grid:
+            sizes = [axis.size for axis in grid.axes(2, 2)]
+        with pytest.raises(ConfigError, match=r"is \[\[0, 2\], \[1, 3\]\]. It must hold all ranks"):
+            over(DeviceMesh("cpu", [[0, 2], [1, 3]]))
+        return [*names, column, row, sizes]
+
+
+@pytest.mark.spawn
+def test_a_host_shares_memory_and_hosts_send_messages() -> None:
+    outcomes = outcomes_of(4, on_hosts_of_two)
+    assert [outcome.error for outcome in outcomes] == [""] * 4
+    for rank, outcome in enumerate(outcomes):
+        row = [0, 1] if rank < 2 else [2, 3]
+        column = [rank % 2, rank % 2 + 2]
+        kinds = ["GlooComm", "GlooComm", "SharedMemoryComm"]
+        assert outcome.value == [*kinds, column, row, [2, 2]]

@@ -101,16 +101,21 @@ def param_shards(buckets: Iterable[Bucket]) -> list[ParamShard]:
         for k in sorted(range(len(views)), key=lambda k: (slots[k].start, slots[k].stop)):
             sharding = spec.sharding(k)
             split = sharding if sharding.placement == "fully_sharded" else None
-            held = _held(spec.layout, slots[k], spec.shard.size * spec.replicate.size)
+            held = _held(spec.layout, slots[k], spec.shard.size, spec.replicate.size)
             shards.append(ParamShard(spec.members[k], held, views[k], sharding.start, split))
     return shards
 
 
 @lru_cache(maxsize=1 << 14)  # every save of a run has the same layout
-def _held(layout: Layout, slot: Slot, ranks: int) -> tuple[Held, ...]:
-    """Who holds which elements: of each shard, the first rank and its copies (see ``Mesh``)."""
-    owners = layout.owners(slot)
-    return tuple(Held(*layout.owned(slot, k), tuple(range(k, ranks, layout.world))) for k in owners)
+def _held(layout: Layout, slot: Slot, shards: int, copies: int) -> tuple[Held, ...]:
+    """Who holds which elements: of each shard all its copies, or of each piece one rank."""
+
+    def ranks(part: int) -> tuple[int, ...]:
+        if layout.world > shards:
+            return (part % copies * shards + part // copies,)
+        return tuple(range(part, shards * copies, shards))
+
+    return tuple(Held(*layout.owned(slot, part), ranks(part)) for part in layout.owners(slot))
 
 
 def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[LocalShard], dict[str, str]]:

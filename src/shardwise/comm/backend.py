@@ -60,7 +60,9 @@ class BackendComm(Group):
         self._calls = _calls()
         self._gather_group = self._reduce_group = group
         self._is_gloo = dist.get_backend(group) == "gloo"
-        self._watchdog = Watchdog(store, self.rank, self.size, self._interrupt, timeout)
+        self._watchdog = Watchdog(
+            store, self.rank, self.size, self._interrupt, timeout, self.shutdown.where
+        )
         try:
             self._watchdog.gather_texts(STARTUP, "")
             # All processes must call new_group, so it can be called only for a group of all

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from shardwise.comm.local import LocalComm
 from shardwise.comm.malloc import keep_mapped
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
-from shardwise.comm.transport import IMMEDIATE, Shutdown
+from shardwise.comm.transport import IMMEDIATE, Shutdown, axis_name
 from shardwise.errors import ConfigError, RanksDisagree
 
 TIMEOUT = 1800.0  # seconds for which a rank waits for a slow one
@@ -61,7 +62,9 @@ def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str 
         return LocalComm(this_device, Shutdown(callback=dist.destroy_process_group))
     _init_process_group(load_backend(accelerator), this_device, timeout, launch)
     serves_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    shutdown = Shutdown(LINGER if serves_store else 0.0, dist.destroy_process_group)
+    open_axes = partial(_new_axes, this_device.type, timeout, transport)
+    callback = dist.destroy_process_group
+    shutdown = Shutdown(LINGER if serves_store else 0.0, callback, open_axes=open_axes)
     try:
         assert dist.group.WORLD is not None  # it was created above
         return _comm(dist.group.WORLD, this_device, timeout, shutdown, transport)
@@ -79,7 +82,8 @@ def over(
     """A communicator over an existing process group, which is not destroyed with it.
 
     Args:
-        ranks: a process group, or a device mesh of one axis, such as ``mesh["shard"]``.
+        ranks: a process group, or a device mesh: of one axis, such as ``mesh["shard"]``, or of all
+            ranks and two axes, over the second of which parameters are sharded.
         device: a device type; by default that of the mesh or of the group's backend.
         timeout: seconds that a rank waits for a slow one before it raises.
         transport: ``"memory"`` (CPU ranks of one host), ``"messages"`` (tagged, over gloo) or
@@ -90,6 +94,8 @@ def over(
         ConfigError: the mesh has several axes, or there is no process group or no such transport.
         RanksDisagree: not every rank connected in time.
     """
+    if isinstance(ranks, DeviceMesh) and ranks.ndim == 2:
+        return _grid(ranks, device, timeout, transport)
     if ranks is None:
         raise ConfigError(
             "there is no process group: this process is not a member of the one that was passed, "
@@ -98,10 +104,56 @@ def over(
     if isinstance(ranks, DeviceMesh):
         device = device or ranks.device_type
         ranks = _axis(ranks)
-    this_device = _current_device(ranks, device)
-    if dist.get_world_size(ranks) == 1:
+    this_device, size = _current_device(ranks, device), dist.get_world_size(ranks)
+    if size == 1:
         return LocalComm(this_device)
-    return _comm(ranks, this_device, timeout, IMMEDIATE, transport)
+    open_axes = partial(_new_axes, this_device.type, timeout, transport)
+    shutdown = Shutdown(open_axes=open_axes) if size == dist.get_world_size() else IMMEDIATE
+    return _comm(ranks, this_device, timeout, shutdown, transport)
+
+
+def _grid(mesh: DeviceMesh, device: str | None, timeout: float, transport: str) -> Comm:
+    """The comm of all ranks, whose axes are those of ``mesh``."""
+    ranks = list(range(dist.get_world_size()))
+    if mesh.mesh.flatten().tolist() != ranks:
+        raise ConfigError(
+            f"this mesh of two axes is {mesh.mesh.tolist()}. It must hold all ranks, 0 to "
+            f"{ranks[-1]}, row by row: make it by init_device_mesh, or pass one of its axes."
+        )
+    this_device = _current_device(_all_ranks(), device or mesh.device_type)
+    if len(ranks) == 1:
+        return LocalComm(this_device)
+    shutdown = Shutdown(open_axes=lambda *_: _axes_of(mesh, timeout, transport))
+    return _comm(_all_ranks(), this_device, timeout, shutdown, transport)
+
+
+def _new_axes(
+    device: str, timeout: float, transport: str, replicate: int, shard: int
+) -> tuple[Comm, Comm]:
+    """The axes of a grid of all ranks. A collective."""
+    grid = torch.arange(replicate * shard).view(replicate, shard)
+    return _axes_of(DeviceMesh(device, grid), timeout, transport)
+
+
+def _axes_of(mesh: DeviceMesh, timeout: float, transport: str) -> tuple[Comm, Comm]:
+    """This rank's axes of a mesh."""
+    return (
+        _axis_of(mesh, 0, "replicate", timeout, transport),
+        _axis_of(mesh, 1, "shard", timeout, transport),
+    )
+
+
+def _axis_of(mesh: DeviceMesh, at: int, name: str, timeout: float, transport: str) -> Comm:
+    group = mesh.get_group(at)
+    device, ranks = _current_device(group, mesh.device_type), dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return LocalComm(device)
+    return _comm(group, device, timeout, Shutdown(where=axis_name(name, ranks)), transport)
+
+
+def _all_ranks() -> ProcessGroup:
+    assert dist.group.WORLD is not None  # a mesh has initialised it
+    return dist.group.WORLD
 
 
 def _comm(

@@ -88,6 +88,15 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     return Launch(rank, size, local_rank, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))
 
 
+def local_size(environ: Mapping[str, str]) -> int | None:
+    """The number of ranks on this host; ``None`` if no launcher has set it."""
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    size = _first_number(environ, 0, *names)
+    if not size and (tasks := re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))):
+        size = int(tasks[0])  # "4(x2)": four on each of two hosts
+    return size or None
+
+
 def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
     prefix, port = "OMPI_COMM_WORLD", _port(environ.get("PMIX_NAMESPACE", ""))
     return _mpi(environ, prefix, [f"{prefix}_LOCAL_RANK"], [f"{prefix}_LOCAL_SIZE"], port)

@@ -47,6 +47,10 @@ class FakeComm(Comm):
         self.counters.sent(label.op, (self.size - 1) * tensor.nbytes if self.rank == root else 0)
         return Completed()
 
+    def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:
+        row, column = divmod(self.rank, shard)
+        return FakeComm(row, replicate, self.device), FakeComm(column, shard, self.device)
+
     def _counted(self, full: Tensor, label: Label) -> Tensor:
         rows = rows_of(check_divisible(full, self.size, label), self.size)
         self.counters.sent(label.op, full.nbytes - full.nbytes // self.size)

@@ -42,7 +42,7 @@ class GlooComm(MessagesComm):
         # Kept even if nobody waits: a peer's message needs its buffer.
         self._works: dict[int, list[tuple[int, Work]]] = {}
         self._group: Any = None  # torch has no types for ``send`` and ``recv``
-        self._watchdog = Watchdog(store, rank, size, self._interrupt, timeout)
+        self._watchdog = Watchdog(store, rank, size, self._interrupt, timeout, self.shutdown.where)
         try:
             self._watchdog.gather_texts(STARTUP, "")  # names missing ranks, which gloo does not
             # Longer than ours, so that the watchdog can report first.

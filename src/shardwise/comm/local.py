@@ -29,6 +29,9 @@ class LocalComm(Comm):
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
         return Completed()
 
+    def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:
+        return self, self
+
     def close(self, reason: str = CLOSED) -> None:
         shutdown, self._shutdown = self._shutdown, IMMEDIATE
         shutdown.callback()

@@ -14,10 +14,92 @@ of W pieces. Positions in a bucket depend on the pieces only, so all meshes of W
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
 from shardwise.comm.local import LocalComm
-from shardwise.comm.protocol import Comm
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import ConfigError
+from shardwise.schedule.placement import Placement
+
+
+class Shape(NamedTuple):
+    """A grid of ranks, numbered row by row: a row holds the model once."""
+
+    replicate: int
+    shard: int
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        return f"replicate={self.replicate} × shard={self.shard}"
+
+    def draw(self) -> str:
+        """The ranks as a grid, a row for each copy of the model."""
+        width = len(str(self.size - 1))
+        rows = [
+            "".join(f"  {row * self.shard + column:>{width}}" for column in range(self.shard))
+            for row in range(self.replicate)
+        ]
+        return "\n".join([str(self), *rows])
+
+
+def shape_of(
+    placement: Placement, world: int, mesh: object, local_size: int | None
+) -> Shape | None:
+    """The grid of a hybrid strategy; ``None`` if the strategy has one axis.
+
+    Args:
+        placement: the model's.
+        world: number of ranks.
+        mesh: ``(replicate, shard)``, or a ``DeviceMesh`` of two axes; otherwise a row of the grid
+            is a host.
+        local_size: ranks on this host; ``None`` = unknown.
+
+    Raises:
+        ConfigError: the product is not the number of ranks, nothing says the shape, or the strategy
+            cannot use two axes.
+    """
+    sizes = tuple(mesh.mesh.shape) if isinstance(mesh, DeviceMesh) else mesh
+    axes = tuple(sizes) if isinstance(sizes, (tuple, list)) and len(sizes) == 2 else None
+    if not placement.hybrid:
+        if axes is not None:
+            raise ConfigError(
+                f"strategy {placement.name!r} uses one axis, and the mesh has two, {axes}. Choose "
+                'a hybrid, such as "hybrid_shard", or pass one axis of the mesh.'
+            )
+        return None
+    if axes is not None:
+        return _checked(Shape(*axes), world)
+    if local_size is None:
+        raise ConfigError(
+            f"strategy {placement.name!r} needs a mesh of two axes, and LOCAL_WORLD_SIZE, which "
+            f"says how many of the {world} ranks are on a host, is not set. Pass "
+            f"mesh=(replicate, shard), such as mesh=(1, {world})."
+        )
+    if world % local_size:
+        raise ConfigError(
+            f"there are {world} ranks, and LOCAL_WORLD_SIZE={local_size} on this host; {world} is "
+            f"no multiple of {local_size}, so not every host can have a copy. Start as many ranks "
+            "on each host, or pass mesh=(replicate, shard)."
+        )
+    return Shape(world // local_size, local_size)
+
+
+def _checked(shape: Shape, world: int) -> Shape:
+    if min(shape) < 1 or shape.size != world:
+        raise ConfigError(
+            f"the mesh is {shape}, for {shape.size} ranks, and there are {world}. Pass "
+            "mesh=(replicate, shard) with that product, or leave mesh out: then the ranks of "
+            "each host shard the model, and each host has a copy."
+        )
+    return shape
 
 
 class Mesh(NamedTuple):
@@ -27,12 +109,27 @@ class Mesh(NamedTuple):
     replicate: Comm  # the ranks that have the same shard
 
     @classmethod
-    def of(cls, ranks: Comm, splits: bool) -> Mesh:
-        """A mesh of ``ranks`` with one axis: sharded if ``splits``, else replicated."""
+    def of(cls, ranks: Comm, splits: bool, shape: Shape | None = None) -> Mesh:
+        """A mesh of ``ranks``: a grid of that ``shape``, or one axis.
+
+        Args:
+            splits: parameters are split, or else replicated over all axes.
+        """
         alone = LocalComm(ranks.device)
+        if shape is not None and splits:
+            replicate, shard = ranks.axes(*shape)
+            return cls(shard, replicate)
         return cls(ranks, alone) if splits or ranks.size == 1 else cls(alone, ranks)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return self.shard.size * self.replicate.size
+
+
+def gather_rows(mine: Tensor, axes: Sequence[Comm], label: Label) -> Tensor:
+    """All-gather ``mine``, ``[n]``, over several axes, the innermost first: ``[ranks, n]``."""
+    rows, ranks = mine, 1
+    for comm in axes:
+        rows, ranks = comm.gather_rows(rows.reshape(-1), label), ranks * comm.size
+    return rows.view(ranks, mine.numel())

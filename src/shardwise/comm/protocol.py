@@ -134,6 +134,16 @@ class Comm(ABC):
         """
         raise ConfigError(f"{label}: this transport has no reduce_scatter; use exchange.")
 
+    @abstractmethod
+    def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:
+        """The two axes of a grid of these ranks, numbered row by row. A collective.
+
+        The same objects for the same grid; they are closed with this one.
+
+        Returns:
+            The ranks of this rank's column, of which there are ``replicate``, and those of its row.
+        """
+
     def fence(self, label: Label) -> None:  # noqa: B027 - without peers there is nothing to do
         """With shared memory a barrier of all ranks; otherwise a no-op."""
 

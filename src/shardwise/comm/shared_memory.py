@@ -58,7 +58,8 @@ def shared_memory(
         for word in abort_flag:
             word[0] = 1
 
-    watchdog = Watchdog(PrefixStore("memory/", store), rank, size, interrupt, timeout)
+    store = PrefixStore("memory/", store)
+    watchdog = Watchdog(store, rank, size, interrupt, timeout, shutdown.where)
     try:
         arenas, pids = _open_everywhere(watchdog, rank)
     except BaseException as error:

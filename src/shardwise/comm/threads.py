@@ -10,8 +10,9 @@ CPU only. Random generators are shared by all ranks, so dropout differs from tha
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Thread
 from time import monotonic
 from typing import TypeVar
@@ -23,6 +24,7 @@ from shardwise.comm.desync import Collective, format_ranks, mismatch, rank_left,
 from shardwise.comm.local import LocalComm
 from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transport import Shutdown, axis_name
 from shardwise.errors import RanksDisagree
 
 T = TypeVar("T")
@@ -88,8 +90,8 @@ class _Contribution:
 class _Rendezvous:
     """The shared state of all ranks, guarded by one lock."""
 
-    def __init__(self, size: int, timeout: float) -> None:
-        self.size = size
+    def __init__(self, size: int, timeout: float, where: str = "") -> None:
+        self.size, self._where = size, where
         self.timeout = timeout
         self._changed = Condition()
         self._contributions: dict[int, dict[int, _Contribution]] = {}  # by collective, then by rank
@@ -98,6 +100,13 @@ class _Rendezvous:
         self._ended: dict[int, str] = {}
         self._errors: list[BaseException] = []
         self._failure = ""
+        self._axes: dict[tuple[int, ...], _Rendezvous] = {}
+
+    def axis(self, name: str, ranks: tuple[int, ...]) -> _Rendezvous:
+        """The rendezvous of some of the ranks."""
+        new = _Rendezvous(len(ranks), self.timeout, axis_name(name, ranks))
+        with self._changed:
+            return self._axes.setdefault(ranks, new)
 
     def post(self, rank: int, own: _Contribution) -> dict[int, _Contribution]:
         """Add ``own`` to a collective; returns the contributions of all ranks, as they come."""
@@ -136,6 +145,11 @@ class _Rendezvous:
             if error is not None:
                 self._errors.append(error)
             self._changed.notify_all()
+            axes = [
+                (ranks.index(rank), axis) for ranks, axis in self._axes.items() if rank in ranks
+            ]
+        for number, axis in axes:
+            axis.leave(number, reason, None)
 
     def first_error(self) -> BaseException | None:
         with self._changed:
@@ -144,20 +158,21 @@ class _Rendezvous:
 
     def _raise_if_failed(self) -> None:
         if self._failure:
-            raise RanksDisagree(self._failure)
+            raise RanksDisagree(self._where + self._failure)
 
     def fail(self, reason: str) -> RanksDisagree:
         with self._changed:  # reentrant
             self._failure = self._failure or reason
             self._changed.notify_all()
-            return RanksDisagree(self._failure)
+            return RanksDisagree(self._where + self._failure)
 
 
 class _ThreadsComm(MessagesComm):
     """One thread's communicator. Final; see ``Comm``."""
 
     def __init__(self, rank: int, rendezvous: _Rendezvous) -> None:
-        super().__init__(rank, rendezvous.size, torch.device("cpu"))
+        shutdown = Shutdown(open_axes=partial(_open_axes, rank, rendezvous))
+        super().__init__(rank, rendezvous.size, torch.device("cpu"), shutdown)
         self._rendezvous = rendezvous
 
     def _post(
@@ -183,3 +198,15 @@ def _deliver(by_rank: Mapping[int, _Contribution]) -> None:
         for source, place in own.receives.items():
             data = by_rank[source].sends[rank]
             ctypes.memmove(place.data_ptr(), data.data_ptr(), data.nbytes)
+
+
+def _open_axes(rank: int, rendezvous: _Rendezvous, replicate: int, shard: int) -> tuple[Comm, Comm]:
+    row, column = divmod(rank, shard)
+
+    def axis(name: str, ranks: Sequence[int]) -> Comm:
+        if len(ranks) == 1:
+            return LocalComm()
+        return _ThreadsComm(ranks.index(rank), rendezvous.axis(name, tuple(ranks)))
+
+    in_column = range(column, replicate * shard, shard)
+    return axis("replicate", in_column), axis("shard", range(row * shard, (row + 1) * shard))

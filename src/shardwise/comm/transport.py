@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from shardwise.comm.protocol import (
     check_divisible,
 )
 from shardwise.comm.watchdog import process_exit_reason
-from shardwise.errors import RanksDisagree
+from shardwise.errors import ConfigError, RanksDisagree
 
 
 def noop() -> None:
@@ -42,13 +43,31 @@ class Transfer(NamedTuple):
     finish: Callable[[], None] = noop  # called once after ``complete``
 
 
+OpenAxes = Callable[[int, int], tuple[Comm, Comm]]
+"""From the shape of a grid to this rank's two axes; see ``Comm.axes``."""
+
+
+def axis_name(axis: str, ranks: Sequence[int]) -> str:
+    """For messages of an axis, which number its ranks from 0."""
+    return f"on the {axis} axis, whose ranks 0 to {len(ranks) - 1} are {list(ranks)} of all: "
+
+
+def _without_axes(replicate: int, shard: int) -> tuple[Comm, Comm]:
+    raise ConfigError(
+        f"this communicator cannot be made a grid of {replicate} × {shard} ranks, since it is not "
+        "one of all processes. Pass mesh= with a DeviceMesh of two axes."
+    )
+
+
 class Shutdown(NamedTuple):
-    """What to do when a communicator closes."""
+    """What a communicator belongs to: the run that it ends with, or a larger group."""
 
     # Seconds to wait, at most, for all ranks to close. For the rank that serves the store, from
     # which the others read why it closed.
     linger: float = 0.0
     callback: Callable[[], None] = noop  # called last
+    where: str = ""  # which axis of a grid it is, for messages
+    open_axes: OpenAxes = _without_axes  # makes the axes of a grid of its ranks
 
 
 IMMEDIATE = Shutdown()
@@ -70,6 +89,7 @@ class Group(Comm):
         self.peers = [(rank + step) % size for step in range(1, size)]
         self._issued = 0
         self._closed = False
+        self._axes: dict[tuple[int, int], tuple[Comm, Comm]] = {}
 
     # ---- implemented by transports -----------------------------------------------------------
 
@@ -136,6 +156,12 @@ class Group(Comm):
         self.counters.sent(collective.op, sent)
         return InFlight(transfer, self.counters, collective.op)
 
+    def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:
+        shape = replicate, shard
+        if shape not in self._axes:
+            self._axes[shape] = self.shutdown.open_axes(replicate, shard)
+        return self._axes[shape]
+
     # ---- close -------------------------------------------------------------------------------
 
     def close(self, reason: str = CLOSED) -> None:
@@ -143,6 +169,8 @@ class Group(Comm):
             return
         self._closed = True
         atexit.unregister(self._close_at_exit)
+        for axis in itertools.chain(*self._axes.values()):
+            axis.close(reason)
         self._leave(reason)
         self.shutdown.callback()
 

@@ -50,10 +50,17 @@ class Watchdog:
     Args:
         store, timeout: see ``Group``.
         interrupt: makes every pending operation of this rank fail, from any thread.
+        where: begins every message; see ``Shutdown``.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, interrupt: Callable[[], None], timeout: float
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        interrupt: Callable[[], None],
+        timeout: float,
+        where: str = "",
     ) -> None:
         self.waits: Wait | None = None  # this rank's present wait
         self.failure = ""  # why the group has failed
@@ -61,7 +68,7 @@ class Watchdog:
         self._rank = rank
         self._size = size
         self._interrupt = interrupt
-        self._timeout = timeout
+        self._timeout, self._where = timeout, where
         self._recent: deque[Collective] = deque(maxlen=HISTORY)
         self._issued = 0
         self._stop = threading.Event()
@@ -73,7 +80,7 @@ class Watchdog:
     def raise_if_failed(self) -> None:
         """Raise ``RanksDisagree`` if the group has failed."""
         if self.failure:
-            raise RanksDisagree(self.failure)
+            raise RanksDisagree(self._where + self.failure)
 
     def issue(self, collective: Collective) -> None:
         """Record a collective; raises if the group has failed."""
@@ -123,7 +130,7 @@ class Watchdog:
                 self.failure = reason
             # After publishing: a rank whose connection closes reads the reason from the store.
             self._interrupt()
-        return RanksDisagree(self.failure)
+        return RanksDisagree(self._where + self.failure)
 
     def explain(self, peer: int, error: BaseException) -> RanksDisagree:
         """The failure behind the backend's ``error`` on a message from or to ``peer``."""
@@ -176,7 +183,7 @@ class Watchdog:
             if reason:
                 self.fail(reason)
             elif text and age >= next_warning:
-                log.warning("%s", text)
+                log.warning("%s%s", self._where, text)
             while next_warning <= age:
                 next_warning *= 2
             next_check = min(next_warning, age + min(MAX_CHECK_INTERVAL, age / 4))

@@ -248,7 +248,7 @@ class Gradients:
             _, mean, pending = reduction.start(mean, comm, self._label)
             pending.wait()
         mean = mean.to(spec.dtypes.stored)  # the same tensor where it is
-        if copies.size == 1:
+        if spec.copies == 1:
             return mean
         full = copies.memory.gradient(spec.layout.shard_numel, mean.dtype)
         full.view(copies.size, -1)[copies.rank] = mean

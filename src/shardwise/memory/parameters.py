@@ -64,6 +64,7 @@ class Bucket:
         self._label = Label("gather", spec.unit)
         self._memory = spec.shard.memory
         self._is_cast = False  # does a full bucket of another dtype hold what the shard holds now?
+        self._is_updated = not spec.splits_copies  # are all copies' pieces of the shard here?
         self._allocate()
         ours = [param for param in self.params if type(param) in OUR_CLASSES]
         #: Whose class changes. Classes that users gave their parameters are left alone.
@@ -96,7 +97,11 @@ class Bucket:
             self._storage = self.full.untyped_storage()
             self._writer = torch.empty(0, dtype=dtype, device=self.full.device)
             self._writer.set_(self._storage, 0, (numel,), (1,))
-            self._own = self.spec.own(self._writer)
+            self._sent = self.spec.sent(self._writer)
+            self._joined = self._sent
+            if self.spec.splits_copies and not self.home.lasting:
+                self._joined = self._memory.shard(self._sent.numel(), dtype)
+            self._piece = self.spec.piece(self._joined)
         self._nbytes = self._storage.nbytes()
         self.storage_key = storage_key(self.full)  # tells whether a tensor is a view of a parameter
         self._allocate_shard()
@@ -105,14 +110,25 @@ class Bucket:
 
     def _allocate_shard(self) -> None:
         with torch.inference_mode(False):
-            size, stored = self.layout.shard_numel, self.dtypes.stored
-            aliased = self.home.aliased
-            self.shard = in_huge_pages(  # [S]
-                self.spec.own(self.full) if aliased else self._memory.shard(size, stored)
-            )
+            self.shard = in_huge_pages(self._new_shard())  # [S]
             self.shard.zero_()  # padding stays zero for life
             self._rest_views = self.spec.rest_views(self.shard)
         self._addresses = _addresses(self._rest_views)
+
+    def _new_shard(self) -> Tensor:
+        """What this rank holds at rest: memory of its own, or a part of a larger one.
+
+        Where each copy of a shard holds a piece of it, those are joined in the compute dtype:
+
+            shard       | piece 2 |                    at rest, on the second of two copies
+            _joined     | piece 1 | piece 2 |          after ``update``: what ``gather`` sends
+        """
+        spec, dtypes = self.spec, self.dtypes
+        if self.home.aliased:
+            return spec.own(self.full)
+        if not spec.splits_copies or dtypes.stored is not dtypes.compute:
+            return self._memory.shard(self.layout.shard_numel, dtypes.stored)
+        return self._piece
 
     def take(self, index: int, whole: Tensor) -> None:
         """Copy this rank's part of a whole parameter into the shard."""
@@ -135,12 +151,28 @@ class Bucket:
             return
         if not home.lasting:
             self._memory.refill(self._storage, self._nbytes)
-        if not home.aliased and not self._is_cast:
+        if self.spec.splits_copies:
+            self.update()
+        source = self._joined if self.spec.splits_copies else self.shard
+        if source.data_ptr() != self._sent.data_ptr() and not self._is_cast:
             self._is_cast = home.lasting
-            self._own.copy_(self.shard)
-            self.copied += self._own.nbytes
+            self._sent.copy_(source)
+            self.copied += self._sent.nbytes
         if not home.whole:
             self._pending = self.spec.shard.all_gather(self._writer, self._label)
+
+    def update(self) -> None:
+        """Join the pieces that the copies' optimizers have written to this rank's shard.
+
+        A collective of the ranks that hold copies, and nothing if no optimizer has stepped since.
+        """
+        if self._is_updated:
+            return
+        self.adopt()
+        if self.shard.data_ptr() != self._piece.data_ptr():
+            self._piece.copy_(self.shard)
+        self.spec.replicate.all_gather(self._joined, Label("update", self.unit)).wait()
+        self._is_updated = True
 
     def ready(self) -> None:
         """Wait for the gather and let the parameters be views of the full bucket."""
@@ -200,7 +232,7 @@ class Bucket:
 
     def expire(self) -> None:
         """The shard may be written next, so what was cast from it is no longer its value."""
-        self._is_cast = False
+        self._is_cast, self._is_updated = False, not self.spec.splits_copies
 
     def adopt(self) -> None:
         """Take over values that were put in place of a parameter's by ``param.data = ...``.
@@ -223,6 +255,7 @@ class Bucket:
                     if (sharding := sharding_of(param)) is not None:
                         sharding.end_loans()
                     view.copy_(value)
+            self.expire()
             self.rest()
 
     # ---- whole values, outside the step --------------------------------------------------
@@ -256,7 +289,10 @@ class Bucket:
         else:
             full = torch.empty(self.layout.numel, dtype=flat.dtype, device=flat.device)
             self.spec.own(full).copy_(flat)
-            self.spec.shard.all_gather(full, Label("whole", self.unit)).wait()
+            label = Label("whole", self.unit)
+            if self.spec.splits_copies:
+                self.spec.replicate.all_gather(self.spec.sent(full), label).wait()
+            self.spec.shard.all_gather(full, label).wait()
         return self.spec.full_views(full)
 
     def bind_whole(self, wholes: list[Tensor]) -> None:
@@ -296,7 +332,7 @@ class Bucket:
                 if (whole.shape, whole.dtype) != (full.shape, full.dtype):
                     raise wrong_replacement(self.members[index].name, full, whole)
                 self._take_written(index, whole)
-        self._is_cast = False
+        self.expire()
 
     def _take_written(self, index: int, whole: Tensor) -> None:
         shard, part = self._rest_views[index], self.part(index, whole)
@@ -329,7 +365,9 @@ class Bucket:
         for param in self._ours:
             del param.before_write  # type: ignore[attr-defined]
         self.gradients.drop()
-        self.full = self.shard = self._writer = self._own = torch.empty(0)
+        self.full = self.shard = self._writer = self._sent = self._joined = self._piece = (
+            torch.empty(0)
+        )
         self._storage = self.full.untyped_storage()
         self._full_views = self._rest_views = []
 

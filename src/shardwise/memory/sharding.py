@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise.comm.mesh import gather_rows
 from shardwise.comm.protocol import Comm, Label
 from shardwise.layout.layout import Layout, Slot
 
@@ -41,7 +42,8 @@ class Sharding:
     unit: str  # its unit's name
     placement: str  # "fully_sharded" or "replicated" (the optimizer sees all of it)
     layout: Layout = field(repr=False)  # of its bucket
-    comm: Comm = field(repr=False)  # the ranks that have the other ranges
+    position: int  # which of the layout's shards this rank holds
+    axes: tuple[Comm, ...] = field(repr=False)  # over them all shards are gathered, in order
     engine: weakref.ref[Engine] | None = field(default=None, repr=False)
     #: What was read from the parameter and shares the shard's memory, by ``id``.
     lent: weakref.WeakValueDictionary[int, Tensor] = field(
@@ -51,7 +53,7 @@ class Sharding:
     def __post_init__(self) -> None:
         self.name, self.shape = self.slot.name, torch.Size(self.slot.shape)
         #: The range of the flattened parameter that this rank stores.
-        self.start, self.stop = self.layout.owned(self.slot, self.comm.rank)
+        self.start, self.stop = self.layout.owned(self.slot, self.position)
 
     @property
     def serving(self) -> Engine | None:
@@ -81,16 +83,15 @@ class Sharding:
     @property
     def _cut(self) -> tuple[object, ...]:
         slot = self.slot
-        return slot.shape, slot.atom, slot.start, self.layout.shard_numel, self.comm.size
+        return slot.shape, slot.atom, slot.start, self.layout.shard_numel, self.layout.world
 
     def whole(self, part: Tensor) -> Tensor:
         """Every rank's ``part`` put together: ``shape``, in new memory. A collective."""
-        comm = self.comm
-        ranges = [self.layout.owned(self.slot, rank) for rank in range(comm.size)]
+        ranges = [self.layout.owned(self.slot, shard) for shard in range(self.layout.world)]
         sizes = [stop - start for start, stop in ranges]
         padded = torch.empty(max(sizes), dtype=part.dtype, device=part.device)
         padded[: part.numel()] = part.reshape(-1)
-        rows = comm.gather_rows(padded, Label("read", self.name))
+        rows = gather_rows(padded, self.axes, Label("read", self.name))
         pieces = [row[:size] for row, size in zip(rows.unbind(), sizes, strict=True)]
         return torch.cat(pieces).view(self.shape).to(part.device)
 

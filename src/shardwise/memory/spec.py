@@ -48,7 +48,7 @@ class BucketSpec:
 
     unit: str  # its name
     members: tuple[Member, ...]  # its parameters, each with a slot of its first name in the layout
-    layout: Layout  # who owns which range, over the ranks that split it
+    layout: Layout  # who owns which range at rest
     dtypes: Dtypes
     reduction: Reduction  # how its gradients are averaged over all ranks
     shard: Comm  # the ranks that split it
@@ -80,7 +80,7 @@ class BucketSpec:
     @cached_property
     def home(self) -> Home:
         same_dtype = self.dtypes.stored is self.dtypes.compute
-        shared, whole = self.shard.memory.shared, self.shard.size == 1
+        shared, whole = self.shard.memory.shared, self.layout.world == 1
         lasting = shared or self.placement.resident or (same_dtype and whole)
         aliased = lasting and same_dtype
         return Home(shared, lasting, aliased, whole, aliased and whole)
@@ -88,21 +88,61 @@ class BucketSpec:
     @cached_property
     def ranges(self) -> list[tuple[int, int]]:
         """What this rank holds of each parameter: elements ``[start, stop)`` of its shard."""
-        return [self.layout.local_range(slot, self.shard.rank) for slot in self.slots]
+        return [self.layout.local_range(slot, self.position) for slot in self.slots]
+
+    @cached_property
+    def splits_copies(self) -> bool:
+        """Is what this rank holds at rest a piece of its shard, and not all of that?"""
+        return self.placement.splits_copies and self.replicate.size > 1
+
+    @cached_property
+    def copies(self) -> int:
+        """The ranks that hold the same at rest."""
+        return 1 if self.splits_copies else self.replicate.size
+
+    @cached_property
+    def position(self) -> int:
+        """Which part of the bucket this rank holds at rest, of ``layout.world``."""
+        if self.splits_copies:
+            return self.shard.rank * self.replicate.size + self.replicate.rank
+        return self.shard.rank
+
+    @cached_property
+    def rank(self) -> int:
+        """This rank's number in the mesh."""
+        return self.replicate.rank * self.shard.size + self.shard.rank
+
+    @cached_property
+    def axes(self) -> tuple[Comm, ...]:
+        """Over them, one after the other, what ranks hold at rest becomes the full bucket."""
+        return (self.replicate, self.shard) if self.splits_copies else (self.shard,)
 
     @property
     def piece_numel(self) -> int:
         """Elements that one rank sums; a shard has a piece for each copy (see ``Mesh``)."""
-        return self.layout.shard_numel // self.replicate.size
+        return self.layout.shard_numel // self.copies
 
     def summed_by(self, element: int) -> int:
         """The rank of the mesh that sums this element of the shard."""
+        if self.copies == 1:
+            return self.rank
         return element // self.piece_numel * self.shard.size + self.shard.rank
 
     def own(self, full: Tensor) -> Tensor:
-        """``[W * S] → [S]``: this rank's shard of a full bucket."""
+        """``[W * S] → [S]``: what this rank holds at rest of a full bucket."""
         size = self.layout.shard_numel
+        return full[self.position * size : (self.position + 1) * size]
+
+    def sent(self, full: Tensor) -> Tensor:
+        """What this rank sends when a bucket is gathered: its shard, all copies' pieces of it."""
+        size = self.layout.numel // self.shard.size
         return full[self.shard.rank * size : (self.shard.rank + 1) * size]
+
+    def piece(self, shard: Tensor) -> Tensor:
+        """What this rank holds at rest of its shard."""
+        size = self.layout.shard_numel
+        first = self.position * size % shard.numel() if size else 0
+        return shard[first : first + size]
 
     @cached_property
     def full_views(self) -> Views:
@@ -113,14 +153,15 @@ class BucketSpec:
     @cached_property
     def rest_views(self) -> Views:
         """``[S] →`` what this rank holds of each parameter."""
-        shapes = (self.layout.shard_shape(slot, self.shard.rank) for slot in self.slots)
+        shapes = (self.layout.shard_shape(slot, self.position) for slot in self.slots)
         pairs = zip(self.ranges, shapes, strict=True)
         return Views([(*range_, shape) for range_, shape in pairs], self.layout.shard_numel)
 
     def sharding(self, index: int) -> Sharding:
         """Where parameter ``index``'s elements are."""
         placement = "fully_sharded" if self.placement.splits else "replicated"
-        return Sharding(self.slots[index], self.unit, placement, self.layout, self.shard)
+        slot = self.slots[index]
+        return Sharding(slot, self.unit, placement, self.layout, self.position, self.axes)
 
 
 def cut_at_multiples(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
@@ -158,7 +199,9 @@ def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> 
         BucketSpec(
             unit.name,
             tuple(members),
-            _solve(members, dtypes, options, mesh),
+            _solve(members, dtypes, options, mesh).over(
+                mesh.size if placement.splits_copies else mesh.shard.size
+            ),
             dtypes,
             options.precision.reduction(dtypes, mesh.size),
             *mesh,
@@ -172,7 +215,7 @@ def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, mesh: Me
     """Places are the same for all meshes of as many ranks, so that sums are rounded alike."""
     slots = [Slot(member.name, tuple(member.shape)) for member in members]
     if options.bucketing == "none":
-        return chunk_rows(slots[0], mesh.size, options.uneven).over(mesh.shard.size)
+        return chunk_rows(slots[0], mesh.size, options.uneven)
     narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.compute, dtypes.wire))
     alignment = accelerators.row(mesh.shard.device.type).alignment
-    return solve(slots, mesh.size, max(1, alignment // narrowest)).over(mesh.shard.size)
+    return solve(slots, mesh.size, max(1, alignment // narrowest))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.mesh import gather_rows
 from shardwise.comm.protocol import Comm, Label
 from shardwise.memory.function_call import Call
 from shardwise.memory.sharding import Sharding
@@ -39,11 +40,11 @@ class TensorReduction:
 
 
 def over_ranks(
-    parts: Tensor, combine: Callable[[Tensor], Tensor], comm: Comm, label: Label
+    parts: Tensor, combine: Callable[[Tensor], Tensor], axes: tuple[Comm, ...], label: Label
 ) -> Tensor:
     """Combine each of ``parts`` (``[k]``) with the other ranks': ``[k]``. A collective."""
-    sent = parts.to(comm.device, torch.uint8 if parts.dtype is torch.bool else parts.dtype)
-    columns = comm.gather_rows(sent, label).to(parts.device, parts.dtype).unbind(1)
+    sent = parts.to(axes[0].device, torch.uint8 if parts.dtype is torch.bool else parts.dtype)
+    columns = gather_rows(sent, axes, label).to(parts.device, parts.dtype).unbind(1)
     return torch.stack([combine(column) for column in columns])
 
 
@@ -72,7 +73,7 @@ def reduce(call: Call) -> Any:
         raise torch_clip_grad_called()
     local = reduction.part(shard).reshape(1)
     label = Label(name, sharding.name)
-    return over_ranks(local, reduction.combine, sharding.comm, label)[0].to(reduction.dtype)
+    return over_ranks(local, reduction.combine, sharding.axes, label)[0].to(reduction.dtype)
 
 
 def _reduction_of(call: Call, shard: Any) -> TensorReduction | None:
@@ -96,14 +97,14 @@ def norms_of_list(call: Call) -> Any:
     tensors = list(call.args[0])
     order = float(call.kwargs.get("ord", (*call.args[1:], 2.0)[0]))
     norms = [vector_norm(tensor, order) for tensor in tensors]
-    groups: dict[int, list[int]] = {}
+    groups: dict[tuple[Comm, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if call.is_shard(tensor):
-            groups.setdefault(id(tensor.sharding.comm), []).append(index)
-    for indices in groups.values():
+            groups.setdefault(tensor.sharding.axes, []).append(index)
+    for axes, indices in groups.items():
         local = torch.stack([norms[index].double() for index in indices])
-        comm, label = tensors[indices[0]].sharding.comm, Label("norm", f"of {len(indices)} shards")
-        norms_over_ranks = over_ranks(local, partial(joined_norm, order), comm, label)
+        label = Label("norm", f"of {len(indices)} shards")
+        norms_over_ranks = over_ranks(local, partial(joined_norm, order), axes, label)
         for index, norm in zip(indices, norms_over_ranks.unbind(), strict=True):
             norms[index] = norm
     dtype = call.kwargs.get("dtype")

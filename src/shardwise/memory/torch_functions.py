@@ -179,7 +179,7 @@ def _equal(call: Call) -> Any:
         return call.unsupported()
     local = torch.tensor([call.run(_reshard_like(call, [(row, reference)]))])
     label = Label(call.name, reference.sharding.name)
-    return bool(over_ranks(local, torch.all, reference.sharding.comm, label))
+    return bool(over_ranks(local, torch.all, reference.sharding.axes, label))
 
 
 def _unscale(call: Call) -> None:
@@ -187,8 +187,8 @@ def _unscale(call: Call) -> None:
     call.run()
     gradients, found = call.args[:2]
     label = Label("unscale", "gradients")
-    for comm in {id(g.sharding.comm): g.sharding.comm for g in call.shards(gradients)}.values():
-        combined = over_ranks(found.reshape(1), torch.amax, comm, label)
+    for axes in dict.fromkeys(gradient.sharding.axes for gradient in call.shards(gradients)):
+        combined = over_ranks(found.reshape(1), torch.amax, axes, label)
         found.copy_(combined.reshape(found.shape))
 
 

@@ -108,8 +108,8 @@ def _parts(place: Place) -> Iterator[tuple[int, Tensor]]:
     if (gradient := get_grad(bucket.params[index])) is None:
         return
     flat, spec = gradient.reshape(-1), bucket.spec
-    if spec.replicate.size == 1:
-        yield spec.shard.rank, flat
+    if spec.copies == 1:
+        yield spec.rank, flat
         return
     first, last = spec.ranges[index]
     for start, stop in cut_at_multiples(first, last, spec.piece_numel):

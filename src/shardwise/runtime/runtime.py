@@ -39,6 +39,7 @@ __all__ = ["Runtime"]
 log = logging.getLogger("shardwise")
 
 ACTS = {
+    Op.UPDATE: UnitState.update,
     Op.GATHER: UnitState.gather,
     Op.FREE: UnitState.free,
     Op.REDUCE: UnitState.reduce,
@@ -106,7 +107,7 @@ class Runtime:
     def serve(self, unit: str, phase: Phase, reason: str) -> None:
         """Let a unit be whole now, whatever the schedule says."""
         if unit not in self.facts.gathered:
-            self._carry_out((Event(Op.GATHER, unit, phase, reason),))
+            self._carry_out(self.policy.gathering(unit, phase, reason))
         self.units[unit].ready()
 
     def _cue(self, cue: Cue) -> None:
@@ -148,8 +149,8 @@ class Runtime:
     def _finish(self, phase: Phase, freed: Collection[str], keep: Collection[str] = ()) -> None:
         """A pass is over: what is in flight is settled, and units are freed, with their pins."""
         self.facts.unpin({*keep, *(self.units.keys() - freed)})
-        for unit in freed:
-            self.units[unit].expire()
+        if phase is Phase.FORWARD or self.facts.reduces:  # an optimizer may step next
+            self._expire(freed)
         self._carry_out(end_events(self.facts, freed, phase))
 
     # ---- the forward pass --------------------------------------------------------------------
@@ -245,14 +246,20 @@ class Runtime:
         self._carry_out([Event(Op.FREE, name, Phase.FORWARD, "between steps") for name in whole])
         for name in [name for name in whole if name in gathered]:
             self.units[name].free(still_read=True)
-        for state in self.units.values():
-            state.expire()
+        self._expire(self.units)
         gathered.clear()
+
+    def _expire(self, units: Iterable[str]) -> None:
+        """Shards may be written next, so what was made of them is old then."""
+        for unit in units:
+            self.units[unit].expire()
+        self.facts.updated.difference_update(units)
 
     def before_write(self, unit: str) -> None:
         """Every rank writes shards of a unit at rest next; a peer may still compute with them."""
         # Where it was gathered ahead of its use, what travels would be old.
         self._carry_out([Event(Op.FREE, unit, Phase.FORWARD, "written")])
+        self._expire([unit])
         if self._cursor.ended:
             self.await_readers()
         else:

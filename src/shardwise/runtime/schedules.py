@@ -95,4 +95,9 @@ class Schedules:
     def _policy_of(self, mode: Mode) -> Policy:
         stay = frozenset(n for n in self._units if not self._policy.placements[n].frees)
         gathered = stay if mode == "last" else frozenset[str]()
-        return replace(self._policy, reduces=mode != "accumulate", gathered_at_start=gathered)
+        return replace(
+            self._policy,
+            reduces=mode != "accumulate",
+            gathered_at_start=gathered,
+            updates=mode != "last",
+        )

@@ -52,6 +52,10 @@ class UnitState:
         for comm in fences:
             comm.fence(Label("fence", "written parameters"))
 
+    def update(self) -> None:
+        for bucket in self.buckets:
+            bucket.update()
+
     def gather(self) -> None:
         for bucket in self.buckets:
             bucket.gather()

@@ -46,7 +46,10 @@ def steps(listed: Sequence[Event]) -> tuple[Step, ...]:
 
 
 def _last_release(between: Sequence[Event]) -> int:
-    return max((i + 1 for i, event in enumerate(between) if event.op is not Op.GATHER), default=0)
+    return max(
+        (i + 1 for i, event in enumerate(between) if event.op not in (Op.UPDATE, Op.GATHER)),
+        default=0,
+    )
 
 
 class Cursor:

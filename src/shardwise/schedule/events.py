@@ -18,7 +18,7 @@ in bytes, not in units, because units differ in size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
@@ -51,6 +51,7 @@ class Op(StrEnum):
     ENTER = "enter"
     EXIT = "exit"
     END = "end"  # the step is over: the forward pass without gradients, or the backward pass
+    UPDATE = "update"  # join what the optimizers of a shard's copies have written, once per step
     GATHER = "gather"
     FREE = "free"
     REDUCE = "reduce"
@@ -141,10 +142,17 @@ class Policy:
     reduces: bool = True  # gradients leave the rank in this step (not while accumulating)
     casts: bool = False
     gathered_at_start: frozenset[str] = frozenset()  # when the step begins
+    updates: bool = True  # optimizers may have stepped since shards were read last
 
     def gathers(self, unit: str) -> bool:
         """Is the unit at rest something else than what it computes with?"""
         return self.placements[unit].splits or self.casts
+
+    def gathering(self, unit: str, phase: Phase, reason: str) -> Iterator[Event]:
+        """What gathers a unit; what was done in this step already is not done again."""
+        if self.placements[unit].splits_copies:
+            yield Event(Op.UPDATE, unit, phase, "the optimizers of its copies have stepped")
+        yield Event(Op.GATHER, unit, phase, reason)
 
 
 @dataclass
@@ -165,6 +173,7 @@ class _Writer:
     ahead_bytes: int = 0
     open: Counter[str] = field(default_factory=Counter)  # entered, not left yet
     reducing: list[str] = field(default_factory=list)
+    updated: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.next_use, self.first_use = _uses(self.cues)
@@ -183,7 +192,10 @@ class _Writer:
         self.gathered.add(unit)
         self.ahead.add(unit)
         self.ahead_bytes += self.nbytes[unit].gathered
-        self.add(Op.GATHER, unit, phase, reason)
+        listed = self.policy.gathering(unit, phase, reason)
+        is_updated = unit in self.updated or not self.policy.updates
+        self.events += [event for event in listed if event.op is Op.GATHER or not is_updated]
+        self.updated.add(unit)
 
     def free(self, unit: str, again: int | None, phase: Phase, reason: str) -> None:
         self.gathered.discard(unit)

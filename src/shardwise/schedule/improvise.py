@@ -46,6 +46,8 @@ class Facts:
     keeps_graph: bool = False
     # The units whose gradients are on their way, the oldest first.
     reducing: list[str] = field(default_factory=list)
+    # The units whose shards hold what the optimizers of all copies have written.
+    updated: set[str] = field(default_factory=set)
 
     def in_use(self, unit: str) -> bool:
         """Does a call, a graph, or something outside the unit read its parameters?"""
@@ -67,8 +69,10 @@ class Facts:
             self.gathered.discard(unit)
         elif op is Op.REDUCE:
             self.reducing.append(unit)
-        else:
+        elif op is Op.SETTLE:
             self.reducing.remove(unit)
+        else:
+            self.updated.add(unit)
 
     def unpin(self, keep: Iterable[str]) -> None:
         """Pins end, but for those of units in ``keep`` and of forward calls under way."""
@@ -76,7 +80,7 @@ class Facts:
 
     def forget_pass(self) -> None:
         """A pass has stopped: nothing is gathered, and nothing is under way."""
-        for units in (self.gathered, self.forward, self.backward, self.pinned):
+        for units in (self.updated, self.gathered, self.forward, self.backward, self.pinned):
             units.clear()
         self.keeps_graph = False
 
@@ -88,6 +92,8 @@ def is_due(event: Event, facts: Facts) -> bool:
         return unit not in facts.gathered
     if op is Op.FREE:
         return unit in facts.gathered and not facts.in_use(unit)
+    if op is Op.UPDATE:
+        return unit not in facts.updated
     return op is Op.REDUCE or unit in facts.reducing
 
 
@@ -98,7 +104,7 @@ def improvise(policy: Policy, facts: Facts, cue: Cue, last: bool) -> list[Event]
     """
     op, unit, phase = cue
     if op is not Op.EXIT:
-        return [Event(Op.GATHER, unit, phase, "on demand")] if op is Op.ENTER else []
+        return list(policy.gathering(unit, phase, "on demand")) if op is Op.ENTER else []
     averages = last and phase is Phase.BACKWARD and facts.reduces
     listed: list[Event] = []
     placement = policy.placements[unit]

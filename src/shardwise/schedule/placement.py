@@ -1,21 +1,84 @@
-"""Where parameters, gradients and optimizer state live."""
+"""Where a unit lives between steps and in them: a strategy is a placement and nothing else."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.errors import ConfigError
 
 __all__ = ["Placement"]
+
+AXES = ("shard", "replicate")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where parameters, gradients and optimizer state live; nothing else."""
+    """Over which axes of the mesh parameters, gradients and optimizer state are split.
 
-    name: str  # the preset's
-    splits: bool  # all ranks split the parameters at rest; else each of them holds a copy
-    resident: bool  # the full bucket keeps its memory between uses (its values may be stale)
-    frees: bool  # a unit is freed after each use, not only at its last
+    What is not split over an axis is replicated over it. Each field needs the axes of the one
+    before it, since an optimizer can step on no more than it has gradients and parameters of.
+
+        hybrid_full      parameters, gradients                optimizer
+        ranks  0  1      | shard 0      | shard 1      |      | piece 0  |  piece 2 |
+               2  3      | shard 0      | shard 1      |      | piece 1  |  piece 3 |
+
+    Attributes:
+        name: for people; a preset's, or one of your own.
+        parameters: within a step: split between uses, and not only between steps.
+        gradients: split from one backward pass to the next, so parameters are let go of after each.
+        optimizer: split between steps, with the parameters that it steps on.
+        hybrid: the mesh has two axes; otherwise all ranks are on ``"shard"``, or on ``"replicate"``
+            if nothing is split.
+    """
+
+    name: str
+    parameters: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+    hybrid: bool = False
+
+    def __post_init__(self) -> None:
+        fields = (self.parameters, self.gradients, self.optimizer)
+        unknown = [axis for axes in fields for axis in axes if axis not in AXES]
+        nested = set(self.parameters) <= set(self.gradients) <= set(self.optimizer)
+        if unknown or not nested:
+            wrong = f"has no axis {unknown[0]!r}" if unknown else "splits more than steps on it"
+            raise ConfigError(
+                f"placement {self.name!r} {wrong}: parameters={self.parameters}, "
+                f"gradients={self.gradients}, optimizer={self.optimizer}. Each may be split over "
+                '"shard" and "replicate", gradients over all axes of parameters, and the optimizer '
+                "over all axes of gradients."
+            )
+        if "replicate" in self.gradients or (self.optimizer == ("replicate",)):
+            raise ConfigError(
+                f"placement {self.name!r} splits {'gradients' if self.gradients else 'optimizer'} "
+                'over "replicate" where that is one axis too many. Only the optimizer may be split '
+                'over "replicate", and over "shard" as well; to split everything over all ranks, '
+                'use strategy="full_shard".'
+            )
+
+    @cached_property
+    def splits(self) -> bool:
+        """Is a parameter split at rest?"""
+        return "shard" in self.optimizer
+
+    @cached_property
+    def splits_copies(self) -> bool:
+        """Is a shard split further at rest, over the ranks that hold copies of it?"""
+        return "replicate" in self.optimizer
+
+    @cached_property
+    def resident(self) -> bool:
+        """Does a full bucket keep its memory between uses, if not its values?"""
+        return "shard" not in self.gradients
+
+    @cached_property
+    def frees(self) -> bool:
+        """Is a unit freed after each use, not only after its last?"""
+        return "shard" in self.parameters
 
     @property
     def words(self) -> str:
+        """For the table of units."""
         return "sharded" if self.splits else "replicated"

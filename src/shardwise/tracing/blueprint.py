@@ -6,6 +6,7 @@ is not touched and may be on the meta device; the ranks need not exist.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.environment import local_size
 from shardwise.comm.fake import FakeComm
-from shardwise.comm.mesh import Mesh
+from shardwise.comm.mesh import Mesh, shape_of
 from shardwise.memory.spec import BucketSpec, bytes_of, policy_of, specs_of
 from shardwise.options import Options
 from shardwise.printed import Schedule
@@ -118,7 +120,8 @@ def draw(
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     comm = FakeComm(*ranks, "cpu" if device.type == "meta" else device)
     chosen.precision.check(comm.device)
-    units, mesh = choose_units(model, wrap), Mesh.of(comm, placement.splits)
+    shape = shape_of(placement, comm.size, chosen.mesh, local_size(os.environ))
+    units, mesh = choose_units(model, wrap), Mesh.of(comm, placement.splits, shape)
     specs = {unit.name: tuple(specs_of(unit, chosen, mesh, placement)) for unit in units}
     every = [spec for of_unit in specs.values() for spec in of_unit]
     policy = policy_of(every, chosen.prefetch)

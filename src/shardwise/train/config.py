@@ -269,7 +269,12 @@ class ShardingConfig(Section):
     """The arguments of ``shardwise.shard``."""
 
     strategy: Annotated[str, AfterValidator(_known_strategy)] = Field(
-        "full_shard", description="no_shard, zero1, shard_grad_op or full_shard"
+        "full_shard",
+        description="no_shard, zero1, shard_grad_op, full_shard; with copies on other hosts "
+        "hybrid_shard, hybrid_shard_zero2, hybrid_full",
+    )
+    mesh: tuple[Positive, Positive] | None = Field(
+        None, description="a hybrid's copies and the ranks of each; null = a copy on each host"
     )
     wrap: Annotated[str | list[str] | Positive, BeforeValidator(_whole_number)] = Field(
         "auto",

@@ -95,6 +95,7 @@ def build(recipe: Recipe, comm: Comm, rows: Rows | StreamedRows, vocabulary: int
         wrap=wrap_of(sharding),
         comm=comm,
         init=initialiser(torch.Generator(comm.device).manual_seed(recipe.run.seed)),
+        mesh=sharding.mesh,
         bucketing=sharding.bucketing,
         activation_checkpointing=sharding.activation_checkpointing,
         prefetch=Prefetch(**sharding.prefetch.model_dump()),

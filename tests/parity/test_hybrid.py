@@ -1,0 +1,238 @@
+"""Two axes at once: a row of the grid shards the model, and each row has a copy.
+
+Gradients are summed over a row and then over the copies, so the reference adds them up in that
+order: then all bits are equal. What the optimizer makes of them is compared with one axis, whose
+sums have another order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
+from shardwise.options import Options
+from shardwise.schedule.events import Op
+from shardwise.schedule.placement import Placement
+from shardwise.strategies import placement_of
+from shardwise.units.units import Units
+from tests import nets
+from tests.copies import clones, equal, local, on_ranks, said
+from tests.parity.plain import OPTIMIZERS
+from tests.steps import Recorder, averaged, train
+
+GRIDS = [(2, 2), (2, 3), (3, 2)]
+BOTH = ("shard", "replicate")
+MIXTURES: dict[str, str | Placement] = {
+    "hybrid_shard": "hybrid_shard",
+    "hybrid_shard_zero2": "hybrid_shard_zero2",
+    "hybrid_full": "hybrid_full",
+    "zero1 in rows": Placement("mine", (), (), ("shard",), hybrid=True),
+    "zero1 over both": Placement("mine", (), (), BOTH, hybrid=True),
+    "zero2 over both": Placement("mine", (), ("shard",), BOTH, hybrid=True),
+}
+
+
+def batches(step: int, world: int) -> list[Any]:
+    return [nets.decoder_batch(world * step + rank, 2) for rank in range(world)]
+
+
+def trained(sharded: sw.Sharded, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Two steps of two micro-batches each, clipped."""
+    comm = sharded.comm
+    for step in range(4):
+        last = step % 2 == 1
+        with sharded.accumulate(last=last):
+            train(sharded.model, batches(step, comm.size)[comm.rank])
+        if last:
+            sharded.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return clones(sharded.model.state_dict())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_every_mixture_trains_as_one_axis_does(
+    mixture: str, grid: tuple[int, int], optimizer: str
+) -> None:
+    make: Any = OPTIMIZERS[optimizer]
+    settings = {"eps": 1e-4} if optimizer == "adamw" else {}
+
+    def one_axis(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        return trained(sw.shard(model, comm=comm), make(model.parameters(), **settings))
+
+    def hybrid(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sharded = sw.shard(model, MIXTURES[mixture], comm=comm, mesh=grid)
+        return trained(sharded, make(model.parameters(), **settings))
+
+    world = grid[0] * grid[1]
+    [expected, *_] = on_ranks(world, nets.decoder, one_axis)
+    states = on_ranks(world, nets.decoder, hybrid)
+    assert all(equal(states[0], other) for other in states)
+    for name, value in expected.items():
+        largest = value.abs().max()
+        assert (states[0][name] - value).abs().max() <= 2e-5 * largest, name
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_gradients_are_summed_over_rows_and_then_over_copies(
+    mixture: str, grid: tuple[int, int]
+) -> None:
+    copies, shards = grid
+
+    def gradients(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sharded = sw.shard(model, MIXTURES[mixture], comm=comm, mesh=grid)
+        train(model, batches(0, comm.size)[comm.rank])
+        with sharded.full_params():
+            return clones({name: local(param.grad) for name, param in model.named_parameters()})
+
+    def expected(model: nn.Module) -> dict[str, Any]:
+        every = batches(0, copies * shards)
+        rows = [
+            averaged(model, train, every[row * shards : (row + 1) * shards])
+            for row in range(copies)
+        ]
+        each: list[Any] = [row[name] for name in rows[0] for row in rows]
+        sums = [sum(each[at : at + copies]) for at in range(0, len(each), copies)]
+        return {name: total / copies for name, total in zip(rows[0], sums, strict=True)}
+
+    [first, *others] = on_ranks(copies * shards, nets.decoder, gradients)
+    assert all(equal(first, other) for other in others)
+    torch.manual_seed(0)
+    for name, value in expected(nets.decoder()).items():
+        torch.testing.assert_close(first[name], value, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_each_axis_carries_the_lower_bound_and_the_schedule_says_so(mixture: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, MIXTURES[mixture], comm=comm, mesh=(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained(sharded, optimizer)
+        axes, recorder, schedule = comm.axes(2, 2), Recorder(sharded), sharded.schedule
+        for axis in axes:
+            axis.counters.reset()
+        train(model, batches(0, comm.size)[comm.rank])
+        nbytes = sum(bucket.layout.numel for bucket in sharded.buckets) * 4
+        over_copies, over_shards = (axis.counters.bytes_sent for axis in axes)
+        assert over_shards["reduce"] == nbytes / 2
+        splits_copies = sharded.placement.splits_copies
+        after = {"update": nbytes / 4} if splits_copies else {"spread": nbytes / 4}
+        assert over_copies == {"reduce": nbytes / 4, **after}
+        sent = sum(over_shards.values()) + sum(over_copies.values())
+        assert sum(map(schedule.sent, schedule.events)) == sent
+        assert recorder.events == list(schedule.events)
+        lines = [line for line in str(schedule).splitlines() if line.split()[0] == "reduce"]
+        assert lines
+        how = "reduce-scatter" if splits_copies else "reduce-scatter + all-gather"
+        for line in lines:
+            assert f"reduce-scatter over shard + {how} over replicate" in line
+
+    on_ranks(4, nets.decoder, rank)
+
+
+def test_copies_are_updated_once_in_a_step_of_several_micro_batches() -> None:
+    def rank(comm: Comm, model: nn.Module) -> Counter[str]:
+        sharded = sw.shard(model, "hybrid_full", comm=comm, mesh=(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained(sharded, optimizer)
+        replicate, _ = comm.axes(2, 2)
+        replicate.counters.reset()
+        trained(sharded, optimizer)
+        updates = [event for event in sharded.schedule_of("last").events if event.op is Op.UPDATE]
+        assert updates == []
+        return Counter(replicate.counters.calls)
+
+    for calls in on_ranks(4, nets.decoder, rank):
+        assert calls["update"] == 2 * 5  # two steps of five units
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+def test_values_that_are_written_between_steps_reach_all_copies(strategy: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> Tensor:
+        sw.shard(model, strategy, comm=comm, mesh=(2, 2))
+        with torch.no_grad():
+            model(nets.decoder_batch(0, 2)[0])
+            for param in model.parameters():
+                param.mul_(2)
+            output: Tensor = model(nets.decoder_batch(0, 2)[0])
+            return output.clone()
+
+    torch.manual_seed(0)
+    plain = nets.decoder()
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.mul_(2)
+        expected = plain(nets.decoder_batch(0, 2)[0])
+    for output in on_ranks(4, nets.decoder, rank):
+        assert torch.equal(output, expected)
+
+
+def test_units_of_a_grid_may_live_in_different_places() -> None:
+    class Mixed(sw.Sharded):
+        def _placements(self, units: Units) -> dict[str, Placement]:
+            copied = placement_of("no_shard")
+            return {
+                unit.name: self.placement if at % 2 else copied for at, unit in enumerate(units)
+            }
+
+    def rank(comm: Comm, model: nn.Module, kind: Callable[..., sw.Sharded]) -> dict[str, Tensor]:
+        options = Options(mesh=(2, 2))
+        sharded = kind(model, placement_of("hybrid_full"), None, comm, options)
+        return trained(sharded, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    [expected, *_] = on_ranks(4, nets.decoder, partial(rank, kind=sw.Sharded))
+    for state in on_ranks(4, nets.decoder, partial(rank, kind=Mixed)):
+        for name, value in expected.items():
+            assert (state[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+def test_a_checkpoint_of_a_grid_goes_on_over_one_axis_and_back(
+    strategy: str, tmp_path: Path
+) -> None:
+    def save(comm: Comm, model: nn.Module, name: str, how: Any) -> dict[str, Tensor]:
+        sharded = sw.shard(model, comm=comm, **how)
+        optimizer = sw.optim.AdamW(sharded, lr=0.01)
+        trained(sharded, optimizer)
+        sharded.save(tmp_path / name, optimizer)
+        return trained(sharded, optimizer)
+
+    def load(comm: Comm, model: nn.Module, name: str, how: Any) -> dict[str, Tensor]:
+        sharded = sw.shard(model, comm=comm, **how)
+        optimizer = sw.optim.AdamW(sharded, lr=0.01)
+        sharded.load(tmp_path / name, optimizer)
+        return trained(sharded, optimizer)
+
+    grid = {"strategy": strategy, "mesh": (2, 2)}
+    [one, *_] = on_ranks(4, nets.decoder, partial(save, name="grid", how=grid))
+    [other, *_] = on_ranks(4, nets.decoder, partial(load, name="grid", how={}))
+    on_ranks(4, nets.decoder, partial(save, name="axis", how={}))
+    [third, *_] = on_ranks(4, nets.decoder, partial(load, name="axis", how=grid))
+    for name, value in one.items():
+        assert (other[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+        assert (third[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+def test_a_placement_that_cannot_be_says_what_can() -> None:
+    wrong = partial(Placement, "mine", hybrid=True)
+    assert "has no axis 'rows'" in said(ConfigError, lambda: wrong(("rows",), ("rows",), ("rows",)))
+    assert "gradients over all axes of parameters" in said(
+        ConfigError, lambda: wrong(("shard",), (), ("shard",))
+    )
+    assert "Only the optimizer may be split" in said(ConfigError, lambda: wrong((), BOTH, BOTH))
+    assert "Only the optimizer may be split" in said(
+        ConfigError, lambda: wrong((), (), ("replicate",))
+    )
