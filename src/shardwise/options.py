@@ -27,6 +27,7 @@ class Options:
         sync_module_states: broadcast rank 0's parameters and buffers. When off, differing values
             raise.
         init: initialises a module that was built on the meta device.
+        buffers: ``"local"``, ``"broadcast"`` or ``"average"`` (see ``runtime.buffers``).
         divergence: what a rank does when others enter a unit that it skips: ``"error"``, or
             ``"participate"`` (units must then run in the order they are registered).
         activation_checkpointing: recompute repeated units in the backward pass.
@@ -42,6 +43,7 @@ class Options:
     uneven: str = "pad"
     sync_module_states: bool = True
     init: Init = default_init
+    buffers: str = "local"
     divergence: str = "error"
     activation_checkpointing: bool = False
     mesh: Any = None
@@ -51,6 +53,7 @@ class Options:
         _check_type("prefetch", self.prefetch, Prefetch, "sw.Prefetch(backward=0)")
         _check_choice("bucketing", self.bucketing, ("block", "layer", "none"))
         _check_choice("uneven", self.uneven, ("pad", "error"))
+        _check_choice("buffers", self.buffers, ("local", "broadcast", "average"))
         _check_choice("divergence", self.divergence, ("error", "participate"))
         if self.uneven == "error" and self.bucketing != "none":
             raise ConfigError(

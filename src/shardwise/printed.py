@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
@@ -30,8 +31,18 @@ class Schedule:
     strategy: str
     mode: str
     world: int  # number of ranks
-    meshes: Mapping[str, Mesh]  # the axes of each unit
-    split_copies: frozenset[str] = frozenset()  # units whose copies reduce a piece each
+    specs: tuple[BucketSpec, ...]
+    buffers: str = "local"  # what becomes of them when gradients are reduced
+
+    @cached_property
+    def meshes(self) -> dict[str, Mesh]:
+        """The axes of each unit."""
+        return {spec.unit: Mesh(spec.shard, spec.replicate) for spec in self.specs}
+
+    @cached_property
+    def split_copies(self) -> set[str]:
+        """Units whose copies reduce a piece each."""
+        return {spec.unit for spec in self.specs if spec.splits_copies}
 
     def sent(self, event: Event) -> int:
         """Bytes that one rank sends for ``event``."""
@@ -66,6 +77,7 @@ class Schedule:
             f"# one step ({self.mode}) of {self.strategy} on {self.world} "
             f"rank{'s' * (self.world != 1)}: {gathers} gathers, {reduces} reduces, "
             f"a rank sends {size(sent)}"
+            f"{f'; buffers: {self.buffers}' if reduces and self.buffers != 'local' else ''}"
         )
 
     def _line(self, event: Event, depth: int, width: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from shardwise.optim.norm import chosen, clip_gradients, places_of
 from shardwise.optim.optimizer_hooks import OptimizerHooks
 from shardwise.options import Options
 from shardwise.printed import Layouts, Schedule
+from shardwise.runtime.buffers import sync_buffers
 from shardwise.runtime.forward import Hooks
 from shardwise.runtime.forward_methods import ForwardMethods
 from shardwise.runtime.full_params import full_params
@@ -112,7 +114,7 @@ class Sharded:
     def _build(self) -> None:
         units = choose_units(self.model, self.wrap)
         placements = self._placements(units)
-        meshes = {placement: self._mesh(placement) for placement in placements.values()}
+        meshes = {p: Mesh.of(self.comm, p.splits, self.shape) for p in placements.values()}
         pairs = zip(units, placements.values(), strict=True)
         specs = {u.name: specs_of(u, self.options, meshes[p], p) for u, p in pairs}
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
@@ -140,19 +142,16 @@ class Sharded:
         """Where each unit lives, by its name."""
         return {unit.name: self.placement for unit in units}
 
-    def _mesh(self, placement: Placement) -> Mesh:
-        """The axes of the units that live there."""
-        return Mesh.of(self.comm, placement.splits, self.shape)
-
     def _start(self, states: dict[str, UnitState]) -> None:
         unit_names, precision = self.units.unit_names, self.options.precision
         policy = policy_of([bucket.spec for bucket in self.buckets], self.options.prefetch)
         first = order.guess(self.model, unit_names)
         participates = self.options.divergence == "participate"
         self.runtime = Runtime(states, self.comm, policy, precision, first, participates)
-        self._hooks = Hooks(
-            self.model, unit_names, self.runtime, (precision.compute, precision.output)
-        )
+        sync = partial(sync_buffers, self.model, self.comm, self.options.buffers)
+        self.runtime.at_step_end = sync
+        casts = precision.compute, precision.output
+        self._hooks = Hooks(self.model, unit_names, self.runtime, casts)
         self._state = StateHooks(self.model, self.buckets, self._state_asked)
         self._attach()
 
@@ -348,10 +347,9 @@ class Sharded:
         """The schedule of ``"train"``, ``"accumulate"``, ``"last"`` or ``"forward"``."""
         schedules = self.runtime.schedules
         listed, nbytes = schedules.events(mode), schedules.nbytes()
-        meshes = {b.unit: Mesh(b.spec.shard, b.spec.replicate) for b in self.buckets}
-        split = frozenset(bucket.unit for bucket in self.buckets if bucket.spec.splits_copies)
         name = self.placement.name + (f" ({self.shape})" if self.shape else "")
-        return Schedule(listed, nbytes, name, mode, self.comm.size, meshes, split)
+        specs, buffers = self.layout.specs, self.options.buffers
+        return Schedule(listed, nbytes, name, mode, self.comm.size, specs, buffers)
 
     def numel(self, *, trainable_only: bool = False) -> int:
         """Elements of the full parameters; ``parameter.numel()`` is that of this rank's shard."""

@@ -75,7 +75,7 @@ _OPTIONS = {
         "bucket_cap_mb gradient_as_bucket_view overlap_comm contiguous_gradients "
         "reduce_bucket_size allgather_bucket_size reduce_scatter"
     ),
-    "leave it out: buffers are sent once, when the model is sharded": "broadcast_buffers",
+    'that is buffers= here: "broadcast" for True, "local" for False': "broadcast_buffers",
     "leave it out: ranks hold equal ranges of whole units": "shard_placement_fn",
 }
 

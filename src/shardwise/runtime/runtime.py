@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.transport import noop
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.use_errors import gradient_without_gather
 from shardwise.precision import Precision
@@ -76,6 +77,7 @@ class Runtime:
         }
         self._peers_may_read = False  # a peer may still compute with shared parameters
         self._pinned: frozenset[str] = frozenset()  # before the forward pass without gradients
+        self.at_step_end: Callable[[], None] = noop  # once gradients were reduced; on every rank
         self.listeners: list[Callable[[Event], None]] = []  # of events that are carried out
 
     def whole_trainable(self) -> Iterator[nn.Parameter]:
@@ -225,6 +227,8 @@ class Runtime:
         self.trained.end_backward(used)
         if used is not None and self.trained.buckets:  # every rank has answered
             self._peers_may_read = False
+        if used is not None:
+            self.at_step_end()
         self._learn()
 
     def _learn(self) -> None:

@@ -94,9 +94,8 @@ class Blueprint:
 
     def schedule(self, order: Order) -> Schedule:
         """One training step, to be printed."""
-        meshes = {spec.unit: Mesh(spec.shard, spec.replicate) for spec in self.buckets}
         listed, name = self.events(order), self.placement.name
-        return Schedule(listed, self.nbytes, name, "train", self.world, meshes)
+        return Schedule(listed, self.nbytes, name, "train", self.world, tuple(self.buckets))
 
 
 def draw(

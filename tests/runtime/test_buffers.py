@@ -1,0 +1,186 @@
+"""Buffers by policy: a convolutional net with batch norm does what it does in DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from shardwise.runtime.buffers import sync_buffers
+from tests import nets
+from tests.copies import clones, equal, on_ranks, seeded
+from tests.ranks import run_processes
+from tests.steps import STRATEGIES, train
+
+BUILD, BATCH = nets.odd_convnet, nets.odd_convnet_batch
+STATISTICS = ("running_mean", "running_var")
+
+
+def statistics(model: nn.Module) -> dict[str, Tensor]:
+    return clones(dict(model.named_buffers()))
+
+
+def steps(model: nn.Module, comm: Comm, count: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(count):
+        train(model, BATCH(10 * step + comm.rank, 4))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- beside DDP ----------------------------------------------------------------------------------
+
+
+@pytest.mark.spawn
+def test_local_and_broadcast_are_ddps_two_behaviours() -> None:
+    """After two steps: the same statistics, and the same outputs in a validation."""
+    run_processes(2, _beside_ddp)
+
+
+def _beside_ddp(comm: Comm) -> None:
+    seen = BATCH(99, 5)[0]
+    for policy in ("local", "broadcast"):
+        reference = DistributedDataParallel(seeded(BUILD), broadcast_buffers=policy == "broadcast")
+        steps(reference, comm)
+        with torch.no_grad():
+            expected = reference.eval()(seen)  # before which DDP broadcasts
+        for strategy in STRATEGIES:
+            model = seeded(BUILD)
+            sw.shard(model, strategy, comm=comm, buffers=policy)
+            steps(model, comm)
+            assert equal(statistics(model), statistics(reference.module)), (policy, strategy)
+            with torch.no_grad():
+                torch.testing.assert_close(model.eval()(seen), expected, rtol=0, atol=1e-6)
+
+
+# ---- each policy ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_full"])
+@pytest.mark.parametrize("policy", ["local", "broadcast", "average"])
+def test_after_a_step_buffers_are_each_ranks_own_rank_0s_or_the_mean(
+    policy: str, strategy: str
+) -> None:
+    world, own = (4 if strategy == "hybrid_full" else 3), []
+    for seed in range(world):
+        plain = seeded(BUILD)
+        train(plain, BATCH(seed, 4))
+        own.append(statistics(plain))
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        mesh = (2, 2) if world == 4 else None
+        sw.shard(model, strategy, comm=comm, buffers=policy, mesh=mesh)
+        train(model, BATCH(comm.rank, 4))
+        return statistics(model)
+
+    for mine, found in enumerate(on_ranks(world, BUILD, rank)):
+        if policy != "average":
+            assert equal(found, own[mine if policy == "local" else 0])
+            continue
+        for name, value in found.items():
+            mean = torch.stack([buffers[name].double() for buffers in own]).mean(0)
+            torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-7)
+            assert value.dtype == own[0][name].dtype  # the counts of batches stay integers
+
+
+def test_one_collective_for_each_dtype_when_gradients_are_reduced() -> None:
+    def rank(comm: Comm, model: nn.Module, policy: str) -> None:
+        sharded = sw.shard(model, comm=comm, buffers=policy)
+        comm.counters.reset()
+        with sharded.accumulate(last=False):
+            train(model, BATCH(comm.rank, 4))
+        assert "buffers" not in comm.counters.calls
+        train(model, BATCH(comm.rank, 4))
+        assert comm.counters.calls.get("buffers", 0) == (0 if policy == "local" else 2)
+        comm.counters.reset()
+        with torch.no_grad():
+            model.eval()(BATCH(9, 4)[0])
+        assert "buffers" not in comm.counters.calls
+        printed = [str(sharded.schedule_of(mode)) for mode in ("last", "accumulate")]
+        said = f"; buffers: {policy}\n"
+        assert [said in text for text in printed] == [policy != "local", False]
+
+    for policy in ("local", "broadcast", "average"):
+        on_ranks(2, BUILD, lambda comm, model: rank(comm, model, policy))  # noqa: B023
+
+
+@pytest.mark.parametrize("policy", ["local", "broadcast", "average"])
+def test_a_checkpoint_has_each_ranks_buffers_only_where_they_differ(
+    policy: str, tmp_path: Path
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm, buffers=policy)
+        steps(model, comm)
+        sharded.save(tmp_path / "step-2", training=sw.Training(step=2))
+        stored = {n: v for n, v in model.state_dict().items() if n.endswith(STATISTICS)}
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.reset_running_stats()
+        sharded.load(tmp_path / "step-2", training=sw.Training())
+        found = {n: v for n, v in model.state_dict().items() if n.endswith(STATISTICS)}
+        assert found
+        assert equal(found, stored)
+
+    on_ranks(2, BUILD, rank)
+    own = (tmp_path / "step-2" / "ranks.safetensors").read_bytes()
+    assert (b"buffer/" in own) is (policy == "local")
+
+
+# ---- what is no statistic ------------------------------------------------------------------------
+
+
+def test_averaging_changes_no_constant_and_no_integer() -> None:
+    """Adding 0.1 three times and dividing by 3 is not 0.1, and -inf has no mean."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        model.register_buffer("tenth", torch.tensor([0.1], dtype=torch.bfloat16))
+        model.register_buffer("count", torch.tensor(7 + comm.rank))
+        model.register_buffer("thirds", torch.tensor([0.0, 3.0 * comm.rank], dtype=torch.float16))
+        model.register_buffer("nothing", torch.empty(0), persistent=False)
+        sync_buffers(model, comm, "average")
+        found = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+        tenth = torch.tensor([0.1]).bfloat16().tolist()
+        expected = {"mask": [0.0, -torch.inf], "tenth": tenth, "count": 7, "thirds": [0.0, 3.0]}
+        assert found == {**expected, "nothing": []}
+
+    on_ranks(3, nn.Identity, rank)
+
+
+# ---- SyncBatchNorm -------------------------------------------------------------------------------
+
+
+def test_torchs_sync_batch_norm_stays_itself_and_its_statistics_are_buffers() -> None:
+    """Its kernels are of accelerators; alone, and in validation, it is a batch norm."""
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        sw.shard(converted, comm=comm, buffers="broadcast")
+        kinds = [
+            type(m) for m in converted.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+        ]
+        assert set(kinds) == {nn.SyncBatchNorm}
+        steps(converted, comm)
+        return {**statistics(converted), **clones(converted.state_dict())}
+
+    def plain(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sw.shard(model, comm=comm, buffers="broadcast")
+        steps(model, comm)
+        return {**statistics(model), **clones(model.state_dict())}
+
+    for sync, ordinary in zip(on_ranks(2, BUILD, rank), on_ranks(2, BUILD, plain), strict=True):
+        assert equal(sync, ordinary)
+
+
+def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
+    with pytest.raises(
+        sw.ConfigError, match="buffers is 'mean'; choose one of 'local', 'broadcast'"
+    ):
+        sw.shard(nn.Linear(2, 2), buffers="mean")
+    with pytest.raises(sw.ConfigError, match='that is buffers= here: "broadcast" for True'):
+        sw.shard(nn.Linear(2, 2), broadcast_buffers=True)
