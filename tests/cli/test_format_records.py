@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import get_args
 
@@ -103,6 +104,14 @@ def test_a_step_is_one_line_with_everything() -> None:
             "memory 640 MB  ETA 1:32"
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("norm", "shown"), [(0.5, "grad norm  0.500"), (math.inf, "skipped: overflow")]
+)
+def test_a_scaled_step_shows_its_scale_and_whether_it_overflowed(norm: float, shown: str) -> None:
+    [line] = format_record(replace(STEPPED, grad_norm=norm, loss_scale=65536.0))
+    assert f"{shown}  loss scale 65,536  " in line
 
 
 @pytest.mark.parametrize(

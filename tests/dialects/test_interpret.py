@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
-from shardwise import optim
 from shardwise.dialects import DIALECTS, Policy, Report, guess, interpret, read, write
 from shardwise.dialects.policy import OFFLOADED
 from shardwise.errors import ConfigError
@@ -175,8 +174,6 @@ def test_what_cannot_be_followed_says_why(tree: Mapping[str, object], field: str
 def test_what_waits_for_the_engine_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not interpret.is_there("sharding.no_such_option", True)
     assert all(interpret.is_there("sharding.strategy", name) for name in STRATEGIES)
-    scaled = "GradScaler" in optim.__all__
-    assert interpret.is_there("sharding.precision.compute", "float16") == scaled
     monkeypatch.setattr(interpret, "is_there", lambda place, _: place != "sharding.offload")
     report = read({"fsdp_offload_params": True, "fsdp_sharding_strategy": 1})
     assert status(report, "fsdp_offload_params")[0] == "ignored"

@@ -88,8 +88,8 @@ def test_fp32_is_short_for_nothing_changed() -> None:
     assert recipe.sharding.precision == PrecisionConfig()
 
 
-def test_another_short_precision_is_refused_with_the_two_there_are() -> None:
-    with pytest.raises(ValidationError, match="'int8' is neither fp32 nor bf16"):
+def test_another_short_precision_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValidationError, match="'int8' is none of fp32, bf16 and fp16"):
         Recipe.model_validate({"sharding": {"precision": "int8"}})
 
 

@@ -37,7 +37,7 @@ def trained(job: Job) -> Losses:
     for step in range(3):
         rank_loss = job.forward_backward(step)
         norm, _ = job.clip_and_set_lr(step)
-        job.optimizer.step()
+        job.update()
         job.optimizer.zero_grad()
         found.append((rank_loss, norm))
     return found
@@ -118,11 +118,30 @@ def test_the_seed_decides_weights_and_order(tmp_path: Path) -> None:
     assert one == same != other
 
 
-def test_computing_in_bf16_is_near(tmp_path: Path, usual: Losses) -> None:
-    found = run(tiny_recipe(tmp_path, "sharding.precision=bf16"), 2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_computing_in_16_bits_is_near(tmp_path: Path, usual: Losses, precision: str) -> None:
+    """Losses and norms are those of unscaled gradients."""
+    found = run(tiny_recipe(tmp_path, f"sharding.precision={precision}"), 2)
     assert found != usual
     for narrow, wide in zip(found, usual, strict=True):
         assert narrow == pytest.approx(wide, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scale"),
+    [
+        ([], None),
+        (["sharding.precision=bf16"], None),
+        (["sharding.precision=fp16"], 2.0**16),
+        (["sharding.precision=fp16", "optimizer.loss_scale=0"], None),
+        (["optimizer.loss_scale=1024"], 1024.0),
+    ],
+)
+def test_a_loss_is_scaled_where_float16_is_computed_or_it_is_asked_for(
+    tmp_path: Path, overrides: list[str], scale: float | None
+) -> None:
+    scaler = build(tiny_recipe(tmp_path, *overrides), LocalComm(), rows(), VOCABULARY).scaler
+    assert (scaler.get_scale() if scaler.is_enabled() else None) == scale
 
 
 def test_every_rank_starts_with_shards_and_never_had_the_whole(tmp_path: Path) -> None:
@@ -145,7 +164,7 @@ def test_the_rate_of_the_step_is_the_optimizer_s(tmp_path: Path) -> None:
         _, lr = job.clip_and_set_lr(step)
         assert lr == learning_rate(step, recipe.run.steps, recipe.optimizer)
         assert {group["lr"] for group in job.optimizer.param_groups} == {lr}
-        job.optimizer.step()
+        job.update()
         job.optimizer.zero_grad()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,23 @@ def test_stopped_by_one_rank_at_any_step_it_comes_to_the_same_bits(
     assert [back.step for back in watched.kind(Resumed)] == [1, 3, 4]
     assert losses(cut) == losses(whole)
     assert watched.rows(6) == rows
+    assert digest(cut, 6) == digest(whole, 6)
+
+
+def test_the_scale_of_a_float16_run_is_halved_where_it_overflows_and_is_saved(
+    tmp_path: Path, watched: Watched
+) -> None:
+    scaled = ("sharding.precision=fp16", f"optimizer.loss_scale={2**19}")
+    whole, cut = (recipe_in(tmp_path / name, *scaled) for name in ("whole", "cut"))
+    watched.run(whole, 2)
+    taken = watched.kind(Stepped)
+    assert {step.skipped for step in taken} == {True, False}
+    for before, after in pairwise(taken):
+        assert before.loss_scale is not None
+        assert after.loss_scale == before.loss_scale * (0.5 if before.skipped else 1)
+    watched.run(cut, 2, ask=stop_of(1, 3))
+    watched.run(cut, 2)
+    assert losses(cut) == losses(whole)
     assert digest(cut, 6) == digest(whole, 6)
 
 

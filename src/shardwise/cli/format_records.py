@@ -106,11 +106,12 @@ def _built(r: Built) -> list[str]:
 def format_step(r: Stepped, width: int | None = None) -> str:
     """A step in at most ``width`` columns; fields are dropped in a fixed order, never the ETA."""
     digits = len(f"{r.steps:,}")
+    norm = "skipped: overflow" if r.skipped else f"grad norm {r.grad_norm:6.3f}"
     parts = {
         "step": f"step {r.step:>{digits},}/{r.steps:,}",
         "loss": f"loss {r.loss:7.4f}",
         "lr": f"lr {r.lr:.2e}",
-        "norm": f"grad norm {r.grad_norm:6.3f}",
+        "norm": norm + (f"  loss scale {r.loss_scale:,.0f}" if r.loss_scale else ""),
         "speed": f"{r.tokens_per_second:>7,.0f} tokens/s",
         "memory": f"memory {r.memory / 1e6:,.0f} MB",
         "eta": f"ETA {clock(r.seconds_left)}",

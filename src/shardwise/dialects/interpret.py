@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from shardwise import optim
 from shardwise.checkpoint.state_dict import StateDict
 from shardwise.dialects.contradictions import CONTRADICTIONS, UNREAD
 from shardwise.dialects.keys import flatten, nest
@@ -253,7 +252,5 @@ def is_there(place: str, value: object) -> bool:
             placement_of("hybrid_shard" if has_two_axes else str(value))
     except ConfigError:
         return False
-    if (place, value) == ("sharding.precision.compute", "float16"):  # gradients underflow unscaled
-        return "GradScaler" in optim.__all__
     options = {item.name for item in fields(StateDict if section == "state_dict" else Options)}
     return section in ("launch", "connect") or is_in_recipe(place) or name in options

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ class Checkpoints:
 
     def _load_newest(self, folder: Path) -> Loaded | None:
         try:
-            return self._job.sharded.resume(folder, self._job.optimizer, Training())
+            return self._job.sharded.resume(folder, self._job.optimizer, self._restored())
         except DamagedCheckpoint as error:  # all of them
             if self._job.recipe.run.overwrite and folder == self._folder:
                 return None
@@ -141,7 +141,11 @@ class Checkpoints:
         if document is None:
             raise _not_of_a_run(path)
         self._check_document(path, document)
-        return self._job.sharded.load(path, self._job.optimizer, Training())
+        return self._job.sharded.load(path, self._job.optimizer, self._restored())
+
+    def _restored(self) -> Training:
+        """What of the training state is restored by loading."""
+        return Training(scaler=self._job.scaler if self._job.scaler.is_enabled() else None)
 
     def _check_newest(self, folder: Path) -> None:
         """Check the newest checkpoint that is not damaged: the one that loading takes."""
@@ -283,8 +287,8 @@ class Checkpoints:
         # Without the folder, so that equal runs have equal checkpoints.
         config = recipe.model_dump(mode="json", exclude={"run": {"folder"}})
         finite_metric = metric if metric is not None and math.isfinite(metric) else None
-        training = Training(step=state.step, position=position, config=config, metric=finite_metric)
-        return self._job.optimizer, training
+        training = replace(self._restored(), step=state.step, position=position, config=config)
+        return self._job.optimizer, replace(training, metric=finite_metric)
 
     def _save_options(self) -> dict[str, Any]:
         config = self._job.recipe.checkpoint

@@ -206,6 +206,9 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="on matrices only")
     clip: float = Field(1.0, gt=0, description="clip gradients to this norm")
+    loss_scale: float | None = Field(
+        None, ge=0, description="initial loss scale; null = 65536 with float16 compute; 0 = none"
+    )
 
     @model_validator(mode="after")
     def _moments_decay(self) -> Self:
@@ -246,12 +249,13 @@ class PrecisionConfig(Section):
 
 
 def _short_precision(value: object) -> object:
-    """``fp32`` and ``bf16`` as a table of dtypes."""
+    """``fp32``, ``bf16`` and ``fp16`` as a table of dtypes."""
     short: dict[str, dict[str, str]] = {"fp32": {}, "bf16": {"compute": "bfloat16"}}
+    short["fp16"] = {"compute": "float16"}
     if isinstance(value, str) and value not in short:
         raise ConfigError(
-            f"{value!r} is neither fp32 nor bf16; for anything else write a table of dtypes, such "
-            "as {compute: bfloat16, wire: float32}."
+            f"{value!r} is none of fp32, bf16 and fp16; for anything else write a table of dtypes, "
+            "such as {compute: bfloat16, wire: float32}."
         )
     return short[value] if isinstance(value, str) else value
 
@@ -286,7 +290,7 @@ class ShardingConfig(Section):
     activation_checkpointing: bool = Field(False, description="recompute blocks in backward")
     prefetch: PrefetchConfig = Field(PrefetchConfig(), description="how far ahead")
     precision: Annotated[PrecisionConfig, BeforeValidator(_short_precision)] = Field(
-        PrecisionConfig(), description="fp32, bf16 (compute only), or field by field"
+        PrecisionConfig(), description="fp32, bf16 or fp16 (compute only), or field by field"
     )
 
 

@@ -39,6 +39,7 @@ class Job:
     sharded: Sharded
     optimizer: torch.optim.Optimizer
     batches: Batches | StreamBatches
+    scaler: torch.amp.GradScaler  # of the loss; does nothing where it is not enabled
 
     @property
     def tokens_per_step(self) -> int:
@@ -48,7 +49,7 @@ class Job:
         """Forward and backward of step ``step``, with reduction of the gradients.
 
         Returns:
-            This rank's part of the mean loss, which is the sum over ranks.
+            This rank's part of the mean loss, which is the sum over ranks. Gradients are unscaled.
         """
         micro_batches = self.batches.step(step)
         rank_loss = torch.zeros((), device=self.sharded.comm.device)
@@ -56,8 +57,9 @@ class Job:
             with self.sharded.accumulate(last=number == len(micro_batches)):
                 loss = self._loss(batch)
                 # The engine averages over ranks, and the ranks' losses are to be summed.
-                (loss * self.sharded.comm.size).backward()
+                self.scaler.scale(loss * self.sharded.comm.size).backward()
                 rank_loss += loss.detach()
+        self.scaler.unscale_(self.optimizer)
         return float(rank_loss)
 
     def clip_and_set_lr(self, step: int) -> tuple[float, float]:
@@ -71,6 +73,11 @@ class Job:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return float(norm), lr
+
+    def update(self) -> None:
+        """Update the parameters; with a loss scale only if no rank's gradients overflowed."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         batch = batch.to(self.sharded.comm.device)
@@ -102,7 +109,16 @@ def build(recipe: Recipe, comm: Comm, rows: Rows | StreamedRows, vocabulary: int
         precision=Precision(**sharding.precision.dtypes(), average=sharding.precision.average),
     )
     optimizer = _optimizer(model.parameters(), recipe.optimizer)
-    return Job(recipe, model, sharded, optimizer, _batches(rows, recipe, comm))
+    scaler = _scaler(recipe, comm.device.type)
+    return Job(recipe, model, sharded, optimizer, _batches(rows, recipe, comm), scaler)
+
+
+def _scaler(recipe: Recipe, device: str) -> torch.amp.GradScaler:
+    """Of the recipe's initial scale. Gradients of float16 activations underflow without one."""
+    scale = recipe.optimizer.loss_scale
+    if scale is None:
+        scale = 2.0**16 if recipe.sharding.precision.compute == "float16" else 0.0
+    return torch.amp.GradScaler(device, init_scale=scale or 1.0, enabled=scale > 0)
 
 
 def _batches(rows: Rows | StreamedRows, recipe: Recipe, comm: Comm) -> Batches | StreamBatches:

@@ -44,6 +44,7 @@ _WORDS = {
     "optimizer.weight_decay": "wd decay",
     "optimizer.clip": "grad_clip max_grad_norm clip_grad clip_grad_norm gradient_clipping "
     "gradient_clip_val max_norm gradient_clip",
+    "optimizer.loss_scale": "init_scale initial_scale grad_scaler initial_scale_power",
     "sharding.strategy": "sharding_strategy fsdp zero zero_stage stage fsdp_sharding_strategy",
     "sharding.wrap": "auto_wrap_policy wrap_policy transformer_layer_cls_to_wrap "
     "fsdp_transformer_layer_cls_to_wrap min_num_params fsdp_min_num_params",

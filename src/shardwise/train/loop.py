@@ -228,7 +228,8 @@ class _Loop:
         with self._throughput.step(job.tokens_per_step):
             share = job.forward_backward(step - 1)
             norm, lr = self._retry_failed_save(lambda: job.clip_and_set_lr(step - 1))
-            self._retry_failed_save(job.optimizer.step)
+            scale = job.scaler.get_scale() if job.scaler.is_enabled() else None
+            self._retry_failed_save(job.update)
         request = max(self._requests.take(step), self._logger.requested())
         values = (share, memory_in_use(self._comm.device), request, job.batches.ended())
         per_rank = all_gather_floats(self._comm, values, "loss")
@@ -237,7 +238,7 @@ class _Loop:
         if step == self._steps:  # the only moment after the last update with gradients
             self.placement = footprint(job.sharded, job.optimizer, self._comm)
         job.optimizer.zero_grad()
-        record = self._step_record(step, (loss, norm, lr), int(memory))
+        record = self._step_record(step, (loss, norm, lr, scale), int(memory))
         self._logger.log(record)
         _check_finite(record)
         validated = not self._is_validation_due(step)
@@ -252,7 +253,9 @@ class _Loop:
             self._checkpoints.report_failure(error)
             return action()  # the failed call changed nothing
 
-    def _step_record(self, step: int, values: tuple[float, float, float], memory: int) -> Stepped:
+    def _step_record(
+        self, step: int, values: tuple[float, float, float, float | None], memory: int
+    ) -> Stepped:
         steps, throughput = self._steps, self._throughput
         return Stepped(
             step=step,
@@ -263,6 +266,7 @@ class _Loop:
             tokens_per_second=throughput.tokens_per_second,
             memory=memory,
             seconds_left=throughput.seconds_left(steps - step),
+            loss_scale=values[3],
         )
 
     def _evaluate(self) -> bool:
@@ -299,7 +303,7 @@ class _Loop:
 
 
 def _check_finite(record: Stepped) -> None:
-    if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+    if not (math.isfinite(record.loss) and (math.isfinite(record.grad_norm) or record.skipped)):
         raise ShardwiseError(
             f"step {record.step}: the loss is {record.loss:g} and the gradient norm "
             f"{record.grad_norm:g}, so the parameters are not finite and the run ends. The "

@@ -153,6 +153,7 @@ class Stepped:
         tokens_per_second: over all ranks, in recent steps, without validation and saving.
         memory: bytes, of the rank that uses most.
         seconds_left: estimated, with as much validation and saving as so far.
+        loss_scale: of this step; ``None`` without one.
     """
 
     step: int
@@ -163,6 +164,12 @@ class Stepped:
     tokens_per_second: float
     memory: int
     seconds_left: float
+    loss_scale: float | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Did scaled gradients overflow, so that a lower scale is tried? Below 1 there is none."""
+        return (self.loss_scale or 0) >= 1 and not math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)
