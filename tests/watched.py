@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.memory import Memory
-from shardwise.comm.protocol import Comm, Label, OnReceived, Pending
+from shardwise.comm.protocol import Comm, Label, OnReceived, Pending, Sizes
 
 
 class Watched(Comm):
@@ -50,6 +50,10 @@ class Watched(Comm):
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
         self.log.append(str(label))
         return self.inner.broadcast(tensor, root, label)
+
+    def all_to_all(self, sent: Tensor, sizes: Sizes, label: Label) -> Tensor:
+        self.log.append(str(label))
+        return self.inner.all_to_all(sent, sizes, label)
 
     def agree(self, facts: Mapping[str, str]) -> None:
         self.inner.agree(facts)

@@ -286,6 +286,27 @@ def unlike_facts_end_the_group(comm: Comm) -> list[Tensor]:
     return []
 
 
+def pieces_of_any_size_reach_their_rank(comm: Comm) -> list[Tensor]:
+    """Some are empty, and one rank sends nothing at all."""
+    sizes = [
+        [0 if source == comm.size - 1 > 0 else (source + 2 * rank) % 4 for rank in range(comm.size)]
+        for source in range(comm.size)
+    ]
+    results = []
+    for dtype in DTYPES:
+        sent = [values(rank, sum(sizes[rank]), dtype) for rank in range(comm.size)]
+        comm.counters.reset()
+        own = comm.memory.gradient(sent[comm.rank].numel(), dtype).copy_(sent[comm.rank])
+        received = comm.all_to_all(own, sizes, Label("scatter", str(dtype)))
+        pieces = [part.split(row)[comm.rank] for part, row in zip(sent, sizes, strict=True)]
+        assert same_bits(received, torch.cat(pieces)), dtype
+        elements = sum(sizes[comm.rank]) - sizes[comm.rank][comm.rank]
+        expected = {"scatter": elements * dtype.itemsize} if comm.size > 1 else {}
+        assert comm.counters.bytes_sent == expected
+        results.append(received)
+    return results
+
+
 def span(first: int, size: int) -> str:
     return f"{first} and {first + 1}" if size - first == 2 else f"{first}–{size - 1}"
 
@@ -295,6 +316,7 @@ Law = Callable[[Comm], list[Tensor]]
 COMMON: list[Law] = [
     gathers_concatenate_the_pieces,
     rows_come_in_rank_order,
+    pieces_of_any_size_reach_their_rank,
     collectives_may_be_waited_for_in_any_order,
     waiting_twice_is_free,
     what_nobody_waits_for_hurts_nobody,

@@ -17,6 +17,8 @@ def some_traffic(comm: Comm) -> None:
     comm.all_gather(torch.zeros(comm.size * n, dtype=torch.bfloat16), Label("gather")).wait()
     sum_of(comm, torch.zeros(comm.size * n))
     comm.broadcast(torch.zeros(9), 2, Label("broadcast")).wait()
+    sizes = [[1, 2, 0, 3], [0, 0, 5, 0], [2, 2, 2, 2], [0, 1, 0, 0]]
+    comm.all_to_all(torch.zeros(sum(sizes[comm.rank])), sizes, Label("scatter"))
     comm.agree({"a": "1"})
 
 
@@ -31,6 +33,8 @@ def test_peers_hold_what_this_rank_holds() -> None:
     tensor = torch.ones(2)
     comm.broadcast(tensor, 0, Label("broadcast")).wait()
     assert tensor.tolist() == [1, 1]
+    received = comm.all_to_all(torch.arange(1.0, 7), [[1, 2, 0], [1, 2, 3], [0, 1, 0]], Label("s"))
+    assert received.tolist() == [0, 0, 2, 3, 0]
 
 
 def test_a_narrow_wire_is_summed_wide() -> None:

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm.desync import Collective
 from shardwise.comm.gloo import STARTUP, close_connections
-from shardwise.comm.protocol import Label, OnReceived, Pending, check_divisible, rows_of
+from shardwise.comm.protocol import Label, OnReceived, Pending, Sizes, check_divisible, rows_of
 from shardwise.comm.transport import IMMEDIATE, Group, Shutdown, Transfer, noop
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
@@ -91,6 +91,15 @@ class BackendComm(Group):
         received, group = torch.empty_like(full), self._reduce_group
         call = partial(dist.all_to_all_single, received, full, group=group, async_op=True)
         return self._start(collective, call, lambda: on_received(rows_of(received, self.size)))
+
+    def _all_to_all(
+        self, collective: Collective, sent: Tensor, received: Tensor, sizes: Sizes
+    ) -> Transfer:
+        outgoing = [n * sent.itemsize for n in sizes[self.rank]]
+        incoming = [row[self.rank] * sent.itemsize for row in sizes]
+        data = received.view(torch.uint8), sent.view(torch.uint8)  # as in a gather
+        split = partial(dist.all_to_all_single, *data, incoming, outgoing)
+        return self._start(collective, partial(split, group=self._reduce_group, async_op=True))
 
     def _broadcast(self, collective: Collective, data: Tensor, root: int) -> Transfer:
         data, group = data.view(torch.uint8), self._gather_group

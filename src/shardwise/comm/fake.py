@@ -17,6 +17,7 @@ from shardwise.comm.protocol import (
     Label,
     OnReceived,
     Pending,
+    Sizes,
     check_divisible,
     rows_of,
 )
@@ -46,6 +47,14 @@ class FakeComm(Comm):
         """``tensor`` is unchanged: the root has the same."""
         self.counters.sent(label.op, (self.size - 1) * tensor.nbytes if self.rank == root else 0)
         return Completed()
+
+    def all_to_all(self, sent: Tensor, sizes: Sizes, label: Label) -> Tensor:
+        """What peers send is zeros: their pieces have other sizes than this rank's."""
+        pieces = [sent.new_zeros(row[self.rank]) for row in sizes]
+        own = sent.split(list(sizes[self.rank]))[self.rank]
+        pieces[self.rank] = own
+        self.counters.sent(label.op, sent.nbytes - own.nbytes)
+        return torch.cat(pieces)
 
     def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:
         row, column = divmod(self.rank, shard)

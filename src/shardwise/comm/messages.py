@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.comm.desync import Collective
 from shardwise.comm.memory import Memory
-from shardwise.comm.protocol import OnReceived, rows_of
+from shardwise.comm.protocol import OnReceived, Sizes, rows_of
 from shardwise.comm.transport import IMMEDIATE, Group, Shutdown, Transfer
 
 
@@ -56,6 +56,16 @@ class MessagesComm(Group):
             self._scratch.keep(memory)
 
         return Transfer(self._post(collective, sends, receives), finish)
+
+    def _all_to_all(
+        self, collective: Collective, sent: Tensor, received: Tensor, sizes: Sizes
+    ) -> Transfer:
+        outgoing = sent.split(list(sizes[self.rank]))
+        incoming = received.split([row[self.rank] for row in sizes])
+        incoming[self.rank].copy_(outgoing[self.rank])
+        sends = {peer: outgoing[peer] for peer in self.peers if outgoing[peer].numel()}
+        receives = {peer: incoming[peer] for peer in self.peers if incoming[peer].numel()}
+        return Transfer(self._post(collective, sends, receives))
 
     def _broadcast(self, collective: Collective, data: Tensor, root: int) -> Transfer:
         is_root = self.rank == root

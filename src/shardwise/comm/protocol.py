@@ -24,6 +24,9 @@ CLOSED = "it closed its communicator"
 OnReceived = Callable[[Sequence[Tensor] | Tensor], None]
 """A callback that gets the pieces that the ranks sent, in rank order."""
 
+Sizes = Sequence[Sequence[int]]
+"""``sizes[r][s]``: the elements that rank r sends to rank s."""
+
 
 @dataclass(frozen=True)
 class Label:
@@ -133,6 +136,19 @@ class Comm(ABC):
             average: divide by ``size``, if it ``has_average``.
         """
         raise ConfigError(f"{label}: this transport has no reduce_scatter; use exchange.")
+
+    @abstractmethod
+    def all_to_all(self, sent: Tensor, sizes: Sizes, label: Label) -> Tensor:
+        """Send each rank a piece, of any size, and return what every rank sent to this one.
+
+        Args:
+            sent: ``[sum(sizes[rank])]``, the pieces in rank order. Unchanged; it may not be written
+                afterwards, since peers may still read it.
+            sizes: the same on every rank.
+
+        Returns:
+            ``[sum(row[rank] for row in sizes)]``, in rank order.
+        """
 
     @abstractmethod
     def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:

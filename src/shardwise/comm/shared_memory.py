@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from shardwise.comm.arena import Arena, Heap, SymmetricHeap
 from shardwise.comm.desync import Collective
 from shardwise.comm.memory import SharedMemory
-from shardwise.comm.protocol import Label, OnReceived, Pending, rows_of
+from shardwise.comm.protocol import Label, OnReceived, Pending, Sizes, rows_of
 from shardwise.comm.transport import IMMEDIATE, Group, InFlight, Shutdown, Transfer, noop
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
@@ -200,6 +200,21 @@ class SharedMemoryComm(Group):
 
         return self._transfer(collective, finish)
 
+    def _all_to_all(
+        self, collective: Collective, sent: Tensor, received: Tensor, sizes: Sizes
+    ) -> Transfer:
+        self._publish(sent, collective)
+
+        def finish() -> None:
+            places = received.split([row[self.rank] for row in sizes])
+            places[self.rank].copy_(sent.split(list(sizes[self.rank]))[self.rank])
+            for peer in self.peers:
+                if places[peer].numel():
+                    start = sum(sizes[peer][: self.rank]) * sent.itemsize
+                    places[peer].copy_(self._piece_at(peer, collective, places[peer], start))
+
+        return self._transfer(collective, finish)
+
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
         """Every rank's ``text``; also frees common memory that no rank uses any more."""
         self._post(collective, 0)
@@ -258,7 +273,11 @@ class SharedMemoryComm(Group):
 
     def _piece(self, peer: int, collective: Collective, shape: Tensor, index: int) -> Tensor:
         """Piece ``index`` of what ``peer`` published, with size and dtype of ``shape``."""
-        start = int(self._rows[peer, collective.seq % ROWS, 2]) + index * shape.nbytes
+        return self._piece_at(peer, collective, shape, index * shape.nbytes)
+
+    def _piece_at(self, peer: int, collective: Collective, shape: Tensor, start: int) -> Tensor:
+        """The same, ``start`` bytes behind the beginning."""
+        start += int(self._rows[peer, collective.seq % ROWS, 2])
         return self._own[peer].tensor(start, shape.numel(), shape.dtype)
 
     def _mark_read(self, collective: Collective) -> None:

@@ -26,6 +26,7 @@ from shardwise.comm.protocol import (
     Label,
     OnReceived,
     Pending,
+    Sizes,
     check_divisible,
 )
 from shardwise.comm.watchdog import process_exit_reason
@@ -106,6 +107,12 @@ class Group(Comm):
         """Copy ``root``'s ``data``, flat and contiguous, to every rank."""
 
     @abstractmethod
+    def _all_to_all(
+        self, collective: Collective, sent: Tensor, received: Tensor, sizes: Sizes
+    ) -> Transfer:
+        """Send pieces of ``sent`` and fill ``received``; one piece is this rank's own."""
+
+    @abstractmethod
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
         """Every rank's ``text``, by rank, outside the data path."""
 
@@ -137,6 +144,15 @@ class Group(Comm):
         transfer = self._broadcast(collective, data, root)
         sent = (self.size - 1) * data.nbytes if self.rank == root else 0
         return self._in_flight(collective, transfer, sent)
+
+    def all_to_all(self, sent: Tensor, sizes: Sizes, label: Label) -> Tensor:
+        received = self.memory.gradient(sum(row[self.rank] for row in sizes), sent.dtype)
+        nbytes = sum(map(sum, sizes)) * sent.itemsize
+        collective = self._next("all_to_all", label, nbytes)
+        transfer = self._all_to_all(collective, sent, received, sizes)
+        own = sizes[self.rank][self.rank] * sent.itemsize
+        self._in_flight(collective, transfer, sent.nbytes - own).wait()
+        return received
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Digests first: ranks that agree read 64 bytes per rank instead of all facts."""
