@@ -145,6 +145,36 @@ def test_the_fused_optimizers_take_flat_tensors() -> None:
     torch.testing.assert_close(param, torch.zeros(3))
 
 
+def test_muon_computes_in_bfloat16_and_does_not_see_how_a_matrix_came_together() -> None:
+    """Else what travels between ranks would have to be wider, or results would not be torch's."""
+    torch.manual_seed(0)
+    matrix, coefficients = torch.randn(9, 5), (3.4445, -4.7750, 2.0315)
+    whole = internals.orthogonalize(matrix, coefficients, 5, 1e-7)
+    assert whole.dtype is torch.bfloat16
+    narrow = internals.orthogonalize(matrix.bfloat16(), coefficients, 5, 1e-7)
+    assert torch.equal(whole, narrow)
+    assert torch.linalg.svdvals(whole.float()).sub(1).abs().max() < 0.5
+    assert internals.muon_learning_rate(0.1, None, torch.Size((16, 4))) == 0.2
+    assert internals.muon_learning_rate(0.1, "match_rms_adamw", torch.Size((16, 4))) == 0.1 * 0.8
+
+
+def test_elementwise_kernels_of_muon_round_alike_wherever_an_element_lies() -> None:
+    """Else momentum on shards would have other bits than on whole matrices."""
+    torch.manual_seed(0)
+    whole, other = torch.randn(1003), torch.randn(1003)
+    for weight in (0.05, 0.95):
+        expected = whole.lerp(other, weight)
+        parts = [a.clone().lerp(b.clone(), weight) for a, b in _uneven(whole, other)]
+        assert torch.equal(torch.cat(parts), expected)
+    expected = whole.add(other.bfloat16(), alpha=-0.0123)
+    parts = [a.clone().add(b.bfloat16(), alpha=-0.0123) for a, b in _uneven(whole, other)]
+    assert torch.equal(torch.cat(parts), expected)
+
+
+def _uneven(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
+    return zip(*(tensor.split([1, 3, 33, 463, 503]) for tensor in tensors), strict=True)
+
+
 # ---- modules ---------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
+from torch.optim import _muon
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -57,6 +58,11 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
+
+#: ``(matrix, coefficients, steps, eps) →`` orthogonalised, in bfloat16; may overwrite ``matrix``.
+orthogonalize = _muon._zeropower_via_newtonschulz
+#: ``(lr, adjust_lr_fn, shape) →`` the learning rate of Muon for a matrix of this shape.
+muon_learning_rate = _muon._adjust_lr
 
 OpOverload = torch._ops.OpOverload
 FakeTensorMode = fake_tensor.FakeTensorMode

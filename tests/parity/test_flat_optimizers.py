@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.connect import over
+from shardwise.optim.update import Update
 from tests import nets
 from tests.nets import NETS, Net
 from tests.parity.plain import MakeOptimizer, Recipe, large_batch, one_by_one
@@ -144,9 +145,9 @@ def test_over_shared_memory_it_gives_the_bits_that_threads_give() -> None:
 
 def test_a_step_that_is_taken_twice_is_far_away() -> None:
     class Twice(sw.optim.SGD):
-        def _carry_out(self, call: object, gradients: list[Tensor], scale: Tensor | None) -> None:
-            super()._carry_out(call, gradients, scale)  # type: ignore[arg-type]
-            super()._carry_out(call, gradients, scale)  # type: ignore[arg-type]
+        def _carry_out(self, update: Update, gradients: list[Tensor], scale: Tensor | None) -> None:
+            super()._carry_out(update, gradients, scale)
+            super()._carry_out(update, gradients, scale)
 
     recipe = Recipe.of(TIED, KINDS["SGD"][0])
     ranks = on_threads(2, recipe, How(optimizer=partial(Twice, **SGD)))

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from shardwise.optim.fused import SGD, AdamW
+from shardwise.optim.muon import Muon
 
-__all__ = ["SGD", "AdamW"]
+__all__ = ["SGD", "AdamW", "Muon"]

@@ -24,7 +24,7 @@ from shardwise.optim.flat_state import FlatState
 from shardwise.optim.groups import Policy, check_loaded, chosen, defaults, resolved
 from shardwise.optim.norm import norm_of
 from shardwise.optim.optimizer_hooks import Shown
-from shardwise.optim.update import Call, Key, Update, decide
+from shardwise.optim.update import Key, Update, decide
 from shardwise.torch_internals import disable_torch_function
 
 
@@ -89,8 +89,13 @@ class FlatOptimizer(Optimizer, ABC):
         """The names of the state that the parameters of a group have."""
 
     @abstractmethod
-    def _carry_out(self, call: Call, gradients: list[Tensor], scale: Tensor | None) -> None:
-        """Call the kernel; ``scale``, 0-dim, is what gradients are divided by."""
+    def _carry_out(self, update: Update, gradients: list[Tensor], scale: Tensor | None) -> None:
+        """Call the kernels.
+
+        Args:
+            gradients: of all runs.
+            scale: 0-dim; what gradients are divided by, in place.
+        """
 
     # ---- what torch asks of an optimizer -----------------------------------------------------
 
@@ -160,8 +165,7 @@ class FlatOptimizer(Optimizer, ABC):
         for state, more in zip(self._states, update.counted, strict=True):
             if more is not None:
                 state.count(more)
-        for call in update.calls:
-            self._carry_out(call, [gradients[at] for at in call.gradients], scale)
+        self._carry_out(update, gradients, scale)
         for flat in flats if scale is not None else ():
             flat.copy_back()
         # The kernels wrote past the parameters; a graph that saved one of them shall know.

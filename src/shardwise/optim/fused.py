@@ -7,6 +7,7 @@ the same runs. On CPU this was run; on CUDA it was not.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from shardwise.errors import ConfigError
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.flat_state import STEP
-from shardwise.optim.update import Call
+from shardwise.optim.groups import Policy
+from shardwise.optim.update import Call, Update
 from shardwise.torch_internals import fused_adamw_, fused_sgd_
 
 
@@ -40,7 +42,7 @@ class AdamWPolicy:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "lr", "eps", "weight_decay")
+        check_numbers(self, "lr", "eps", "weight_decay")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
                 f"betas are {self.betas}; each must be in [0, 1), as in (0.9, 0.999)."
@@ -68,7 +70,7 @@ class SGDPolicy:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "lr", "momentum", "weight_decay")
+        check_numbers(self, "lr", "momentum", "weight_decay")
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ConfigError(
                 f"nesterov needs a momentum and no dampening; they are {self.momentum} and "
@@ -76,7 +78,7 @@ class SGDPolicy:
             )
 
 
-def _check_numbers(policy: AdamWPolicy | SGDPolicy, *names: str) -> None:
+def check_numbers(policy: Policy, *names: str) -> None:
     """``names`` must not be negative; ``max_norm`` must be above 0."""
     for name in names:
         if not getattr(policy, name) >= 0:
@@ -97,27 +99,41 @@ class AdamW(FlatOptimizer):
     policy_type = AdamWPolicy
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        names = (STEP, "exp_avg", "exp_avg_sq")
-        return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
+        return adamw_names(group)
 
-    def _carry_out(self, call: Call, gradients: list[Tensor], scale: Tensor | None) -> None:
-        group, state = self.param_groups[call.group], call.state
-        fused_adamw_(
-            call.params,
-            gradients,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            state["max_exp_avg_sq"] if group["amsgrad"] else [],
-            state[STEP],
-            lr=group["lr"],
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            maximize=False,
-            grad_scale=scale,
-        )
+    def _carry_out(self, update: Update, gradients: list[Tensor], scale: Tensor | None) -> None:
+        for call in update.calls:
+            of_call = [gradients[at] for at in call.gradients]
+            update_by_adamw(self.param_groups[call.group], call, of_call, scale)
+
+
+def adamw_names(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the state that AdamW keeps for the parameters of a group."""
+    names = (STEP, "exp_avg", "exp_avg_sq")
+    return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
+
+
+def update_by_adamw(
+    group: Mapping[str, Any], call: Call, gradients: list[Tensor], scale: Tensor | None
+) -> None:
+    """Call the kernel; ``scale``, 0-dim, is what ``gradients`` are divided by, in place."""
+    state = call.state
+    fused_adamw_(
+        call.params,
+        gradients,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        state["max_exp_avg_sq"] if group["amsgrad"] else [],
+        state[STEP],
+        lr=group["lr"],
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=group["amsgrad"],
+        maximize=False,
+        grad_scale=scale,
+    )
 
 
 class SGD(FlatOptimizer):
@@ -131,18 +147,19 @@ class SGD(FlatOptimizer):
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def _carry_out(self, call: Call, gradients: list[Tensor], scale: Tensor | None) -> None:
-        group = self.param_groups[call.group]
-        fused_sgd_(
-            call.params,
-            gradients,
-            call.state.get("momentum_buffer", []),
-            lr=group["lr"],
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            weight_decay=group["weight_decay"],
-            maximize=False,
-            is_first_step=call.is_first,
-            grad_scale=scale,
-        )
+    def _carry_out(self, update: Update, gradients: list[Tensor], scale: Tensor | None) -> None:
+        for call in update.calls:
+            group = self.param_groups[call.group]
+            fused_sgd_(
+                call.params,
+                [gradients[at] for at in call.gradients],
+                call.state.get("momentum_buffer", []),
+                lr=group["lr"],
+                momentum=group["momentum"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                weight_decay=group["weight_decay"],
+                maximize=False,
+                is_first_step=call.is_first,
+                grad_scale=scale,
+            )

@@ -69,8 +69,8 @@ def resolved(
     selected: dict[int, Member] = {}
     for entry in [given] if isinstance(given, str | Tensor) else given:
         if isinstance(entry, str):
-            matching = _matching(entry, members.values())
-            selected |= {key: m for m in matching if (key := id(m.param)) not in taken}
+            by_name = matching(entry, members.values())
+            selected |= {key: m for m in by_name if (key := id(m.param)) not in taken}
         else:
             param = entry[1] if isinstance(entry, tuple) else entry
             if id(param) not in members:
@@ -112,7 +112,7 @@ def check_loaded(group: Mapping[str, Any], policy: Policy) -> None:
         )
 
 
-def _matching(pattern: str, members: Iterable[Member]) -> list[Member]:
+def matching(pattern: str, members: Iterable[Member]) -> list[Member]:
     """The trainable parameters one of whose names matches."""
     trainable = [member for member in members if member.param.requires_grad]
     whole = re.compile(pattern).fullmatch

@@ -49,6 +49,7 @@ _REASONS = {
     "Adafactor": "its factored second moment averages over whole rows and columns",
     "Muon": "it orthogonalises whole matrices",
 }
+_INSTEAD = {"Muon": "sw.optim.Muon(sharded), which is exact on shards"}
 # Optimizers for which the warning about parameters in no sharded model was given.
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -221,11 +222,11 @@ def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None
         )
     else:
         advice = f"{reason}, so on shards it would be silently wrong"
+    instead = _INSTEAD.get(kind.__name__, "an elementwise optimizer such as torch.optim.AdamW")
     raise OptimizerError(
         f"{kind.__name__} cannot step on shards ({len(split)} of {len(params)} parameters are "
         f"split; {example.name!r} is held here as {example.stop - example.start:,} of "
-        f"{example.shape.numel():,} elements): {advice}. Use an elementwise optimizer such as "
-        'torch.optim.AdamW, or strategy="no_shard".'
+        f'{example.shape.numel():,} elements): {advice}. Use {instead}, or strategy="no_shard".'
     )
 
 

@@ -78,6 +78,8 @@ class Call:
     # The same slices of state, by name; 0-dim where it is one number.
     state: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: list[int] = field(default_factory=list)  # positions among those of all runs
+    # Of each run, the position of its bucket, and where it starts in the shard of that.
+    places: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def decide(
     calls: dict[tuple[torch.dtype, int, bool], Call] = {}
     views, ranks = list[Views | None](), list[int]()
     params, counted = list[nn.Parameter](), list[Tensor | None]()
-    for state, of_slots in zip(states, keys, strict=True):
+    for at, (state, of_slots) in enumerate(zip(states, keys, strict=True)):
         spec = state.bucket.spec
         of_bucket = runs(state.ranges, of_slots, spec.piece_numel)
         for run in of_bucket:
@@ -122,6 +124,7 @@ def decide(
                 slice_ = state.state_of_run(name, run.first, run.start, run.stop)
                 call.state.setdefault(name, []).append(slice_)
             call.gradients.append(len(ranks))
+            call.places.append((at, run.start))
             ranks.append(spec.summed_by(run.start))
         flat = [(run.start, run.stop, (run.stop - run.start,)) for run in of_bucket]
         views.append(Views(flat, state.shard.numel()) if flat else None)
