@@ -28,6 +28,7 @@ from benchmarks.harness.workers import end_with_parent, join_group
 from shardwise.comm import connect, threads
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
+from shardwise.comm.transport import Group
 
 T = TypeVar("T")
 
@@ -50,6 +51,28 @@ def run_sharing(world: int, fn: Callable[..., T], *args: Any, timeout: float = 6
             return fn(comm, *args)
 
     return run_threads(world, rank, timeout=timeout)
+
+
+def run_hosts(hosts: int, ranks: int, fn: Callable[..., T], *args: Any) -> list[T]:
+    """``fn(comm, *args)`` on threads: ``ranks`` of a host share memory, and hosts send messages."""
+    stores = [HashStore() for _ in range(hosts)]
+
+    def rank(comm: Comm) -> T:
+        assert isinstance(comm, Group)
+        host, number = divmod(comm.rank, ranks)
+        open_axes = comm.shutdown.open_axes
+
+        def axes(replicate: int, shard: int) -> tuple[Comm, Comm]:
+            assert (replicate, shard) == (hosts, ranks)
+            row = shared_memory(stores[host], number, ranks, timeout=60.0)
+            assert row is not None
+            return open_axes(replicate, shard)[0], row
+
+        comm.shutdown = comm.shutdown._replace(open_axes=axes)
+        with comm:
+            return fn(comm, *args)
+
+    return run_threads(hosts * ranks, rank)
 
 
 def run_processes(world: int, fn: Callable[..., T], *args: Any, timeout: float = 240.0) -> list[T]:

@@ -39,11 +39,6 @@ class Schedule:
         """The axes of each unit."""
         return {spec.unit: Mesh(spec.shard, spec.replicate) for spec in self.specs}
 
-    @cached_property
-    def split_copies(self) -> set[str]:
-        """Units whose copies reduce a piece each."""
-        return {spec.unit for spec in self.specs if spec.splits_copies}
-
     def sent(self, event: Event) -> int:
         """Bytes that one rank sends for ``event``."""
         if event.op not in (Op.UPDATE, Op.GATHER, Op.REDUCE):
@@ -52,9 +47,8 @@ class Schedule:
         if event.op is Op.GATHER:
             return 0 if shard.memory.shared else _to_others(unit.gathered, shard)
         if event.op is Op.UPDATE:
-            return _to_others(unit.gathered // shard.size, replicate)
-        mean = 0 if event.unit in self.split_copies else unit.mean
-        over_copies = (unit.gradients + mean) // shard.size
+            return _to_others(unit.joined // shard.size, replicate)
+        over_copies = (unit.gradients + unit.spread) // shard.size
         return _to_others(unit.gradients, shard) + _to_others(over_copies, replicate)
 
     def __str__(self) -> str:
@@ -89,7 +83,7 @@ class Schedule:
             sends = "memory is shared" if shared else f"sends {size(self.sent(event))}"
             text += f"  # all-gather{self._over('shard', event)}, {full}, {sends}: {event.reason}"
         elif event.op is Op.UPDATE:
-            part = size(self.nbytes[event.unit].gathered // self.meshes[event.unit].shard.size)
+            part = size(self.nbytes[event.unit].joined // self.meshes[event.unit].shard.size)
             sends = f"sends {size(self.sent(event))}"
             text += f"  # all-gather over replicate, {part}, {sends}: {event.reason}"
         elif event.op is Op.REDUCE:
@@ -110,7 +104,7 @@ class Schedule:
         if mesh.shard.size > 1 or mesh.replicate.size == 1:
             parts += ["reduce-scatter" + self._over("shard", event)]
         if mesh.replicate.size > 1:
-            spread = [] if event.unit in self.split_copies else ["all-gather"]
+            spread = ["all-gather"] if self.nbytes[event.unit].spread else []
             parts += [" + ".join(["reduce-scatter", *spread]) + self._over("replicate", event)]
         return " + ".join(parts)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from threading import Event
+from time import sleep
+
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
@@ -15,7 +20,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError, RanksDisagree
 from shardwise.strategies import placement_of
 from tests.copies import said
-from tests.ranks import gloo_group, outcomes_of, run_threads
+from tests.ranks import gloo_group, outcomes_of, run_hosts, run_threads
 
 HYBRID, FULL = placement_of("hybrid_shard"), placement_of("full_shard")
 
@@ -41,6 +46,19 @@ def test_a_wrong_product_names_both_numbers() -> None:
     assert "LOCAL_WORLD_SIZE, which says how many of the 6 ranks are on a host, is not set" in said(
         ConfigError, lambda: shape_of(HYBRID, 6, None, None)
     )
+
+
+def test_one_rank_needs_no_launcher() -> None:
+    assert shape_of(HYBRID, 1, None, None) == shape_of(HYBRID, 1, None, 8) == Shape(1, 1)
+    with pytest.raises(ConfigError, match="for 4 ranks, and there are 1"):
+        shape_of(HYBRID, 1, (2, 2), None)
+
+
+@pytest.mark.parametrize("mesh", [(4,), (1, 2, 2), ("2", "2"), []])
+def test_a_mesh_is_two_numbers(mesh: object) -> None:
+    for placement in (HYBRID, FULL):
+        with pytest.raises(ConfigError, match=r"it is two numbers of ranks, \(replicate, shard\)"):
+            shape_of(placement, 4, mesh, 2)
 
 
 def test_one_axis_is_asked_for_where_the_strategy_has_one() -> None:
@@ -112,6 +130,70 @@ def test_an_error_on_an_axis_names_its_ranks_by_their_numbers_among_all() -> Non
     assert messages[1].startswith(
         "on the replicate axis, whose ranks 0 to 1 are [1, 3] of all: "
     ), messages[1]
+
+
+def test_a_rank_that_ended_before_an_axis_was_made_has_left_it() -> None:
+    gone = Event()
+
+    def rank(comm: Comm) -> str:
+        if comm.rank == 3:
+            comm.close("it had enough")
+            gone.set()
+            return ""
+        assert gone.wait(10)
+        replicate, _ = comm.axes(2, 2)
+        do = partial(replicate.gather_rows, torch.ones(1), Label("demo"))
+        return said(RanksDisagree, do) if comm.rank == 1 else ""
+
+    assert "are [1, 3] of all: rank 1 has left (it had enough" in run_threads(4, rank)[1]
+
+
+# ---- hosts whose ranks share memory --------------------------------------------------------------
+
+
+class Slow(nn.Linear):
+    """Computes late, once it is told to."""
+
+    delay = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        sleep(self.delay)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+@pytest.mark.parametrize("graph", [True, False])
+def test_no_rank_writes_what_another_of_its_host_still_computes_with(
+    strategy: str, graph: bool
+) -> None:
+    def rank(comm: Comm) -> list[float]:
+        slow = Slow(4, 4)
+        model = nn.Sequential(slow, nn.Linear(4, 4))
+        for param in model.parameters():
+            nn.init.ones_(param)
+        sw.shard(model, strategy, comm=comm, mesh=(2, 2))
+        slow.delay = 0.3 * (comm.rank % 2)
+        with torch.set_grad_enabled(graph):
+            output = model(torch.ones(2, 4))  # and no backward pass
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        return list(output[0].tolist())
+
+    assert run_hosts(2, 2, rank) == [[21.0] * 4] * 4
+
+
+def test_a_layout_takes_the_place_of_the_one_before_in_memory_that_an_axis_shares() -> None:
+    def rank(comm: Comm) -> list[int]:
+        sharded = sw.shard(nn.Linear(64, 64), "hybrid_shard", comm=comm, mesh=(2, 2))
+        used = []
+        for _ in range(4):
+            sharded.relayout()
+            used.append(sharded.buckets[0].full.data_ptr())
+        return used
+
+    for used in run_hosts(2, 2, rank):
+        assert len(set(used)) <= 2
 
 
 # ---- processes -----------------------------------------------------------------------------------

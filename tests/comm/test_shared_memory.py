@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
+import resource
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -175,6 +177,18 @@ def relayouts(comm: SharedMemoryComm) -> list[int]:
 def test_a_layout_takes_the_place_of_the_one_before() -> None:
     for used in run_sharing(2, relayouts):
         assert used[2:] == [used[1]] * 4
+
+
+def test_a_process_with_many_open_files_still_sees_that_a_peer_has_ended() -> None:
+    def rank(comm: Comm) -> bool:
+        assert isinstance(comm, SharedMemoryComm)
+        peer = 1 - comm.rank
+        comm._pidfds[peer] = fcntl.fcntl(comm._pidfds[peer], fcntl.F_DUPFD, 1024)
+        return comm._is_gone(peer)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    assert run_sharing(2, rank) == [False, False]
 
 
 class Slow(nn.Module):

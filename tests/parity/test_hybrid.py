@@ -26,8 +26,9 @@ from shardwise.schedule.placement import Placement
 from shardwise.strategies import placement_of
 from shardwise.units.units import Units
 from tests import nets
-from tests.copies import clones, equal, local, on_ranks, said
+from tests.copies import clones, equal, local, on_ranks, said, seeded
 from tests.parity.plain import OPTIMIZERS
+from tests.ranks import run_hosts, run_threads
 from tests.steps import Recorder, averaged, train
 
 GRIDS = [(2, 2), (2, 3), (3, 2)]
@@ -116,6 +117,63 @@ def test_gradients_are_summed_over_rows_and_then_over_copies(
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=str)
+def test_hosts_that_share_memory_train_to_the_same_bits(
+    mixture: str, compute: torch.dtype | None
+) -> None:
+    def rank(comm: Comm, models: list[nn.Module]) -> dict[str, Tensor]:
+        model, precision = models[comm.rank], sw.Precision(compute=compute)
+        sharded = sw.shard(model, MIXTURES[mixture], comm=comm, mesh=(2, 2), precision=precision)
+        trained(sharded, torch.optim.AdamW(model.parameters(), eps=1e-4))
+        with torch.no_grad():
+            model(nets.decoder_batch(9, 2)[0])
+            for param in model.parameters():
+                param.mul_(1.5)
+        return trained(sharded, sw.optim.AdamW(sharded, eps=1e-4))
+
+    def models() -> list[nn.Module]:
+        return [seeded(nets.tied_decoder) for _ in range(4)]
+
+    [expected, *_] = run_threads(4, rank, models())
+    for state in run_hosts(2, 2, rank, models()):
+        assert equal(state, expected)
+
+
+@pytest.mark.parametrize(("mixture", "kept"), [("hybrid_shard", 2), ("hybrid_full", 1)])
+def test_optimizer_state_exists_once_in_each_copy_or_once_at_all(mixture: str, kept: int) -> None:
+    def rank(comm: Comm, model: nn.Module) -> int:
+        sharded = sw.shard(model, mixture, comm=comm, mesh=(2, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        trained(sharded, optimizer)
+        return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+    numel = sum(param.numel() for param in nets.decoder().parameters())
+    assert sum(on_ranks(4, nets.decoder, rank)) == kept * numel
+
+
+def test_what_is_frozen_is_not_joined_in_each_step_until_it_is_trained() -> None:
+    def rank(comm: Comm, model: nn.Module) -> list[int]:
+        sharded = sw.shard(model, "hybrid_full", comm=comm, mesh=(2, 2))
+        replicate, _ = comm.axes(2, 2)
+        sent = []
+        for _ in range(2):
+            train(model, nets.mostly_frozen_batch(comm.rank, 2))
+            replicate.counters.reset()
+            train(model, nets.mostly_frozen_batch(comm.rank, 2))
+            sent.append(replicate.counters.bytes_sent["update"])
+            for param in model.parameters():
+                param.requires_grad_()
+            sharded.relayout()
+        numels = [bucket.layout.numel for bucket in sharded.buckets]
+        assert sent[1] == sum(numels)  # 4 bytes of each, a quarter of them by each rank
+        return sent
+
+    trainable = [p.numel() for p in nets.mostly_frozen().parameters() if p.requires_grad]
+    for few, every in on_ranks(4, nets.mostly_frozen, rank):
+        assert sum(trainable) <= few < every / 4
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
 def test_each_axis_carries_the_lower_bound_and_the_schedule_says_so(mixture: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, MIXTURES[mixture], comm=comm, mesh=(2, 2))
@@ -160,11 +218,12 @@ def test_copies_are_updated_once_in_a_step_of_several_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_values_that_are_written_between_steps_reach_all_copies(strategy: str) -> None:
+def test_values_that_are_written_between_passes_reach_all_copies(strategy: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> Tensor:
-        sw.shard(model, strategy, comm=comm, mesh=(2, 2))
+        sharded = sw.shard(model, strategy, comm=comm, mesh=(2, 2))
+        with sharded.accumulate(last=False):  # no optimizer steps after it
+            train(model, nets.decoder_batch(comm.rank, 2))
         with torch.no_grad():
-            model(nets.decoder_batch(0, 2)[0])
             for param in model.parameters():
                 param.mul_(2)
             output: Tensor = model(nets.decoder_batch(0, 2)[0])

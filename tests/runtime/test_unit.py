@@ -41,7 +41,20 @@ def test_its_bytes_are_those_of_all_buckets_and_of_trainable_gradients_padding_i
     sharded = sw.shard(mostly_frozen(), comm=FakeComm(0, 2), precision=precision)
     state = sharded.runtime.units["blocks.0"]
     frozen, trainable = (bucket.layout.numel for bucket in state.buckets)
-    assert state.nbytes() == UnitBytes(2 * (frozen + trainable), 8 * trainable, 4 * trainable)
+    assert state.nbytes() == UnitBytes(2 * (frozen + trainable), 8 * trainable)
+
+
+def test_copies_spread_means_as_stored_or_join_what_is_trained_as_it_is_computed_in() -> None:
+    precision = sw.Precision(compute=torch.bfloat16)
+    found = {}
+    for strategy in ("hybrid_shard", "hybrid_full"):
+        comm = FakeComm(0, 4)
+        sharded = sw.shard(mostly_frozen(), strategy, comm=comm, mesh=(2, 2), precision=precision)
+        found[strategy] = sharded.runtime.units["blocks.0"]
+    _, trained = (bucket.layout.numel for bucket in found["hybrid_full"].buckets)
+    spread, joined = (found[strategy].nbytes() for strategy in found)
+    assert (spread.spread, spread.joined) == (4 * trained, 0)
+    assert (joined.spread, joined.joined) == (0, 2 * trained)
 
 
 def test_it_is_complete_when_every_gradient_of_its_last_visit_has_come() -> None:

@@ -66,8 +66,9 @@ def shape_of(
         ConfigError: the product is not the number of ranks, nothing says the shape, or the strategy
             cannot use two axes.
     """
-    sizes = tuple(mesh.mesh.shape) if isinstance(mesh, DeviceMesh) else mesh
-    axes = tuple(sizes) if isinstance(sizes, (tuple, list)) and len(sizes) == 2 else None
+    is_grid = isinstance(mesh, DeviceMesh) and mesh.ndim == 2
+    sizes = tuple(mesh.mesh.shape) if is_grid else mesh
+    axes = _axes(sizes) if isinstance(sizes, (tuple, list)) else None
     if not placement.hybrid:
         if axes is not None:
             raise ConfigError(
@@ -77,6 +78,7 @@ def shape_of(
         return None
     if axes is not None:
         return _checked(Shape(*axes), world)
+    local_size = 1 if world == 1 else local_size
     if local_size is None:
         raise ConfigError(
             f"strategy {placement.name!r} needs a mesh of two axes, and LOCAL_WORLD_SIZE, which "
@@ -90,6 +92,16 @@ def shape_of(
             "on each host, or pass mesh=(replicate, shard)."
         )
     return Shape(world // local_size, local_size)
+
+
+def _axes(sizes: Sequence[object]) -> tuple[int, int]:
+    match sizes:
+        case (int() as replicate, int() as shard):
+            return replicate, shard
+    raise ConfigError(
+        f"mesh is {sizes}; it is two numbers of ranks, (replicate, shard), such as (2, 4). For one "
+        "axis leave it out."
+    )
 
 
 def _checked(shape: Shape, world: int) -> Shape:

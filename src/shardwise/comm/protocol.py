@@ -161,7 +161,7 @@ class Comm(ABC):
         """
 
     def fence(self, label: Label) -> None:  # noqa: B027 - without peers there is nothing to do
-        """With shared memory a barrier of all ranks; otherwise a no-op."""
+        """A barrier of the ranks, here or on an axis, that share memory; otherwise a no-op."""
 
     def agree(self, facts: Mapping[str, str]) -> None:  # noqa: B027 - without peers there is nothing to do
         """Compare ``facts`` (name → short text) between ranks, outside the data path.

@@ -338,4 +338,8 @@ class SharedMemoryComm(Group):
 
     def _is_gone(self, peer: int) -> bool:
         """Has the peer's process ended? ``explain`` finds the reason if it published one."""
-        return peer != self.rank and bool(select.select([self._pidfds[peer]], [], [], 0)[0])
+        if peer == self.rank:
+            return False
+        poll = select.poll()  # ``select`` knows no descriptor above 1,023
+        poll.register(self._pidfds[peer], select.POLLIN)
+        return bool(poll.poll(0))

@@ -106,6 +106,8 @@ class _Rendezvous:
         """The rendezvous of some of the ranks."""
         new = _Rendezvous(len(ranks), self.timeout, axis_name(name, ranks))
         with self._changed:
+            ended = {ranks.index(r): why for r, why in self._ended.items() if r in ranks}
+            new._ended.update(ended)
             return self._axes.setdefault(ranks, new)
 
     def post(self, rank: int, own: _Contribution) -> dict[int, _Contribution]:

@@ -160,6 +160,12 @@ class Group(Comm):
         digests = self._texts(hashlib.sha256(own.encode()).hexdigest())
         if len(set(digests)) > 1:
             raise self._fail(facts_differ([json.loads(text) for text in self._texts(own)]))
+        for axis in itertools.chain(*self._axes.values()):
+            axis.agree(facts)  # which also frees memory that the axis shares
+
+    def fence(self, label: Label) -> None:
+        for axis in itertools.chain(*self._axes.values()):
+            axis.fence(label)
 
     def _texts(self, text: str) -> list[str]:
         return self._gather_texts(self._next("agree", Label("agree"), 0), text)

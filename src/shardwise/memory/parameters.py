@@ -171,6 +171,7 @@ class Bucket:
         self.adopt()
         if self.shard.data_ptr() != self._piece.data_ptr():
             self._piece.copy_(self.shard)
+            self.copied += self._piece.nbytes
         self.spec.replicate.all_gather(self._joined, Label("update", self.unit)).wait()
         self._is_updated = True
 

@@ -93,7 +93,7 @@ class BucketSpec:
     @cached_property
     def splits_copies(self) -> bool:
         """Is what this rank holds at rest a piece of its shard, and not all of that?"""
-        return self.placement.splits_copies and self.replicate.size > 1
+        return self.layout.world > self.shard.size
 
     @cached_property
     def copies(self) -> int:
@@ -176,14 +176,16 @@ def bytes_of(specs: Sequence[BucketSpec], trained: Sequence[BucketSpec]) -> Unit
     """What a unit's buckets take, and the gradients of the trained ones; padding included."""
     gathered = sum(spec.layout.numel * spec.dtypes.compute.itemsize for spec in specs)
     gradients = sum(spec.layout.numel * spec.dtypes.wire.itemsize for spec in trained)
-    mean = sum(spec.layout.numel * spec.dtypes.stored.itemsize for spec in trained)
-    return UnitBytes(gathered, gradients, mean)
+    spread = sum(s.layout.numel * s.dtypes.stored.itemsize for s in trained if s.copies > 1)
+    joined = sum(s.layout.numel * s.dtypes.compute.itemsize for s in specs if s.splits_copies)
+    return UnitBytes(gathered, gradients, spread, joined)
 
 
 def policy_of(specs: Sequence[BucketSpec], prefetch: Prefetch) -> Policy:
     """What the schedule of a model with these buckets depends on, besides its order."""
     casts = any(spec.dtypes.stored is not spec.dtypes.compute for spec in specs)
-    return Policy({spec.unit: spec.placement for spec in specs}, prefetch, casts=casts)
+    joins = frozenset(spec.unit for spec in specs if spec.splits_copies)
+    return Policy({s.unit: s.placement for s in specs}, prefetch, casts=casts, joins=joins)
 
 
 def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> list[BucketSpec]:
@@ -200,14 +202,15 @@ def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> 
             unit.name,
             tuple(members),
             _solve(members, dtypes, options, mesh).over(
-                mesh.size if placement.splits_copies else mesh.shard.size
+                # What is frozen has no optimizer state, and nothing to be joined in each step.
+                mesh.size if placement.splits_copies and trains else mesh.shard.size
             ),
             dtypes,
             options.precision.reduction(dtypes, mesh.size),
             *mesh,
             placement,
         )
-        for (dtypes, _, _), members in groups.items()
+        for (dtypes, trains, _), members in groups.items()
     ]
 
 

@@ -97,7 +97,8 @@ class UnitBytes(NamedTuple):
 
     gathered: int  # its parameters, as computed in
     gradients: int  # what travels to be summed; 0 if it is frozen
-    mean: int = 0  # the same gradients, summed, as stored
+    spread: int = 0  # of the mean gradients, as stored, what copies send each other
+    joined: int = 0  # of what is gathered, what copies join first
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ class Policy:
     reduces: bool = True  # gradients leave the rank in this step (not while accumulating)
     casts: bool = False
     gathered_at_start: frozenset[str] = frozenset()  # when the step begins
+    joins: frozenset[str] = frozenset()  # units of whose shards each copy updates a piece
     updates: bool = True  # optimizers may have stepped since shards were read last
 
     def gathers(self, unit: str) -> bool:
@@ -150,7 +152,7 @@ class Policy:
 
     def gathering(self, unit: str, phase: Phase, reason: str) -> Iterator[Event]:
         """What gathers a unit; what was done in this step already is not done again."""
-        if self.placements[unit].splits_copies:
+        if unit in self.joins:
             yield Event(Op.UPDATE, unit, phase, "the optimizers of its copies have stepped")
         yield Event(Op.GATHER, unit, phase, reason)
 
