@@ -66,9 +66,9 @@ def shape_of(
         ConfigError: the product is not the number of ranks, nothing says the shape, or the strategy
             cannot use two axes.
     """
-    is_grid = isinstance(mesh, DeviceMesh) and mesh.ndim == 2
-    sizes = tuple(mesh.mesh.shape) if is_grid else mesh
-    axes = _axes(sizes) if isinstance(sizes, (tuple, list)) else None
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+        mesh = tuple(mesh.mesh.shape)
+    axes = _axes(mesh) if isinstance(mesh, (tuple, list)) else None
     if not placement.hybrid:
         if axes is not None:
             raise ConfigError(
