@@ -364,7 +364,7 @@ def test_a_dtype_that_not_every_device_computes_in_is_refused(
     policy: Precision, device: str, refused: str, known: str
 ) -> None:
     with pytest.raises(sw.ConfigError, match=rf"{refused}.*Choose one of .*{known}"):
-        policy.check(torch.device(device))
+        policy.check(torch.device(device), nn.Linear(1, 1))
 
 
 def test_it_is_refused_where_the_device_is_known() -> None:

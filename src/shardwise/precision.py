@@ -13,13 +13,16 @@ reduce dtype split in two: a narrow dtype may travel while sums are formed in a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
+from torch import nn
 
 from shardwise.accelerators import row
 from shardwise.comm.reduction import Reduction
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, nearest
 
 AVERAGES = ("postdivide", "predivide", "sqrt", "avg")
 
@@ -39,6 +42,9 @@ class Precision:
             ``"predivide"`` (divide, then sum), ``"sqrt"`` (the power of two from √W up before, the
             rest after, which neither overflows nor underflows fp16), ``"avg"`` (the backend's own,
             after a self-test). ``None`` = ``"sqrt"`` where fp16 travels, else ``"postdivide"``.
+        keep: modules that stay in float32: patterns with ``*`` and ``?`` for their names, whole
+            (``"blocks.0.norm"``) or the last part (``"norm*"``). Their inputs are cast, and their
+            outputs are cast to ``compute``.
     """
 
     stored: torch.dtype | None = None
@@ -48,15 +54,26 @@ class Precision:
     buffers: torch.dtype | None = None
     output: torch.dtype | None = None
     average: str | None = None
+    keep: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.average is not None and self.average not in AVERAGES:
             raise ConfigError(
                 f"precision.average is {self.average!r}; choose one of {', '.join(AVERAGES)}."
             )
+        if isinstance(self.keep, str):
+            raise ConfigError(f"precision.keep is a string; write ({self.keep!r},), a tuple.")
+        if self.keep and self.compute is None:
+            raise ConfigError(
+                "precision.keep names modules that stay in float32, and precision.compute is None, "
+                "so all modules stay as they are. Add compute=torch.bfloat16, or leave keep out."
+            )
 
-    def check(self, device: torch.device) -> None:
-        """Raises ``ConfigError`` for a dtype in which not every device of this kind computes."""
+    def check(self, device: torch.device, model: nn.Module) -> None:
+        """Raises ``ConfigError`` for a dtype in which not every device of this kind computes.
+
+        And for a pattern of ``keep`` that matches no module, or one of two that share a parameter.
+        """
         known = row(device).dtypes
         for name, dtype in vars(self).items():
             if isinstance(dtype, torch.dtype) and dtype not in known:
@@ -65,10 +82,39 @@ class Precision:
                     f"computes. Choose one of {', '.join(map(str, known))}."
                 )
 
-    def of(self, dtype: torch.dtype, trainable: bool) -> Dtypes:
-        """The dtypes of a parameter that the model holds in ``dtype``."""
+        names = {name for name, _ in model.named_modules() if name}
+        for pattern in self.keep:
+            if not any(_matches(name, pattern) for name in names):
+                known_names = names | {name.rpartition(".")[2] for name in names}
+                near = ", ".join(map(repr, nearest(pattern.strip("*?."), known_names)))
+                raise ConfigError(
+                    f"precision.keep: {pattern!r} matches no module of {type(model).__name__}; "
+                    f"nearest are {near}."
+                )
+        self._check_ties(model)
+
+    def _check_ties(self, model: nn.Module) -> None:
+        seen: dict[nn.Parameter, str] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            first = seen.setdefault(param, name)
+            if self.keeps(first) is not self.keeps(name):
+                raise ConfigError(
+                    f"{first} and {name} are one parameter, and precision.keep names one of their "
+                    "modules, so it would need two dtypes. Name both, or neither."
+                )
+
+    def keeps(self, name: str) -> bool:
+        """Is the parameter of this full name in a module that ``keep`` names?"""
+        parts = name.split(".")[:-1]
+        around = [".".join(parts[: end + 1]) for end in range(len(parts))]
+        return any(_matches(module, pattern) for module in around for pattern in self.keep)
+
+    def of(self, dtype: torch.dtype, trainable: bool, kept: bool = False) -> Dtypes:
+        """The dtypes of a parameter that the model holds in ``dtype``; ``kept``: by ``keep``."""
         if not dtype.is_floating_point:  # quantised bytes travel as they are
             return Dtypes(dtype, dtype, dtype, dtype)
+        if kept:
+            return Dtypes(*[torch.float32] * 4)
         stored = self.stored if self.stored is not None and trainable else dtype
         compute = self.compute or stored
         return Dtypes(stored, compute, self.wire or compute, self.sum or stored)
@@ -96,6 +142,11 @@ class Dtypes:
     compute: torch.dtype
     wire: torch.dtype
     sum: torch.dtype
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Does the pattern match the whole name of a module, or its last part?"""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

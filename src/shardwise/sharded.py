@@ -88,7 +88,7 @@ def shard(
     if comm is None:
         no_group = checked.mesh is None or isinstance(checked.mesh, (tuple, list))
         comm = connect() if no_group else over(checked.mesh)
-    checked.precision.check(comm.device)
+    checked.precision.check(comm.device, model)
     return Sharded(model, placement, wrap, comm, checked)
 
 
@@ -150,8 +150,7 @@ class Sharded:
         self.runtime = Runtime(states, self.comm, policy, precision, first, participates)
         sync = partial(sync_buffers, self.model, self.comm, self.options.buffers)
         self.runtime.at_step_end = sync
-        casts = precision.compute, precision.output
-        self._hooks = Hooks(self.model, unit_names, self.runtime, casts)
+        self._hooks = Hooks(self.model, unit_names, self.runtime, precision)
         self._state = StateHooks(self.model, self.buckets, self._state_asked)
         self._attach()
 

@@ -29,6 +29,6 @@ def shard_arguments(report: Report) -> dict[str, Any]:
     if "prefetch" in named:
         arguments["prefetch"] = Prefetch(**config.prefetch.model_dump())
     if "precision" in named:
-        arguments["precision"] = Precision(**config.precision.dtypes(), average=None)
+        arguments["precision"] = Precision(**config.precision.arguments())
     options = ((place.partition("."), value) for place, value in elsewhere.items())
     return arguments | {name: value for (part, _, name), value in options if part == "sharding"}

@@ -193,7 +193,9 @@ def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> 
     groups: dict[Any, list[Member]] = {}
     for member in unit.members:
         param = member.param
-        dtypes = options.precision.of(param.dtype, param.requires_grad)
+        dtypes = options.precision.of(
+            param.dtype, param.requires_grad, options.precision.keeps(member.name)
+        )
         parts = {"block": None, "layer": member.name.rpartition(".")[0], "none": member.name}
         part = parts[options.bucketing]
         groups.setdefault((dtypes, param.requires_grad, part), []).append(member)

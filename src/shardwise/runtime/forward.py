@@ -22,9 +22,11 @@ from torch.autograd.graph import Node
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.memory.use_errors import functorch_transform
+from shardwise.precision import Precision
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.compiling import hide_gradients
 from shardwise.runtime.forward_calls import ForwardCall
+from shardwise.runtime.kept import cast_around_kept
 from shardwise.runtime.pytrees import cast, grad_fns, may_hide_tensors, tensors
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.structure_check import StructureCheck
@@ -60,7 +62,7 @@ class Hooks:
 
     Args:
         unit_names: the unit that a module's forward uses.
-        casts: dtypes of the model's floating-point inputs and outputs (``None``: as they are).
+        precision: the dtypes of the model's inputs and outputs, and of those of kept modules.
     """
 
     def __init__(
@@ -68,10 +70,10 @@ class Hooks:
         model: nn.Module,
         unit_names: Mapping[nn.Module, str],
         runtime: Runtime,
-        casts: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+        precision: Precision,
     ) -> None:
         self.model, self._unit_names = model, unit_names
-        self.runtime, self.casts = runtime, casts
+        self.runtime, self.precision = runtime, precision
         self._root = runtime.units.get(unit_names.get(model, ""))
         own = [] if self._root is None else [p for b in self._root.buckets for p in b.params]
         self._partial_roots = partial_roots(model, unit_names, own)
@@ -90,6 +92,7 @@ class Hooks:
                 module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
                 module.register_forward_hook(self._after, always_call=True),
             ]
+        self._handles += cast_around_kept(self.model, self.precision)
         self.backward.install()
         for sharding in self._shardings():
             sharding.engine = weakref.ref(self)
@@ -175,7 +178,7 @@ class Hooks:
         self._frames.append(frame)
         if unit is not None:
             self.runtime.enter(unit, Phase.FORWARD, frame.listed)
-        return None if recomputes else self._cast(module, given, self.casts[0])
+        return None if recomputes else self._cast(module, given, self.precision.compute)
 
     def _expected(self, unit: str | None, recomputes: bool) -> ForwardCall | None:
         """The call that begins, if the backward pass comes back to it.
@@ -229,7 +232,7 @@ class Hooks:
             self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
         if frame.listed and not self._frames:
             self.runtime.end_forward(frame.resume)
-        return self._cast(module, output, self.casts[1])
+        return self._cast(module, output, self.precision.output)
 
     def _failed(self, frame: Frame) -> None:
         """The call raised. Early-stopped recomputations do so, and mean no harm."""

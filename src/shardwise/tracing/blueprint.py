@@ -118,7 +118,7 @@ def draw(
     chosen, placement = Options.of(options), placement_of(strategy)
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     comm = FakeComm(*ranks, "cpu" if device.type == "meta" else device)
-    chosen.precision.check(comm.device)
+    chosen.precision.check(comm.device, model)
     shape = shape_of(placement, comm.size, chosen.mesh, local_size(os.environ))
     units, mesh = choose_units(model, wrap), Mesh.of(comm, placement.splits, shape)
     specs = {unit.name: tuple(specs_of(unit, chosen, mesh, placement)) for unit in units}

@@ -8,7 +8,7 @@ no operation is read by a tracer of ours.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise.errors import ScheduleError
 from shardwise.precision import Precision
+from shardwise.runtime.kept import cast_around_kept
 from shardwise.runtime.pytrees import cast, tensors
 from shardwise.schedule.events import Order, Phase
 from shardwise.torch_internals import FakeTensorMode, tree_leaves, tree_map
@@ -86,7 +87,10 @@ class _Step:
         )
         if self.precision.compute is not None:
             args, kwargs = cast((args, kwargs), self.precision.compute)
-        returned = torch.func.functional_call(self.model, dict(state), args, kwargs)
+        with ExitStack() as casts:
+            for handle in cast_around_kept(self.model, self.precision):
+                casts.enter_context(handle)
+            returned = torch.func.functional_call(self.model, dict(state), args, kwargs)
         if self.precision.output is not None:
             returned = cast(returned, self.precision.output)
         outputs = tensors(returned)

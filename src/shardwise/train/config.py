@@ -8,7 +8,7 @@ starts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -23,9 +23,6 @@ from pydantic import (
 
 from shardwise.errors import ConfigError
 from shardwise.strategies import placement_of
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "HUB",
@@ -238,26 +235,27 @@ class PrecisionConfig(Section):
     average: Literal["postdivide", "predivide", "sqrt", "avg"] | None = Field(
         None, description="how the mean over ranks is formed"
     )
+    keep: tuple[str, ...] = Field((), description="modules that stay in float32, such as norm*")
 
-    def dtypes(self) -> dict[str, torch.dtype | None]:
-        """The dtype fields by name."""
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``shardwise.Precision``."""
         import torch  # a recipe is read and validated without it
 
-        names = ("stored", "compute", "wire", "sum", "buffers", "output")
-        values = {name: getattr(self, name) for name in names}
-        return {name: value and getattr(torch, value) for name, value in values.items()}
+        dtypes = self.model_dump(exclude={"average", "keep"})
+        values = {name: value and getattr(torch, value) for name, value in dtypes.items()}
+        return {**values, "average": self.average, "keep": self.keep}
 
 
 def _short_precision(value: object) -> object:
     """``fp32``, ``bf16`` and ``fp16`` as a table of dtypes."""
-    short: dict[str, dict[str, str]] = {"fp32": {}, "bf16": {"compute": "bfloat16"}}
-    short["fp16"] = {"compute": "float16"}
-    if isinstance(value, str) and value not in short:
+    if not isinstance(value, str):
+        return value
+    if value not in ("fp32", "bf16", "fp16"):
         raise ConfigError(
             f"{value!r} is none of fp32, bf16 and fp16; for anything else write a table of dtypes, "
             "such as {compute: bfloat16, wire: float32}."
         )
-    return short[value] if isinstance(value, str) else value
+    return {} if value == "fp32" else {"compute": SHORT[value]}
 
 
 def _whole_number(value: object) -> object:

@@ -106,7 +106,7 @@ def build(recipe: Recipe, comm: Comm, rows: Rows | StreamedRows, vocabulary: int
         bucketing=sharding.bucketing,
         activation_checkpointing=sharding.activation_checkpointing,
         prefetch=Prefetch(**sharding.prefetch.model_dump()),
-        precision=Precision(**sharding.precision.dtypes(), average=sharding.precision.average),
+        precision=Precision(**sharding.precision.arguments()),
     )
     optimizer = _optimizer(model.parameters(), recipe.optimizer)
     scaler = _scaler(recipe, comm.device.type)

@@ -50,7 +50,7 @@ def check_memory(
 def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -> int:
     """A lower bound of the bytes of ``local_ranks`` of ``ranks`` ranks in one memory. Pure."""
     placement = placement_of(recipe.sharding.strategy)
-    stored = recipe.sharding.precision.dtypes()["stored"] or torch.float32
+    stored = recipe.sharding.precision.arguments()["stored"] or torch.float32
     whole = recipe.model.parameters(vocabulary) * stored.itemsize
     if not placement.splits:
         return local_ranks * (1 + STATES) * whole

@@ -1,0 +1,139 @@
+"""Modules that stay in float32 inside a model that computes in bf16, named by patterns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from tests import nets
+from tests.copies import on_ranks, seeded
+from tests.parity.plain import Gradients, mean_in_rank_order
+from tests.steps import STRATEGIES, assert_gradients, train
+
+BF16, FP32 = torch.bfloat16, torch.float32
+KEPT = sw.Precision(compute=BF16, keep=("norm*", "lm_head"))
+
+
+def in_bf16_but_norms_and_head() -> nn.Module:
+    """A plain model that does by hand what ``KEPT`` says."""
+    model = seeded(nets.decoder)
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if last in ("norm", "norm1", "norm2", "lm_head"):
+            module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            module.register_forward_hook(lambda _, __, output: output.bfloat16())
+        else:
+            for param in module.parameters(recurse=False):
+                param.data = param.data.bfloat16()
+    return model
+
+
+def expected(world: int) -> Gradients:
+    ranks = []
+    for rank in range(world):
+        model = in_bf16_but_norms_and_head()
+        train(model, nets.decoder_batch(rank, 2))
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        ranks.append({name: None if grad is None else grad.float() for name, grad in grads.items()})
+    return mean_in_rank_order(ranks)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_full"])
+def test_gradients_are_those_of_a_model_that_is_cast_by_hand(strategy: str) -> None:
+    """Its norms and its head have inputs in float32, and outputs in bf16."""
+    hybrid = strategy == "hybrid_full"
+    world = 2 if not hybrid else 4
+    truth = expected(world)
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        mesh = (4, 1) if hybrid else None
+        sw.shard(model, strategy, comm=comm, precision=KEPT, mesh=mesh)
+        train(model, nets.decoder_batch(comm.rank, 2))
+        assert_gradients(model, truth)
+
+    on_ranks(world, nets.decoder, rank)
+
+
+def test_inside_they_see_float32_and_the_modules_around_them_bf16() -> None:
+    seen: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {}
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            given = args[0].dtype if args[0].is_floating_point() else FP32
+            seen[names[module]] = (given, next(module.parameters()).dtype, output.dtype)
+
+        names = {module: name for name, module in model.named_modules()}
+        for name in ("blocks.0.norm1", "blocks.0.attention", "lm_head"):
+            model.get_submodule(name).register_forward_hook(note)
+        sharded = sw.shard(model, comm=comm, precision=KEPT)
+        assert model(nets.decoder_batch(0, 2)[0]).dtype is BF16
+        return str(sharded.layout)
+
+    [layout] = on_ranks(1, nets.decoder, rank)
+    assert seen == {
+        "blocks.0.norm1": (FP32, FP32, FP32),
+        "blocks.0.attention": (BF16, BF16, BF16),
+        "lm_head": (FP32, FP32, FP32),
+    }
+    titles = [line for line in layout.splitlines() if line.startswith("blocks.0 ")]
+    assert [title.partition("(")[2].split(", gradients")[0] for title in titles] == [
+        "stored float32, computed in float32",
+        "stored float32, computed in bfloat16",
+    ]
+
+
+def test_a_model_held_in_bf16_stores_them_in_float32() -> None:
+    def rank(comm: Comm, model: nn.Module) -> set[torch.dtype]:
+        sw.shard(model.bfloat16(), comm=comm, precision=KEPT)
+        stored = {name: param.dtype for name, param in model.named_parameters()}
+        assert stored["embed.weight"] is BF16
+        return {stored["blocks.1.norm2.weight"], stored["lm_head.weight"]}
+
+    assert on_ranks(2, nets.decoder, rank) == [{FP32}] * 2
+
+
+@pytest.mark.parametrize(
+    ("patterns", "kept"),
+    [
+        (("norm",), {"norm"}),
+        (("norm?",), {"blocks.0.norm1", "blocks.0.norm2", "blocks.1.norm1", "blocks.1.norm2"}),
+        (("blocks.1.norm*",), {"blocks.1.norm1", "blocks.1.norm2"}),
+        (("blocks.1",), {"blocks.1.norm1", "blocks.1.norm2", "blocks.1.mlp"}),
+    ],
+)
+def test_a_pattern_is_for_the_whole_name_of_a_module_or_its_last_part(
+    patterns: tuple[str, ...], kept: set[str]
+) -> None:
+    modules = ["norm", "lm_head", *(f"blocks.{i}.{m}" for i in (0, 1) for m in ("norm1", "norm2"))]
+    precision = sw.Precision(compute=BF16, keep=patterns)
+    assert {m for m in [*modules, "blocks.1.mlp"] if precision.keeps(f"{m}.weight")} == kept
+
+
+def test_a_trace_computes_them_in_float32_too() -> None:
+    """Otherwise the second product would have a bf16 input and a float32 weight."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sw.trace(model, torch.ones(1, 2), precision=sw.Precision(compute=BF16, keep=("1",)))
+
+
+@pytest.mark.parametrize(
+    ("keep", "why"),
+    [
+        ("nrom*", "'nrom\\*' matches no module of Decoder; nearest are 'norm', 'norm"),
+        ("lm_head", "embed.weight and lm_head.weight are one parameter, and precision.keep"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_the_model_changes(keep: str, why: str) -> None:
+    model = seeded(nets.tied_decoder)
+    with pytest.raises(sw.ConfigError, match=why):
+        sw.shard(model, precision=sw.Precision(compute=BF16, keep=(keep,)))
+    sw.shard(model, precision=sw.Precision(compute=BF16, keep=("norm*", "lm_head", "embed")))
+
+
+def test_keep_needs_a_dtype_to_be_kept_from_and_is_a_tuple() -> None:
+    with pytest.raises(sw.ConfigError, match=r"precision\.compute is None.* Add compute="):
+        sw.Precision(keep=("norm",))
+    with pytest.raises(sw.ConfigError, match=r"write \('norm',\), a tuple"):
+        sw.Precision(compute=BF16, keep="norm")
