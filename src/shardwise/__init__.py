@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shardwise.precision import Precision
     from shardwise.schedule.events import Prefetch
     from shardwise.schedule.placement import Placement
+    from shardwise.setup.recompute import ActivationCheckpointing
     from shardwise.sharded import Sharded, shard
     from shardwise.tracing import Recording, Trace, record, trace
     from shardwise.units import wrap
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "ActivationCheckpointing",
     "CheckpointError",
     "ConfigError",
     "DamagedCheckpoint",
@@ -91,6 +93,7 @@ _DEFINING_MODULES = (
     "schedule.placement",
     "precision",
     "comm.connect",
+    "setup.recompute",
     "sharded",
     "checkpoint",
     "tracing",

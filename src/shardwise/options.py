@@ -10,6 +10,7 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.precision import Precision
 from shardwise.schedule.events import Prefetch
 from shardwise.setup.materialise import Init, default_init
+from shardwise.setup.recompute import ActivationCheckpointing
 from shardwise.synonyms import option_hint
 
 
@@ -30,7 +31,10 @@ class Options:
         buffers: ``"local"``, ``"broadcast"`` or ``"average"`` (see ``runtime.buffers``).
         divergence: what a rank does when others enter a unit that it skips: ``"error"``, or
             ``"participate"`` (units must then run in the order they are registered).
-        activation_checkpointing: recompute repeated units in the backward pass.
+        activation_checkpointing: recompute units in the backward pass: ``True``: those of repeated
+            classes, or an ``ActivationCheckpointing``.
+        compile: compile each unit's forward: ``True``: by the backend of the device's row, or a
+            backend of ``torch.compile``.
         mesh: a ``DeviceMesh`` or process group to shard over, instead of ``comm``; for a hybrid
             strategy a mesh of two axes, or ``(replicate, shard)``: over how many ranks parameters
             are sharded, and how many copies there are. ``None`` = the ranks of a host, from the
@@ -45,12 +49,19 @@ class Options:
     init: Init = default_init
     buffers: str = "local"
     divergence: str = "error"
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | ActivationCheckpointing = False
+    compile: bool | str = False
     mesh: Any = None
 
     def __post_init__(self) -> None:
         _check_type("precision", self.precision, Precision, "sw.Precision(compute=torch.bfloat16)")
         _check_type("prefetch", self.prefetch, Prefetch, "sw.Prefetch(backward=0)")
+        if not isinstance(self.activation_checkpointing, bool):
+            example = "sw.ActivationCheckpointing(every=2)"
+            given = self.activation_checkpointing
+            _check_type("activation_checkpointing", given, ActivationCheckpointing, example)
+        if not isinstance(self.compile, bool):
+            _check_type("compile", self.compile, str, '"inductor"')
         _check_choice("bucketing", self.bucketing, ("block", "layer", "none"))
         _check_choice("uneven", self.uneven, ("pad", "error"))
         _check_choice("buffers", self.buffers, ("local", "broadcast", "average"))

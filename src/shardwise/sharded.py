@@ -41,7 +41,7 @@ from shardwise.schedule.events import Mode, Order
 from shardwise.schedule.placement import Placement
 from shardwise.setup import order
 from shardwise.setup.build import check_unsharded, cut, facts, uncut
-from shardwise.setup.recompute import check_own_checkpointing, checkpoint_units
+from shardwise.setup.forwards import Forwards
 from shardwise.setup.whole_values import StateHooks, local_state, whole_copy
 from shardwise.strategies import placement_of
 from shardwise.units.units import Units, choose_units
@@ -83,8 +83,6 @@ def shard(
             f"wrap is {wrap!r}, not a wrap policy. Pass one, such as sw.wrap.by_class('Block')."
         )
     check_unsharded(model)
-    if checked.activation_checkpointing:
-        check_own_checkpointing(model)
     if comm is None:
         no_group = checked.mesh is None or isinstance(checked.mesh, (tuple, list))
         comm = connect() if no_group else over(checked.mesh)
@@ -113,6 +111,7 @@ class Sharded:
 
     def _build(self) -> None:
         units = choose_units(self.model, self.wrap)
+        self._forwards = Forwards(self.model, units, self.options, self.comm.device)
         placements = self._placements(units)
         meshes = {p: Mesh.of(self.comm, p.splits, self.shape) for p in placements.values()}
         pairs = zip(units, placements.values(), strict=True)
@@ -127,6 +126,7 @@ class Sharded:
             units,
             padding=self.layout.padding(),
             placements={n: p.words for n, p in placements.items()},
+            forwards=self._forwards.words,
         )
         self._start(states)
 
@@ -217,11 +217,8 @@ class Sharded:
     def rehearse(self, *args: Any, **kwargs: Any) -> Schedule:
         """Record the order of units in a forward pass on the meta device, before any real step."""
         self._check_idle("rehearse() was called")
-        self._hooks.backward.suspended = True  # or hooks would gather
-        try:
+        with self._detached():  # nothing is gathered, compiled or recomputed
             rehearsed = order.rehearse(self.model, self.units.unit_names, args, kwargs)
-        finally:
-            self._hooks.backward.suspended = False
         for mode in ("train", "accumulate", "last"):
             self.runtime.schedules.set_order(mode, rehearsed)
         self.runtime.schedules.set_order("forward", Order(rehearsed.forward))
@@ -289,9 +286,7 @@ class Sharded:
 
     def _attach(self) -> None:
         """Attach hooks and methods to the model's modules."""
-        self._checkpointed = (
-            checkpoint_units(self.units) if self.options.activation_checkpointing else []
-        )
+        self._forwards.install()
         self._hooks.install()
         self._methods.install(self._hooks)
         self._state.install()
@@ -302,8 +297,7 @@ class Sharded:
         self._state.remove()
         self._methods.remove()
         self._hooks.remove()
-        for module in self._checkpointed:
-            del module.forward
+        self._forwards.remove()
 
     @contextmanager
     def _detached(self) -> Iterator[None]:

@@ -140,17 +140,30 @@ def is_transformed() -> bool:
 
 # ---- torch.compile ---------------------------------------------------------------------------
 
+NO_GRAPH = (
+    "shardwise gathers and frees a unit here, and a graph cannot hold collectives: compile "
+    "without fullgraph=True, or let shard(model, compile=True) compile the units"
+)
+
 
 def skip_in_dynamo(*functions: Callable[..., Any]) -> None:
     """These, and what they call, run as they are written, also inside a compiled region.
 
-    ``torch.compiler.disable`` imports the compiler for everybody and costs a microsecond a call.
+    With ``fullgraph=True`` torch's error gives the reason. ``torch.compiler.disable`` imports the
+    compiler for everybody and costs a microsecond a call.
     """
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
     for function in functions:
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
         function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and are not inlined
+        function._torchdynamo_disable_msg = NO_GRAPH  # type: ignore[attr-defined]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Was it compiled, by ``module.compile()`` or by ``torch.compile`` of it or its forward?"""
+    original = getattr(module.forward, "_torchdynamo_orig_callable", None)
+    return original is not None or module._compiled_call_impl is not None
 
 
 def watch_compiler(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from copy import deepcopy
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import shardwise as sw
@@ -107,6 +109,84 @@ def test_repeated_units_are_checkpointed_and_the_others_are_not() -> None:
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
+@pytest.mark.parametrize(
+    ("policy", "chosen"),
+    [
+        (sw.ActivationCheckpointing(every=2), [1]),
+        (sw.ActivationCheckpointing(every=3), [2]),
+        (sw.ActivationCheckpointing("Block"), [0, 1, 2]),
+        (sw.ActivationCheckpointing("blocks.[12]"), [1, 2]),
+        (sw.ActivationCheckpointing(("blocks.0", "blocks.2"), every=2), [2]),
+    ],
+)
+def test_a_policy_chooses_units_by_class_by_name_and_every_nth(
+    policy: sw.ActivationCheckpointing, chosen: list[int]
+) -> None:
+    model = decoder()
+    sw.shard(model, comm=LocalComm(), activation_checkpointing=policy)
+    changed = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert changed == [f"blocks.{index}" for index in chosen]
+
+
+def test_each_unit_less_that_is_recomputed_keeps_more_bytes() -> None:
+    batch, kept = decoder_batch(0, 8), []
+    for every in (1, 2, 3):
+        model, policy = decoder(), sw.ActivationCheckpointing(every=every)
+        sw.shard(model, comm=LocalComm(), activation_checkpointing=policy)
+        kept.append(saved_bytes(model, batch))
+    assert kept == sorted(kept)
+    assert kept[0] < 0.5 * kept[1]
+
+
+@pytest.mark.parametrize("pattern", ["Blok", "block.0", "(root)"])
+def test_a_pattern_of_no_unit_is_refused_nearest_first(pattern: str) -> None:
+    policy = sw.ActivationCheckpointing(pattern)
+    with pytest.raises(sw.ConfigError) as error:
+        sw.shard(decoder(), comm=LocalComm(), activation_checkpointing=policy)
+    assert f"{pattern!r}, which is neither the class nor the name of a unit" in str(error.value)
+    assert "Nearest first: " in str(error.value)
+    assert "Block" in str(error.value)
+
+
+def test_every_counts_from_one() -> None:
+    with pytest.raises(sw.ConfigError, match="every is 0, so no unit would be recomputed"):
+        sw.ActivationCheckpointing(every=0)
+
+
+# ---- on the host -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_the_same_with_the_inputs_on_the_host(strategy: str) -> None:
+    policy = sw.ActivationCheckpointing(offload=True)
+    options = {"strategy": strategy, "activation_checkpointing": policy}
+    assert all(step.follows for step in play(decoder(), [train] * 2, BATCHES, **options))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_inputs_on_the_host_free_those_of_the_device(offload: bool) -> None:
+    """On CPU the host's copies are a second pool; parameters are never copied into it."""
+    model = decoder()
+    policy = sw.ActivationCheckpointing(offload=offload)
+    sw.shard(model, comm=LocalComm(), activation_checkpointing=policy)
+    inputs, copied = list[weakref.ref[Any]](), list[torch.Size]()
+    for block in model.get_submodule("blocks").children():
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                copied.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    batch = decoder_batch(0, 8)
+    with Copies():
+        value = loss(model, batch)
+    assert [x() is None for x in inputs] == [offload] * 3
+    assert copied == ([torch.Size((8, batch[0].shape[1], 16))] * 3 if offload else [])
+    value.backward()
+
+
 def test_a_copy_of_a_checkpointed_model_is_plain() -> None:
     model = decoder()
     sw.shard(model, comm=LocalComm(), activation_checkpointing=True)
@@ -160,6 +240,14 @@ def test_a_model_that_checkpoints_by_itself_is_refused_with_the_reason_and_what_
     assert "OwnCheckpoints has its own gradient checkpointing on" in message
     assert "recomputed twice, and gathered once more" in message
     assert "model.activation_checkpointing_disable()" in message
+
+
+def test_so_is_one_whose_modules_torch_has_wrapped() -> None:
+    wrappers = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    model: Any = decoder()
+    model.blocks[0] = wrappers.checkpoint_wrapper(model.blocks[0])
+    with pytest.raises(sw.ConfigError, match="CheckpointWrapper has its own gradient checkpoint"):
+        sw.shard(model, comm=LocalComm(), activation_checkpointing=True)
 
 
 def tiny_llama() -> nn.Module:

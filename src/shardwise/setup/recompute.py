@@ -9,21 +9,86 @@ gradient, so frozen embeddings and LoRA work too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, nearest
+from shardwise.torch_internals import storage_key
 from shardwise.units.units import Unit
 
-__all__ = ["check_own_checkpointing", "checkpoint_units"]
+__all__ = ["ActivationCheckpointing", "check_own_checkpointing", "offload", "recompute"]
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Which units are recomputed in the backward pass, instead of keeping their activations.
+
+    Attributes:
+        units: class names, or patterns of units' names as ``fnmatch`` reads them (``"layers.1?"``);
+            none = the units of each class that occurs more than once.
+        every: of these units every n-th: with 2 the second, the fourth …
+        offload: keep the inputs of these units in host memory until they are recomputed, pinned
+            if the device can (``torch.autograd.graph.save_on_cpu``). On CPU they are copies.
+
+    Raises:
+        ConfigError: ``every`` is below 1; when applied to a model: a pattern matches no unit.
+    """
+
+    units: str | tuple[str, ...] = ()
+    every: int = 1
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(
+                f"every is {self.every}, so no unit would be recomputed. Pass 1 for all of them, "
+                "or activation_checkpointing=False for none."
+            )
+
+    def pick(self, units: Sequence[Unit]) -> list[nn.Module]:
+        """The modules of ``units`` to recompute, in order of registration."""
+        # A unit of several modules (a tied embedding and head) is not one call, nor is the root.
+        called = [unit for unit in units if len(unit.modules) == 1 and unit.name]
+        names = [unit.class_name for unit in called]
+        patterns = (self.units,) if isinstance(self.units, str) else self.units
+        for pattern in patterns:
+            if not any(_matches(unit, pattern) for unit in called):
+                raise _no_such_unit(pattern, called)
+        picked = [
+            unit
+            for unit in called
+            if (any(_matches(unit, pattern) for pattern in patterns) if patterns
+                else names.count(unit.class_name) > 1)
+        ]  # fmt: skip
+        return [unit.modules[0] for unit in picked[self.every - 1 :: self.every]]
+
+
+def _matches(unit: Unit, pattern: str) -> bool:
+    return unit.class_name == pattern or fnmatchcase(unit.name, pattern)
+
+
+def _no_such_unit(pattern: str, units: Sequence[Unit]) -> ConfigError:
+    known = dict.fromkeys((*(u.class_name for u in units), *(u.name for u in units)))
+    return ConfigError(
+        f"activation_checkpointing names {pattern!r}, which is neither the class nor the name of a "
+        f"unit with one module. Nearest first: {', '.join(nearest(pattern, known, limit=8))}. "
+        "Name one of these."
+    )
 
 
 def check_own_checkpointing(model: nn.Module) -> None:
     """Raises ``ConfigError`` where the model's own gradient checkpointing is on."""
     own = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    own += [m for m in model.modules() if type(m).__name__ == "CheckpointWrapper"]
     if own:
         raise ConfigError(
             f"activation_checkpointing=True, and {type(own[0]).__name__} has its own gradient "
@@ -33,17 +98,36 @@ def check_own_checkpointing(model: nn.Module) -> None:
         )
 
 
-def checkpoint_units(units: Sequence[Unit]) -> list[nn.Module]:
-    """Recompute the activations of units of a class that occurs more than once.
+def recompute(module: nn.Module) -> Forward:
+    """A ``forward`` of ``module`` that keeps its inputs only, and runs again in backward."""
+    forward = module.forward
 
-    Returns the modules whose ``forward`` was replaced; ``del module.forward`` undoes it.
+    # A function of this file: torch.compile would not look into a partial() of torch's function.
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
+
+
+def offload(module: nn.Module, device: torch.device) -> Forward:
+    """A ``forward`` whose saved tensors lie in host memory, except parameters and buffers.
+
+    Parameters are gathered again for the backward pass: their copies would be whole units.
     """
-    names = [unit.class_name for unit in units]
-    chosen = [
-        unit.modules[0]
-        for unit in units
-        if names.count(unit.class_name) > 1 and len(unit.modules) == 1
-    ]
-    for module in chosen:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-    return chosen
+    forward = module.forward
+    kind = {} if device.type == "cpu" else {"device_type": device.type}
+    host = save_on_cpu(pin_memory=True, **kind)
+
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        held = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+        def pack(tensor: Tensor) -> Any:
+            return tensor if storage_key(tensor) in held else host.pack_hook(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            return packed if isinstance(packed, Tensor) else host.unpack_hook(packed)
+
+        with saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    return offloaded

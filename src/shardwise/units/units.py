@@ -87,6 +87,7 @@ class Units(Sequence[Unit]):
     units: tuple[Unit, ...]
     padding: Mapping[str, int] | None = None  # bytes by unit, once layouts exist
     placements: Mapping[str, str] | None = None  # "sharded" or "replicated", by unit
+    forwards: Mapping[str, str] | None = None  # compiled, recomputed …, by unit
 
     @overload
     def __getitem__(self, index: int) -> Unit: ...
@@ -116,6 +117,8 @@ class Units(Sequence[Unit]):
             columns["padding"] = _summed(self.padding[unit.name] for unit in self)
         if self.placements is not None:
             columns["placement"] = [*(self.placements[unit.name] for unit in self), ""]
+        if self.forwards is not None and any(self.forwards.values()):
+            columns["forward"] = [*(self.forwards[unit.name] or "-" for unit in self), ""]
         return _aligned(columns)
 
 

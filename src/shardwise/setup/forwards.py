@@ -1,0 +1,102 @@
+"""What runs in place of the ``forward`` of units' modules, inside the hooks that gather them.
+
+    hooks ─▶ saved tensors on the host ─▶ compiled ─▶ recomputed in backward ─▶ forward
+
+The recomputation is inside the graph, so a compiler sees both and may fuse across them; the host
+copies are outside, since a graph cannot hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.options import Options
+from shardwise.setup.compiler import (
+    backend_of,
+    check_not_compiled,
+    compile_forward,
+    compiled_modules,
+)
+from shardwise.setup.recompute import (
+    ActivationCheckpointing,
+    check_own_checkpointing,
+    offload,
+    recompute,
+)
+from shardwise.units.units import Units
+
+__all__ = ["Forwards"]
+
+Replaced = tuple[str, Sequence[nn.Module], Callable[[nn.Module], Callable[..., Any]]]
+"""What to print, the modules, and what makes the new ``forward`` of one from the present one."""
+
+
+class Forwards:
+    """The replaced forwards of a model, from ``install`` to ``remove``.
+
+    Raises:
+        ConfigError: checkpointing or compiling is chosen twice, or cannot be done as chosen.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Units, options: Options, device: torch.device
+    ) -> None:
+        self._replaced = [
+            *_checkpointing(model, units, options),
+            *_compiling(model, units, options, device),
+            *_offloading(units, options, device),
+        ]
+        self._previous: dict[nn.Module, Any] = {}  # forwards that the user had set
+        self.words = {
+            unit.name: ", ".join(
+                words for words, modules, _ in self._replaced if {*modules} & {*unit.modules}
+            )
+            for unit in units
+        }
+
+    def install(self) -> None:
+        for _, modules, replacement in self._replaced:
+            for module in modules:
+                self._previous.setdefault(module, vars(module).get("forward"))
+                module.forward = replacement(module)
+
+    def remove(self) -> None:
+        for module, forward in self._previous.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+        self._previous.clear()
+
+
+def _policy(options: Options) -> ActivationCheckpointing | None:
+    chosen = options.activation_checkpointing
+    return (ActivationCheckpointing() if chosen else None) if isinstance(chosen, bool) else chosen
+
+
+def _checkpointing(model: nn.Module, units: Units, options: Options) -> list[Replaced]:
+    if (policy := _policy(options)) is None:
+        return []
+    check_own_checkpointing(model)
+    return [("recomputed (non-reentrant)", policy.pick(units), recompute)]
+
+
+def _compiling(
+    model: nn.Module, units: Units, options: Options, device: torch.device
+) -> list[Replaced]:
+    if not options.compile:
+        return []
+    check_not_compiled(model)
+    backend = backend_of(options.compile, device)
+    return [(backend, compiled_modules(model, units), partial(compile_forward, backend=backend))]
+
+
+def _offloading(units: Units, options: Options, device: torch.device) -> list[Replaced]:
+    policy = _policy(options)
+    if policy is None or not policy.offload:
+        return []
+    return [("inputs on the host", policy.pick(units), partial(offload, device=device))]
