@@ -55,6 +55,12 @@ _OPTIONS = {
     "that is activation_checkpointing= here": (
         "gradient_checkpointing checkpoint_activations recompute"
     ),
+    "that is activation_checkpointing=sw.ActivationCheckpointing(offload=True) here": (
+        "activation_checkpointing_offload activation_offload cpu_checkpointing"
+    ),
+    'that is compile= here: True, or a backend such as "inductor"': (
+        "torch_compile torch_compile_backend dynamo_backend compile_backend"
+    ),
     "that is sync_module_states= here": "cpu_ram_efficient_loading sync_params init_sync",
     'that is sharded.state_dict("full"), "sharded" or "local" here': "state_dict_type",
     "that is sharded.clip_grad_norm_(max_norm) here": (

@@ -36,6 +36,14 @@ def test_a_model_is_sharded_as_fsdp1_was_told() -> None:
     assert len(str(sharded.units).splitlines()) > 2
 
 
+def test_activations_on_the_host_and_compiled_units() -> None:
+    keys = ("activation_checkpointing", "activation_checkpointing_offload")
+    arguments = shard_arguments(read(dict.fromkeys(keys, True), "plugin"))
+    assert arguments == {"activation_checkpointing": sw.ActivationCheckpointing(offload=True)}
+    report = read({"torch_compile": True, "torch_compile_backend": "hpu_backend"}, "transformers")
+    assert shard_arguments(report) == {"compile": "hpu_backend"}
+
+
 def test_contradictory_arguments_shard_nothing() -> None:
     report = read({"sharding_strategy": "NO_SHARD", "cpu_offload": True}, "fsdp1")
     with pytest.raises(ConfigError, match="no_shard keeps whole parameters"):

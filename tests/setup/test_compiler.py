@@ -104,8 +104,9 @@ def test_each_unit_is_one_graph_and_steps_compile_nothing_more(
 ) -> None:
     torch._dynamo.reset()
     model, batch = decoder(), decoder_batch(0, 2)
-    comm, options = FakeComm(0, 3), {"activation_checkpointing": recomputes}
-    sharded = sw.shard(model, comm=comm, compile="aot_eager", **options)
+    sharded = sw.shard(
+        model, comm=FakeComm(0, 3), compile="aot_eager", activation_checkpointing=recomputes
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -130,7 +131,7 @@ def test_many_classes_of_torch_do_not_exhaust_the_graphs_of_one_function() -> No
         nn.ConvTranspose1d(6, 6, 1), nn.InstanceNorm1d(6, affine=True),
     ]  # fmt: skip
     model = nn.ModuleDict({str(index): module for index, module in enumerate(modules)})
-    model.forward = lambda calls: [call() for call in calls]  # type: ignore[method-assign]
+    model.forward = lambda calls: [call() for call in calls]
     names = [str(index) for index in range(len(modules))]
     sw.shard(model, wrap=sw.wrap.by_hand(*names), comm=LocalComm(), compile="eager")
     flat, rows = torch.ones(2, 6), torch.ones(2, 6, 3)

@@ -180,7 +180,7 @@ def test_inputs_on_the_host_free_those_of_the_device(offload: bool) -> None:
             return func(*args, **(kwargs or {}))
 
     batch = decoder_batch(0, 8)
-    with Copies():
+    with Copies():  # type: ignore[no-untyped-call]
         value = loss(model, batch)
     assert [x() is None for x in inputs] == [offload] * 3
     assert copied == ([torch.Size((8, batch[0].shape[1], 16))] * 3 if offload else [])

@@ -104,6 +104,7 @@ def test_the_loss_does_not_depend_on_how_the_batch_is_cut(
         "wrap=none",
         "prefetch.backward=0",
         "activation_checkpointing=true",
+        "compile=aot_eager",
     ],
 )
 def test_how_it_is_sharded_does_not_change_a_bit(

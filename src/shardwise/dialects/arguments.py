@@ -8,7 +8,7 @@ from shardwise.dialects.interpret import Report
 from shardwise.precision import Precision
 from shardwise.schedule.events import Prefetch
 from shardwise.train.config import ShardingConfig
-from shardwise.train.job import wrap_of
+from shardwise.train.job import checkpointing_of, wrap_of
 
 __all__ = ["shard_arguments"]
 
@@ -30,5 +30,7 @@ def shard_arguments(report: Report) -> dict[str, Any]:
         arguments["prefetch"] = Prefetch(**config.prefetch.model_dump())
     if "precision" in named:
         arguments["precision"] = Precision(**config.precision.arguments())
+    if arguments.pop("activation_offload", False):
+        arguments["activation_checkpointing"] = checkpointing_of(config)
     options = ((place.partition("."), value) for place, value in elsewhere.items())
     return arguments | {name: value for (part, _, name), value in options if part == "sharding"}

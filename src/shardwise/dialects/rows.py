@@ -73,6 +73,13 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(item if isinstance(item, str) else item.__name__ for item in value)
 
 
+def _backend(value: Any) -> str:
+    """A name, where a switch would be read by another row."""
+    if not isinstance(value, str) or fold(value) in _SWITCH:
+        raise ValueError("write the name of a backend")
+    return value
+
+
 def _as_reshard(strategy: str) -> bool:
     """FSDP2's word; that there are groups is said by the mesh."""
     if strategy not in (*_ON_TWO_AXES, *_ON_TWO_AXES.values()):
@@ -127,6 +134,7 @@ _CONVERTERS = {
         {f"{kind.upper()}_STATE_DICT": kind for kind in _KINDS} | dict(enumerate(_KINDS, 1))
     ),
     "backend": Converter(fold, str.upper),
+    "compiler": Converter(_backend, lambda name: name != "no" and name),
     "broadcast": _choice({True: "broadcast", False: "local"}),
     "cpu": _choice({"cpu": True}),
     **{name: _choice({True: name}) for name in _FIVE},  # words of --fsdp

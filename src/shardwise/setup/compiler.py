@@ -76,15 +76,15 @@ def compile_forward(module: nn.Module, backend: str) -> Callable[..., Any]:
     def forward_of_unit(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    forward_of_unit.__code__ = _own_code(type(module), forward_of_unit.__code__)
+    forward_of_unit.__code__ = _own_code(type(module).__name__, forward_of_unit.__code__)
     compiled: Callable[..., Any] = torch.compile(forward_of_unit, backend=backend)
     return compiled
 
 
 @cache
-def _own_code(kind: type[nn.Module], code: CodeType) -> CodeType:
+def _own_code(class_name: str, code: CodeType) -> CodeType:
     """``code`` for one class: torch.compile keeps graphs by code object, and only 8 for each.
 
     All of torch's own modules would share one, as would all that are recomputed.
     """
-    return code.replace(co_name=f"forward of {kind.__name__}")
+    return code.replace(co_name=f"forward of {class_name}")

@@ -79,7 +79,7 @@ class Section(BaseModel):
     @classmethod
     def _yes_is_not_a_number(cls, value: object, info: ValidationInfo) -> object:
         field = cls.model_fields[str(info.field_name)]
-        if isinstance(value, bool) and field.annotation is not bool:
+        if isinstance(value, bool) and field.annotation not in (bool, bool | str):
             raise ConfigError(
                 f"this is {value}: YAML reads yes, no, on, off, true and false as booleans; "
                 "write a value, or put the word in quotes."
@@ -282,10 +282,10 @@ class ShardingConfig(Section):
         "auto",
         description="units: auto, module classes such as [Block], or a minimum parameter count",
     )
-    bucketing: Literal["block", "layer", "none"] = Field(
-        "block", description="one collective per unit, per layer, or per parameter"
-    )
+    bucketing: Literal["block", "layer", "none"] = Field("block", description="size of a bucket")
     activation_checkpointing: bool = Field(False, description="recompute blocks in backward")
+    activation_offload: bool = Field(False, description="and their inputs wait in host memory")
+    compile: bool | str = Field(False, description="units, by the device's backend or this one")
     prefetch: PrefetchConfig = Field(PrefetchConfig(), description="how far ahead")
     precision: Annotated[PrecisionConfig, BeforeValidator(_short_precision)] = Field(
         PrecisionConfig(), description="fp32, bf16 or fp16 (compute only), or field by field"

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
 from shardwise.precision import Precision
 from shardwise.schedule.events import Prefetch
+from shardwise.setup.recompute import ActivationCheckpointing
 from shardwise.sharded import Sharded, shard
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, Rows
 from shardwise.train.config import OptimizerConfig, Recipe, ShardingConfig
@@ -104,7 +106,8 @@ def build(recipe: Recipe, comm: Comm, rows: Rows | StreamedRows, vocabulary: int
         init=initialiser(torch.Generator(comm.device).manual_seed(recipe.run.seed)),
         mesh=sharding.mesh,
         bucketing=sharding.bucketing,
-        activation_checkpointing=sharding.activation_checkpointing,
+        activation_checkpointing=checkpointing_of(sharding),
+        compile=sharding.compile,
         prefetch=Prefetch(**sharding.prefetch.model_dump()),
         precision=Precision(**sharding.precision.arguments()),
     )
@@ -125,6 +128,18 @@ def _batches(rows: Rows | StreamedRows, recipe: Recipe, comm: Comm) -> Batches |
     if isinstance(rows, StreamedRows):
         return StreamBatches(rows, comm.rank, comm.size)
     return Batches(rows, recipe.batch, recipe.run.seed, comm.rank, comm.size)
+
+
+def checkpointing_of(config: ShardingConfig) -> bool | ActivationCheckpointing:
+    """Recompute repeated units, with their inputs on the host or the device, or none."""
+    if config.activation_offload and not config.activation_checkpointing:
+        raise ConfigError(
+            "sharding.activation_offload keeps the inputs of blocks that are recomputed, and none "
+            "is; set sharding.activation_checkpointing: true."
+        )
+    return config.activation_checkpointing and ActivationCheckpointing(
+        offload=config.activation_offload
+    )
 
 
 def wrap_of(config: ShardingConfig) -> Wrap:
