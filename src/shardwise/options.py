@@ -25,6 +25,8 @@ class Options:
             parameters; ``"none"``: per parameter, sharded along dim 0 like ``torch.chunk``.
         uneven: with ``bucketing="none"``: ``"pad"`` a dim 0 that is not divisible by the world
             size, or ``"error"``.
+        blocksize: cut trainable parameters at multiples of so many elements only: 256 for the 8-bit
+            optimizers of bitsandbytes. 0: between rows, where that costs little.
         sync_module_states: broadcast rank 0's parameters and buffers. When off, differing values
             raise.
         init: initialises a module that was built on the meta device.
@@ -45,6 +47,7 @@ class Options:
     prefetch: Prefetch = field(default_factory=Prefetch)
     bucketing: str = "block"
     uneven: str = "pad"
+    blocksize: int = 0
     sync_module_states: bool = True
     init: Init = default_init
     buffers: str = "local"
@@ -66,6 +69,8 @@ class Options:
         _check_choice("uneven", self.uneven, ("pad", "error"))
         _check_choice("buffers", self.buffers, ("local", "broadcast", "average"))
         _check_choice("divergence", self.divergence, ("error", "participate"))
+        if self.blocksize < 0:
+            raise ConfigError(f"blocksize is {self.blocksize}; set 256, or 0 to cut between rows.")
         if self.uneven == "error" and self.bucketing != "none":
             raise ConfigError(
                 f'uneven="error" needs dim-0 shards, and bucketing={self.bucketing!r} shards '

@@ -83,12 +83,12 @@ class ParamShard:
     start: int
     sharding: Sharding | None
 
-    def stored_as(self, name: str, value: Tensor) -> LocalShard:
-        """A tensor that has one element for each of the parameter's, stored as ``name``."""
-        shape = tuple(self.member.shape)
-        return LocalShard(
-            Entry(name, code_of(value.dtype, name), shape, self.held), value, self.start
-        )
+    def stored_as(self, name: str, value: Tensor, block: int = 1) -> LocalShard:
+        """A tensor that has one element for each ``block`` of the parameter's."""
+        shape = tuple(self.member.shape) if block == 1 else (-(-self.member.numel // block),)
+        held = tuple(Held(h.start // block, -(-h.stop // block), h.ranks) for h in self.held)
+        entry = Entry(name, code_of(value.dtype, name), shape, held)
+        return LocalShard(entry, value, self.start // block)
 
 
 def param_shards(buckets: Iterable[Bucket]) -> list[ParamShard]:

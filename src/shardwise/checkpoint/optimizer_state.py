@@ -27,6 +27,7 @@ from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import CheckpointError
 from shardwise.memory.shard_tensor import ShardTensor
+from shardwise.optim.blockwise import block_of, state_shape, without_tables
 from shardwise.optim.cut_state import is_scalar
 
 Optimizers = Sequence[Optimizer]
@@ -86,7 +87,7 @@ def local_state(optimizer: Optimizer, named: Named) -> LocalState:
     for param in params_of(optimizer):
         shard = named.shard(param, optimizer)
         name = shard.member.name
-        for key, value in optimizer.state.get(param, {}).items():
+        for key, value in without_tables(optimizer.state.get(param, {})).items():
             check_key(key, name)
             here = value.to_local() if isinstance(value, ShardTensor) else value
             if not isinstance(here, Tensor):
@@ -149,7 +150,7 @@ def optimizer_shards(optimizers: Optimizers, named: Named) -> tuple[list[LocalSh
         groups = groups_of(optimizer, named)
         records.append(record_of(type(optimizer).__qualname__, groups, state.values))
     shards = [
-        shard.stored_as(f"{key}/{shard.member.name}", parts[shard.member.name])
+        shard.stored_as(f"{key}/{shard.member.name}", parts[shard.member.name], block_of(key))
         for key, parts in sorted(elements.items())
         for shard in named.places
         if shard.member.name in parts
@@ -159,7 +160,7 @@ def optimizer_shards(optimizers: Optimizers, named: Named) -> tuple[list[LocalSh
 
 def part_of(key: str, value: Tensor, shard: ParamShard) -> Tensor:
     """The elements of this state that belong to the rank's part of the parameter."""
-    if value.shape == shard.value.shape:
+    if value.shape == state_shape(key, shard.value.shape):
         return value
     if len(shard.member.shape) == 0 and value.ndim == 0:  # of a 0-dim parameter that others hold
         return value.reshape(-1)[:0]
@@ -310,7 +311,7 @@ def _parsed(
 
 def _fitting(target: _Target) -> Iterator[tuple[str, TensorLocation]]:
     for key, place in target.saved.tensors.items():
-        if place.stored.shape in ((), tuple(target.shard.member.shape)):
+        if place.stored.shape in ((), tuple(state_shape(key, target.shard.member.shape))):
             yield key, place
 
 
@@ -344,7 +345,7 @@ def _memory(target: _Target, key: str, place: TensorLocation) -> tuple[Tensor, i
     dtype = dtype_of(place.stored.dtype)
     scalar = torch.empty(())  # of a 0-dim parameter the state may be its one element's
     one = place.stored.shape == () and is_scalar(key, scalar, target.shard.member.shape)
-    shape = torch.Size([]) if one else target.shard.value.shape
+    shape = torch.Size([]) if one else state_shape(key, target.shard.value.shape)
     present = target.optimizer.state.get(target.param, {}).get(key)
     present = present.to_local() if isinstance(present, ShardTensor) else present
     if (
@@ -352,11 +353,11 @@ def _memory(target: _Target, key: str, place: TensorLocation) -> tuple[Tensor, i
         and (present.shape, present.dtype) == (shape, dtype)
         and present.is_contiguous()
     ):
-        return present, 0 if one else target.shard.start
+        return present, 0 if one else target.shard.start // block_of(key)
     moved = bool(target.group.get("capturable") or target.group.get("fused"))
     device = target.shard.value.device if moved or not one else torch.device("cpu")
     memory = in_huge_pages(torch.empty(shape, dtype=dtype, device=device))
-    return memory, 0 if one else target.shard.start
+    return memory, 0 if one else target.shard.start // block_of(key)
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:

@@ -32,6 +32,7 @@ from shardwise.checkpoint.optimizer_state import (
 )
 from shardwise.checkpoint.state_dict import StateDict, offered, receive, warn_of_copies
 from shardwise.errors import CheckpointError
+from shardwise.optim.blockwise import whole_of_parts
 
 ADDED_LATER = frozenset({"maximize", "decoupled_weight_decay"})
 """Options that state of older releases of torch lacks; they stay as the optimizer was made."""
@@ -88,7 +89,7 @@ def _gather(sharded: ShardedModel, parts: ByName, into: ByName, how: StateDict) 
         keys_and_dtypes = {(k, v.dtype) for name in names for k, v in parts.get(name, {}).items()}
         for key, dtype in sorted(keys_and_dtypes, key=str):
             values = [_of_dtype(parts.get(name, {}).get(key), dtype) for name in names]
-            wholes = bucket.whole_of_parts(values, dtype)
+            wholes = whole_of_parts(bucket, key, values, dtype)
             for name, value, whole in zip(names, values, wholes, strict=True):
                 if kept and value is not None:
                     into[name][key] = how.part(whole)

@@ -123,7 +123,7 @@ class Layout:
             return slot.shape
         if not slot.shape:
             return () if lo < hi else (0,)
-        if slot.keeps_rows:
+        if slot.keeps_rows or hi - lo == slot.numel:
             return ((hi - lo) // slot.row, *slot.shape[1:])
         return (hi - lo, *(1 for _ in slot.shape[1:]))
 

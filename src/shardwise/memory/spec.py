@@ -218,7 +218,8 @@ def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> 
 
 def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, mesh: Mesh) -> Layout:
     """Places are the same for all meshes of as many ranks, so that sums are rounded alike."""
-    slots = [Slot(member.name, tuple(member.shape)) for member in members]
+    atom = options.blocksize if members[0].param.requires_grad else 0
+    slots = [Slot(member.name, tuple(member.shape), atom) for member in members]
     if options.bucketing == "none":
         return chunk_rows(slots[0], mesh.size, options.uneven)
     narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.compute, dtypes.wire))

@@ -14,6 +14,7 @@ from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.memory.sharding import sharding_of
+from shardwise.optim.blockwise import SCALES, blocks, cut_scales, whole_of_parts
 
 # 0-dim state that counts or schedules steps, and is no element's value.
 BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
@@ -38,6 +39,8 @@ def cut_state(optimizer: Optimizer, param: nn.Parameter, is_elementwise: bool) -
             state[name] = value.to_local()
         elif sharding is None or sharding.shape == param.shape or not isinstance(value, Tensor):
             continue
+        elif name in SCALES and value.numel() == blocks(sharding.shape.numel()):
+            state[name] = cut_scales(value, sharding)
         elif _is_elements(name, value, sharding.shape):
             state[name] = sharding.cut(value, param.shape).clone()
         elif is_elementwise and name not in BOOKKEEPING and value.shape != param.shape:
@@ -53,13 +56,19 @@ def uncut_state(optimizer: Optimizer, bucket: Bucket) -> None:
     """Make the state of a bucket's parameters whole. A collective."""
     states = [optimizer.state.get(param, {}) for param in bucket.params]
     cut = [
-        {name: value for name, value in state.items() if _is_elements(name, value, param.shape)}
+        {
+            name: value
+            for name, value in state.items()
+            if name in SCALES or _is_elements(name, value, param.shape)
+        }
         for state, param in zip(states, bucket.params, strict=True)
     ]
-    for name in sorted({name for of_param in cut for name in of_param}):
-        parts = [of_param.get(name) for of_param in cut]
-        dtype = next(part.dtype for part in parts if part is not None)
-        wholes = bucket.whole_of_parts(parts, dtype)
+    # 8-bit optimizers keep the state of small parameters in another dtype.
+    kinds = {(name, value.dtype) for of_param in cut for name, value in of_param.items()}
+    for name, dtype in sorted(kinds, key=str):
+        values = [of_param.get(name) for of_param in cut]
+        parts = [part if part is not None and part.dtype is dtype else None for part in values]
+        wholes = whole_of_parts(bucket, name, parts, dtype)
         for state, part, whole in zip(states, parts, wholes, strict=True):
             if part is not None:
                 state[name] = whole.clone()

@@ -26,6 +26,7 @@ from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.memory.sharded_parameter import ShardedParameter
 from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.optim.blockwise import check_blocks, is_blockwise, make_state
 from shardwise.optim.cut_state import cut_state, uncut_state
 from shardwise.torch_internals import hooks_behind, skip_in_dynamo
 
@@ -148,6 +149,8 @@ class OptimizerHooks:
         # Another model's hook may have made it.
         shown = kwargs if isinstance(kwargs, Shown) else Shown(kwargs)
         shown.show(params)
+        if is_blockwise(optimizer):
+            make_state(optimizer, params)
         return args, shown
 
     def _params_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -211,6 +214,9 @@ def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None
             "SparseAdam cannot step on a sharded model: it needs sparse gradients, and those that "
             "are averaged over the ranks are dense. Use torch.optim.AdamW for these parameters."
         )
+    if is_blockwise(optimizer):
+        check_blocks(optimizer, split)
+        return
     if not split or isinstance(optimizer, _ELEMENTWISE) or getattr(kind, "elementwise", False):
         return
     example = split[0]

@@ -1,0 +1,100 @@
+"""bitsandbytes' 8-bit AdamW on shards: whole quantisation blocks, and the whole's decision.
+
+It keeps one scale for each 256 elements, counted from the first that it sees, and quantises what
+has 4,096 elements or more. A shard that is cut inside a block, or is smaller than its parameter,
+would have other state than the parameter in one process. So shards must be cut between blocks
+(``blocksize=256`` of ``shard()``), and state is made here, by the size of the whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.errors import OptimizerError
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.sharding import Sharding, sharding_of
+
+BLOCK = 256  # elements for each scale, in all versions of bitsandbytes so far
+SCALES = frozenset({"absmax1", "absmax2"})  # one for each block
+TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}  # what the 256 codes mean; in no checkpoint
+_KINDS = {"AdamW8bit", "PagedAdamW8bit"}
+
+
+def is_blockwise(optimizer: Optimizer) -> bool:
+    """Is it an 8-bit AdamW of bitsandbytes? By name, so that none has to be imported."""
+    kinds = type(optimizer).__mro__
+    return any(k.__module__ == "bitsandbytes.optim.adamw" and k.__name__ in _KINDS for k in kinds)
+
+
+def blocks(numel: int) -> int:
+    """Blocks of so many elements; the last may be shorter."""
+    return -(-numel // BLOCK)
+
+
+def block_of(key: str) -> int:
+    """Elements of the parameter for each element of state of this name."""
+    return BLOCK if key in SCALES else 1
+
+
+def state_shape(key: str, shape: torch.Size) -> torch.Size:
+    """The shape of state of this name, of a parameter or a part of that ``shape``."""
+    return torch.Size([blocks(shape.numel())]) if key in SCALES else shape
+
+
+def without_tables(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What is saved of a parameter's state."""
+    return {key: value for key, value in state.items() if key not in TABLES}
+
+
+def check_blocks(optimizer: Any, shardings: Iterable[Sharding]) -> None:
+    """Raises ``OptimizerError`` if a parameter that is quantised is cut inside a block."""
+    for sharding in shardings:
+        layout, slot = sharding.layout, sharding.slot
+        starts = [layout.owned(slot, shard)[0] for shard in layout.owners(slot)]
+        if slot.numel >= optimizer.args.min_8bit_size and any(start % BLOCK for start in starts):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} keeps one scale for each {BLOCK} elements, and "
+                f"parameter {slot.name!r} is cut at {starts[1:]}, inside such blocks, so its state "
+                f"would depend on the number of ranks. Pass blocksize={BLOCK} to sw.shard()."
+            )
+
+
+def make_state(optimizer: Any, own: Iterable[nn.Parameter]) -> None:
+    """Make the state of parameters that have none, as for the whole parameter."""
+    ids, args = {id(param) for param in own}, optimizer.args
+    least = args.min_8bit_size
+    for number, group in enumerate(optimizer.param_groups):
+        for at, param in enumerate(group["params"]):
+            sharding, state = sharding_of(param), optimizer.state.get(param)
+            if id(param) not in ids or sharding is None or param.grad is None:
+                continue
+            if not state:
+                args.min_8bit_size = 0 if sharding.slot.numel >= least else least
+                optimizer.init_state(group, param, number, at)
+                args.min_8bit_size = least
+            elif "absmax1" in state and "qmap1" not in state:  # it was loaded
+                tables = {key: optimizer.name2qmap[name] for key, name in TABLES.items()}
+                state.update({key: table.to(param.device) for key, table in tables.items()})
+
+
+def cut_scales(scales: Tensor, sharding: Sharding) -> Tensor:
+    """Those of this rank's part, of the whole parameter's."""
+    return scales[blocks(sharding.start) : blocks(sharding.stop)].clone()  # none of an empty part
+
+
+def whole_of_parts(
+    bucket: Bucket, key: str, parts: Sequence[Tensor | None], dtype: torch.dtype
+) -> list[Tensor]:
+    """As ``Bucket.whole_of_parts``, of state of this name; scales travel once for each element."""
+    if key not in SCALES:
+        return bucket.whole_of_parts(parts, dtype)
+    each = [
+        None if part is None else part.repeat_interleave(BLOCK)[: stop - start]
+        for part, (start, stop) in zip(parts, bucket.spec.ranges, strict=True)
+    ]
+    return [whole.reshape(-1)[::BLOCK] for whole in bucket.whole_of_parts(each, dtype)]
