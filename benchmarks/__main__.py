@@ -10,6 +10,7 @@ import benchmarks.checkpoint.run
 import benchmarks.faults.run
 import benchmarks.gpu.run
 import benchmarks.mutants.run
+import benchmarks.scorecard.run
 import benchmarks.step.run
 from benchmarks.harness.command import command, follow, log
 from benchmarks.harness.report import read, with_tables
@@ -25,7 +26,7 @@ def main(context: click.Context) -> None:
         follow(benchmarks.step.run.run(benchmarks.step.run.SHORT, log))
 
 
-for name in ("step", "gpu", "checkpoint", "faults", "mutants"):
+for name in ("step", "gpu", "checkpoint", "faults", "mutants", "scorecard"):
     module = getattr(benchmarks, name).run
     main.add_command(command(name, module.Config, module.run))
 

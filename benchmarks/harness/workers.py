@@ -32,7 +32,7 @@ class Worker:
 
     def __init__(self, rank: int, world: int, folder: str, pipe: Connection) -> None:
         self.rank, self.world = rank, world
-        self._folder, self._pipe = folder, pipe
+        self.folder, self._pipe = folder, pipe
 
     def send(self, value: Any) -> None:
         """Send ``value`` to the parent, where ``Workers.receive`` returns it."""
@@ -40,7 +40,7 @@ class Worker:
 
     def join_group(self) -> None:
         """Make the default process group, over a store in a file: it needs no port."""
-        join_group(self.rank, self.world, self._folder)
+        join_group(self.rank, self.world, self.folder)
 
     @contextmanager
     def group(self) -> Iterator[None]:

@@ -87,7 +87,8 @@ def shard(
         no_group = checked.mesh is None or isinstance(checked.mesh, (tuple, list))
         comm = connect() if no_group else over(checked.mesh)
     checked.precision.check(comm.device, model)
-    return Sharded(model, placement, wrap, comm, checked)
+    with comm.device:  # not the one of a `with torch.device("meta"):` around this call
+        return Sharded(model, placement, wrap, comm, checked)
 
 
 @dataclass(eq=False, repr=False)

@@ -472,3 +472,11 @@ def test_tensors_that_are_not_contiguous_are_sent_as_they_are_read() -> None:
         model(torch.ones(2, 3)).sum().backward()
 
     run_threads(2, rank)
+
+
+def test_a_model_may_be_sharded_where_torch_makes_everything_on_meta() -> None:
+    """It sent memory that is not there, and gloo ended the process."""
+    with torch.device("meta"):
+        sharded = sw.shard(nets.tied_decoder())
+    assert {bucket.shard.device.type for bucket in sharded.buckets} == {"cpu"}
+    train(sharded.model, nets.tied_decoder_batch(0, 2))
