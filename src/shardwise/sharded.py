@@ -16,7 +16,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from shardwise import uneven
 from shardwise.checkpoint import api
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.optimizer_state import Given, Optimizers, as_optimizers
@@ -24,7 +26,7 @@ from shardwise.comm.connect import connect, over
 from shardwise.comm.environment import local_size
 from shardwise.comm.mesh import Mesh, Shape, shape_of
 from shardwise.comm.protocol import Comm
-from shardwise.errors import ConfigError, ScheduleError
+from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.spec import policy_of, specs_of
 from shardwise.optim.norm import chosen, clip_gradients, places_of
@@ -113,13 +115,13 @@ class Sharded:
     def _build(self) -> None:
         units = choose_units(self.model, self.wrap)
         self._forwards = Forwards(self.model, units, self.options, self.comm.device)
-        placements = self._placements(units)
+        placements = {unit.name: self.placement for unit in units}
         meshes = {p: Mesh.of(self.comm, p.splits, self.shape) for p in placements.values()}
         pairs = zip(units, placements.values(), strict=True)
         specs = {u.name: specs_of(u, self.options, meshes[p], p) for u, p in pairs}
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
         params = [member.param for unit in units for member in unit.members]
-        self._optimizer_hooks = OptimizerHooks(params, self._before_step, self.comm)
+        self._optimizer_hooks = OptimizerHooks(params, self._before_update, self.comm)
         states = cut(self.model, units, specs, self.options, self.comm)
         self.buckets = tuple(bucket for state in states.values() for bucket in state.buckets)
         self._places = places_of(self.buckets)
@@ -138,10 +140,6 @@ class Sharded:
         if shape is not None:
             self.comm.agree({"mesh": str(shape)})
         return shape
-
-    def _placements(self, units: Units) -> dict[str, Placement]:
-        """Where each unit lives, by its name."""
-        return {unit.name: self.placement for unit in units}
 
     def _start(self, states: dict[str, UnitState]) -> None:
         unit_names, precision = self.units.unit_names, self.options.precision
@@ -175,6 +173,10 @@ class Sharded:
     def no_sync(self) -> AbstractContextManager[None]:
         """``accumulate(last=False)``, by DDP's name."""
         return self.accumulate(last=False)
+
+    join = uneven.join
+    any = uneven.any_rank
+    all = uneven.all_ranks
 
     def register_forward_method(self, module: nn.Module, method: str) -> None:
         """Let a method other than ``forward`` gather its module's unit, as ``forward`` does.
@@ -211,6 +213,7 @@ class Sharded:
         Returns:
             The norm before clipping: 0-dim, fp32, the same on every rank.
         """
+        uneven.tell_clip(self, max_norm, norm_type, parameters)
         self._before_step()
         places = self._places.values() if parameters is None else chosen(self._places, parameters)
         return clip_gradients(places, self.comm, float(max_norm), float(norm_type))
@@ -358,6 +361,8 @@ class Sharded:
         )
 
     def _check_idle(self, operation: str) -> None:
+        if self.runtime.join is not None:
+            self.runtime.join.refuse(operation)
         self._hooks.registered.check()
         self._at_rest(operation)
 
@@ -372,20 +377,16 @@ class Sharded:
             self.runtime.await_readers()
         return not self._hooks.backward.suspended
 
+    def _before_update(self, optimizer: Optimizer, closure: object = None, **_: object) -> None:
+        uneven.tell_step(self, optimizer, closure)
+        self._before_step()
+
     def _before_step(self) -> None:
-        self._check_idle("an optimizer stepped")
+        self._hooks.registered.check()
+        self._at_rest("an optimizer stepped")
         self.runtime.await_readers()
         self._background.check()
-        self._check_reduced()
-
-    def _check_reduced(self) -> None:
-        for state in self.runtime.units.values():
-            if not all(bucket.gradients.is_reduced() for bucket in state.trainable):
-                raise ScheduleError(
-                    f"unit {state.name or '(root)'!r} holds gradients that were accumulated and "
-                    "never reduced, so this update would miss them. Run the last micro-batch under "
-                    "sharded.accumulate(last=True), or call sharded.drop_gradients()."
-                )
+        self.runtime.check_reduced()
 
     def drop_gradients(self) -> None:
         """Forget gradients that were accumulated and not reduced."""

@@ -30,6 +30,9 @@ class Engine(Protocol):
     def make_whole(self, unit: str) -> None:
         """Let the parameters of a unit be whole until the step is over."""
 
+    def check_write(self, name: str) -> None:
+        """Raises if not every rank can write its shard of a parameter, or of its gradient."""
+
     def before_write(self, unit: str) -> None:
         """Shards of a unit are written next: nobody may still read or send what they hold."""
 
@@ -63,8 +66,14 @@ class Sharding:
 
     def before_write(self) -> None:
         """The shard of the parameter is written next."""
+        self.check_write()
         if self.engine is not None and (engine := self.engine()) is not None:
             engine.before_write(self.unit)
+
+    def check_write(self) -> None:
+        """Raises if not every rank can write what it holds."""
+        if self.engine is not None and (engine := self.engine()) is not None:
+            engine.check_write(self.name)
 
     def end_loans(self) -> None:
         """What was lent keeps its values, in memory of its own: the shard gets other ones."""

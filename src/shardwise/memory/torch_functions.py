@@ -95,7 +95,7 @@ def _elementwise(call: Call) -> Any:
         return call.recording_error()
     replacements = local_parts | _reshard_like(call, compatible)
     if written:
-        _notify_write(row[0] for row, _ in pairs)
+        _notify_write([row[0] for row, _ in pairs], zeroes=bare_name(call.name) == "zero")
     result = call.run(replacements)
     changed = [row[0] for row in rows] if result is None else result  # None: foreach, in place
     results = changed if isinstance(changed, (list, tuple)) else [changed]
@@ -148,8 +148,11 @@ def _reshard_like(call: Call, pairs: Iterable[tuple[Row, Any]]) -> dict[int, Ten
     return replacements
 
 
-def _notify_write(written: Iterable[Tensor]) -> None:
-    """Called before sharded parameters are written, directly or through an alias."""
+def _notify_write(written: Sequence[Tensor], zeroes: bool) -> None:
+    """Called before shards are written, and parameters directly or through an alias."""
+    for sharding in dict.fromkeys(map(sharding_of, written)):
+        if sharding is not None and not zeroes:  # that gradients were zeroed is seen later
+            sharding.check_write()
     for sharding in dict.fromkeys(map(_param_sharding, written)):
         if sharding is not None:
             sharding.before_write()

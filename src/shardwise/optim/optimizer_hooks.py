@@ -99,12 +99,13 @@ class OptimizerHooks:
 
     Args:
         params: the model's parameters.
-        before_step: a method, held weakly, called before each step of an optimizer that holds any.
+        before_step: a method, held weakly, called before each step of an optimizer that holds any,
+            with the optimizer and the arguments of the step.
         comm: the ranks.
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], before_step: Callable[[], None], comm: Comm
+        self, params: Iterable[nn.Parameter], before_step: Callable[..., None], comm: Comm
     ) -> None:
         self._ranks, self._warns = comm.size, comm.size > 1 and comm.rank == 0
         self._own_ids = {id(param) for param in params}
@@ -143,7 +144,7 @@ class OptimizerHooks:
         before_step = self._before_step()
         if before_step is None or not (params := self._params_of(optimizer)):
             return None
-        before_step()
+        before_step(*args, **kwargs)
         self.admit(optimizer)
         self._warn_of_plain(optimizer)
         # Another model's hook may have made it.

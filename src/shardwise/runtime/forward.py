@@ -132,6 +132,11 @@ class Hooks:
         self.runtime.serve(unit, phase, "read")
         self.runtime.facts.pinned.add(unit)
 
+    def check_write(self, name: str) -> None:
+        """Shards are written next, which every rank has to do."""
+        if self.runtime.join is not None:
+            self.runtime.join.refuse(f"{name!r}, or its gradient, is written by hand")
+
     def before_write(self, unit: str) -> None:
         """Shards of a unit are written next, at any time."""
         self.runtime.before_write(unit)
@@ -170,7 +175,7 @@ class Hooks:
 
     def _enter(self, module: nn.Module, unit: str | None, given: Any, python: FrameType) -> Any:
         recomputes = graph_task() != -1 and self.backward.running
-        resume = None if self._frames or recomputes else self._begin(unit)
+        resume = None if self._frames or recomputes else self._begin(unit, given)
         call = self._expected(unit, recomputes)
         inputs = frozenset[Node]() if call is None else frozenset(grad_fns(given))
         handled = sys.exc_info()[1]
@@ -193,7 +198,7 @@ class Hooks:
         parent = self._frames[-1].call if self._frames else None
         return ForwardCall(unit, parent, next_sequence_number())
 
-    def _begin(self, unit: str | None) -> Any:
+    def _begin(self, unit: str | None, given: Any) -> Any:
         if is_transformed():
             raise functorch_transform()
         self.backward.abandon_stopped()
@@ -201,7 +206,7 @@ class Hooks:
         if torch.is_grad_enabled():
             self.runtime.update_trained()
         hide_gradients(self.runtime)
-        return self.runtime.begin_forward(unit)
+        return self.runtime.begin_forward(unit, given)
 
     def _abandon_stopped(self) -> None:
         """Forget calls that have ended without a hook: torch calls none after KeyboardInterrupt."""

@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.transport import noop
+from shardwise.errors import ScheduleError
+from shardwise.memory.gradients import Share
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.use_errors import gradient_without_gather
 from shardwise.precision import Precision
+from shardwise.runtime.join import Join, Kind
 from shardwise.runtime.schedules import Schedules
 from shardwise.runtime.trained import Trained
 from shardwise.runtime.unit import UnitState
 from shardwise.schedule.cursor import Cursor, Step
-from shardwise.schedule.events import Cue, Event, Op, Order, Phase, Policy
+from shardwise.schedule.events import Cue, Event, Mode, Op, Order, Phase, Policy
 from shardwise.schedule.improvise import (
     Facts,
     end_events,
@@ -75,6 +79,7 @@ class Runtime:
         self._untold = {
             (op, unit) for unit in units if not policy.gathers(unit) for op in (Op.GATHER, Op.FREE)
         }
+        self.join: Join | None = None  # while ranks may run out of data
         self._peers_may_read = False  # a peer may still compute with shared parameters
         self._pinned: frozenset[str] = frozenset()  # before the forward pass without gradients
         self.at_step_end: Callable[[], None] = noop  # once gradients were reduced; on every rank
@@ -136,13 +141,23 @@ class Runtime:
 
     # ---- events ----------------------------------------------------------------------------
 
-    def _carry_out(self, listed: Iterable[Event]) -> None:
+    def _carry_out(self, listed: Iterable[Event], told: bool = True) -> None:
+        """``told=False``: ranks that have run out of data come to these events by themselves."""
         for event in listed:
             if is_due(event, self.facts):
+                if self.join is not None:
+                    self._tell_those_that_left(self.join, event, told)
                 self.facts.note(event)
                 ACTS[event.op](self.units[event.unit])
                 if self.listeners and event[:2] not in self._untold:
                     self._tell(event)
+
+    def _tell_those_that_left(self, join: Join, event: Event, told: bool) -> None:
+        unit = self.units[event.unit]
+        if event.op is Op.FREE and any(bucket.is_written() for bucket in unit.buckets):
+            join.refuse(f"parameters of unit {unit.name or '(root)'!r} are written in a pass")
+        if told:
+            join.tell(event)
 
     def _tell(self, event: Event) -> None:
         for listener in self.listeners:
@@ -153,30 +168,57 @@ class Runtime:
         self.facts.unpin({*keep, *(self.units.keys() - freed)})
         if phase is Phase.FORWARD or self.facts.reduces:  # an optimizer may step next
             self._expire(freed)
-        self._carry_out(end_events(self.facts, freed, phase))
+        self._carry_out(end_events(self.facts, freed, phase), told=False)
 
     # ---- the forward pass --------------------------------------------------------------------
 
-    def begin_forward(self, first: str | None) -> Cursor:
-        """A forward pass starts with unit ``first``. Returns what ``end_forward`` goes on with."""
-        before = self._cursor
-        if not torch.is_grad_enabled():
-            self._cursor = Cursor("forward", self.schedules.script("forward"))
+    def begin_forward(self, first: str | None, given: Any = ((), {})) -> Cursor:
+        """A forward pass starts with unit ``first``. Returns what ``end_forward`` goes on with.
+
+        Args:
+            given: arguments and keyword arguments of the call.
+        """
+        before, trains = self._cursor, torch.is_grad_enabled()
+        if self.join is not None:
+            self.join.begin_forward(trains, *given)
+            self.set_share(self.join.share)
+        if not trains:
+            self._cursor = Cursor("forward", self._script("forward"))
             self._pinned = frozenset(self.facts.pinned)
             for bucket in self.trained.buckets:
                 bucket.gradients.adopt()  # memory of what was thrown away is not kept
             return before
         self._peers_may_read, mode = True, self._mode()
-        if before.ended:
-            self._cursor = Cursor(mode, self.schedules.script(mode))
+        if before.ended or self._follows:
+            self._cursor = Cursor(mode, self._script(mode))
         elif not before.lists_forward(mode, first):
             before.improvise()
         return self._cursor
+
+    @property
+    def _follows(self) -> bool:
+        """Does this rank do what others tell, since it has run out of data?"""
+        return self.join is not None and self.join.has_left
+
+    def _script(self, mode: Mode) -> tuple[Step, ...]:
+        return () if self._follows else self.schedules.script(mode)
+
+    def set_share(self, share: Share) -> None:
+        """Let this rank's gradients count for ``share`` of the mean."""
+        for state in self.units.values():
+            for bucket in state.buckets:
+                bucket.gradients.set_share(share)
+
+    def follow(self, event: Event) -> None:
+        """Carry out what a rank does that has data."""
+        self._carry_out([event])
 
     def end_forward(self, cursor: Cursor) -> None:
         """A forward pass is over: end the step, if no backward pass will."""
         if self._cursor.mode == "forward":
             self._cue(Cue(Op.END, "", Phase.FORWARD))
+            if self.join is not None:
+                self.join.send(Kind.END_FORWARD)
             self._fence("forward")
             self._finish(Phase.FORWARD, self.units, keep=self._pinned)
             self._learn()
@@ -193,6 +235,8 @@ class Runtime:
         A pass that is ``recorded`` makes a graph, whose backward pass reads parameters before it
         comes to a unit; so units stay whole for it.
         """
+        if self.join is not None:
+            self.join.send(Kind.BACKWARD, self.facts.reduces, numbers=self.trained.has_gradient)
         self.facts.keeps_graph = self.facts.keeps_graph or recorded
         self.update_trained()  # gradients go to what is trained now, whatever it was before
         if self._cursor.mode == "forward" or self._cursor.ended:
@@ -218,10 +262,12 @@ class Runtime:
         collected = [name for name, state in self.units.items() if state.collected]
         self._carry_out(reduces_left_over(facts, collected))
         step = self._cursor.match(cue, self._skip) or Step(cue, (), ())
+        if self.join is not None:
+            self.join.end_backward(facts.reduces)
         used = self.trained.ask_used() if facts.reduces else None
-        self._carry_out(step.before)
+        self._carry_out(step.before, told=False)
         self._tell(Event(*cue))
-        self._carry_out(step.after)
+        self._carry_out(step.after, told=False)
         facts.keeps_graph = facts.keeps_graph and kept
         self._finish(Phase.BACKWARD, released(self.policy, facts, self.units))
         self.trained.end_backward(used)
@@ -247,11 +293,22 @@ class Runtime:
         self.facts.keeps_graph = False
         gathered = self.facts.gathered
         whole = [name for name in self.units if name in gathered]  # in one order on every rank
-        self._carry_out([Event(Op.FREE, name, Phase.FORWARD, "between steps") for name in whole])
+        freed = [Event(Op.FREE, name, Phase.FORWARD, "between steps") for name in whole]
+        self._carry_out(freed, told=False)
         for name in [name for name in whole if name in gathered]:
             self.units[name].free(still_read=True)
         self._expire(self.units)
         gathered.clear()
+
+    def check_reduced(self) -> None:
+        """Raises ``ScheduleError`` if gradients wait for micro-batches that have not come."""
+        for state in self.units.values():
+            if not all(bucket.gradients.is_reduced() for bucket in state.trainable):
+                raise ScheduleError(
+                    f"unit {state.name or '(root)'!r} holds gradients that were accumulated and "
+                    "never reduced, so this update would miss them. Run the last micro-batch under "
+                    "sharded.accumulate(last=True), or call sharded.drop_gradients()."
+                )
 
     def _expire(self, units: Iterable[str]) -> None:
         """Shards may be written next, so what was made of them is old then."""

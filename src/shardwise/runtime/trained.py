@@ -18,7 +18,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ScheduleError
 from shardwise.memory.parameters import Bucket
 from shardwise.runtime.unit import UnitState
-from shardwise.torch_internals import disable_torch_function
+from shardwise.torch_internals import disable_torch_function, get_grad
 
 __all__ = ["Trained", "ask_used"]
 
@@ -32,6 +32,7 @@ class Trained:
     Attributes:
         buckets: those that take part in backward passes.
         units: the names of their units.
+        params: all parameters.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Trained:
         self._states, self._comm, self._stored = tuple(units), comm, stored
         every = [bucket for state in self._states for bucket in state.buckets]
         self._places = [(bucket, index) for bucket in every for index in range(len(bucket.params))]
-        self._params = [bucket.params[index] for bucket, index in self._places]
+        self.params = [bucket.params[index] for bucket, index in self._places]
         self._flags = [bucket.trainable for bucket, _ in self._places]  # one for each parameter
         self._unreduced: frozenset[Bucket] = frozenset()  # with gradients that were not averaged
         self._apply()
@@ -53,13 +54,18 @@ class Trained:
             RanksDisagree: it changed on some ranks only; the message names it.
         """
         with disable_torch_function():
-            flags = [param.requires_grad for param in self._params]
+            flags = [param.requires_grad for param in self.params]
         if flags != self._flags:
             self._agree(flags)
             self._flags = flags
             self._apply()
         elif self._holds_frozen and not self._unreduced:
             self._apply()
+
+    def has_gradient(self) -> list[bool]:
+        """Per parameter: has it a ``.grad``?"""
+        with disable_torch_function():
+            return [get_grad(param) is not None for param in self.params]
 
     def ask_used(self) -> Callable[[], list[bool]]:
         flags = [flag for bucket in self.buckets for flag in bucket.gradients.touched_flags()]

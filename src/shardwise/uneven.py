@@ -1,0 +1,208 @@
+"""The methods of ``Sharded`` for ranks that do not all have the same to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.optimizer_state import Given, Optimizers
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError, ScheduleError
+from shardwise.memory.gradients import Share
+from shardwise.runtime.join import Join, Kind, Message
+from shardwise.runtime.runtime import Runtime
+from shardwise.torch_internals import disable_torch_function, get_grad, set_grad
+
+
+class Sharded(Protocol):
+    """What the methods of this file need of a sharded model's handle."""
+
+    comm: Comm
+    runtime: Runtime
+
+    def admitted(self, operation: str, optimizer: Given = None) -> Optimizers: ...
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float, parameters: Iterable[Tensor] | None
+    ) -> Tensor: ...
+
+
+@contextmanager
+def join(
+    self: Sharded, optimizer: Given = None, samples: Callable[..., float] | None = None
+) -> Iterator[Join]:
+    """Let ranks run out of data at different times. A collective, and so is each step inside.
+
+    A rank that leaves the block takes part until all have left: it carries out the others' gathers
+    and reduces, contributes no gradient, clips, and steps the optimizers with their options. Other
+    calls that all ranks have to make, such as ``save``, raise until then.
+
+    Args:
+        optimizer: those that step in the block, one or several.
+        samples: called with what the model is called with, returns how many samples the loss is a
+            mean over: ``len``, or a count of tokens. ``None``: all batches are of one size.
+
+    Yields:
+        ``joined.missed_steps``: after the block, steps that this rank took without data.
+
+    Raises:
+        ConfigError: another optimizer steps in the block.
+        RanksDisagree: ranks that have data do not do the same, or with other learning rates.
+        ScheduleError: what ranks without data could not do as well.
+    """
+    optimizers = self.admitted("join() was called", optimizer)
+    runtime = self.runtime
+    if runtime.join is not None:
+        raise ScheduleError("join() was called inside join(). One block is for all optimizers.")
+    runtime.join = joined = Join(self.comm, list(runtime.units), samples)
+    joined.optimizers = optimizers
+    try:
+        yield joined
+        joined.has_left = True
+        _Follower(self, joined).follow()
+    finally:
+        runtime.join = None
+        runtime.set_share(Share())
+
+
+def any_rank(self: Sharded, flag: bool | Tensor) -> bool:
+    """Is ``flag`` true on any rank (inside ``join()``: that has data)? One small collective."""
+    return any(_votes(self, flag))
+
+
+def all_ranks(self: Sharded, flag: bool | Tensor) -> bool:
+    """Is ``flag`` true on every rank (inside ``join()``: that has data)? One small collective."""
+    return all(_votes(self, flag))
+
+
+def _votes(self: Sharded, flag: bool | Tensor) -> list[bool]:
+    rows = (self.runtime.join or Join(self.comm, [])).send(Kind.VOTE, 0, 0, int(flag))
+    return [bool(row[3]) for row in rows if row[0] != Kind.LEFT]
+
+
+# ---- what is told --------------------------------------------------------------------------------
+
+
+def tell_clip(
+    self: Sharded, max_norm: float, norm_type: float, parameters: Iterable[Tensor] | None
+) -> None:
+    """Gradients are clipped next."""
+    if (joined := self.runtime.join) is None:
+        return
+    trained = self.runtime.trained
+    ids = set(map(id, trained.params if parameters is None else parameters))
+    asked = [id(param) in ids for param in trained.params]
+    joined.send(Kind.CLIP, numbers=lambda: [*trained.has_gradient(), *asked, max_norm, norm_type])
+
+
+def tell_step(self: Sharded, optimizer: Optimizer, closure: object) -> None:
+    """An optimizer steps next."""
+    if (joined := self.runtime.join) is None or joined.has_left:
+        return
+    at = next((i for i, one in enumerate(joined.optimizers) if one is optimizer), None)
+    if at is None or closure is not None:
+        what = "with a closure" if at is not None else "and join() was not given it"
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps inside join(), {what}, so ranks that run out of "
+            "data could not do so as well. Write `with sharded.join(optimizer):`, call backward() "
+            "and then optimizer.step()."
+        )
+    joined.send(
+        Kind.STEP, at, numbers=lambda: [*self.runtime.trained.has_gradient(), *_options(optimizer)]
+    )
+
+
+def _options(optimizer: Optimizer, others: Iterator[float] | None = None) -> list[float]:
+    """The numbers among an optimizer's options, such as learning rates; ``others`` replace them."""
+    numbers = list[float]()
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(replaced, value))
+        if not isinstance(value, (int, float, Tensor)):
+            return value
+        numbers.append(float(value))
+        if others is None:
+            return value
+        new = next(others)
+        return value.fill_(new) if isinstance(value, Tensor) else type(value)(new)
+
+    for group in optimizer.param_groups:
+        for name in sorted(group.keys() - {"params", "param_names"}):
+            group[name] = replaced(group[name])
+    return numbers
+
+
+# ---- what is done by who has left ----------------------------------------------------------------
+
+
+class _Follower:
+    """A rank that has run out of data: it does what is told until all have left."""
+
+    def __init__(self, sharded: Sharded, joined: Join) -> None:
+        self._sharded, self._runtime, self._joined = sharded, sharded.runtime, joined
+        self._params = sharded.runtime.trained.params
+        self._resume: Any = None  # what a forward pass without gradients interrupts
+        self._stepped = set[int]()  # the parameters whose gradients were used up, by id
+
+    def follow(self) -> None:
+        reduces = self._runtime.facts.reduces
+        try:
+            while (message := self._joined.hear()) is not None:
+                self._carry_out(message)
+        finally:
+            self._runtime.facts.reduces = reduces
+
+    def _carry_out(self, message: Message) -> None:
+        runtime, kind = self._runtime, message.kind
+        if kind is Kind.EVENT:
+            runtime.follow(self._joined.event(message))
+        elif kind in (Kind.FORWARD, Kind.TRAIN):
+            with torch.set_grad_enabled(kind is Kind.TRAIN):
+                self._resume = runtime.begin_forward(None)
+        elif kind is Kind.END_FORWARD:
+            runtime.end_forward(self._resume)
+        elif kind is Kind.BACKWARD:
+            self._agree_gradients(message.numbers, self._stepped)
+            self._stepped.clear()
+            runtime.facts.reduces = bool(message.values[0])
+            runtime.begin_backward(recorded=False)
+        elif kind is Kind.END_BACKWARD:
+            runtime.end_backward(kept=False)
+        elif kind is Kind.CLIP:
+            self._clip(message.numbers)
+        elif kind is Kind.STEP:
+            self._step(message)
+
+    def _clip(self, numbers: Sequence[float]) -> None:
+        count = len(self._params)
+        *asked, max_norm, norm_type = self._agree_gradients(numbers)[: count + 2]
+        pairs = zip(self._params, asked, strict=True)
+        self._sharded.clip_grad_norm_(max_norm, norm_type, [param for param, is_ in pairs if is_])
+
+    def _step(self, message: Message) -> None:
+        optimizer = self._joined.optimizers[message.values[0]]
+        _options(optimizer, iter(self._agree_gradients(message.numbers)))
+        optimizer.step()
+        self._stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._joined.missed_steps += 1
+
+    def _agree_gradients(
+        self, numbers: Sequence[float], used_up: Container[int] = ()
+    ) -> Sequence[float]:
+        """Drop the gradients that ranks with data have dropped; returns the other numbers.
+
+        Those may be zeros there instead (``set_to_none=False``), so what was used up is zero here.
+        """
+        count = len(self._params)
+        with disable_torch_function(), torch.no_grad():
+            for param, is_there in zip(self._params, numbers[:count], strict=True):
+                if not is_there:
+                    set_grad(param, None)
+                elif id(param) in used_up and (grad := get_grad(param)) is not None:
+                    grad.zero_()
+        return numbers[count:]

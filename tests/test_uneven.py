@@ -1,0 +1,297 @@
+"""Ranks that do not all have the same to do: other numbers of batches, other sizes of them.
+
+The truth is one process that plays, in each step, the ranks that still have data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from shardwise.memory.gradients import Share
+from shardwise.runtime.join import share_of
+from tests.copies import equal, on_ranks, said, seeded
+from tests.nets import loss, tied_decoder, tied_decoder_batch
+from tests.parity.plain import mean_in_rank_order, put_gradients
+from tests.parity.sharded import distance
+from tests.ranks import run_processes, run_sharing
+from tests.steps import STRATEGIES
+
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+COUNTS = (3, 1, 4, 0)  # batches of each rank
+
+
+def sgd(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def batches(rank: int) -> list[Any]:
+    return [tied_decoder_batch(100 * rank + number, 2) for number in range(COUNTS[rank])]
+
+
+def by_one_process(make: MakeOptimizer) -> dict[str, Tensor]:
+    model = seeded(tied_decoder)
+    optimizer = make(list(model.parameters()))
+    for step in range(max(COUNTS)):
+        parts = []
+        for rank in range(len(COUNTS)):
+            for batch in batches(rank)[step : step + 1]:
+                loss(model, batch).backward()
+                parts.append({name: param.grad for name, param in model.named_parameters()})
+                model.zero_grad()
+        put_gradients(model, mean_in_rank_order(parts))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def train(sharded: sw.Sharded, make: MakeOptimizer) -> int:
+    optimizer = make(list(sharded.model.parameters()))
+    with sharded.join(optimizer) as joined:
+        for batch in batches(sharded.comm.rank):
+            loss(sharded.model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return joined.missed_steps
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_shard", "hybrid_full"])
+def test_ranks_that_run_out_of_data_change_nothing_for_the_others(
+    strategy: str, make: MakeOptimizer
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> tuple[int, dict[str, Tensor]]:
+        mesh: Any = {"mesh": (2, 2)} if "hybrid" in strategy else {}
+        sharded = sw.shard(model, strategy, comm=comm, **mesh)
+        missed = train(sharded, make)
+        return missed, sharded.model.state_dict()
+
+    expected = by_one_process(make)
+    for (missed, state), count in zip(on_ranks(4, tied_decoder, rank), COUNTS, strict=True):
+        assert missed == max(COUNTS) - count
+        assert strategy.startswith("hybrid") or equal(state, expected)
+        assert max(distance(state[name], expected[name]) for name in expected) < 1e-6
+
+
+def in_a_process(comm: Comm) -> tuple[int, dict[str, Tensor]]:
+    sharded = sw.shard(seeded(tied_decoder), comm=comm)
+    return train(sharded, sgd), sharded.model.state_dict()
+
+
+@pytest.mark.spawn
+def test_processes_run_out_of_data_alike() -> None:
+    missed, states = zip(*run_processes(len(COUNTS), in_a_process), strict=True)
+    assert missed == tuple(max(COUNTS) - count for count in COUNTS)
+    assert all(equal(state, by_one_process(sgd)) for state in states)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_share_memory_run_out_of_data_alike(strategy: str) -> None:
+    models = [seeded(tied_decoder) for _ in COUNTS]
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        with torch.no_grad():
+            loss(sharded.model, tied_decoder_batch(0, 2))
+        train(sharded, sgd)
+        return sharded.model.state_dict()
+
+    states = run_sharing(len(COUNTS), rank)
+    assert all(equal(state, by_one_process(sgd)) for state in states)
+
+
+# --- every kind of call ------------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """Skips its second layer where it is told to, and reads a weight outside of its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if skips and number == 1 else torch.tanh(layer(x))
+        weight = self.layers[0].weight
+        assert isinstance(weight, Tensor)
+        return x @ weight
+
+
+def rows(seed: int, count: int) -> Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
+
+
+STEPS = {  # the batches of each rank in each optimizer step: (seed, rows) of its micro-batches
+    "two micro-batches": [[[(1, 4), (2, 4)], [(3, 4)], []], [[(4, 4), (5, 4)], [], []]],
+    "other sizes": [[[(1, 4)], [(2, 1)], [(3, 2)]], [[(4, 3)], [], [(5, 1)]], [[(6, 2)], [], []]],
+}
+
+
+def steps_by_one_process(steps: list[Any]) -> dict[str, Tensor]:
+    """Every sample counts alike, whichever rank and micro-batch it is in."""
+    model = seeded(Skipping)
+    optimizer = sgd(list(model.parameters()))
+    for number, by_rank in enumerate(steps):
+        batches = [rows(*one) for micro in by_rank for one in micro]
+        total = sum(map(len, batches))
+        for batch in batches:
+            (model(batch, number == 1).pow(2).mean() * len(batch) / total).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.param_groups[0]["lr"] *= 0.5
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_full"])
+@pytest.mark.parametrize("name", STEPS)
+def test_what_ranks_do_in_a_step_is_done_without_data(name: str, strategy: str) -> None:
+    """Accumulate, validate, clip, skip a layer, change the learning rate, keep zeroed gradients."""
+    steps = STEPS[name]
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        mesh: Any = {"mesh": (3, 1)} if "hybrid" in strategy else {}
+        wrap = sw.wrap.by_class(nn.Linear)
+        sharded = sw.shard(model, strategy, wrap, comm, **mesh)
+        optimizer = sgd(list(model.parameters()))
+        with sharded.join(optimizer, samples=lambda x, skips: len(x)):
+            for number, by_rank in enumerate(steps):
+                micro, most = by_rank[comm.rank], max(map(len, by_rank))
+                for part, one in enumerate(micro, start=1):
+                    with sharded.accumulate(last=part == most):
+                        (model(rows(*one), number == 1).pow(2).mean() / most).backward()
+                    with torch.no_grad():
+                        model(rows(0, 2), False)
+                if len(micro) < most:
+                    break
+                sharded.clip_grad_norm_(0.3)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                optimizer.param_groups[0]["lr"] *= 0.5
+        return model.state_dict()
+
+    expected = steps_by_one_process(steps)
+    for state in on_ranks(3, Skipping, rank):
+        assert max(distance(state[key], expected[key]) for key in expected) < 1e-5
+
+
+def test_a_sample_counts_alike_on_every_rank() -> None:
+    assert share_of(0, [(1, 1), (1, 1), (0, 0)]) == Share(1.0, 2.0)
+    assert share_of(2, [(1, 1), (1, 1), (0, 0)]) == Share(0.0, 2.0)
+    assert share_of(1, [(2, 2), (1, 1)]) == Share(1.0, 1.5)  # a rank left between micro-batches
+    assert share_of(1, [(8, 1), (2, 1)]) == Share(0.25, 1.25)
+    with pytest.raises(sw.ScheduleError, match=r"have \[0, 0\] samples, of which no mean"):
+        share_of(0, [(0, 1), (0, 1)])
+
+
+def test_ranks_stop_together() -> None:
+    def rank(comm: Comm, model: nn.Module) -> list[tuple[bool, bool]]:
+        sharded = sw.shard(model, comm=comm)
+        votes = [(sharded.any(comm.rank == 1), sharded.all(comm.rank == 1))]
+        votes += [(sharded.any(False), sharded.all(torch.tensor(True)))]
+        with sharded.join():
+            for batch in batches(comm.rank):
+                loss(model, batch).backward()
+                votes.append((sharded.any(comm.rank == 0), sharded.all(comm.rank != 0)))
+        return votes
+
+    ranks = on_ranks(3, tied_decoder, rank)
+    outside, together, alone = [(True, False), (False, True)], (True, False), (False, True)
+    assert ranks[0] == [*outside, *[together] * 3]
+    assert ranks[1] == [*outside, together]
+    assert ranks[2] == [*outside, *[together] * 3, alone]
+
+
+# --- what cannot be done -----------------------------------------------------------------------
+
+
+def refused(
+    act: Callable[[sw.Sharded, torch.optim.Optimizer], object], kind: type[Exception]
+) -> str:
+    """The message on rank 0, where it does ``act`` while rank 1 has no data."""
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = sgd(list(model.parameters()))
+        with sharded.join(optimizer):
+            for batch in batches(0)[: 2 - comm.rank]:
+                loss(model, batch).backward()
+                optimizer.step()
+            return said(kind, lambda: act(sharded, optimizer)) if comm.rank == 0 else ""
+
+    return on_ranks(2, tied_decoder, rank)[0]
+
+
+def test_other_calls_wait_until_the_block_ends() -> None:
+    message = refused(lambda sharded, _: sharded.model.state_dict(), sw.ScheduleError)
+    assert message == (
+        "a state dict was asked for while ranks [1] have run out of data. Until the end of join() "
+        "they take part in forward and backward passes, sharded.clip_grad_norm_(), steps of the "
+        "optimizers that join() was given, sharded.any() and sharded.all(), and in nothing else. "
+        "Do it after the block."
+    )
+
+
+def test_shards_are_not_written_by_hand_on_some_ranks_only() -> None:
+    @torch.no_grad()
+    def write(sharded: sw.Sharded, _: object) -> None:
+        next(sharded.model.parameters()).mul_(2)
+
+    def scale(sharded: sw.Sharded, _: object) -> None:
+        local_gradient = next(sharded.model.parameters()).grad
+        assert local_gradient is not None
+        local_gradient.mul_(2)
+
+    for by_hand in (write, scale):
+        message = refused(by_hand, sw.ScheduleError)
+        name = "'embed.weight', or its gradient, is written by hand"
+        assert message.startswith(f"{name} while ranks [1] have run out of data. Until the end of")
+
+
+def test_an_optimizer_that_was_not_given_cannot_step_on_all_ranks() -> None:
+    message = refused(lambda s, _: adamw(list(s.model.parameters())).step(), sw.ConfigError)
+    assert message.startswith("AdamW steps inside join(), and join() was not given it, so ranks ")
+    message = refused(lambda _, optimizer: optimizer.step(lambda: 0.0), sw.ConfigError)
+    assert message.startswith("SGD steps inside join(), with a closure, so ranks ")
+
+
+def test_learning_rates_that_came_apart_are_found() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = sgd(list(model.parameters()))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for epoch in range(2):
+            with sharded.join(optimizer) as joined:
+                for batch in batches(0)[: 2 + comm.rank]:
+                    loss(model, batch).backward()
+                    optimizer.step()
+                    scheduler.step()
+            for _ in range(0 if epoch else joined.missed_steps):
+                scheduler.step()
+        with sharded.join(optimizer):
+            loss(model, batches(0)[0]).backward()
+            optimizer.step()
+
+    with pytest.raises(sw.RanksDisagree, match=r"\(such as the learning rate\) on rank 1 than on"):
+        on_ranks(2, tied_decoder, rank)
+
+
+def test_ranks_with_data_do_the_same() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        with sharded.join(), torch.set_grad_enabled(comm.rank == 0):
+            model(batches(0)[0][0])
+
+    with pytest.raises(sw.RanksDisagree, match="rank 0 is at a call of kind 'train', and rank 1"):
+        on_ranks(2, tied_decoder, rank)
