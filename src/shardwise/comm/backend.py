@@ -26,14 +26,13 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm.desync import Collective
-from shardwise.comm.gloo import STARTUP, close_connections
+from shardwise.comm.gloo import close_connections
 from shardwise.comm.protocol import Label, OnReceived, Pending, Sizes, check_divisible, rows_of
 from shardwise.comm.transport import IMMEDIATE, Group, Shutdown, Transfer, noop
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
 SUCCESS = 0  # of torch's C++ enum WorkResult
-SELF_TEST = Collective(-1, "self-test", "self-test of AVG", "", 0)
 
 
 class BackendComm(Group):
@@ -64,7 +63,7 @@ class BackendComm(Group):
             store, self.rank, self.size, self._interrupt, timeout, self.shutdown.where
         )
         try:
-            self._watchdog.gather_texts(STARTUP, "")
+            self._watchdog.greet("start")
             # All processes must call new_group, so it can be called only for a group of all
             # ranks. A mesh axis uses one process group, with less overlap.
             if self.size == dist.get_world_size():
@@ -159,7 +158,7 @@ class BackendComm(Group):
             out = torch.empty(n, device=self.device)
             self._calls.scatter(out, full, op=dist.ReduceOp.AVG, group=self._reduce_group)
             is_correct &= bool((out == (self.size + 1) / 2).all())
-        return set(self._watchdog.gather_texts(SELF_TEST, str(is_correct))) == {"True"}
+        return set(self._watchdog.greet("self-test of AVG", str(is_correct))) == {"True"}
 
     def _interrupt(self) -> None:
         for group in {self._gather_group, self._reduce_group}:

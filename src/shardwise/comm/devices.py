@@ -99,7 +99,7 @@ def imported(plugin: str) -> bool:
     Raises:
         ConfigError: it is installed, and its import fails.
     """
-    if not plugin or not _is_installed(plugin):
+    if not _is_installed(plugin):
         return False
     try:
         import_module(plugin)
@@ -137,7 +137,7 @@ def variables_to_set(accelerator: Accelerator, environ: Mapping[str, str]) -> di
 
 
 def _import_plugin(accelerator: Accelerator) -> None:
-    if accelerator.plugin and _is_installed(accelerator.plugin):
+    if _is_installed(accelerator.plugin):
         os.environ.update(variables_to_set(accelerator, os.environ))
         imported(accelerator.plugin)
 
@@ -159,7 +159,7 @@ def _check_eager(accelerator: Accelerator) -> None:
 
 
 def _is_installed(plugin: str) -> bool:
-    return find_spec(plugin.split(".", maxsplit=1)[0]) is not None
+    return bool(plugin) and find_spec(plugin.split(".", maxsplit=1)[0]) is not None
 
 
 def _is_available(device: str) -> bool:

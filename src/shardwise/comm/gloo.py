@@ -27,9 +27,7 @@ from shardwise.comm.transport import IMMEDIATE, Shutdown
 from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
-STARTUP = Collective(-2, "greeting", "start", "", 0)
 IMMEDIATELY = timedelta(milliseconds=1)
-CONNECTED = Collective(-1, "greeting", "connection", "", 0)
 
 
 class GlooComm(MessagesComm):
@@ -44,12 +42,12 @@ class GlooComm(MessagesComm):
         self._group: Any = None  # torch has no types for ``send`` and ``recv``
         self._watchdog = Watchdog(store, rank, size, self._interrupt, timeout, self.shutdown.where)
         try:
-            self._watchdog.gather_texts(STARTUP, "")  # names missing ranks, which gloo does not
+            self._watchdog.greet("start")  # names missing ranks, which gloo does not
             # Longer than ours, so that the watchdog can report first.
             torch_timeout = timedelta(seconds=timeout + 60)
             self._group = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, torch_timeout)
             # Otherwise a rank could close while a peer still connects.
-            self._watchdog.gather_texts(CONNECTED, "")
+            self._watchdog.greet("connection")
         except BaseException as error:
             self._watchdog.leave(f"it raised {error!r}")
             raise

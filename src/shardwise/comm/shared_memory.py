@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardwise.comm.arena import Arena, Heap, SymmetricHeap
+from shardwise.comm.arena import PAGE, Arena, Heap, SymmetricHeap
 from shardwise.comm.desync import Collective
 from shardwise.comm.memory import SharedMemory
 from shardwise.comm.protocol import Label, OnReceived, Pending, Sizes, rows_of
@@ -43,7 +43,6 @@ from shardwise.errors import RanksDisagree
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 ROWS = 1024  # most collectives in flight: a rank that issues more first completes its oldest
-CONTROL = 1 << 26  # bytes at the start of the common arena that hold the rows
 YIELDS = 100  # polls with sched_yield before a rank sleeps between polls
 SLEEP, MAX_SLEEP = 20e-6, 1e-3  # seconds
 
@@ -77,15 +76,11 @@ def _open_everywhere(watchdog: Watchdog, rank: int) -> tuple[list[Arena] | None,
     """The arenas of all ranks, or ``None`` if a rank could not open them all; and the pids."""
     arenas = [Arena.create() for _ in range(1 + (rank == 0))] if _is_supported() else []
     own = json.dumps([_host(), os.getpid(), [arena.fd for arena in arenas]])
-    startups = [json.loads(text) for text in watchdog.gather_texts(_startup(0), own)]
+    startups = [json.loads(text) for text in watchdog.greet("start", own)]
     hosts = {host for host, _, _ in startups}
     opened = _open(startups, rank, arenas) if len(hosts) == 1 else None
-    all_opened = set(watchdog.gather_texts(_startup(1), str(opened is not None))) == {"True"}
+    all_opened = set(watchdog.greet("start", str(opened is not None))) == {"True"}
     return opened if all_opened else None, [pid for _, pid, _ in startups]
-
-
-def _startup(number: int) -> Collective:
-    return Collective(number - 2, "greeting", "start", "", 0)
 
 
 def _is_supported() -> bool:
@@ -137,11 +132,11 @@ class SharedMemoryComm(Group):
         super().__init__(rank, size, torch.device("cpu"), shutdown)
         self._watchdog = watchdog
         self._common, *self._own = arenas
-        rows = self._common.bytes(0, size * ROWS * 4 * 8).view(np.int64)
+        rows: Numbers = self._common.tensor(0, size * ROWS * 4, torch.int64).numpy()
         self._rows = rows.reshape(size, ROWS, 4)
-        self.abort_flag: Numbers = self._common.bytes(CONTROL - 8, 8).view(np.int64)  # [1]
+        self.abort_flag: Numbers = self._common.tensor(rows.nbytes, 1, torch.int64).numpy()
         self._own_heap = Heap(self._own[rank], self._is_being_read)
-        self._common_heap = SymmetricHeap(self._common, CONTROL)
+        self._common_heap = SymmetricHeap(self._common, rows.nbytes + PAGE)
         self.memory = SharedMemory(self._own_heap, self._common_heap)
         self._first_used = ROWS  # the first collective whose row may still be in use
         self._pending: list[weakref.ref[InFlight] | None] = [None] * ROWS  # by row

@@ -9,6 +9,7 @@ rank would hang for thirty minutes, then raise "connection closed by peer".
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -71,6 +72,7 @@ class Watchdog:
         self._timeout, self._where = timeout, where
         self._recent: deque[Collective] = deque(maxlen=HISTORY)
         self._issued = 0
+        self._greetings = itertools.count(-HISTORY)  # numbers of what comes before collectives
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
@@ -87,6 +89,11 @@ class Watchdog:
         self.raise_if_failed()
         self._recent.append(collective)
         self._issued = collective.seq + 1
+
+    def greet(self, purpose: str, text: str = "") -> list[str]:
+        """Every rank's ``text``, by rank, before the group is in use."""
+        number = next(self._greetings)
+        return self.gather_texts(Collective(number, "greeting", purpose, "", 0), text)
 
     def gather_texts(
         self,

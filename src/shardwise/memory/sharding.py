@@ -37,20 +37,20 @@ class Engine(Protocol):
         """Shards of a unit are written next: nobody may still read or send what they hold."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Sharding:
     """Where a parameter's elements are."""
 
     slot: Slot  # its place in its bucket
     unit: str  # its unit's name
     placement: str  # "fully_sharded" or "replicated" (the optimizer sees all of it)
-    layout: Layout = field(repr=False)  # of its bucket
+    layout: Layout  # of its bucket
     position: int  # which of the layout's shards this rank holds
-    axes: tuple[Comm, ...] = field(repr=False)  # over them all shards are gathered, in order
-    engine: weakref.ref[Engine] | None = field(default=None, repr=False)
+    axes: tuple[Comm, ...]  # over them all shards are gathered, in order
+    engine: weakref.ref[Engine] | None = None
     #: What was read from the parameter and shares the shard's memory, by ``id``.
     lent: weakref.WeakValueDictionary[int, Tensor] = field(
-        default_factory=weakref.WeakValueDictionary, repr=False
+        default_factory=weakref.WeakValueDictionary
     )
 
     def __post_init__(self) -> None:

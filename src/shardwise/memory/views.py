@@ -24,13 +24,13 @@ class Views:
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int, Sequence[int]]], numel: int) -> None:
-        order = sorted(range(len(ranges)), key=lambda index: ranges[index][:2])
+        order = sorted(range(len(ranges)), key=ranges.__getitem__)
         stops = [0, *(ranges[index][1] for index in order)]
         starts = [*(ranges[index][0] for index in order), numel]
         self.gaps = [(a, b) for a, b in zip(stops, starts, strict=True) if a < b]
         pieces = [(start, stop, shape, i) for i, (start, stop, shape) in enumerate(ranges)]
         pieces += [(start, stop, (stop - start,), -1) for start, stop in self.gaps]
-        pieces.sort(key=lambda piece: piece[:2])
+        pieces.sort()
         self._like = [torch.empty(shape, device="meta") for _, _, shape, _ in pieces]
         positions = {index: at for at, (_, _, _, index) in enumerate(pieces)}
         self._positions = [positions[index] for index in range(len(ranges))]

@@ -68,7 +68,7 @@ class Runtime:
         policy: Policy,
         precision: Precision,
         order: Order,
-        participates: bool = False,
+        participates: bool,
     ) -> None:
         self.units, self.comm, self.policy = units, comm, policy
         self._skip = self._participate if participates else None

@@ -114,7 +114,6 @@ class Trained:
             for bucket in state.buckets:
                 trained = [index for index in range(len(bucket.params)) if next(flags)]
                 bucket.gradients.trained = frozenset(trained)
-                bucket.trainable = bucket.trainable or bool(trained)
             counts = {b: len(b.gradients.trained) for b in state.buckets}
             state.trainable = [b for b in counts if counts[b] or b in self._unreduced]
             state.wholly_trained = all(counts[b] == len(b.params) for b in counts)

@@ -313,8 +313,7 @@ def _first_to_gather(writer: _Writer, position: int) -> Cue | None:
 
 def _releases(writer: _Writer, position: int, cue: Cue) -> bool:
     policy, placement = writer.policy, writer.policy.placements[cue.unit]
-    gathered = policy.gathers(cue.unit) and cue.unit in writer.gathered
-    if placement.resident or not gathered:
+    if placement.resident or cue.unit not in writer.gathered:
         return False
     if not placement.frees:
         return policy.reduces and writer.next_use[position] is None

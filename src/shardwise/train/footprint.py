@@ -70,7 +70,7 @@ def _unsharded(sharded: Sharded, optimizer: Optimizer) -> tuple[int, int, int]:
         for member, param in zip(bucket.members, bucket.params, strict=True):
             numel = bucket.layout.by_name[member.name].numel
             parameters += numel * itemsize
-            gradients += numel * itemsize * bucket.trainable
+            gradients += numel * itemsize * bool(bucket.gradients.trained)
             state += _unsharded_state(param, numel, optimizer)
     return parameters, gradients, state
 
