@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from shardwise.comm.fake import FakeComm
 from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import Comm, Label, OnReceived, Pending, Sizes
 
@@ -85,3 +87,42 @@ class Landing:
     def wait(self) -> None:
         self.pending.wait()
         self.watched.flying -= 1
+
+
+class Late(FakeComm):
+    """A rank without peers whose collectives happen when they are waited for, as on a device.
+
+    Attributes:
+        waited: of each collective, whether somebody has waited for it.
+    """
+
+    def __init__(self, rank: int, size: int, waited: list[bool] | None = None) -> None:
+        super().__init__(rank, size)
+        self.waited = list[bool]() if waited is None else waited
+        self.memory = WatchedMemory(self.device, dirty=True)
+
+    def all_gather(self, full: Tensor, label: Label) -> Pending:
+        if full.is_floating_point():
+            for peer, row in enumerate(full.detach().view(self.size, -1)):
+                row.fill_(float("nan")) if peer != self.rank else None
+        return Waited(self.waited, partial(super().all_gather, full, label))
+
+    def exchange(self, full: Tensor, on_received: OnReceived, label: Label) -> Pending:
+        return Waited(self.waited, partial(super().exchange, full, on_received, label))
+
+    def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:
+        row, column = divmod(self.rank, shard)
+        return Late(row, replicate, self.waited), Late(column, shard, self.waited)
+
+
+class Waited:
+    """A collective that ``happens`` at the first wait."""
+
+    def __init__(self, waited: list[bool], happens: Callable[[], object]) -> None:
+        self.waited, self.number, self.happens = waited, len(waited), happens
+        waited.append(False)
+
+    def wait(self) -> None:
+        if not self.waited[self.number]:
+            self.waited[self.number] = True
+            self.happens()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.fake import FakeComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.memory.sharded_parameter import LocalGradient
@@ -31,7 +32,7 @@ from tests.nets import (
 from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, assert_at_rest, assert_gradients, averaged, play, train
-from tests.watched import Watched
+from tests.watched import Late, Watched
 from tests.written import Written, storage
 
 WORLDS = (1, 2, 3)
@@ -394,6 +395,23 @@ def test_what_zero_grad_takes_from_an_accumulation_is_gone(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("throw_away", [by_model, by_hand, to_zero])
+def test_so_is_what_it_takes_from_a_mean_beside_it(
+    throw_away: Callable[[nn.Module], None], strategy: str
+) -> None:
+    """One micro-batch was averaged already, the next one was not."""
+
+    def step(model: nn.Module, batch: Batch, no_sync: NoSync) -> None:
+        (loss(model, batch) * 1000).backward()
+        with no_sync():
+            (loss(model, batch) * 100).backward()
+        throw_away(model)
+        train(model, batch)
+
+    assert_averages_plain_gradients(step, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_between_micro_batches_grad_is_this_ranks_whole_sum(strategy: str) -> None:
     """As under DDP's ``no_sync``, also where the parameter itself is a shard."""
     models = [decoder()]
@@ -522,3 +540,45 @@ def test_a_gradient_of_one_micro_batch_is_not_the_users_memory_in_the_next() -> 
     for world in (1, 2):
         found = [value for mine in run_threads(world, rank) for value in mine]
         assert found == [11.0] * 6
+
+
+# ---- collectives that take their time ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_shard", "hybrid_full"])
+def test_nothing_is_read_before_it_was_waited_for_and_nothing_is_left_in_flight(
+    strategy: str,
+) -> None:
+    def trained(comm: Comm) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = decoder()
+        mesh = (2, 3) if strategy.startswith("hybrid") else None
+        sharded = sw.shard(model, strategy, comm=comm, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for last in (False, True, True):
+            with sharded.accumulate(last=last):
+                train(model, decoder_batch(0, 2))
+            if last:
+                sharded.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    expected, late = trained(FakeComm(4, 6)), Late(4, 6)
+    found = trained(late)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert late.waited
+    assert all(late.waited)
+
+
+def test_gradients_that_are_dropped_are_waited_for_since_peers_still_read_them() -> None:
+    comm = Late(0, 2)
+    sharded = sw.shard(decoder(), comm=comm)
+    [bucket] = sharded.runtime.units["blocks.0"].buckets
+    for index, member in enumerate(bucket.members):
+        bucket.gradients.collect(index, torch.ones(member.shape), carried=False)
+    bucket.gradients.reduce()
+    assert not all(comm.waited)
+    bucket.gradients.drop()
+    assert all(comm.waited)
+    assert bucket.gradients.full is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.mesh import Mesh
-from shardwise.memory.spec import BucketSpec, specs_of
+from shardwise.memory.spec import BucketSpec, Home, cut_at_multiples, specs_of
 from shardwise.options import Options
 from shardwise.schedule.placement import Placement
 from shardwise.strategies import placement_of
@@ -17,7 +20,9 @@ from shardwise.units.units import choose_units
 from tests.nets import NETS, Net, decoder, mostly_frozen
 
 FULL = placement_of("full_shard")
+ZERO1 = placement_of("zero1")
 DDP = placement_of("no_shard")
+PIECES = placement_of("hybrid_full")
 
 
 def specs(
@@ -131,3 +136,57 @@ def test_the_copies_of_a_shard_sum_one_piece_of_it_each(column: int) -> None:
                 first = piece * spec.piece_numel
                 ranks = {spec.summed_by(first), spec.summed_by(first + spec.piece_numel - 1)}
                 assert ranks == {2 * piece + column}
+
+
+def test_the_copies_of_a_shard_may_hold_a_piece_of_it_each() -> None:
+    """Three rows of two ranks: column 0 holds the first three of six pieces, from the top down."""
+    for row, column in itertools.product(range(3), range(2)):
+        mesh = Mesh(FakeComm(column, 2), FakeComm(row, 3))
+        for unit in choose_units(decoder()):
+            for spec in specs_of(unit, Options(), mesh, PIECES):
+                size, position = spec.layout.shard_numel, 3 * column + row
+                assert spec.layout.numel == 6 * size
+                assert (spec.position, spec.rank, spec.copies) == (position, 2 * row + column, 1)
+                assert spec.axes == (mesh.replicate, mesh.shard)
+                assert (spec.summed_by(0), spec.summed_by(size - 1)) == (spec.rank, spec.rank)
+                full = torch.arange(6 * size)
+                own = full[position * size : (position + 1) * size]
+                assert torch.equal(spec.own(full), own)
+                assert torch.equal(spec.sent(full), full[3 * column * size :][: 3 * size])
+                assert torch.equal(spec.piece(spec.sent(full)), own)
+
+
+def test_gradients_are_divided_before_the_first_axis_and_after_the_last() -> None:
+    mesh = Mesh(FakeComm(0, 2), FakeComm(0, 3))
+    [spec, *_] = specs_of(choose_units(decoder())[0], Options(), mesh, FULL)
+    spec = replace(spec, reduction=replace(spec.reduction, before=2.0, after=3.0))
+    (rows, first), (columns, last) = spec.averages
+    assert (rows, columns) == (mesh.shard, mesh.replicate)
+    assert [(r.before, r.after) for r in (first, last)] == [(2.0, 1.0), (1.0, 3.0)]
+    one_axis = replace(spec, replicate=FakeComm(0, 1))
+    assert one_axis.averages == [(mesh.shard, spec.reduction)]
+
+
+BF16 = Options(precision=sw.Precision(compute=torch.bfloat16))
+HOMES = {  # lasting, aliased, whole, stays whole
+    "shards that are freed": (FULL, 2, Options(), (False, False, False, False)),
+    "that are cast": (FULL, 2, BF16, (False, False, False, False)),
+    "that keep the memory": (ZERO1, 2, Options(), (True, True, False, False)),
+    "that keep it, and are cast": (ZERO1, 2, BF16, (True, False, False, False)),
+    "copies": (DDP, 2, Options(), (True, True, True, True)),
+    "copies that are cast": (DDP, 2, BF16, (True, False, True, False)),
+    "one rank alone": (FULL, 1, Options(), (True, True, True, True)),
+    "one that casts": (FULL, 1, BF16, (False, False, True, False)),
+}
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_where_the_memory_of_a_bucket_lies(name: str) -> None:
+    placement, world, options, expected = HOMES[name]
+    for spec in specs(decoder(), 0, world, placement, options):
+        assert spec.home == Home(False, *expected)
+
+
+def test_a_range_is_cut_at_multiples() -> None:
+    assert list(cut_at_multiples(3, 9, 4)) == [(3, 4), (4, 8), (8, 9)]
+    assert list(cut_at_multiples(4, 4, 4)) == []

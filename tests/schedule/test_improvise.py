@@ -174,3 +174,15 @@ def test_the_mode_follows_from_what_is_averaged_and_what_was_collected(
     reduces: bool, collected: bool
 ) -> None:
     assert Facts(reduces=reduces).mode(collected) == MODES[reduces, collected]
+
+
+def test_what_the_optimizers_of_copies_wrote_is_joined_once_in_a_step() -> None:
+    cue, facts = Cue(Op.ENTER, "a", Phase.FORWARD), Facts()
+    update, gather = improvise(policy("hybrid_full"), facts, cue, last=False)
+    assert (update.op, gather.op) == (Op.UPDATE, Op.GATHER)
+    assert is_due(update, facts)
+    facts.note(update)
+    assert (facts.updated, facts.gathered) == ({"a"}, set())
+    assert not is_due(update, facts)
+    facts.forget_pass()
+    assert is_due(update, facts)

@@ -1,0 +1,51 @@
+"""What follows from the axes over which parameters, gradients and optimizer state are split."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.schedule.placement import Placement
+from shardwise.strategies import placement_of
+
+FOLLOWS = {  # splits, splits copies, resident, frees, words
+    "no_shard": (False, False, True, False, "replicated"),
+    "zero1": (True, False, True, False, "sharded"),
+    "shard_grad_op": (True, False, False, False, "sharded"),
+    "full_shard": (True, False, False, True, "sharded"),
+    "hybrid_shard_zero2": (True, False, False, False, "sharded"),
+    "hybrid_shard": (True, False, False, True, "sharded"),
+    "hybrid_full": (True, True, False, True, "sharded"),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_where_things_live_says_what_is_kept_and_what_is_freed(name: str) -> None:
+    one = placement_of(name)
+    found = (one.splits, one.splits_copies, one.resident, one.frees, one.words)
+    assert found == FOLLOWS[name]
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        (((), (), ("rows",)), "'mine' has no axis 'rows': parameters=(), gradients=(), opt"),
+        (
+            (("shard",), (), ("shard",)),
+            "'mine' splits more than steps on it: parameters=",
+        ),
+        (((), ("shard",), ()), "'mine' splits more than steps on it"),
+        (((), ("replicate",), ("replicate",)), "'mine' splits gradients over \"replicate\""),
+        (((), (), ("replicate",)), "'mine' splits optimizer over \"replicate\""),
+    ],
+)
+def test_what_no_optimizer_could_step_on_is_refused(
+    axes: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], text: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        Placement("mine", *axes)
+    assert text in str(error.value)
+
+
+def test_any_order_of_the_axes_will_do() -> None:
+    assert Placement("mine", (), ("shard",), ("replicate", "shard"), hybrid=True).splits_copies
