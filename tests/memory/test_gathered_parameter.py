@@ -213,3 +213,20 @@ def test_every_method_that_writes_tells_first() -> None:
     names = [n for n in dir(Tensor) if n.endswith("_") and not n.startswith("_")]
     assert {n for n in names if n not in own} == {"requires_grad_", "share_memory_"}
     assert {"__iadd__", "__setitem__", "data", "detach"} <= own.keys()
+
+
+class Named(nn.Parameter):
+    """A user's own kind of parameter, whose class stays."""
+
+
+def test_a_replaced_parameter_of_a_users_own_class_is_kept_too() -> None:
+    def rank(comm: Comm) -> list[float]:
+        model = Writing(replace)
+        model.target = Named(model.target.detach(), requires_grad=False)
+        sharded = sw.shard(model, comm=comm)
+        for _ in range(2):
+            model(torch.ones(4, 4)).backward()
+        with sharded.full_params():
+            return list(model.target.tolist())
+
+    assert run_threads(2, rank) == [[4.0 * number for number in range(10)]] * 2

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.memory.grad_hooks import is_handed_out
 from tests.nets import Batch, decoder, decoder_batch, loss
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, play, train
@@ -82,3 +83,20 @@ def test_hooks_from_before_shard_are_called_once_and_can_be_removed() -> None:
     kept.remove()
     model(torch.ones(1, 3)).sum().backward()
     assert calls == ["kept"] * 4
+
+
+def test_autograd_says_whether_it_returns_a_gradient_or_adds_it() -> None:
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    answers: list[bool | None] = []
+
+    def ask(_: Tensor) -> None:
+        answers.append(is_handed_out(weight))
+
+    value = (weight * 2).sum()
+    value.register_hook(ask)
+    value.backward(retain_graph=True)
+    torch.autograd.grad(value, weight, retain_graph=True)
+    value = (weight * other).sum()
+    value.register_hook(ask)
+    torch.autograd.grad(value, other)
+    assert answers == [False, True, None]

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.fake import FakeComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharded_parameter import ShardedParameter
 from shardwise.schedule.events import Event, Op
+from shardwise.schedule.placement import Placement
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, assert_at_rest, play, train
-from tests.watched import Watched
+from tests.watched import Late, Watched
 from tests.written import Written, storage
 
 SPLIT = ("zero1", "shard_grad_op", "full_shard")
@@ -507,3 +509,107 @@ def test_values_put_in_place_of_a_shard_are_taken_over_at_the_next_gather() -> N
 
     for out in run_threads(2, rank):
         assert torch.equal(out, torch.full((1, 6), 8.0))
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "full_shard"])
+def test_values_of_another_dtype_are_not_taken_over(strategy: str) -> None:
+    """Of a parameter of a user's own class, at which nobody is told when its values change."""
+
+    class Own(nn.Parameter):
+        pass
+
+    model = nn.Linear(4, 6, bias=False)
+    model.weight = Own(torch.ones(6, 4))
+    sw.shard(model, strategy, comm=FakeComm(0, 2))
+    model.weight.data = model.weight.data.double()
+    with pytest.raises(sw.ConfigError, match=r"'weight' was replaced by a tensor .* torch.float64"):
+        model(torch.ones(1, 4))
+
+
+def test_after_the_last_use_of_a_layout_nothing_of_it_is_left_on_a_parameter() -> None:
+    model = decoder()
+    sharded = sw.shard(model, comm=FakeComm(0, 2))
+    assert all("before_write" in vars(param) for param in model.parameters())
+    sharded.unshard()
+    assert not any("before_write" in vars(param) for param in model.parameters())
+
+
+# ---- one bucket, call by call --------------------------------------------------------------------
+
+BF16 = sw.Precision(compute=torch.bfloat16)
+
+
+def test_a_bucket_is_gathered_once_however_often_that_is_asked_for() -> None:
+    comm = Late(0, 2)
+    [bucket, *_] = sw.shard(decoder(), comm=comm).buckets
+    before = len(comm.waited)
+    bucket.ready()  # gathers, since nobody has
+    bucket.gather()
+    assert (bucket.gathered, bucket.is_whole) == (True, True)
+    assert comm.waited[before:] == [True]
+    bucket.free()
+    assert (bucket.gathered, bucket.is_whole) == (False, False)
+
+
+def test_a_gather_that_nobody_used_is_waited_for_before_its_memory_goes() -> None:
+    comm = Late(0, 2)
+    [bucket, *_] = sw.shard(decoder(), comm=comm).buckets
+    bucket.gather()
+    bucket.free()
+    assert all(comm.waited)
+    assert bucket.full.untyped_storage().nbytes() == 0
+
+
+def test_what_is_still_read_keeps_its_memory_until_the_next_free() -> None:
+    [bucket, *_] = sw.shard(decoder(), comm=FakeComm(0, 2)).buckets
+    bucket.ready()
+    bucket.free(still_read=True)
+    assert not bucket.gathered
+    assert bucket.full.untyped_storage().nbytes() > 0
+    bucket.free()
+    assert bucket.full.untyped_storage().nbytes() == 0
+
+
+def test_a_shard_is_cast_again_only_once_it_may_have_been_written() -> None:
+    sharded = sw.shard(decoder(), "zero1", comm=FakeComm(0, 2), precision=BF16)
+    [bucket, *_] = sharded.buckets
+    casts = []
+    for expires in (False, False, True, False):
+        if expires:
+            bucket.expire()
+        before = bucket.copied
+        bucket.ready()
+        bucket.free()
+        casts.append(bucket.copied > before)
+    assert casts == [True, False, True, False]
+
+
+PIECES = Placement("mine", (), (), ("shard", "replicate"), hybrid=True)
+
+
+@pytest.mark.parametrize("precision", [sw.Precision(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("placement", ["hybrid_full", PIECES], ids=["freed", "resident"])
+def test_pieces_that_copies_have_written_are_joined_once_before_they_are_gathered(
+    placement: str | Placement, precision: sw.Precision
+) -> None:
+    """Ranks 0 and 1 split the model, 2 and 3 have the same: each rank writes its number."""
+
+    def rank(comm: Comm) -> None:
+        options = {"mesh": (2, 2), "precision": precision}
+        sharded = sw.shard(nn.Linear(16, 64, bias=False), placement, comm=comm, **options)
+        [bucket] = sharded.buckets
+        assert bucket.shard.numel() * 4 == bucket.layout.numel
+        for step in range(2):
+            bucket.shard.fill_(10 * step + comm.rank)
+            bucket.expire()
+            bucket.spec.replicate.counters.reset()
+            for _ in range(2):
+                bucket.ready()
+                expected = torch.tensor([0, 2, 1, 3]).repeat_interleave(bucket.shard.numel())
+                assert torch.equal(bucket.full, (10 * step + expected).to(bucket.full.dtype))
+                bucket.free()
+            assert bucket.spec.replicate.counters.calls == {"update": 1}
+            whole = torch.cat([value.flatten() for value in bucket.whole()])
+            assert torch.equal(whole, (10 * step + expected).float())
+
+    run_threads(4, rank)

@@ -46,6 +46,11 @@ def gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, gradient
 
 
+def gradient_of(model: nn.Module, name: str) -> Tensor:
+    """The gradient of one parameter."""
+    return dict(gradients(model))[name]
+
+
 # ---- one number over all elements ---------------------------------------------------------------
 
 NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -123,6 +128,36 @@ def test_what_one_rank_has_is_found_on_every_rank(value: float) -> None:
         return [*guards, bool(gradient.isfinite().all())]
 
     assert on_ranks(2, BUILD, rank) == [[True] * 5] * 2
+
+
+def test_tensors_are_equal_where_they_are_equal_on_every_rank() -> None:
+    def rank(comm: Comm, model: nn.Module) -> list[bool]:
+        trained(comm, model)
+        gradient = gradient_of(model, "project.weight")
+        other = gradient.clone()
+        same = [gradient.equal(other), gradient.allclose(other)]
+        if comm.rank == 1:
+            local(other)[-1] += 1
+        return [*same, gradient.equal(other), gradient.allclose(other)]
+
+    assert on_ranks(2, BUILD, rank) == [[True, True, False, False]] * 2
+
+
+def test_a_scaled_gradient_that_is_infinite_on_one_rank_is_found_on_every_rank() -> None:
+    """As ``torch.amp.GradScaler`` unscales: in place, and told by a flag."""
+
+    def rank(comm: Comm, model: nn.Module) -> list[float]:
+        trained(comm, model)
+        gradient = gradient_of(model, "project.weight")
+        flags = []
+        for value in (1.0, math.inf):
+            local(gradient).fill_(value if comm.rank == 1 else 4.0)
+            found = torch.zeros(1)
+            torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, torch.tensor(0.25))
+            flags.append(found.item())
+        return [*flags, local(gradient).flatten()[0].item()]
+
+    assert on_ranks(2, BUILD, rank) == [[0.0, 1.0, 1.0], [0.0, 1.0, math.inf]]
 
 
 def test_a_number_costs_one_collective_and_a_list_of_norms_one_for_all() -> None:
@@ -263,6 +298,11 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "a broadcast": lambda g: g * torch.ones(5, 1, 1, 1),
     "an output": lambda g: torch.add(g, g, out=torch.empty_like(g)),
     "a draw": lambda g: g.normal_(),
+    "a nuclear norm": lambda g: torch.norm(g, "nuc"),
+    "a norm of integers": lambda g: (g * 100).int().norm(),
+    "a mean of integers": lambda g: (g * 100).int().mean(),
+    "an unlike shape to compare with": lambda g: g.equal(torch.ones(5, 1, 1, 1)),
+    "a number to write to": lambda g: torch.zeros(()).add_(g),
 }
 
 
@@ -277,6 +317,26 @@ def test_what_needs_all_elements_is_refused_on_every_rank(what: str) -> None:
             assert ".to_local()" in text
 
     on_ranks(WORLD, BUILD, rank)
+
+
+def test_a_norm_of_a_matrix_is_none_of_all_its_elements() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        trained(comm, model)
+        gradient = gradient_of(model, "project.weight")
+        text = said(sw.ShardUseError, lambda: torch.linalg.norm(gradient, 1))
+        assert "'linalg_norm' needs the full tensor" in text
+
+    on_ranks(2, BUILD, rank)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_torchs_clipping_is_told_what_clips_by_the_global_norm(foreach: bool) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        trained(comm, model)
+        clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0, foreach=foreach)
+        assert "Use sharded.clip_grad_norm_(max_norm)" in said(sw.ShardUseError, clip)
+
+    on_ranks(2, BUILD, rank)
 
 
 def test_a_gradient_is_not_pickled() -> None:

@@ -375,3 +375,52 @@ def _whole(param: Tensor) -> torch.Size:
     sharding = sharding_of(param)
     assert sharding is not None
     return sharding.shape
+
+
+def test_a_gradient_can_be_deleted() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        train(model, (torch.ones(2, 8), torch.ones(2, 8)))
+        weight = model.get_parameter("linear.weight")
+        assert type(weight) is ShardedParameter
+        del weight.grad
+        assert weight.grad is None
+
+    on_ranks(2, Normed, rank)
+
+
+def test_memory_of_a_dtype_of_the_shard_may_have_any_shape() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        zeros = model.get_parameter("linear.weight").detach().new_zeros(3)
+        assert (type(zeros), zeros.tolist()) == (Tensor, [0.0, 0.0, 0.0])
+
+    on_ranks(2, Normed, rank)
+
+
+def test_a_shard_does_not_take_the_place_of_one_with_another_shape() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        weight, back = model.get_parameter("linear.weight"), model.get_parameter("back.weight")
+        text = said(sw.ShardUseError, lambda: setattr(weight, "data", back.data))
+        assert "parameter 'linear.weight' is sharded" in text
+
+    on_ranks(2, Normed, rank)
+
+
+def test_a_models_dtype_is_changed_before_it_is_sharded() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        assert "After shard() a model's dtype" in said(sw.ConfigError, model.double)
+
+    on_ranks(2, Normed, rank)
+
+
+def test_autograd_is_not_asked_for_the_gradient_of_a_shard() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        value, weight = model(torch.ones(2, 8)).sum(), model.get_parameter("linear.weight")
+        text = said(sw.ShardUseError, lambda: torch.autograd.grad(value, weight))
+        assert text.startswith("torch.autograd.grad was called for the gradient of parameter")
+
+    on_ranks(2, Normed, rank)

@@ -156,6 +156,13 @@ def test_the_copies_of_a_shard_may_hold_a_piece_of_it_each() -> None:
                 assert torch.equal(spec.piece(spec.sent(full)), own)
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_shard_of_which_there_is_one_copy_is_in_one_piece(copies: int) -> None:
+    mesh = Mesh(FakeComm(0, 2), FakeComm(0, copies))
+    [spec, *_] = specs_of(choose_units(decoder())[0], Options(), mesh, PIECES)
+    assert spec.splits_copies is (copies == 2)
+
+
 def test_gradients_are_divided_before_the_first_axis_and_after_the_last() -> None:
     mesh = Mesh(FakeComm(0, 2), FakeComm(0, 3))
     [spec, *_] = specs_of(choose_units(decoder())[0], Options(), mesh, FULL)
