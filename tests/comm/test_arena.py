@@ -121,3 +121,9 @@ def test_a_common_block_lives_as_long_as_a_view_of_it() -> None:
     assert view.untyped_storage().nbytes() == 40  # or saving it would save the whole file
     del view
     assert common.unused == {0}
+
+
+def test_nothing_takes_no_common_block_either() -> None:
+    common = SymmetricHeap(Arena.create(), 0)
+    assert common.allocate(0, torch.bfloat16).dtype is torch.bfloat16
+    assert common._sizes == {}

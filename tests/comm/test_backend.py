@@ -11,19 +11,19 @@ import time
 from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.comm import backend
+from shardwise.comm import backend, watchdog
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import over
 from shardwise.comm.protocol import Comm, Label
@@ -240,3 +240,30 @@ def test_the_backend_takes_every_call_of_the_engine(device: str) -> None:
     (outcome,) = outcomes_of(1, alone, device)
     assert outcome.error == ""
     assert outcome.value == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 3
+
+
+def test_a_rank_that_never_starts_is_named_and_its_group_is_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(watchdog, "FIRST_CHECK", 0.05)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    aborted = list[str]()
+    group: Any = Aborted(aborted)
+    with pytest.raises(RanksDisagree, match="rank 1 has not come within 0 s while rank 0 waits at"):
+        BackendComm(group, CPU, HashStore(), has_average=False, timeout=0.1)
+    assert aborted == ["aborted"]
+
+
+class Aborted(NamedTuple):
+    """A process group that notes its end."""
+
+    notes: list[str]
+
+    def __hash__(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        self.notes.append("aborted")

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from shardwise.comm.gloo import GlooComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import SharedMemoryComm
+from shardwise.comm.transport import IMMEDIATE
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.comm.laws import sum_of
 from tests.ranks import free_port, gloo_group, outcomes_of
@@ -296,3 +298,11 @@ def test_a_plug_in_that_cannot_be_imported_never_means_the_cpu_in_silence(
         "so its devices cannot be used. Repair or remove that package, or pass "
         'device="cpu".'
     )
+
+
+def test_a_transport_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    group: Any = None
+    with pytest.raises(ConfigError) as error:
+        connect_module._comm(group, torch.device("cpu"), 1.0, IMMEDIATE, "pigeons")
+    text = "transport is 'pigeons'; choose one of auto, memory, messages, native."
+    assert str(error.value) == text

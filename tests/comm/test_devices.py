@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,14 @@ import torch.distributed as dist
 
 from shardwise.accelerators import row
 from shardwise.comm.backend import BackendComm
-from shardwise.comm.connect import connect
-from shardwise.comm.devices import detect, device_module, device_of, variables_to_set
+from shardwise.comm.connect import _current_device, connect
+from shardwise.comm.devices import (
+    detect,
+    device_count,
+    device_module,
+    device_of,
+    variables_to_set,
+)
 from shardwise.errors import ConfigError
 from tests.plugins import write_plugins
 from tests.ranks import free_port, outcomes_of
@@ -62,6 +69,45 @@ def test_each_process_gets_the_device_of_its_local_rank(monkeypatch: pytest.Monk
 
 def test_cpu_ranks_share_one_device() -> None:
     assert device_of(row("cpu"), 7) == torch.device("cpu")
+
+
+def test_devices_are_counted_and_the_cpu_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 3)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    see(monkeypatch, "xpu")
+    assert device_count() == 3
+    see(monkeypatch, None)
+    assert device_count() == 0
+
+
+def test_a_device_of_which_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    with pytest.raises(ConfigError, match="torch sees no xpu device on this machine"):
+        device_of(row("xpu"), 0)
+
+
+def test_a_group_that_exists_computes_on_the_current_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = SimpleNamespace(is_available=lambda: True, current_device=lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(dist, "get_backend", lambda group: group)
+    see(monkeypatch, "xpu")
+    group: Any = "xccl"
+    assert _current_device(group, None) == torch.device("xpu", 2)
+    group = "gloo"
+    assert _current_device(group, None) == torch.device("cpu")
+    assert _current_device(group, "xpu") == torch.device("xpu", 2)
+
+
+def test_without_its_plug_in_no_variable_is_set_for_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PT_HPU_LAZY_MODE", raising=False)
+    see(monkeypatch, None)
+    assert detect().device == "cpu"
+    assert "PT_HPU_LAZY_MODE" not in os.environ
 
 
 # --- what a plug-in finds in the environment -------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.comm.environment import Launch, read_launch
+from shardwise.comm.environment import Launch, local_size, read_launch
 from shardwise.errors import ConfigError
 
 MASTER = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
@@ -156,3 +156,25 @@ def test_another_world_size_than_was_started_is_an_error() -> None:
     assert str(error.value).startswith(
         "WORLD_SIZE=8 in the environment, but srun started 4 processes"
     )
+
+
+def test_the_last_step_ids_are_those_of_scripts_and_shells() -> None:
+    """From 0xfffffff0 on, they are none of srun's."""
+    assert read_launch(SRUN | {"SLURM_STEP_ID": "4294967279"}) is not None
+    assert read_launch(SRUN | {"SLURM_STEP_ID": "4294967280"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        ({}, None),
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"LOCAL_WORLD_SIZE": "2", "SLURM_STEP_TASKS_PER_NODE": "4"}, 2),
+        (MPIRUN, 2),
+        (MPIEXEC, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "12,8"}, 12),
+    ],
+)
+def test_a_process_knows_how_many_share_its_host(environ: dict[str, str], ranks: int) -> None:
+    assert local_size(environ) == ranks

@@ -17,14 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shardwise as sw
-from shardwise.comm import watchdog
+from shardwise.comm import gloo, watchdog
 from shardwise.comm.connect import over
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
 from tests.comm.differences import extra, gather, larger, missing, swapped
-from tests.ranks import Outcome, gloo_group, outcomes_of
+from tests.ranks import Outcome, gloo_group, outcomes_of, run_threads
 
 SOON = 60.0  # seconds: on a busy machine, too, and far below the time limit of half an hour
 TRANSPORTS = ["messages", "memory"]
@@ -309,3 +310,52 @@ def test_the_end_of_a_process_is_told_to_those_who_wait(transport: str) -> None:
     assert "rank 1 has left (its process ended normally after 2 collectives)" in text
     assert "while rank 0 waits at gather blocks.4 (collective 2, 1,024 bytes)" in text
     assert seconds < SOON
+
+
+# --- between threads ---------------------------------------------------------------------------
+
+
+class Unconnected:
+    """In place of gloo's process group: nothing can be sent."""
+
+    def recv(self, *_: object) -> None:
+        raise RuntimeError("not connected")
+
+
+def test_no_rank_goes_on_before_all_have_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def slow_on_rank_1(store: object, rank: int, size: int, timeout: object) -> Unconnected:
+        time.sleep(0.2 * rank)
+        made.append(rank)
+        return Unconnected()
+
+    monkeypatch.setattr(gloo, "ProcessGroupGloo", slow_on_rank_1)
+    store = HashStore()
+
+    def rank(comm: Comm) -> list[int]:
+        with gloo.GlooComm(comm.rank, 2, store, 60.0):
+            return sorted(made)
+
+    assert run_threads(2, rank) == [[0, 1]] * 2
+
+
+def test_after_a_collective_nothing_is_waited_for_and_nothing_is_kept() -> None:
+    store = HashStore()
+
+    def rank(threads: Comm) -> list[object]:
+        with gloo.GlooComm(threads.rank, 2, store, 60.0) as comm:
+            full = torch.zeros(2)
+            full[comm.rank] = comm.rank + 1.0
+            comm.all_gather(full, Label("gather")).wait()
+            threads.agree({})  # the other rank has it, too, before either closes
+            return [full.tolist(), comm._watchdog.waits, comm._works]
+
+    assert run_threads(2, rank) == [[[1.0, 2.0], None, {}]] * 2
+
+
+def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(watchdog, "FIRST_CHECK", 0.05)
+    with pytest.raises(RanksDisagree, match="rank 1 has not come within 0 s while rank 0 waits at"):
+        gloo.GlooComm(0, 2, HashStore(), 0.1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Label
+from shardwise.comm.transport import Shutdown
 from tests.comm.laws import sum_of
 
 
@@ -40,3 +42,19 @@ def test_a_sum_in_another_dtype_is_one_copy() -> None:
         out = sum_of(LocalComm(), narrow)
     assert operations.names == ["aten._to_copy.default"]
     assert out.tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_exchanged_comes_back_at_once_and_both_axes_are_itself() -> None:
+    comm, full = LocalComm(), torch.arange(4.0)
+    received: list[Tensor] = []
+    comm.exchange(full, received.extend, Label("reduce")).wait()
+    assert received == [full]
+    assert comm.axes(1, 1) == (comm, comm)
+
+
+def test_what_comes_after_it_is_called_once() -> None:
+    ended: list[str] = []
+    comm = LocalComm(shutdown=Shutdown(callback=lambda: ended.append("closed")))
+    comm.close()
+    comm.close()
+    assert ended == ["closed"]

@@ -45,3 +45,12 @@ def test_memory_for_what_peers_send_is_used_again_once_the_sum_is_there() -> Non
     wait_second()
     assert issue(500)[0] == second
     assert issue(100)[0] == first
+
+
+def test_a_larger_buffer_for_what_peers_send_takes_the_place_of_a_smaller_one() -> None:
+    comm = Noted(0, 2)
+    for n in (100, 1000, 1000):
+        start_sum(comm, torch.zeros(2 * n)).pending.wait()
+    places = [receives[1].data_ptr() for _, _, receives in comm.posts]
+    assert places[1] == places[2] != places[0]
+    assert [memory.nbytes for memory in comm._scratch._free] == [4000]

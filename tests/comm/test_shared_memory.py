@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import re
 import resource
+import threading
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -14,14 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shardwise as sw
 from shardwise.comm import shared_memory as module
+from shardwise.comm import watchdog
 from shardwise.comm.connect import over
 from shardwise.comm.gloo import GlooComm
-from shardwise.comm.protocol import Comm
+from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.shared_memory import SharedMemoryComm
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, RanksDisagree
 from tests.copies import local
 from tests.nets import loss, tied_decoder, tied_decoder_batch
 from tests.ranks import gloo_group, outcomes_of, run_sharing
@@ -221,3 +224,28 @@ def step_while_a_peer_computes(comm: Comm) -> list[float]:
 
 def test_no_rank_updates_what_another_still_computes_with() -> None:
     assert run_sharing(2, step_while_a_peer_computes) == [[21.0] * 4] * 2
+
+
+def test_rows_are_free_again_once_their_texts_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So rank 0 may issue as many collectives as there are rows before rank 1 issues one."""
+    monkeypatch.setattr(module, "ROWS", 512)
+    issued = threading.Event()
+
+    def rank(comm: SharedMemoryComm) -> None:
+        comm.agree({})
+        if comm.rank == 1:
+            assert issued.wait(10)
+        full = torch.zeros(2)
+        flying = [comm.all_gather(full, Label("gather")) for _ in range(512)]
+        issued.set()
+        for pending in flying:
+            pending.wait()
+
+    run_sharing(2, rank, timeout=20.0)
+
+
+def test_no_rank_starts_before_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(watchdog, "FIRST_CHECK", 0.05)
+    with pytest.raises(RanksDisagree, match="rank 1 has not come within 0 s while rank 0 waits at"):
+        module.shared_memory(HashStore(), 0, 2, 0.1)

@@ -187,3 +187,10 @@ def test_results_come_in_rank_order() -> None:
 def test_ranks_whose_facts_differ_are_told_so() -> None:
     with pytest.raises(RanksDisagree, match="differ in 1 of their facts"):
         threads.run(2, lambda comm: comm.agree({"layout": str(comm.rank)}))
+
+
+def test_an_axis_of_one_rank_is_that_rank_alone() -> None:
+    def rank(comm: Comm) -> list[tuple[str, int]]:
+        return [(type(axis).__name__, axis.size) for axis in comm.axes(1, 2)]
+
+    assert threads.run(2, rank) == [[("LocalComm", 1), ("_ThreadsComm", 2)]] * 2

@@ -12,7 +12,7 @@ from shardwise.comm.desync import Collective
 from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Label
 from shardwise.comm.transport import IMMEDIATE, Shutdown
-from shardwise.errors import RanksDisagree
+from shardwise.errors import ConfigError, RanksDisagree
 
 
 class Noted(MessagesComm):
@@ -78,3 +78,22 @@ def test_facts_travel_only_if_their_digests_differ() -> None:
     with pytest.raises(RanksDisagree, match="a: rank 0: 1; rank 1: 2"):
         other.agree({"a": "1"})
     assert other.texts[-1] == '{"a": "1"}'
+
+
+def test_its_axes_are_made_once_for_each_grid_and_end_with_it() -> None:
+    made: list[tuple[Noted, Noted]] = []
+
+    def open_axes(replicate: int, shard: int) -> tuple[Noted, Noted]:
+        made.append((Noted(0, replicate), Noted(0, shard)))
+        return made[-1]
+
+    comm = Noted(0, 6, shutdown=Shutdown(open_axes=open_axes))
+    assert comm.axes(2, 3) == comm.axes(2, 3) == made[0]
+    assert comm.axes(3, 2) == made[1]
+    comm.close("the test is over")
+    assert [axis.left for pair in made for axis in pair] == [["the test is over"]] * 4
+
+
+def test_a_part_of_the_processes_cannot_be_made_a_grid() -> None:
+    with pytest.raises(ConfigError, match="cannot be made a grid of 2 × 3 ranks"):
+        Noted(0, 6).axes(2, 3)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -267,3 +269,26 @@ def test_a_closed_end_says_that_it_is_closed(group: Group) -> None:
     mine = group.add(2)
     mine.leave("it closed its communicator")
     assert reason(mine) == "rank 0's end of this group is closed (it closed its communicator)."
+
+
+def test_greetings_are_exchanged_one_after_the_other(group: Group) -> None:
+    one, two = group.add(2), group.add(2)
+    with ThreadPoolExecutor() as pool:
+        others = pool.submit(lambda: [two.greet("start", "c"), two.greet("self-test", "d")])
+        assert [one.greet("start", "a"), one.greet("self-test", "b")] == [["a", "c"], ["b", "d"]]
+        assert others.result() == [["a", "c"], ["b", "d"]]
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for(group: Group) -> None:
+    one = group.add(2)
+    with pytest.raises(RanksDisagree, match="rank 1 ended without a reason"):
+        one.gather_texts(A, "a", is_gone=lambda peer: peer == 1)
+
+
+def test_what_a_process_ends_with_is_the_error_that_nobody_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    assert watchdog.process_exit_reason() == "its process ended normally"
+    monkeypatch.setattr(sys, "last_value", KeyError("x"), raising=False)
+    assert watchdog.process_exit_reason() == "it raised KeyError('x')"

@@ -595,9 +595,8 @@ def test_pieces_that_copies_have_written_are_joined_once_before_they_are_gathere
     """Ranks 0 and 1 split the model, 2 and 3 have the same: each rank writes its number."""
 
     def rank(comm: Comm) -> None:
-        options = {"mesh": (2, 2), "precision": precision}
-        sharded = sw.shard(nn.Linear(16, 64, bias=False), placement, comm=comm, **options)
-        [bucket] = sharded.buckets
+        model = nn.Linear(16, 64, bias=False)
+        [bucket] = sw.shard(model, placement, comm=comm, mesh=(2, 2), precision=precision).buckets
         assert bucket.shard.numel() * 4 == bucket.layout.numel
         for step in range(2):
             bucket.shard.fill_(10 * step + comm.rank)

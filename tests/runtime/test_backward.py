@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
+from tests.copies import said
 from tests.nets import Batch
 from tests.ranks import run_sharing, run_threads
 from tests.steps import STRATEGIES, Step, assert_at_rest, averaged, play
@@ -145,3 +147,34 @@ def test_units_stay_whole_for_the_graph_of_a_recorded_backward_pass(
             assert_at_rest(sharded)
 
     run(2, rank)
+
+
+def alone(strategy: str = "full_shard") -> sw.Sharded:
+    return sw.shard(critic(), strategy, BY_LAYER, FakeComm(0, 2))
+
+
+def test_a_forward_call_is_expected_until_autograd_has_come_back_through_it() -> None:
+    sharded = alone()
+    calls = sharded._hooks.backward.calls
+    output = sharded.model(BATCHES[0][0])
+    assert [calls.expects(unit) for unit in ("0", "2", "4")] == [True] * 3
+    output.sum().backward()
+    assert [calls.expects(unit) for unit in ("0", "2", "4")] == [False] * 3
+
+
+def test_what_autograd_would_hand_out_is_refused_also_where_parameters_are_whole() -> None:
+    sharded = alone("shard_grad_op")
+    value, weight = sharded.model(BATCHES[0][0]).sum(), sharded.model.get_parameter("0.weight")
+    text = said(sw.ShardUseError, lambda: torch.autograd.grad(value, weight))
+    assert text.startswith("torch.autograd.grad was called for the gradient of parameter")
+    sharded.model(BATCHES[0][0]).sum().backward()
+    assert weight.grad is not None
+    assert_at_rest(sharded)
+
+
+def test_a_gradient_with_a_graph_of_its_own_is_refused() -> None:
+    sharded = alone()
+    value = sharded.model(BATCHES[0][0]).sum()
+    text = said(sw.ScheduleError, lambda: value.backward(create_graph=True))
+    assert "carries a graph (create_graph=True)" in text
+    assert all(param.grad is None for param in sharded.model.parameters())

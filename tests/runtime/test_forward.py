@@ -5,6 +5,7 @@ Gradients are held against plain processes bit for bit (``tests.steps.play``).
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -14,16 +15,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.utils.generic import ModelOutput
 
 import shardwise as sw
+from shardwise.comm.fake import FakeComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.schedule.events import Op, Phase
+from tests.copies import said
 from tests.nets import Batch, decoder, decoder_batch, loss, numbers
 from tests.ranks import run_threads
 from tests.steps import (
     STRATEGIES,
+    Recorder,
     Taken,
     assert_at_rest,
     assert_gradients,
@@ -503,3 +508,83 @@ def test_the_parts_of_a_container_are_called_one_by_one(strategy: str) -> None:
         }
     )
     play(model, [discriminator_step, generator_step] * 2, BATCHES, strategy=strategy)
+
+
+# ---- what a model may do as it computes ----------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Reads its embedding's weight outside of that unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(7, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden: Tensor = self.mix(self.embed(ids))
+        return hidden @ self.embed.weight.T
+
+
+BY_LAYER = sw.wrap.by_class(nn.Embedding, nn.Linear)
+IDS = torch.tensor([[1, 2, 6]])
+
+
+def test_a_unit_that_was_read_from_outside_is_gathered_anew_after_a_pass_without_an_end() -> None:
+    model = Tied()
+    sharded = sw.shard(model, wrap=BY_LAYER, comm=FakeComm(0, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(IDS)
+    assert "embed" in sharded.runtime.facts.gathered
+    optimizer.step()
+    assert sharded.runtime.facts.gathered == set()
+    recorder = Recorder(sharded)
+    model(IDS).sum().backward()
+    assert [e.unit for e in recorder.events if e.op is Op.GATHER][:2] == ["embed", "mix"]
+    assert_at_rest(sharded)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=self.reentrant))
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_computed_again_in_the_backward_pass_is_whole_then(
+    strategy: str, reentrant: bool
+) -> None:
+    def step(model: nn.Module, batch: Batch) -> None:
+        x = batch[0].clone().requires_grad_()  # the reentrant kind wants an input that does
+        model(x).square().mean().backward()
+
+    batches = [(numbers(rank, (2, 4)), numbers(9, (2, 4))) for rank in range(2)]
+    taken = play(Checkpointed(reentrant), [step] * 2, batches, strategy=strategy)
+    assert taken[1].follows
+
+
+def test_a_transform_of_torch_func_cannot_see_how_units_are_gathered() -> None:
+    model = Tied()
+    sw.shard(model, comm=FakeComm(0, 2))
+    text = said(sw.ShardUseError, lambda: torch.func.vmap(model)(IDS[None]))
+    assert "called inside a torch.func transform" in text
+
+
+def test_between_steps_is_not_in_the_middle_of_one() -> None:
+    model = Tied()
+    sharded = sw.shard(model, comm=FakeComm(0, 2))
+    model.mix.register_forward_hook(lambda *_: sharded.relayout())
+    assert "in the middle of a step" in said(sw.ScheduleError, lambda: model(IDS))
+
+
+def test_a_part_of_a_sharded_model_is_not_pickled() -> None:
+    model = Tied()
+    sw.shard(model, "no_shard", comm=FakeComm(0, 2))
+    text = said(sw.ShardUseError, lambda: pickle.dumps(model.mix))
+    assert "a module of the sharded Tied cannot be pickled" in text

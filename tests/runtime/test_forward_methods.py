@@ -150,3 +150,14 @@ def test_what_cannot_be_registered_is_said() -> None:
         sharded.register_forward_method(sharded.model, "encod")
     with pytest.raises(sw.ConfigError, match="a Linear that is not in the sharded model"):
         sharded.register_forward_method(nn.Linear(2, 2), "forward")
+
+
+def test_a_method_that_was_put_on_one_object_is_put_back() -> None:
+    model = nn.Linear(2, 2)
+    encode = model.forward
+    model.encode = encode  # type: ignore[assignment]
+    sharded = sw.shard(model)
+    sharded.register_forward_method(model, "encode")
+    assert vars(model)["encode"] is not encode
+    sharded.unshard()
+    assert vars(model)["encode"] is encode

@@ -81,3 +81,14 @@ def test_an_abandoned_unit_is_at_rest_and_waits_for_nothing() -> None:
     assert_at_rest(sharded)
     train(sharded.model, mostly_frozen_batch(0, 2))
     assert_at_rest(sharded)
+
+
+def test_what_copies_have_written_to_a_unit_is_joined_once() -> None:
+    sharded = sw.shard(mostly_frozen(), "hybrid_full", comm=FakeComm(0, 4), mesh=(2, 2))
+    state = sharded.runtime.units["blocks.0"]
+    counters = state.buckets[0].spec.replicate.counters
+    counters.reset()
+    state.expire()
+    state.update()
+    state.update()
+    assert counters.calls == {"update": len(state.buckets)}
