@@ -94,11 +94,13 @@ class Late(FakeComm):
 
     Attributes:
         waited: of each collective, whether somebody has waited for it.
+        fences: their labels.
     """
 
     def __init__(self, rank: int, size: int, waited: list[bool] | None = None) -> None:
         super().__init__(rank, size)
         self.waited = list[bool]() if waited is None else waited
+        self.fences: list[str] = []
         self.memory = WatchedMemory(self.device, dirty=True)
 
     def all_gather(self, full: Tensor, label: Label) -> Pending:
@@ -109,6 +111,9 @@ class Late(FakeComm):
 
     def exchange(self, full: Tensor, on_received: OnReceived, label: Label) -> Pending:
         return Waited(self.waited, partial(super().exchange, full, on_received, label))
+
+    def fence(self, label: Label) -> None:
+        self.fences.append(str(label))
 
     def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:
         row, column = divmod(self.rank, shard)

@@ -97,3 +97,10 @@ def test_its_axes_are_made_once_for_each_grid_and_end_with_it() -> None:
 def test_a_part_of_the_processes_cannot_be_made_a_grid() -> None:
     with pytest.raises(ConfigError, match="cannot be made a grid of 2 × 3 ranks"):
         Noted(0, 6).axes(2, 3)
+
+
+def test_the_order_of_facts_does_not_matter() -> None:
+    one, other = Noted(0, 2), Noted(0, 2)
+    one.agree({"a": "1", "b": "2"})
+    other.agree({"b": "2", "a": "1"})
+    assert one.texts == other.texts

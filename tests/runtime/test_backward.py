@@ -76,6 +76,12 @@ def with_a_penalty_after_a_graph_that_is_freed(model: nn.Module, batch: Batch) -
     slope.square().sum().backward()
 
 
+def with_a_gradient_before_a_graph_that_is_freed(model: nn.Module, batch: Batch) -> None:
+    """Autograd comes to parameters first, which have the gradients of their shards."""
+    model(batch[0]).mean().backward()
+    with_a_penalty_after_a_graph_that_is_freed(model, batch)
+
+
 def with_a_penalty_beside_a_frozen_layer(model: nn.Module, batch: Batch) -> None:
     model.get_submodule("2").requires_grad_(requires_grad=False)
     with_a_penalty_of_its_own(model, batch)
@@ -108,6 +114,7 @@ def of_forces(model: nn.Module, batch: Batch) -> None:
 STEPS: dict[Step, Callable[[], nn.Module]] = {
     with_a_penalty_of_its_own: critic,
     with_a_penalty_after_a_graph_that_is_freed: linear,
+    with_a_gradient_before_a_graph_that_is_freed: linear,
     with_a_penalty_beside_a_frozen_layer: critic,
     with_a_penalty_that_is_used_twice: critic,
     with_a_penalty_that_is_only_measured: critic,

@@ -37,7 +37,7 @@ from tests.steps import (
     train,
     units_of,
 )
-from tests.watched import Watched
+from tests.watched import Late, Watched
 
 
 class Layer(nn.Module):
@@ -773,6 +773,28 @@ class Fenced(FakeComm):
 
     def fence(self, label: Label) -> None:
         self.fences.append(str(label))
+
+
+def test_ranks_wait_for_each_other_before_shared_parameters_are_written() -> None:
+    comm, model = Late(0, 2), decoder()
+    *inputs, _ = batch = decoder_batch(0, 2)
+    sw.shard(model, comm=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    comm.fences.clear()
+    with torch.no_grad():
+        model(*inputs)
+    assert comm.fences == ["fence forward"]
+    train(model, batch)
+    optimizer.step()  # every rank has said by now which gradients it has
+    assert comm.fences == ["fence forward"]
+    model(*inputs)
+    optimizer.step()
+    assert comm.fences == ["fence forward"] * 2
+    optimizer.step()
+    assert comm.fences == ["fence forward"] * 2
+    model(*inputs)
+    next(model.parameters()).data.mul_(0.5)
+    assert comm.fences == ["fence forward"] * 2 + ["fence written"]
 
 
 @pytest.mark.parametrize("trainable", [True, False])

@@ -24,6 +24,7 @@ from tests.copies import equal, on_ranks, said, seeded
 from tests.nets import numbers
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, Recorder, assert_at_rest, units_of
+from tests.watched import Late
 
 Shard = Callable[[nn.Module], object]
 Program = Callable[[nn.Module, Shard], dict[str, Tensor]]
@@ -195,6 +196,21 @@ def reduced(recorder: Recorder) -> list[str]:
     return sorted(units_of(recorder.take(), Op.REDUCE))
 
 
+def test_a_frozen_layer_is_reduced_once_more_if_it_had_accumulated_gradients() -> None:
+    model = seeded(Chain)
+    sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=Late(0, 2))
+    with sharded.accumulate(last=False):
+        train(model)
+    model.get_submodule("layers.0").requires_grad_(requires_grad=False)
+    recorder, reduced = Recorder(sharded), []
+    for _ in range(2):
+        recorder.events.clear()
+        train(model)
+        reduced.append(sorted(units_of(recorder.events, Op.REDUCE)))
+    trained = ["head", "layers.1", "layers.2"]
+    assert reduced == [sorted([*trained, "layers.0"]), trained]
+
+
 def test_only_units_with_a_trained_parameter_are_reduced_and_have_memory_for_gradients() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         model.requires_grad_(False)
@@ -361,3 +377,11 @@ def test_one_rank_alone_and_no_parameters_ask_nobody() -> None:
         run_threads(2, lambda comm: (ask_used([], comm)(), comm.counters.calls)) == [([], {})] * 2
     )
     assert comm.counters.calls == {}
+
+
+def test_the_answers_of_others_are_read_when_they_have_come() -> None:
+    comm = Late(0, 2)
+    answer = ask_used([True, False], comm)
+    assert comm.waited == [False]
+    assert answer() == [True, False]
+    assert comm.waited == [True]

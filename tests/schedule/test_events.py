@@ -517,10 +517,11 @@ def test_a_gather_says_whether_its_unit_was_used_before() -> None:
 # ---- a shard that its copies split further -------------------------------------------------------
 
 PIECES = placement_of("hybrid_full")
+JOINED = frozenset(("root", "layers.0", "layers.1"))
 
 
 def test_what_the_optimizers_of_copies_wrote_is_joined_before_a_units_first_gather_only() -> None:
-    found = listed(layers(2), policy(0, 0, placements=everywhere(PIECES)))
+    found = listed(layers(2), policy(0, 0, placements=everywhere(PIECES), joins=JOINED))
     assert table(found, Phase.FORWARD, Op.UPDATE, Op.GATHER) == rows("""
         update root
         gather root
@@ -533,11 +534,13 @@ def test_what_the_optimizers_of_copies_wrote_is_joined_before_a_units_first_gath
 
 
 def test_nothing_is_joined_where_no_optimizer_can_have_stepped() -> None:
-    found = listed(layers(2), policy(0, 0, placements=everywhere(PIECES), updates=False))
+    found = listed(
+        layers(2), policy(0, 0, placements=everywhere(PIECES), joins=JOINED, updates=False)
+    )
     assert Op.UPDATE not in {event.op for event in found}
 
 
 def test_a_unit_is_joined_when_it_is_gathered_and_not_when_the_one_before_it_ends() -> None:
-    found = listed(layers(2), policy(0, 0, placements=everywhere(PIECES)))
+    found = listed(layers(2), policy(0, 0, placements=everywhere(PIECES), joins=JOINED))
     first = next(step for step in steps(found) if step.cue.unit == "layers.1")
     assert [event.op for event in first.before] == [Op.UPDATE, Op.GATHER]

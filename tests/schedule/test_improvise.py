@@ -178,7 +178,8 @@ def test_the_mode_follows_from_what_is_averaged_and_what_was_collected(
 
 def test_what_the_optimizers_of_copies_wrote_is_joined_once_in_a_step() -> None:
     cue, facts = Cue(Op.ENTER, "a", Phase.FORWARD), Facts()
-    update, gather = improvise(policy("hybrid_full"), facts, cue, last=False)
+    joins = replace(policy("hybrid_full"), joins=frozenset("a"))
+    update, gather = improvise(joins, facts, cue, last=False)
     assert (update.op, gather.op) == (Op.UPDATE, Op.GATHER)
     assert is_due(update, facts)
     facts.note(update)
