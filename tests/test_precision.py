@@ -354,7 +354,7 @@ def test_what_is_accumulated_is_kept_in_the_dtype_of_sums_and_rounded_once_for_t
 @pytest.mark.parametrize(
     ("policy", "device", "refused", "known"),
     [
-        (Precision(wire=torch.int8), "cpu", "wire is torch.int8", "float32, torch.bfloat16"),
+        (Precision(wire=torch.int16), "cpu", "wire is torch.int16", "float32, torch.bfloat16"),
         (Precision(compute=torch.float8_e4m3fn), "cuda:1", "compute is torch.float8", "float64"),
         (Precision(sum=FP64), "xpu", "sum is torch.float64", "bfloat16, torch.float16."),
         (Precision(stored=FP16), "hpu", "stored is torch.float16", "float32, torch.bfloat16."),

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from shardwise.accelerators import row
+from shardwise.comm.codec import QUANTISED
 from shardwise.comm.reduction import Reduction
 from shardwise.errors import ConfigError, nearest
 
@@ -35,6 +36,9 @@ class Precision:
         stored: shards, gradients of shards and optimizer state; ``None`` = as the model has them.
         compute: gathered parameters and the floating-point inputs of the model.
         wire: gradients on their way to the rank that sums them; ``None`` = as computed.
+            ``torch.int8`` and ``torch.float8_e4m3fn`` travel in blocks (see ``comm.codec``).
+        gather_wire: one of these two, for parameters on their way into a gathered bucket; each
+            rank computes with what was sent, and updates what it has stored.
         sum: the dtype sums are formed in; ``None`` = as stored.
         buffers: floating-point buffers, cast once at the start.
         output: floating-point outputs of the model.
@@ -50,6 +54,7 @@ class Precision:
     stored: torch.dtype | None = None
     compute: torch.dtype | None = None
     wire: torch.dtype | None = None
+    gather_wire: torch.dtype | None = None
     sum: torch.dtype | None = None
     buffers: torch.dtype | None = None
     output: torch.dtype | None = None
@@ -60,6 +65,11 @@ class Precision:
         if self.average is not None and self.average not in AVERAGES:
             raise ConfigError(
                 f"precision.average is {self.average!r}; choose one of {', '.join(AVERAGES)}."
+            )
+        if self.gather_wire is not None and self.gather_wire not in QUANTISED:
+            raise ConfigError(
+                f"precision.gather_wire is {self.gather_wire}; it can be torch.int8 or "
+                "torch.float8_e4m3fn. Otherwise parameters are sent in the compute dtype."
             )
         if isinstance(self.keep, str):
             raise ConfigError(f"precision.keep is a string; write ({self.keep!r},), a tuple.")
@@ -76,6 +86,8 @@ class Precision:
         """
         known = row(device).dtypes
         for name, dtype in vars(self).items():
+            if name in ("wire", "gather_wire") and dtype in QUANTISED:
+                continue
             if isinstance(dtype, torch.dtype) and dtype not in known:
                 raise ConfigError(
                     f"precision.{name} is {dtype}, in which not every {device.type} device "
@@ -117,7 +129,8 @@ class Precision:
             return Dtypes(*[torch.float32] * 4)
         stored = self.stored if self.stored is not None and trainable else dtype
         compute = self.compute or stored
-        return Dtypes(stored, compute, self.wire or compute, self.sum or stored)
+        wire, summed = self.wire or compute, self.sum or stored
+        return Dtypes(stored, compute, wire, summed, self.gather_wire)
 
     def reduction(self, dtypes: Dtypes, world: int) -> Reduction:
         """How gradients of these dtypes are averaged over ``world`` ranks."""
@@ -142,6 +155,12 @@ class Dtypes:
     compute: torch.dtype
     wire: torch.dtype
     sum: torch.dtype
+    gather_wire: torch.dtype | None = None  # ``None``: as computed
+
+    @property
+    def collected(self) -> torch.dtype:
+        """Of gradients in their bucket, which blocks of 8-bit numbers are encoded from."""
+        return self.compute if self.wire in QUANTISED else self.wire
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.comm.mesh import Mesh
-from shardwise.comm.protocol import Comm
 from shardwise.memory.spec import BucketSpec
 from shardwise.precision import dtype_name
 from shardwise.schedule.events import Event, Op, UnitBytes
@@ -43,13 +42,13 @@ class Schedule:
         """Bytes that one rank sends for ``event``."""
         if event.op not in (Op.UPDATE, Op.GATHER, Op.REDUCE):
             return 0
-        unit, (shard, replicate) = self.nbytes[event.unit], self.meshes[event.unit]
-        if event.op is Op.GATHER:
-            return 0 if shard.memory.shared else _to_others(unit.gathered, shard)
-        if event.op is Op.UPDATE:
-            return _to_others(unit.joined // shard.size, replicate)
-        over_copies = (unit.gradients + unit.spread) // shard.size
-        return _to_others(unit.gradients, shard) + _to_others(over_copies, replicate)
+        unit = self.nbytes[event.unit]
+        sent = {
+            Op.GATHER: unit.gather_sent,
+            Op.UPDATE: unit.update_sent,
+            Op.REDUCE: unit.reduce_sent,
+        }
+        return sent[event.op]
 
     def __str__(self) -> str:
         width = max([len(_name(unit)) for unit in self.nbytes], default=6)
@@ -109,11 +108,6 @@ class Schedule:
         return " + ".join(parts)
 
 
-def _to_others(nbytes: int, ranks: Comm) -> int:
-    """The bytes that one rank sends of ``nbytes``, of which it keeps its own piece."""
-    return nbytes * (ranks.size - 1) // ranks.size
-
-
 def _name(unit: str) -> str:
     return unit or "(root)"
 
@@ -130,6 +124,8 @@ class Layouts:
     def _title(self, spec: BucketSpec) -> str:
         dtypes = spec.dtypes
         parts = [f"stored {dtype_name(dtypes.stored)}", f"computed in {dtype_name(dtypes.compute)}"]
+        if (codec := spec.gather_codec) is not None:
+            parts += [f"gathered in {dtype_name(codec.dtype)} blocks"]
         if spec.trainable:
             parts += [f"gradients sent in {dtype_name(dtypes.wire)}"]
             parts += [f"summed in {dtype_name(dtypes.sum)}", f"mean by {spec.reduction.how}"]

@@ -42,6 +42,8 @@ _OPTIONS = {
     "that is precision=sw.Precision(wire=…) here, with sum=… for the sums": (
         "reduce_dtype communication_data_type"
     ),
+    "that is precision=sw.Precision(gather_wire=torch.int8) here": "zero_quantized_weights",
+    "that is precision=sw.Precision(wire=torch.int8) here": "zero_quantized_gradients",
     "that is precision=sw.Precision(buffers=…) here": "buffer_dtype",
     "that is precision=sw.Precision(output=…) here": "output_dtype",
     'that is prefetch=sw.Prefetch(when="pre") here, or "post"': "backward_prefetch",

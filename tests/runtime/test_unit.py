@@ -41,7 +41,9 @@ def test_its_bytes_are_those_of_all_buckets_and_of_trainable_gradients_padding_i
     sharded = sw.shard(mostly_frozen(), comm=FakeComm(0, 2), precision=precision)
     state = sharded.runtime.units["blocks.0"]
     frozen, trainable = (bucket.layout.numel for bucket in state.buckets)
-    assert state.nbytes() == UnitBytes(2 * (frozen + trainable), 8 * trainable)
+    gathered, gradients = 2 * (frozen + trainable), 8 * trainable
+    sent = {"gather_sent": gathered // 2, "reduce_sent": gradients // 2}  # of two ranks
+    assert state.nbytes() == UnitBytes(gathered, gradients, **sent)
 
 
 def test_copies_spread_means_as_stored_or_join_what_is_trained_as_it_is_computed_in() -> None:

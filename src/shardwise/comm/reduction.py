@@ -5,8 +5,8 @@
 
 Transports move bytes and compute nothing, so sums are the same bits over threads, messages and
 shared memory. NCCL, XCCL and HCCL use their own reduce-scatter if the dtypes of wire and sum are
-the same. Another wire format (blocks of int8, say) would be encoded where it is narrowed here, and
-decoded where it is summed.
+the same. Blocks of 8-bit numbers are encoded where a dtype is narrowed, and decoded where they are
+summed (see ``codec``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.comm.codec import Codec, codec_of, wire_nbytes
 from shardwise.comm.protocol import Comm, Completed, Label, Pending
 
 CHUNK = 1 << 16  # elements summed at a time, so that they stay in the L2 cache
@@ -37,7 +38,7 @@ class PendingReduction(NamedTuple):
 class Reduction:
     """How the gradients of one bucket are averaged over ranks."""
 
-    wire: torch.dtype  # that is sent
+    wire: torch.dtype  # that is sent; int8 and fp8 in blocks
     sum: torch.dtype  # of the sum, equal or wider
     # The average mode (see ``Precision``). With "avg" the backend divides by the number of ranks
     # if it can; otherwise the sum is divided.
@@ -52,8 +53,8 @@ class Reduction:
 
     def start(self, full: Tensor, comm: Comm, label: Label) -> PendingReduction:
         """Issue the reduce-scatter of ``full``, ``[W * S]``, which is overwritten. A collective."""
-        sent = full
-        if full.dtype is not self.wire:
+        sent, codec = full, codec_of(self.wire)
+        if codec is None and full.dtype is not self.wire:
             sent = comm.memory.gradient(full.numel(), self.wire).copy_(full)
         if self.before != 1:
             sent.div_(self.before)
@@ -62,10 +63,15 @@ class Reduction:
             _divide(out, self.after)
             return PendingReduction(sent, out, Completed())
         out = comm.memory.gradient(sent.numel() // comm.size, self.sum)
+        if codec is not None:
+            nbytes = wire_nbytes(self.wire, sent.numel(), comm.size)
+            sent = codec.encode(sent, comm.size, comm.memory.gradient(nbytes, torch.uint8))
         return PendingReduction(sent, out, self._issue(out, sent, comm, label))
 
     def _issue(self, out: Tensor, sent: Tensor, comm: Comm, label: Label) -> Pending:
         divisor = float(comm.size) if self.how == "avg" else self.after
+        if (codec := codec_of(self.wire)) is not None:
+            return comm.exchange(sent, partial(_sum_decoded, out, codec, divisor), label)
         if not comm.has_reduce_scatter or sent.dtype is not out.dtype:
             on_received = partial(sum_in_rank_order, out, divisor=divisor)
             return comm.exchange(sent, on_received, label)
@@ -105,6 +111,17 @@ def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: f
         for chunk, *addends in chunks:
             _sum(chunk, addends)
             _divide(chunk, divisor)
+
+
+def _sum_decoded(
+    out: Tensor, codec: Codec, divisor: float, rows: Sequence[Tensor] | Tensor
+) -> None:
+    """``sum_in_rank_order`` of encoded pieces."""
+    with torch.no_grad():
+        out.zero_()
+        for row in rows:
+            out.add_(codec.decode(row, out.numel()))
+        _divide(out, divisor)
 
 
 def _sum(out: Tensor, addends: Sequence[Tensor]) -> None:

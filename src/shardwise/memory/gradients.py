@@ -198,7 +198,7 @@ class Gradients:
                 wide dtype of sums instead of the narrow one that travels.
         """
         if self.full is None:
-            self._open(self.spec.dtypes.sum if carried else self.spec.dtypes.wire)
+            self._open(self.spec.dtypes.sum if carried else self.spec.dtypes.collected)
         self.carries = self.carries or carried
         again = index in self.arrived
         self.arrived.add(index)
@@ -236,7 +236,7 @@ class Gradients:
     def reduce(self) -> None:
         """Issue the reduce-scatter of what was collected; absent gradients count as zero."""
         spec = self.spec
-        full = self.full if self.full is not None else self._open(spec.dtypes.wire)
+        full = self.full if self.full is not None else self._open(spec.dtypes.collected)
         self.write()
         if len(self.arrived) < len(self._views):
             for index in set(range(len(self._views))) - self.arrived:

@@ -99,7 +99,8 @@ class Bucket:
             self._writer.set_(self._storage, 0, (numel,), (1,))
             self._sent = self.spec.sent(self._writer)
             self._joined = self._sent
-            if self.spec.splits_copies and not self.home.lasting:
+            is_kept = self.home.lasting and self.spec.gather_codec is None
+            if self.spec.splits_copies and not is_kept:
                 self._joined = self._memory.shard(self._sent.numel(), dtype)
             self._piece = self.spec.piece(self._joined)
         self._nbytes = self._storage.nbytes()
@@ -154,6 +155,9 @@ class Bucket:
         if self.spec.splits_copies:
             self.update()
         source = self._joined if self.spec.splits_copies else self.shard
+        if (codec := self.spec.gather_codec) is not None:
+            self._pending = codec.all_gather(self._writer, source, self.spec.shard, self._label)
+            return
         if source.data_ptr() != self._sent.data_ptr() and not self._is_cast:
             self._is_cast = home.lasting
             self._sent.copy_(source)
@@ -328,20 +332,27 @@ class Bucket:
         if self.home.shared and not self._may_be_written:
             raise self._written_by_all()
         with torch.no_grad(), disable_torch_function():
+            shown = self._as_gathered()
             for index, (param, full) in enumerate(zip(self.params, self._full_views, strict=True)):
                 whole = Tensor.detach(param)
                 if (whole.shape, whole.dtype) != (full.shape, full.dtype):
                     raise wrong_replacement(self.members[index].name, full, whole)
-                self._take_written(index, whole)
+                self._take_written(self._rest_views[index], self.part(index, whole), shown[index])
         self.expire()
 
-    def _take_written(self, index: int, whole: Tensor) -> None:
-        shard, part = self._rest_views[index], self.part(index, whole)
-        if part.dtype is shard.dtype:
+    def _as_gathered(self) -> list[Tensor]:
+        """What this rank holds of each parameter, as the ranks have seen it: cast, or encoded."""
+        if (codec := self.spec.gather_codec) is None:
+            return self.spec.rest_views(self.shard.to(self.dtypes.compute))
+        if not self.spec.splits_copies:
+            return self.spec.rest_views(codec.rounded(self.shard).to(self.dtypes.compute))
+        return self.spec.rest_views(self.spec.piece(codec.rounded(self._joined)))
+
+    def _take_written(self, shard: Tensor, part: Tensor, shown: Tensor) -> None:
+        if shown.data_ptr() == shard.data_ptr():
             shard.copy_(part)
-        else:  # a cast that nobody wrote to is no new value
-            written = part != shard.to(part.dtype)
-            shard.copy_(torch.where(written, part.to(shard.dtype), shard))
+        else:  # what nobody wrote to is no new value
+            shard.copy_(torch.where(part != shown, part.to(shard.dtype), shard))
 
     def _before_write(self) -> None:
         """A parameter may be written next: this rank must write to memory of its own."""

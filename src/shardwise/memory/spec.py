@@ -15,9 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise import accelerators
+from shardwise.comm.codec import Codec, codec_of, wire_nbytes
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.comm.reduction import Reduction
+from shardwise.errors import ConfigError
 from shardwise.layout.layout import Layout, Slot, chunk_rows
 from shardwise.layout.solver import solve
 from shardwise.memory.sharding import Sharding
@@ -86,8 +88,35 @@ class BucketSpec:
         same_dtype = self.dtypes.stored is self.dtypes.compute
         shared, whole = self.shard.memory.shared, self.layout.world == 1
         lasting = shared or self.placement.resident or (same_dtype and whole)
-        aliased = lasting and same_dtype
+        aliased = lasting and same_dtype and self.gather_codec is None
         return Home(shared, lasting, aliased, whole, aliased and whole)
+
+    @cached_property
+    def gather_codec(self) -> Codec | None:
+        """How parameters are encoded to be gathered, if they are."""
+        return codec_of(self.dtypes.gather_wire) if self.shard.size > 1 else None
+
+    @property
+    def gather_sent(self) -> int:
+        """Bytes that one rank sends when the bucket is gathered."""
+        wire = self.dtypes.gather_wire or self.dtypes.compute
+        nbytes = wire_nbytes(wire, self.layout.numel, self.shard.size)
+        return 0 if self.shard.memory.shared else _to_others(nbytes, self.shard)
+
+    @property
+    def update_sent(self) -> int:
+        """Bytes that one rank sends when copies join their pieces."""
+        part = self.layout.numel // self.shard.size * self.dtypes.compute.itemsize
+        return _to_others(part, self.replicate) if self.splits_copies else 0
+
+    @property
+    def reduce_sent(self) -> int:
+        """Bytes that one rank sends when its gradients are reduced, over both axes."""
+        wire, part = self.dtypes.wire, self.layout.numel // self.shard.size
+        over_shards = _to_others(wire_nbytes(wire, self.layout.numel, self.shard.size), self.shard)
+        over_copies = wire_nbytes(wire, part, self.replicate.size)
+        spread = part * self.dtypes.stored.itemsize if self.copies > 1 else 0
+        return over_shards + _to_others(over_copies + spread, self.replicate)
 
     @cached_property
     def ranges(self) -> list[tuple[int, int]]:
@@ -176,13 +205,20 @@ def cut_at_multiples(start: int, stop: int, size: int) -> Iterator[tuple[int, in
         start = end
 
 
+def _to_others(nbytes: int, ranks: Comm) -> int:
+    """The bytes that one rank sends of ``nbytes``, of which it keeps its own piece."""
+    return nbytes * (ranks.size - 1) // ranks.size
+
+
 def bytes_of(specs: Sequence[BucketSpec], trained: Sequence[BucketSpec]) -> UnitBytes:
     """What a unit's buckets take, and the gradients of the trained ones; padding included."""
     gathered = sum(spec.layout.numel * spec.dtypes.compute.itemsize for spec in specs)
-    gradients = sum(spec.layout.numel * spec.dtypes.wire.itemsize for spec in trained)
+    gradients = sum(spec.layout.numel * spec.dtypes.collected.itemsize for spec in trained)
     spread = sum(s.layout.numel * s.dtypes.stored.itemsize for s in trained if s.copies > 1)
     joined = sum(s.layout.numel * s.dtypes.compute.itemsize for s in specs if s.splits_copies)
-    return UnitBytes(gathered, gradients, spread, joined)
+    gather_sent, update_sent = sum(s.gather_sent for s in specs), sum(s.update_sent for s in specs)
+    sent = gather_sent, update_sent, sum(spec.reduce_sent for spec in trained)
+    return UnitBytes(gathered, gradients, spread, joined, *sent)
 
 
 def policy_of(specs: Sequence[BucketSpec], prefetch: Prefetch) -> Policy:
@@ -203,7 +239,7 @@ def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> 
         parts = {"block": None, "layer": member.name.rpartition(".")[0], "none": member.name}
         part = parts[options.bucketing]
         groups.setdefault((dtypes, param.requires_grad, part), []).append(member)
-    return [
+    specs = [
         BucketSpec(
             unit.name,
             tuple(members),
@@ -218,6 +254,13 @@ def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> 
         )
         for (dtypes, trains, _), members in groups.items()
     ]
+    if mesh.shard.memory.shared and any(spec.gather_codec is not None for spec in specs):
+        raise ConfigError(
+            f"precision.gather_wire is {options.precision.gather_wire}, and {mesh.shard.size} "
+            "ranks map the same memory, so a gather sends nothing and blocks would only lose "
+            'precision. Leave gather_wire out, or call sw.connect(transport="messages").'
+        )
+    return specs
 
 
 def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, mesh: Mesh) -> Layout:
@@ -226,6 +269,6 @@ def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, mesh: Me
     slots = [Slot(member.name, tuple(member.shape), atom) for member in members]
     if options.bucketing == "none":
         return chunk_rows(slots[0], mesh.size, options.uneven)
-    narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.compute, dtypes.wire))
+    narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.compute, dtypes.collected))
     alignment = accelerators.row(mesh.shard.device.type).alignment
     return solve(slots, mesh.size, max(1, alignment // narrowest))

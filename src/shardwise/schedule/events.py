@@ -99,6 +99,9 @@ class UnitBytes(NamedTuple):
     gradients: int  # what travels to be summed; 0 if it is frozen
     spread: int = 0  # of the mean gradients, as stored, what copies send each other
     joined: int = 0  # of what is gathered, what copies join first
+    gather_sent: int = 0  # by one rank
+    update_sent: int = 0
+    reduce_sent: int = 0
 
 
 @dataclass(frozen=True)

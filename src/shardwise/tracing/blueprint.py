@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.codec import QUANTISED
 from shardwise.comm.environment import local_size
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.mesh import Mesh, shape_of
+from shardwise.errors import ConfigError
 from shardwise.memory.spec import BucketSpec, bytes_of, policy_of, specs_of
 from shardwise.options import Options
 from shardwise.printed import Schedule
@@ -119,6 +121,12 @@ def draw(
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     comm = FakeComm(*ranks, "cpu" if device.type == "meta" else device)
     chosen.precision.check(comm.device, model)
+    for name in ("wire", "gather_wire"):
+        if (wire := getattr(chosen.precision, name)) in QUANTISED:
+            raise ConfigError(
+                f"precision.{name} is {wire}, and a trace has no operation that encodes blocks. "
+                "Leave it out of the trace; sharded.schedule counts the bytes with it."
+            )
     shape = shape_of(placement, comm.size, chosen.mesh, local_size(os.environ))
     units, mesh = choose_units(model, wrap), Mesh.of(comm, placement.splits, shape)
     specs = {unit.name: tuple(specs_of(unit, chosen, mesh, placement)) for unit in units}

@@ -55,7 +55,8 @@ def _dtype_name(value: object) -> object:
 
 
 DtypeName = Annotated[
-    Literal["float64", "float32", "bfloat16", "float16"], BeforeValidator(_dtype_name)
+    Literal["float64", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"],
+    BeforeValidator(_dtype_name),
 ]
 DeviceName = Annotated[
     Literal["cpu", "cuda", "xpu", "hpu"],
@@ -229,6 +230,7 @@ class PrecisionConfig(Section):
     stored: DtypeName | None = Field(None, description="shards and optimizer state")
     compute: DtypeName | None = Field(None, description="gathered parameters and inputs")
     wire: DtypeName | None = Field(None, description="gradients in collectives")
+    gather_wire: DtypeName | None = Field(None, description="int8 or float8_e4m3fn: parameters too")
     sum: DtypeName | None = Field(None, description="sums of gradients")
     buffers: DtypeName | None = Field(None, description="floating-point buffers")
     output: DtypeName | None = Field(None, description="outputs of the model")
