@@ -196,6 +196,19 @@ def reduced(recorder: Recorder) -> list[str]:
     return sorted(units_of(recorder.take(), Op.REDUCE))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "fences"), [("no_shard", ["fence gradients"]), ("full_shard", [])]
+)
+def test_copies_wait_until_each_has_read_the_mean_of_the_others(
+    strategy: str, fences: list[str]
+) -> None:
+    comm, model = Late(0, 2), seeded(Chain)
+    sw.shard(model, strategy, comm=comm)
+    comm.fences.clear()
+    train(model)
+    assert comm.fences == fences
+
+
 def test_a_frozen_layer_is_reduced_once_more_if_it_had_accumulated_gradients() -> None:
     model = seeded(Chain)
     sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=Late(0, 2))

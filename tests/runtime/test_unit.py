@@ -12,6 +12,7 @@ from shardwise.runtime.unit import UnitState
 from shardwise.schedule.events import UnitBytes
 from tests.nets import mostly_frozen, mostly_frozen_batch
 from tests.steps import assert_at_rest, train
+from tests.watched import Late
 
 
 def block(comm: Comm, strategy: str = "full_shard") -> tuple[sw.Sharded, UnitState]:
@@ -94,3 +95,19 @@ def test_what_copies_have_written_to_a_unit_is_joined_once() -> None:
     state.update()
     state.update()
     assert counters.calls == {"update": 1}  # the other bucket is frozen
+
+
+def test_ranks_that_map_one_bucket_wait_before_and_after_one_of_them_keeps_what_it_wrote() -> None:
+    comm = Late(0, 2)
+    comm.memory.shared = True
+    _, state = block(comm)
+    comm.fences.clear()
+    state.ready()
+    with torch.no_grad():
+        state.trainable[0].params[0].fill_(3.0)
+    state.free()
+    assert comm.fences == ["fence written parameters"] * 2
+    assert (state.trainable[0].shard == 3.0).any()
+    state.ready()
+    state.free()
+    assert comm.fences == ["fence written parameters"] * 2
