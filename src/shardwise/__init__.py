@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise import optim
+    from shardwise import nn, optim
     from shardwise.checkpoint import (
         Loaded,
         Saved,
@@ -76,6 +76,7 @@ __all__ = [
     "Training",
     "by_name",
     "connect",
+    "nn",
     "numbered",
     "optim",
     "record",
@@ -98,7 +99,7 @@ _DEFINING_MODULES = (
     "checkpoint",
     "tracing",
 )
-_MODULES = {"wrap": "units.wrap"}  # public modules that lie in a folder
+_MODULES = {"wrap": "units.wrap", "nn": "nn"}  # in a folder, or of a name that is torch's, too
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that exists
 
@@ -106,7 +107,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that exist
         """A public name from its module, or a module of the package."""
         if name == "__version__":
             return import_module("shardwise.version").__version__
-        for defining in _DEFINING_MODULES if name in __all__ else ():
+        for defining in _DEFINING_MODULES if name in __all__ and name not in _MODULES else ():
             module = import_module(f"shardwise.{defining}")
             if name in vars(module):
                 return globals().setdefault(name, getattr(module, name))

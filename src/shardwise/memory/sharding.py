@@ -7,11 +7,12 @@ from one rank's part, such as a gradient or a moving average (see ``shard_tensor
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm.mesh import gather_rows
 from shardwise.comm.protocol import Comm, Label
@@ -35,6 +36,16 @@ class Engine(Protocol):
 
     def before_write(self, unit: str) -> None:
         """Shards of a unit are written next: nobody may still read or send what they hold."""
+
+    def call(
+        self,
+        module: nn.Module,
+        unit: str | None,
+        method: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run ``method`` as the ``forward`` of ``module`` is run: ``unit`` is whole inside."""
 
 
 @dataclass(eq=False, repr=False)
