@@ -52,6 +52,32 @@ def test_every_rank_skips_the_step_in_which_one_rank_overflows(kind: str) -> Non
     assert on_ranks(3, BUILD, rank) == [[(1024.0, True), (512.0, False), (512.0, True)]] * 3
 
 
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_shard", "hybrid_full"])
+def test_in_every_strategy_a_backward_pass_that_overflows_on_one_rank_skips_all(
+    strategy: str,
+) -> None:
+    """The copies of a hybrid, too: gradients are averaged before they are unscaled."""
+
+    def rank(comm: Comm, model: nn.Module) -> list[bool]:
+        mesh = (2, 2) if strategy.startswith("hybrid") else None
+        sharded = sw.shard(model, strategy, comm=comm, mesh=mesh)
+        optimizer, skipped = OPTIMIZERS["loop"](sharded), []
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(3):
+            value = nets.loss(model, BATCH(comm.rank, 2))
+            overflows = (step, comm.rank) == (1, 3)
+            scaler.scale(value * torch.inf if overflows else value).backward()
+            before = clones(sharded.local_state_dict())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            skipped.append(equal(clones(sharded.local_state_dict()), before))
+        assert scaler.get_scale() == 2.0**9
+        return skipped
+
+    assert on_ranks(4, BUILD, rank) == [[False, True, False]] * 4
+
+
 def test_scaled_steps_are_those_without_a_scaler() -> None:
     """In every strategy; a power of two changes no bit."""
 
