@@ -29,9 +29,22 @@ class Watched(Comm):
         self.inner, self.counters, self.allocated = inner, inner.counters, memory.allocated
         self.log: list[str] = []
         self.flying = self.most = 0
+        self._axes: dict[tuple[int, int], tuple[Comm, Comm]] = {}
 
     def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:
-        return self.inner.axes(replicate, shard)
+        if (replicate, shard) not in self._axes:
+            one, other = self.inner.axes(replicate, shard)
+            self._axes[replicate, shard] = self._axis(one), self._axis(other)
+        return self._axes[replicate, shard]
+
+    def _axis(self, inner: Comm) -> Comm:
+        """An axis whose collectives are logged and counted with those of all ranks."""
+        if inner.size == 1:
+            return inner
+        inner.counters = self.counters
+        axis = Watched(inner)
+        axis.log = self.log
+        return axis
 
     def fence(self, label: Label) -> None:
         self.inner.fence(label)

@@ -13,7 +13,7 @@ from shardwise.schedule.placement import Placement
 from shardwise.synonyms import parse_strategy
 
 _SHARD, _BOTH = ("shard",), ("shard", "replicate")
-_PRESETS = {
+PRESETS = {
     preset.name: preset
     for preset in (
         Placement("no_shard"),
@@ -25,8 +25,9 @@ _PRESETS = {
         Placement("hybrid_full", _SHARD, _SHARD, _BOTH, hybrid=True),
     )
 }
+"""By name."""
 
-STRATEGIES = tuple(name for name, preset in _PRESETS.items() if not preset.hybrid)
+STRATEGIES = tuple(name for name, preset in PRESETS.items() if not preset.hybrid)
 """Those over one axis, by name, from the most replicated to the most sharded."""
 
 
@@ -43,9 +44,9 @@ def placement_of(name: str | int | Enum | Placement) -> Placement:
     if isinstance(name, Placement):
         return name
     key = parse_strategy(name)
-    if key in _PRESETS:
-        return _PRESETS[key]
+    if key in PRESETS:
+        return PRESETS[key]
     raise ConfigError(
-        f"strategy {name!r} does not exist; nearest is {nearest(key, _PRESETS)[0]!r}. "
-        f"Choose one of {', '.join(_PRESETS)}."
+        f"strategy {name!r} does not exist; nearest is {nearest(key, PRESETS)[0]!r}. "
+        f"Choose one of {', '.join(PRESETS)}."
     )

@@ -37,6 +37,20 @@ def test_the_bytes_of_a_recipes_model_by_strategy(capsys: pytest.CaptureFixture[
     assert "Decoder, 3,541,248 parameters" in text or "Decoder, " in text
 
 
+def test_hybrids_are_in_the_table_and_have_events_where_a_mesh_is_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = explain(capsys, "memory", "--mesh", "2", "2")
+    assert "rank 0 of 4" in text
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.count("KiB") > 3}
+    assert list(rows)[-3:] == ["hybrid_shard_zero2", "hybrid_shard", "hybrid_full"]
+    assert rows["hybrid_shard"][1:8:2] == ["16.0", "16.0", "32.0", "64.0"]
+    assert rows["hybrid_full"][1:8:2] == ["16.0", "8.0", "16.0", "40.0"]
+    text = explain(capsys, "step", "--strategy", "hybrid_full", "--mesh", "2", "2")
+    assert "hybrid_full (replicate=2 × shard=2) on 4 ranks" in text
+    assert "update  0  # all-gather over replicate, 8.0 KiB, sends 4.0 KiB" in text
+
+
 def test_the_events_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     text = explain(capsys, "step", "--strategy", "shard_grad_op")
     assert text.startswith("# one step (train) of shard_grad_op on 2 ranks: 2 gathers, 2 reduces")

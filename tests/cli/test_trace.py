@@ -50,6 +50,20 @@ def test_a_stage_a_rank_of_many_and_a_model_of_ones_own(
     assert trace(capsys, "net")[0] == 1
 
 
+def test_a_grid_is_two_numbers_and_what_is_not_a_hybrid_ignores_it_in_a_comparison(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, text = trace(capsys, "--strategy", "hybrid_shard", "--mesh", "2", "3", "--rank", "5")
+    assert code == 0
+    assert "hybrid_shard (replicate=2 × shard=3), rank 5 of 6" in text
+    assert "over replicate: 5.5 KiB, sends 2.8 KiB: every rank needs the whole mean" in text
+    code, text = trace(capsys, "--diff", "hybrid_full", "full_shard", "--mesh", "2", "2")
+    assert code == 0
+    assert ["forward:", "update", "2", "0"] in [line.split() for line in text.splitlines()]
+    code, text = trace(capsys, "--strategy", "full_shard", "--mesh", "2", "2")
+    assert (code, "'full_shard' uses one axis, and the mesh has two" in text) == (1, True)
+
+
 def test_two_strategies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = trace(capsys, "--diff", "shard_grad_op", "full_shard")
     assert code == 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
 from shardwise.explain.memory import OPTIMIZERS, Kept, table_of
 from tests.nets import NETS, Net, loss
@@ -56,6 +57,35 @@ def test_predictions_are_what_the_tensors_sum_to(net: Net, optimizer: str) -> No
         ranks = run_threads(2, kept, net, strategy, optimizer)
         for rank, measured in enumerate(ranks):
             assert measured == predicted(table_of(net.build(), (rank, 2), optimizer)[index])
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=str)
+def test_what_copies_have_updated_is_kept_besides_in_the_dtype_that_is_computed_in(
+    compute: torch.dtype | None,
+) -> None:
+    precision = sw.Precision(compute=compute)
+    model = FROZEN.build()
+    rows = table_of(model, (2, 4), mesh=(2, 2), precision=precision)
+    by_name = {row.strategy: row for row in rows}
+    comm = FakeComm(2, 4)
+    sharded = sw.shard(model, "hybrid_full", comm=comm, mesh=(2, 2), precision=precision)
+    planned = sharded.schedule  # whose order is a guess, as there
+    loss(model, FROZEN.batch(0, 2)).backward()
+    stored = {
+        b.shard.untyped_storage().data_ptr(): b.shard.untyped_storage().nbytes()
+        for b in sharded.buckets
+    }
+    stored |= {
+        b._joined.untyped_storage().data_ptr(): b._joined.untyped_storage().nbytes()
+        for b in sharded.buckets
+        if b.spec.splits_copies
+    }
+    row = by_name["hybrid_full"]
+    assert row.parameters + row.padding + row.joined == sum(stored.values())
+    assert row.gradients == nbytes(param.grad for param in model.parameters())
+    assert row.calls["update"] == sum(bucket.spec.splits_copies for bucket in sharded.buckets)
+    assert row.sent == sum(map(planned.sent, planned.events))
+    assert {row.joined for name, row in by_name.items() if name != "hybrid_full"} == {0}
 
 
 def test_sharding_divides_what_is_kept_by_the_number_of_ranks() -> None:

@@ -15,7 +15,7 @@ from shardwise.schedule.events import Event
 from tests.copies import local
 from tests.watched import Watched
 
-SHOWN = ("gather", "reduce", "spread")
+SHOWN = ("gather", "reduce", "spread", "update")
 
 
 @dataclass(frozen=True)

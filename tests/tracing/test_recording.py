@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,9 +28,9 @@ class Skips(nn.Module):
         return x
 
 
-def rows_of(comm: Comm, folder: Path, runs_all: bool) -> list[dict[str, object]]:
+def rows_of(comm: Comm, folder: Path, runs_all: bool, **how: Any) -> list[dict[str, object]]:
     model = Skips()
-    sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=comm)
+    sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=comm, **how)
     with sw.record(sharded) as recording:
         model.all = runs_all
         model(torch.ones(2, 8)).sum().backward()
@@ -52,6 +53,19 @@ def test_planned_and_done_are_two_lanes_with_the_same_events(tmp_path: Path) -> 
         )
         assert sorted(begun) == sorted(ended)
         assert len({(category, each) for category, each, _ in begun}) == len(begun) == 10
+
+
+def test_an_update_of_copies_is_an_instant_in_both_lanes(tmp_path: Path) -> None:
+    def rank(comm: Comm) -> list[dict[str, object]]:
+        return rows_of(comm, tmp_path, runs_all=True, strategy="hybrid_full", mesh=(2, 2))
+
+    for rows in run_threads(4, rank):
+        for lane in (1, 2):
+            updates = [row for row in rows if row["pid"] == lane and "update" in str(row["name"])]
+            assert [(row["ph"], row["name"]) for row in updates] == [
+                ("i", "update layers.0"),
+                ("i", "update layers.1"),
+            ]
 
 
 def test_what_was_planned_and_not_done_says_so(tmp_path: Path) -> None:

@@ -64,6 +64,39 @@ def test_programs_do_what_the_engine_does(net: Net, strategy: str) -> None:
     hold(net, 2, strategy)
 
 
+GRIDS = [(2, 2), (3, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("mesh", GRIDS, ids=str)
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
+def test_programs_of_a_grid_do_what_the_engine_does_on_each_axis(
+    strategy: str, mesh: tuple[int, int]
+) -> None:
+    for net, compute in ((SCALAR, None), (TIED, None), (FROZEN, torch.bfloat16)):
+        hold(net, mesh[0] * mesh[1], strategy, mesh=mesh, precision=sw.Precision(compute=compute))
+
+
+@pytest.mark.parametrize("average", ["predivide", "sqrt", "avg"])
+def test_each_way_to_average_divides_on_both_axes_where_the_engine_does(average: str) -> None:
+    hold(SCALAR, 6, "hybrid_full", mesh=(2, 3), precision=sw.Precision(average=average))
+
+
+def test_each_collective_of_a_grid_names_its_axis_its_bytes_and_its_reason() -> None:
+    traced = sw.trace(two_layers(), torch.ones(1, WIDTH), "hybrid_full", (3, 4), mesh=(2, 2))
+    forward, backward = traced.forward.text, traced.backward.text
+    assert "hybrid_full (replicate=2 × shard=2), rank 3 of 4" in forward
+    assert "axes = axes_of(comm, 2, 2)\n    replicate = axes[0]\n    shard = axes[1]" in forward
+    joins, gathers = (lines_of(traced.forward, f"all_gather_impl({a}") for a in ("rep", "shard"))
+    assert joins[0] == "joining_0 = all_gather_impl(replicate, shard_0, '0', 'update')"
+    assert gathers[0] == "gathering_0 = all_gather_impl(shard, joined_0, '0')"
+    assert "over replicate: 8.0 KiB, sends 4.0 KiB: the optimizers of its copies" in forward
+    assert "over shard: 16.0 KiB, sends 8.0 KiB: first use" in forward
+    assert "over shard: sums 16.0 KiB, sends 8.0 KiB: its gradients are complete" in backward
+    assert "over replicate: sums 8.0 KiB, sends 4.0 KiB: the copies' sums, too" in backward
+    assert "0.weight[48:64]" in forward or "[3072:4096]" in forward
+    assert [c.op for c in traced.backward.collectives].count("update") == 0  # once a step
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "full_shard"])
 @pytest.mark.parametrize("net", [net for net in NETS if net is not EXPERT], ids=str)

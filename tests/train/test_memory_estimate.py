@@ -32,15 +32,29 @@ def test_parameters_are_counted_as_the_decoder_has_them(tied: bool) -> None:
         ("shard_grad_op", 4, 1 + 3),
         ("full_shard", 1, 4 / 4),
         ("full_shard", 4, 4),
+        ("hybrid_shard", 1, 4 / 2),
+        ("hybrid_shard", 4, 8),  # two copies
+        ("hybrid_shard_zero2", 1, 1 + 3 / 2),
+        ("hybrid_full", 1, 1 / 2 + 3 / 4),
     ],
 )
 def test_the_state_of_the_ranks_in_one_memory(
     tmp_path: Path, strategy: str, here: int, states: float
 ) -> None:
     """Of four ranks; in sizes of all parameters, which are divided by four here."""
-    recipe = tiny_recipe(tmp_path, f"sharding.strategy={strategy}")
+    mesh = ["sharding.mesh=[2, 2]"] if strategy.startswith("hybrid") else []
+    recipe = tiny_recipe(tmp_path, f"sharding.strategy={strategy}", *mesh)
     whole = 4 * recipe.model.parameters(300)
     assert state_bytes(recipe, 4, here, 300) == states * whole
+
+
+def test_a_hybrid_without_a_mesh_has_a_copy_on_each_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    recipe = tiny_recipe(tmp_path, "sharding.strategy=hybrid_full")
+    whole = 4 * recipe.model.parameters(300)
+    assert state_bytes(recipe, 4, 2, 300) == (1 + 3 / 2) * whole
 
 
 def test_what_cannot_fit_is_refused_with_its_numbers(

@@ -318,6 +318,7 @@ def doctor(**wanted: Any) -> None:
 
 # --- trace -----------------------------------------------------------------------------------
 
+MESH = click.option("--mesh", nargs=2, type=int, metavar="COPIES RANKS", help="Of a hybrid.")
 TRACE = """\
 Show one training step of MODEL as a program in which every collective is a line.
 
@@ -336,7 +337,7 @@ Examples:
   shardwise trace --strategy shard_grad_op
   shardwise trace --stage synchronize
   shardwise trace model.py:build --world 1024 --rank 7
-  shardwise trace --diff shard_grad_op full_shard
+  shardwise trace --diff hybrid_full full_shard --mesh 2 4
 """
 
 
@@ -346,6 +347,7 @@ Examples:
 @click.argument("model", required=False)
 @click.option("--strategy", default="full_shard", show_default=True, help="As for shard().")
 @click.option("--world", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
+@MESH
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose.")
 @click.option("--stage", help="Show this stage, such as functional or 'sort waits'.")
 @click.option("--diff", nargs=2, metavar="STRATEGY STRATEGY", help="Compare two strategies.")
@@ -367,7 +369,6 @@ Without a word: all words. `memory` and `step` are about a MODEL, which is named
 \b
 Examples:
   shardwise explain all-gather
-  shardwise explain fsdp
   shardwise explain memory recipes/demo.yaml --ranks 8
   shardwise explain step --strategy shard_grad_op
 """
@@ -382,6 +383,7 @@ Examples:
 @click.argument("word", required=False)
 @click.argument("model", required=False)
 @click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
+@MESH
 @click.option("--strategy", default="full_shard", show_default=True, help="Of `step`.")
 @click.option(
     "--optimizer",

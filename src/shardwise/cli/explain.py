@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import prod
 from textwrap import wrap
 
 import click
@@ -25,6 +26,7 @@ class About:
     """What the command was asked about; ``strategy`` and ``optimizer`` as their options say."""
 
     ranks: int = 2
+    mesh: tuple[int, int] | None = None  # for hybrids; then ``ranks`` is the product
     strategy: str = "full_shard"
     optimizer: str = "adamw"
     as_json: bool = False
@@ -63,14 +65,15 @@ def _word(word: Word) -> Iterator[str]:
 
 def _memory(model: str | None, about: About) -> Iterator[str]:
     named = named_model(model)
-    rows = table_of(named.model, (0, about.ranks), about.optimizer)
+    ranks = prod(about.mesh) if about.mesh else about.ranks
+    rows = table_of(named.model, (0, ranks), about.optimizer, mesh=about.mesh)
     if about.as_json:
         yield json.dumps([asdict(row) | {"between_steps": row.between_steps} for row in rows])
         return
     numel = sum(param.numel() for param in named.model.parameters())
     yield (
         f"{type(named.model).__name__}, {numel:,} parameters, {about.optimizer}, "
-        f"rank 0 of {about.ranks}: bytes between steps, and of a step"
+        f"rank 0 of {ranks}: bytes between steps, and of a step"
     )
     yield ""
     head = ["strategy", "parameters", "gradients", "optimizer", "together", "gathered", "sent"]
@@ -82,7 +85,13 @@ def _memory(model: str | None, about: About) -> Iterator[str]:
 
 
 def _row(row: Kept) -> list[str]:
-    nbytes = [row.parameters, row.gradients, row.optimizer, row.between_steps, row.gathered]
+    nbytes = [
+        row.parameters + row.joined,
+        row.gradients,
+        row.optimizer,
+        row.between_steps,
+        row.gathered,
+    ]
     gathers = [row.calls.get(f"{phase} gather", 0) for phase in ("forward", "backward")]
     counts = ["{} + {}".format(*gathers), str(row.calls.get("reduce", 0))]
     return [row.strategy, *map(size, nbytes), size(row.sent), *counts]
@@ -90,5 +99,6 @@ def _row(row: Kept) -> list[str]:
 
 def _step(model: str | None, about: About) -> Iterator[str]:
     module = named_model(model).model
-    blueprint = draw(module, about.strategy, ranks=(0, about.ranks))
+    ranks = prod(about.mesh) if about.mesh else about.ranks
+    blueprint = draw(module, about.strategy, ranks=(0, ranks), mesh=about.mesh)
     yield str(blueprint.schedule(order.guess(module, blueprint.units.unit_names)))

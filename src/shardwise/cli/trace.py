@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
+from math import prod
 from textwrap import wrap as wrapped
 
 import click
@@ -13,6 +14,7 @@ import click
 from shardwise.cli.models import named_model
 from shardwise.cli.tables import table
 from shardwise.errors import ConfigError, nearest
+from shardwise.tracing.blueprint import mesh_of
 from shardwise.tracing.stages import Stage, Trace, trace
 
 __all__ = ["Asked", "run_trace", "side_by_side"]
@@ -30,6 +32,7 @@ class Asked:
         strategy, world, rank: what is traced.
         stage: a stage's name; ``None`` = what runs.
         diff: two strategies to compare.
+        mesh: the copies and the ranks of each, for hybrids; then ``world`` is their product.
     """
 
     strategy: str
@@ -37,6 +40,7 @@ class Asked:
     rank: int
     stage: str | None = None
     diff: tuple[str, str] | None = None
+    mesh: tuple[int, int] | None = None
 
 
 def run_trace(model: str | None, asked: Asked) -> None:
@@ -47,8 +51,13 @@ def run_trace(model: str | None, asked: Asked) -> None:
             f"{model} gives no input, so there is nothing to trace. Let it return both: "
             "return model, torch.randn(8, 64)."
         )
-    ranks, strategies = (asked.rank, asked.world), asked.diff or (asked.strategy,)
-    traces = [trace(named.model, named.inputs, strategy, ranks) for strategy in strategies]
+    world = prod(asked.mesh) if asked.mesh else asked.world
+    ranks, strategies = (asked.rank, world), asked.diff or (asked.strategy,)
+    meshes = [mesh_of(s, asked.mesh) if asked.diff else asked.mesh for s in strategies]
+    traces = [
+        trace(named.model, named.inputs, strategy, ranks, mesh=mesh)
+        for strategy, mesh in zip(strategies, meshes, strict=True)
+    ]
     lines = _compared(*traces) if asked.diff else _programs(traces[0], asked.stage)
     click.echo("\n".join(lines))
 
@@ -101,7 +110,7 @@ def _compared(left: Trace, right: Trace) -> Iterator[str]:
 
 def _counts(left: Trace, right: Trace) -> Iterator[list[str]]:
     for half in ("forward", "backward"):
-        for op in ("gather", "reduce", "spread"):
+        for op in ("update", "gather", "reduce", "spread"):
             counts = [
                 [c.op for c in getattr(side, half).collectives].count(op) for side in (left, right)
             ]

@@ -16,8 +16,8 @@ from torch import nn
 from shardwise.memory.spec import BucketSpec
 from shardwise.schedule.events import Event, Op
 from shardwise.setup import order
-from shardwise.strategies import STRATEGIES
-from shardwise.tracing.blueprint import Blueprint, draw
+from shardwise.strategies import PRESETS, STRATEGIES
+from shardwise.tracing.blueprint import Blueprint, draw, mesh_of
 
 __all__ = ["OPTIMIZERS", "Kept", "kept", "table_of"]
 
@@ -32,6 +32,7 @@ class Kept:
     Attributes:
         strategy: its name.
         parameters, gradients, optimizer: between steps, without padding.
+        joined: of this rank's shards, what its copies have updated, with padding.
         padding: of the parameters, which no tensor shows.
         gathered: full buckets at most at a time, besides what is kept.
         sent: by this rank in a step.
@@ -42,6 +43,7 @@ class Kept:
     parameters: int
     gradients: int
     optimizer: int
+    joined: int
     padding: int
     gathered: int
     sent: int
@@ -49,15 +51,23 @@ class Kept:
 
     @property
     def between_steps(self) -> int:
-        """Parameters, gradients and optimizer state."""
-        return self.parameters + self.gradients + self.optimizer
+        """Parameters, with what copies have updated, gradients and optimizer state."""
+        return self.parameters + self.joined + self.gradients + self.optimizer
 
 
 def table_of(
-    model: nn.Module, ranks: tuple[int, int], optimizer: str = "adamw", **options: Any
+    model: nn.Module,
+    ranks: tuple[int, int],
+    optimizer: str = "adamw",
+    mesh: tuple[int, int] | None = None,
+    **options: Any,
 ) -> list[Kept]:
-    """One row for each strategy, for rank ``ranks[0]`` of ``ranks[1]``."""
-    drawn = [draw(model, strategy, None, ranks, **options) for strategy in STRATEGIES]
+    """One row for each strategy, for rank ``ranks[0]`` of ``ranks[1]``; hybrids need a ``mesh``."""
+    strategies = PRESETS if mesh else STRATEGIES
+    drawn = [
+        draw(model, strategy, None, ranks, mesh=mesh_of(strategy, mesh), **options)
+        for strategy in strategies
+    ]
     return [kept(model, blueprint, optimizer) for blueprint in drawn]
 
 
@@ -78,6 +88,7 @@ def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Ke
         parameters=parameters,
         gradients=sum(trained),
         optimizer=copies * sum(trained) + more * len(trained),
+        joined=sum(_joined(spec) for spec in blueprint.buckets),
         padding=sum(_at_rest(spec) for spec in blueprint.buckets) - parameters,
         gathered=_most_gathered(schedule.events, blueprint),
         sent=sum(schedule.sent(event) for event in schedule.events),
@@ -87,6 +98,14 @@ def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Ke
 
 def _at_rest(spec: BucketSpec) -> int:
     return spec.layout.shard_numel * spec.dtypes.stored.itemsize
+
+
+def _joined(spec: BucketSpec) -> int:
+    """What is kept of a shard besides the own piece of it, where that is not in the full bucket."""
+    if not spec.splits_copies or spec.home.lasting:
+        return 0
+    nbytes = spec.layout.numel // spec.shard.size * spec.dtypes.compute.itemsize
+    return nbytes - (_at_rest(spec) if spec.dtypes.stored is spec.dtypes.compute else 0)
 
 
 def _most_gathered(events: Sequence[Event], blueprint: Blueprint) -> int:
@@ -113,6 +132,8 @@ def _calls(events: Sequence[Event], blueprint: Blueprint) -> dict[str, int]:
         specs = blueprint.specs.get(event.unit, ())
         if event.op is Op.GATHER and split:
             counts[f"{event.phase} gather"] += len(specs)
+        elif event.op is Op.UPDATE:
+            counts["update"] += sum(spec.splits_copies for spec in specs)
         elif event.op is Op.REDUCE:
             counts["reduce"] += sum(spec.trainable for spec in specs)
     return dict(counts)

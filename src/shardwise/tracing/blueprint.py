@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise.comm.codec import QUANTISED
 from shardwise.comm.environment import local_size
 from shardwise.comm.fake import FakeComm
-from shardwise.comm.mesh import Mesh, shape_of
+from shardwise.comm.mesh import Mesh, Shape, shape_of
 from shardwise.errors import ConfigError
 from shardwise.memory.spec import BucketSpec, bytes_of, policy_of, specs_of
 from shardwise.options import Options
@@ -29,7 +29,7 @@ from shardwise.strategies import placement_of
 from shardwise.units.units import Units, choose_units
 from shardwise.units.wrap import Wrap
 
-__all__ = ["Blueprint", "draw", "of_shape"]
+__all__ = ["Blueprint", "draw", "mesh_of", "of_shape"]
 
 
 def of_shape(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -47,6 +47,7 @@ class Blueprint:
         placement: the strategy.
         policy: where each unit lives, prefetch, and whether a gather casts.
         rank, world: for which rank, of how many.
+        shape: the grid of a hybrid strategy; otherwise ``None``.
         options: as for ``shard()``.
     """
 
@@ -56,6 +57,7 @@ class Blueprint:
     policy: Policy
     rank: int
     world: int
+    shape: Shape | None
     options: Options
 
     @property
@@ -78,7 +80,7 @@ class Blueprint:
     def parameters(self) -> dict[str, Tensor]:
         """What this rank holds of each parameter, in its shape and dtype, on the meta device."""
         return {
-            slot.name: of_shape(spec.dtypes.stored, *spec.layout.shard_shape(slot, spec.shard.rank))
+            slot.name: of_shape(spec.dtypes.stored, *spec.layout.shard_shape(slot, spec.position))
             for spec in self.buckets
             for slot in spec.slots
         }
@@ -96,8 +98,14 @@ class Blueprint:
 
     def schedule(self, order: Order) -> Schedule:
         """One training step, to be printed."""
-        listed, name = self.events(order), self.placement.name
+        listed = self.events(order)
+        name = self.placement.name + (f" ({self.shape})" if self.shape else "")
         return Schedule(listed, self.nbytes, name, "train", self.world, tuple(self.buckets))
+
+
+def mesh_of(strategy: str, mesh: tuple[int, int] | None) -> tuple[int, int] | None:
+    """``mesh`` for a hybrid strategy; the others, which are compared with it, have one axis."""
+    return mesh if placement_of(strategy).hybrid else None
 
 
 def draw(
@@ -132,4 +140,4 @@ def draw(
     specs = {unit.name: tuple(specs_of(unit, chosen, mesh, placement)) for unit in units}
     every = [spec for of_unit in specs.values() for spec in of_unit]
     policy = policy_of(every, chosen.prefetch)
-    return Blueprint(units, specs, placement, policy, *ranks, chosen)
+    return Blueprint(units, specs, placement, policy, *ranks, shape, chosen)

@@ -22,6 +22,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Gathering",
     "all_gather",
+    "axes_of",
     "free",
     "gradient_bucket",
     "part",
@@ -41,6 +42,11 @@ class Gathering(NamedTuple):
 def part(flat: Tensor, start: int, shape: Sequence[int]) -> Tensor:
     """The part of ``flat`` from ``start`` on, in ``shape``; no copy."""
     return flat[start : start + prod(shape)].view(tuple(shape))
+
+
+def axes_of(comm: Comm, replicate: int, shard: int) -> tuple[Comm, Comm]:
+    """The two axes of a grid of these ranks: the copies of a shard, and the shards of a copy."""
+    return comm.axes(replicate, shard)
 
 
 class Primitive:

@@ -29,7 +29,8 @@ class Collective(NamedTuple):
     """A collective as a line of a program shows it, and as a comm counts it.
 
     Attributes:
-        op: ``"gather"``, ``"reduce"`` or ``"spread"`` (the all-gather of ``no_shard``'s mean).
+        op: ``"gather"``, ``"reduce"``, ``"spread"`` (the all-gather of copies' means) or
+            ``"update"`` (that of the pieces of a shard that copies have updated).
         unit: the unit's name.
         sent: bytes that one rank sends.
     """

@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from shardwise.comm.mesh import Shape
 from shardwise.comm.protocol import Comm
 from shardwise.memory.spec import BucketSpec
 from shardwise.printed import Schedule
@@ -28,7 +30,7 @@ from shardwise.schedule.cursor import steps
 from shardwise.schedule.events import Prefetch
 from shardwise.tracing.blueprint import Blueprint, draw
 from shardwise.tracing.joint import Joint, tensor_leaves, trace_joint
-from shardwise.tracing.operations import IMPLEMENTATIONS, synchronize
+from shardwise.tracing.operations import IMPLEMENTATIONS, axes_of, synchronize
 from shardwise.tracing.program import Collective, Program
 from shardwise.tracing.writer import DETACH, identifier, write
 from shardwise.units.wrap import Wrap
@@ -244,7 +246,7 @@ def _stages(joint: Joint, blueprint: Blueprint, title: str) -> Iterator[Stage]:
         graphs = write(joint, blueprint, script, at_once=name == "split")
         yield stage(name, _did(name, graphs, len(joint.gradients), policy), *graphs)
     does = "Each primitive is replaced by its implementation, which is given the comm."
-    yield stage("execution", does, *map(_for_execution, graphs))
+    yield stage("execution", does, *(_for_execution(graph, blueprint.shape) for graph in graphs))
 
 
 def _did(name: str, graphs: tuple[fx.Graph, fx.Graph], trained: int, policy: Prefetch) -> str:
@@ -287,16 +289,32 @@ def _functional(joint: Joint, shards: Mapping[str, Tensor]) -> fx.Graph:
     return graph
 
 
-def _for_execution(graph: fx.Graph) -> fx.Graph:
-    """A copy whose primitives are implementations."""
+def _for_execution(graph: fx.Graph, shape: Shape | None) -> fx.Graph:
+    """A copy whose primitives are implementations, each given the comm or its axis."""
     executed = fx.Graph()
     comm = executed.placeholder("comm")
     comm.meta["note"] = "the ranks"
     executed.output(executed.graph_copy(graph, {}))
     executed.output_node().meta = dict(graph.output_node().meta)
+    ranks = {"": comm} | _axes(executed, comm, shape)
     for node in executed.nodes:
         if node.op == "call_function" and node.target in IMPLEMENTATIONS:
             node.target = IMPLEMENTATIONS[node.target]
-            node.args = (comm, *node.args)
+            node.args = (ranks[node.meta.get("axis", "")], *node.args)
     executed.lint()
     return executed
+
+
+def _axes(graph: fx.Graph, comm: fx.Node, shape: Shape | None) -> dict[str, fx.Node]:
+    """Lines that take both axes of a grid from the comm, by the name of each."""
+    if shape is None:
+        return {}
+    last = list(graph.find_nodes(op="placeholder"))[-1]
+    with graph.inserting_after(last):
+        pair = graph.create_node("call_function", axes_of, (comm, *shape), name="axes")
+    with graph.inserting_after(pair):
+        shard = graph.create_node("call_function", getitem, (pair, 1), name="shard")
+        replicate = graph.create_node("call_function", getitem, (pair, 0), name="replicate")
+    for node in (pair, replicate, shard):
+        node.meta["val"] = ()  # it has a name, and no shape
+    return {"replicate": replicate, "shard": shard}

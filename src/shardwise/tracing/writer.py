@@ -7,6 +7,9 @@
     reduce blocks.0                  grads = gradient_bucket(…); sums = reduce_scatter(grads)
     settle blocks.0                  mean = wait(sums) / W
 
+Over two axes there are further lines: an update joins the pieces of the copies before a gather, and
+a settle sums over the copies what a reduce has summed over the shards.
+
 What autograd would keep for the backward pass is what the forward program returns beside its
 outputs. Views of parameters are not kept: the backward program forms them anew from the bucket
 that is whole by then, be it the one kept since the forward pass or one that was gathered again.
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.comm.protocol import Comm
 from shardwise.layout.layout import Slot
 from shardwise.memory.spec import BucketSpec
 from shardwise.printed import size
@@ -67,6 +71,7 @@ class Half:
         self.flying: dict[BucketSpec, fx.Node] = {}
         self.sums: dict[BucketSpec, fx.Node] = {}
         self.means: dict[BucketSpec, fx.Node] = {}
+        self.joined: dict[BucketSpec, fx.Node] = {}  # this rank's shards, of the copies' pieces
         self.saved: list[fx.Node] = []  # nodes of the forward half, as this one is given them
         self._arguments: dict[str, fx.Node] = {}
         self._cues: list[str] = []  # comments above the next line
@@ -153,7 +158,9 @@ class Half:
     def carry_out(self, event: Event, at_once: bool) -> None:
         """An event as lines; with ``at_once`` everything that begins is awaited at once."""
         for spec in self.blueprint.specs[event.unit]:
-            if event.op is Op.GATHER:
+            if event.op is Op.UPDATE and spec.splits_copies:
+                self._shard(spec, event.reason)
+            elif event.op is Op.GATHER:
                 self._gather(spec, event.reason)
                 if at_once:
                     self.whole(spec)
@@ -184,13 +191,24 @@ class Half:
     def _gather(self, spec: BucketSpec, reason: str) -> None:
         if spec in self.full or (self.before is not None and spec in self.before.full):
             return  # since it was read beside its unit's call
-        own = self.shard(spec)
-        note = "the own piece is cast"
-        own = self._cast(own, spec.dtypes.compute, self._named("cast", spec), note)
+        own = self._shard(spec, reason)
         if spec.placement.splits:
             self.flying[spec] = self._all_gather(spec, "gather", own, reason)
         else:
             self.full[spec] = own
+
+    def _shard(self, spec: BucketSpec, reason: str) -> fx.Node:
+        """What this rank sends in a gather; once a step its copies' pieces are joined."""
+        if self.before is not None and spec in self.before.joined:
+            return self._kept(self.before.joined[spec], "joined in the forward pass")
+        if spec not in self.joined:
+            note, name = "the own piece is cast", self._named("cast", spec)
+            own = self._cast(self.shard(spec), spec.dtypes.compute, name, note)
+            if not spec.splits_copies:
+                return own
+            joining = self._all_gather(spec, "update", own, reason)
+            self.joined[spec] = self._wait("joined", spec, joining)
+        return self.joined[spec]
 
     def _cast(self, node: fx.Node, dtype: torch.dtype, name: str, note: str = "") -> fx.Node:
         value = node.meta["val"]
@@ -199,16 +217,27 @@ class Half:
         return self.line(name, value.to(dtype), torch.ops.aten.to.dtype, node, dtype, note=note)
 
     def _all_gather(self, spec: BucketSpec, verb: str, own: fx.Node, reason: str) -> fx.Node:
-        value = of_shape(own.meta["val"].dtype, spec.layout.numel)
+        comm = spec.shard if verb == "gather" else spec.replicate
+        value = of_shape(own.meta["val"].dtype, own.meta["val"].numel() * comm.size)
         sent = value.nbytes - own.meta["val"].nbytes
         return self.line(
-            self._named("gathering" if verb == "gather" else "spreading", spec),
+            self._named({"gather": "gathering", "update": "joining"}.get(verb, "spreading"), spec),
             value,
             all_gather,
             *((own, spec.unit) if verb == "gather" else (own, spec.unit, verb)),
-            note=f"{size(value.nbytes)}, sends {size(sent)}: {reason}",
+            note=f"{self._over(spec, comm)}{size(value.nbytes)}, sends {size(sent)}: {reason}",
             collective=Collective(verb, spec.unit, sent),
+            axis=self._axis(spec, comm),
         )
+
+    def _axis(self, spec: BucketSpec, comm: Comm) -> str:
+        """The axis of a grid; ``""`` where there is one."""
+        name = "shard" if comm is spec.shard else "replicate"
+        return name if self.blueprint.shape is not None else ""
+
+    def _over(self, spec: BucketSpec, comm: Comm) -> str:
+        axis = self._axis(spec, comm)
+        return axis and f"over {axis}: "
 
     def whole(self, spec: BucketSpec) -> fx.Node:
         """The full bucket, awaited; gathered on demand where no event did it."""
@@ -231,7 +260,8 @@ class Half:
     def _free(self, spec: BucketSpec, reason: str) -> None:
         full, name = self.whole(spec), self._named("free", spec)
         note = f"gives back {size(full.meta['val'].nbytes)}: {reason}"
-        self.line(name, None, free, full, note=note)
+        axis = self._axis(spec, spec.shard)
+        self.line(name, None, free, full, note=note, axis=axis)
         del self.full[spec]
         for node in [node for node in self.values if self._origins.get(node) is spec]:
             del self.values[node]
@@ -244,18 +274,26 @@ class Half:
             if (gradient := self.joint.gradients[slot.name]) is not None
         )
         value, name = of_shape(dtypes.wire, numel), self._named("grads", spec)
-        full = self.line(name, value, gradient_bucket, numel, dtypes.wire, grads)
+        comm, how = spec.averages[0]
+        axis = self._axis(spec, comm)
+        full = self.line(name, value, gradient_bucket, numel, dtypes.wire, grads, axis=axis)
         note = "before the sum, which a narrow dtype could not hold"
-        full = self._divided(full, spec.reduction.before, self._named("scaled", spec), note)
-        piece = numel // self.blueprint.world  # what one rank sums
-        sent = (numel - piece) * dtypes.wire.itemsize
-        self.sums[spec] = self.line(
-            self._named("reducing", spec),
-            of_shape(dtypes.sum, piece),
+        full = self._divided(full, how.before, self._named("scaled", spec), note)
+        self.sums[spec] = self._reduce_scatter("reducing", spec, full, comm, reason)
+
+    def _reduce_scatter(
+        self, prefix: str, spec: BucketSpec, full: fx.Node, comm: Comm, reason: str
+    ) -> fx.Node:
+        nbytes, numel = full.meta["val"].nbytes, full.meta["val"].numel()
+        sent = nbytes - nbytes // comm.size
+        return self.line(
+            self._named(prefix, spec),
+            of_shape(spec.dtypes.sum, numel // comm.size),  # what one rank sums
             reduce_scatter,
-            *(full, spec.unit, dtypes.sum),
-            note=f"sums {size(value.nbytes)}, sends {size(sent)}: {reason}",
+            *(full, spec.unit, spec.dtypes.sum),
+            note=f"{self._over(spec, comm)}sums {size(nbytes)}, sends {size(sent)}: {reason}",
             collective=Collective("reduce", spec.unit, sent),
+            axis=self._axis(spec, comm),
         )
 
     def _divided(self, node: fx.Node, divisor: float, name: str, note: str) -> fx.Node:
@@ -265,16 +303,25 @@ class Half:
         return self.line(name, node.meta["val"], divide, node, divisor, note=note)
 
     def _settle(self, spec: BucketSpec, reason: str) -> None:
-        world, how = self.blueprint.world, spec.reduction
-        mean = self._wait("summed", spec, self.sums.pop(spec), reason)
-        after = float(world) if how.how == "avg" else how.after
-        note = f"after the sum over {world} ranks: their mean"
-        mean = self._divided(mean, after, self._named("mean", spec), note)
+        mean = self._averaged("mean", spec, self._wait("summed", spec, self.sums.pop(spec), reason))
+        for _ in spec.averages[1:]:
+            wire = self._cast(mean, spec.dtypes.wire, self._named("narrowed", spec))
+            reason = "the copies' sums, too"
+            begun = self._reduce_scatter("reducing_copies", spec, wire, spec.replicate, reason)
+            mean = self._averaged("mean_of_copies", spec, self._wait("summed_copies", spec, begun))
         mean = self._cast(mean, spec.dtypes.stored, self._named("stored", spec))
-        if not spec.placement.splits:
+        if spec.copies > 1:
             spreading = self._all_gather(spec, "spread", mean, "every rank needs the whole mean")
             mean = self._wait("spread", spec, spreading)
         self.means[spec] = mean
+
+    def _averaged(self, name: str, spec: BucketSpec, total: fx.Node) -> fx.Node:
+        """A sum over an axis, divided by what its ranks or all ranks are."""
+        comm, how = spec.averages[-1 if name == "mean_of_copies" else 0]
+        ranks = comm.size if how.how == "avg" else self.blueprint.world
+        after = float(ranks) if how.how == "avg" else how.after
+        note = f"after the sum over {ranks} ranks: their mean"
+        return self._divided(total, after, self._named(name, spec), note)
 
     def local_gradients(self) -> tuple[fx.Node | None, ...]:
         """This rank's part of each parameter's mean gradient, in the order of parameters."""
@@ -285,7 +332,7 @@ class Half:
         )
 
     def _local(self, spec: BucketSpec, slot: Slot) -> fx.Node:
-        start = spec.layout.local_range(slot, spec.shard.rank)[0]
+        start = spec.layout.local_range(slot, spec.position)[0]
         value = self.blueprint.parameters[slot.name]
         name, note = identifier("grad", slot.name), f"gradient of {slot.name}"
         return self.line(name, value, part, self.means[spec], start, tuple(value.shape), note=note)
@@ -295,7 +342,7 @@ def _holds(spec: BucketSpec) -> str:
     """``"0.weight[0:2048], 0.bias"``: what a rank's shard holds."""
     parts = []
     for slot in spec.slots:
-        start, stop = spec.layout.owned(slot, spec.shard.rank)
+        start, stop = spec.layout.owned(slot, spec.position)
         if start < stop:
             whole = stop - start == slot.numel
             parts.append(slot.name if whole else f"{slot.name}[{start}:{stop}]")

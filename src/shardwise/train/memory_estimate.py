@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from shardwise.comm.environment import local_size
+from shardwise.comm.mesh import shape_of
 from shardwise.errors import ConfigError
 from shardwise.strategies import placement_of
 from shardwise.train.config import Recipe
@@ -48,15 +50,18 @@ def check_memory(
 
 
 def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -> int:
-    """A lower bound of the bytes of ``local_ranks`` of ``ranks`` ranks in one memory. Pure."""
+    """A lower bound of the bytes of ``local_ranks`` of ``ranks`` ranks in one memory."""
     placement = placement_of(recipe.sharding.strategy)
     stored = recipe.sharding.precision.arguments()["stored"] or torch.float32
     whole = recipe.model.parameters(vocabulary) * stored.itemsize
     if not placement.splits:
         return local_ranks * (1 + STATES) * whole
-    shards = whole * local_ranks // ranks
+    shape = shape_of(placement, ranks, recipe.sharding.mesh, local_size(os.environ))
+    split = shape.shard if shape else ranks
+    shards = whole * local_ranks // split
+    states = STATES * whole * local_ranks // (ranks if placement.splits_copies else split)
     # Parameters that stay gathered may be one copy in memory shared by the ranks of a machine.
-    return STATES * shards + (shards if placement.frees else whole)
+    return states + (shards if placement.frees else whole)
 
 
 def machine_memory() -> int:
