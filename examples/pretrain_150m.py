@@ -177,6 +177,7 @@ def train_step(sharded, micro_batches, device):
 def main(rank, world_size, args):
     if world_size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # all ranks are on this machine
     recipe = recipe_of(args)
     if args.rehearse and int(os.environ.get("RANK", "0")) == 0:
         describe_rehearsal(recipe)

@@ -52,7 +52,9 @@ def test_a_rehearsal_says_what_it_shrinks_and_is_resumed_at_its_sample(tmp_path:
 @pytest.mark.spawn
 @pytest.mark.prove
 def test_python_starts_two_ranks_for_a_rehearsal(tmp_path: Path) -> None:
-    lines = run(PROGRAM, "--rehearse", "--steps", 2, folder=tmp_path)
+    options = ("--steps", 2, "--strategy", "hybrid_shard")  # on one host: one copy
+    lines = run(PROGRAM, "--rehearse", *options, folder=tmp_path)
+    assert "model: 133,440 parameters, hybrid_shard, 2 ranks" in lines
     assert f"saved {tmp_path}/runs/pretrain-150m-rehearsal/step-2" in lines
     assert lines[-1] == "All done"
 
