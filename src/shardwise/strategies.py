@@ -25,7 +25,6 @@ PRESETS = {
         Placement("hybrid_full", _SHARD, _SHARD, _BOTH, hybrid=True),
     )
 }
-"""By name."""
 
 STRATEGIES = tuple(name for name, preset in PRESETS.items() if not preset.hybrid)
 """Those over one axis, by name, from the most replicated to the most sharded."""
