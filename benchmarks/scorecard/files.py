@@ -47,9 +47,10 @@ def exported(engine: Engine) -> Values:
     config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=31, n_positions=8)
     model = seeded(lambda: GPT2LMHeadModel(config))
     engine.shard(model, units=["transformer.h.0", "transformer.h.1"])
-    folder = Path(engine.folder) / f"exported-{engine.ranks[0]}"
-    model.save_pretrained(folder)
-    return dict(load_file(folder / "model.safetensors"))
+    folder = Path(engine.folder) / type(engine).__name__
+    model.save_pretrained(folder / str(engine.ranks[0]))
+    engine.whole(model)  # a collective, after which rank 0 has written
+    return dict(load_file(folder / "0" / "model.safetensors"))
 
 
 CASES = (
