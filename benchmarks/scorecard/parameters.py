@@ -156,7 +156,7 @@ def eight_bits(engine: Engine) -> Values:
     def wide(net: Net) -> None:
         net.head = nn.Linear(WIDTH, 515)
 
-    model = engine.shard(seeded(lambda: Net(wide)))
+    model = engine.shard(seeded(lambda: Net(wide)), blocksize=256)
     return train(engine, model, optimizer=optimizers.AdamW8bit(model.parameters(), lr=0.01))
 
 
