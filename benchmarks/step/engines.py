@@ -70,19 +70,23 @@ def _plain(setup: Setup) -> Engine:
     return _by_torch(setup, setup.new_model())
 
 
-def _shardwise(strategy: str, setup: Setup, transport: str = "messages") -> Engine:
+def _shardwise(
+    strategy: str, setup: Setup, transport: str = "messages", compiles: bool | str = False
+) -> Engine:
     model = setup.new_model()
     comm = over(dist.group.WORLD, transport=transport)
-    sharded = sw.shard(model, strategy=strategy, comm=comm)
+    sharded = sw.shard(model, strategy=strategy, comm=comm, compile=compiles)
     flat = setup.optimizer == "adamw"
     optimizer = sw.optim.AdamW(sharded, **ADAMW) if flat else optimizer_for(trained(model), "sgd")
     return training(model, setup.task.loss, optimizer, comm.counters)
 
 
-def _fsdp2(reshard: bool, setup: Setup) -> Engine:
+def _fsdp2(reshard: bool, setup: Setup, compiles: bool = False) -> Engine:
     from torch.distributed.device_mesh import init_device_mesh
 
     model = setup.new_model()
+    for module in (part for parts in unit_modules(model) if compiles for part in parts):
+        module.compile()
     apply_fsdp2(model, reshard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return _by_torch(setup, model)
 
@@ -146,15 +150,20 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
     "zero1": partial(_shardwise, "zero1"),
     "shard_grad_op": partial(_shardwise, "shard_grad_op"),
     "full_shard": partial(_shardwise, "full_shard"),
+    "full_shard_inductor": partial(_shardwise, "full_shard", compiles="inductor"),
     "shard_grad_op_memory": partial(_shardwise, "shard_grad_op", transport="memory"),
     "full_shard_memory": partial(_shardwise, "full_shard", transport="memory"),
     "ddp": _ddp,
     "fsdp1": _fsdp1,
     "fsdp2": partial(_fsdp2, True),
+    "fsdp2_inductor": partial(_fsdp2, True, compiles=True),
     "fsdp2_keep": partial(_fsdp2, False),
     "deepspeed_zero2": partial(_deepspeed, 2),
     "deepspeed_zero3": partial(_deepspeed, 3),
 }
+
+#: Those that compile for seconds before the first step run when they are named.
+COMPILED = ("full_shard_inductor", "fsdp2_inductor")
 
 
 def absent(name: str) -> str:

@@ -13,7 +13,7 @@ from benchmarks.harness.report import MIB, Column, Report, Row, Table
 from benchmarks.harness.rounds import paired, slowest
 from benchmarks.harness.workers import on_ranks
 from benchmarks.models import ON_CPU
-from benchmarks.step.engines import ENGINES, PLAIN, Setup, absent
+from benchmarks.step.engines import COMPILED, ENGINES, PLAIN, Setup, absent
 from benchmarks.step.host import HOSTED, host_table, update_table
 from benchmarks.step.measure import Measured, measure, peak_memory, profile
 from benchmarks.step.traffic import least_bytes
@@ -50,7 +50,9 @@ class Config:
 
     world: tuple[int, ...] = setting((2,), "numbers of ranks")
     model: tuple[str, ...] = setting(("decoder128", "decoder32"), "what is trained", ON_CPU)
-    engines: tuple[str, ...] = setting(tuple(ENGINES), "beside the plain step", ENGINES)
+    engines: tuple[str, ...] = setting(
+        tuple(name for name in ENGINES if name not in COMPILED), "beside the plain step", ENGINES
+    )
     rounds: int = setting(20, "interleaved rounds of steps", least=2)
     optimizer: str = setting("adamw", "of every engine", BY)
     part: tuple[str, ...] = setting(PARTS, "what is measured", (*PARTS, "profile"))
