@@ -19,7 +19,8 @@ from shardwise.comm.mesh import Mesh, Shape, gather_rows, shape_of
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError, RanksDisagree
 from shardwise.strategies import placement_of
-from tests.copies import said
+from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.nets import loss, tied_decoder, tied_decoder_batch
 from tests.ranks import gloo_group, outcomes_of, run_hosts, run_threads
 
 HYBRID, FULL = placement_of("hybrid_shard"), placement_of("full_shard")
@@ -199,6 +200,18 @@ def test_a_layout_takes_the_place_of_the_one_before_in_memory_that_an_axis_share
 # ---- processes -----------------------------------------------------------------------------------
 
 
+def stepped(comm: Comm, model: nn.Module, mesh: tuple[int, int] | None = None) -> dict[str, Tensor]:
+    """The values after two steps; without ``mesh`` it is that of the launcher."""
+    sharded = sw.shard(model, "hybrid_full", comm=comm, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        loss(model, tied_decoder_batch(4 * step + comm.rank, 2)).backward()
+        sharded.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return clones(model.state_dict())
+
+
 def on_hosts_of_two(rank: int, world: int, folder: str) -> list[object]:
     """Ranks 0 and 1 are on one host, 2 and 3 on another; how they are connected, and what works."""
     monkeypatch = pytest.MonkeyPatch()
@@ -208,20 +221,25 @@ def on_hosts_of_two(rank: int, world: int, folder: str) -> list[object]:
         names = [type(ranks).__name__ for ranks in (comm, replicate, shard)]
         column = replicate.gather_rows(torch.tensor([rank]), Label("demo")).flatten().tolist()
         row = shard.gather_rows(torch.tensor([rank]), Label("demo")).flatten().tolist()
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        state = stepped(comm, seeded(tied_decoder))
         mesh = init_device_mesh("cpu", (2, 2))
         with over(mesh) as grid:
             sizes = [axis.size for axis in grid.axes(2, 2)]
         with pytest.raises(ConfigError, match=r"is \[\[0, 2\], \[1, 3\]\]. It must hold all ranks"):
             over(DeviceMesh("cpu", [[0, 2], [1, 3]]))
-        return [*names, column, row, sizes]
+        return [*names, column, row, sizes, state]
 
 
 @pytest.mark.spawn
 def test_a_host_shares_memory_and_hosts_send_messages() -> None:
+    [expected, *_] = on_ranks(4, tied_decoder, partial(stepped, mesh=(2, 2)))
     outcomes = outcomes_of(4, on_hosts_of_two)
     assert [outcome.error for outcome in outcomes] == [""] * 4
     for rank, outcome in enumerate(outcomes):
         row = [0, 1] if rank < 2 else [2, 3]
         column = [rank % 2, rank % 2 + 2]
         kinds = ["GlooComm", "GlooComm", "SharedMemoryComm"]
-        assert outcome.value == [*kinds, column, row, [2, 2]]
+        *found, state = outcome.value
+        assert found == [*kinds, column, row, [2, 2]]
+        assert equal(state, expected)
