@@ -25,7 +25,7 @@ OURS = {item.name for item in fields(Options)} | {"strategy", "wrap", "comm"}
     [
         ("limit_all_gathers", "that is prefetch=sw.Prefetch(limit=2) here. Options are "),
         ("mixed_precision", "that is precision= here, for example sw.Precision(compute="),
-        ("cpu_offload", "nothing is offloaded yet: shards, gradients and optimizer state stay"),
+        ("cpu_offload", "that is offload=sw.Offload(parameters=True, gradients=True, optimizer="),
         ("fsdp_transformer_layer_cls_to_wrap", "that is wrap= here, for example "),
         ("reshard_after_forward", 'that is strategy= here: "full_shard" for True, "shard_grad_op"'),
         ("find_unused_parameters", "leave it out: parameters without a gradient are found in"),

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         ShardUseError,
         ShardwiseError,
     )
+    from shardwise.offload import Offload
     from shardwise.precision import Precision
     from shardwise.schedule.events import Prefetch
     from shardwise.schedule.placement import Placement
@@ -58,6 +59,7 @@ __all__ = [
     "ConfigError",
     "DamagedCheckpoint",
     "Loaded",
+    "Offload",
     "OptimizerError",
     "Placement",
     "Precision",
@@ -92,6 +94,7 @@ _DEFINING_MODULES = (
     "errors",
     "schedule.events",
     "schedule.placement",
+    "offload",
     "precision",
     "comm.connect",
     "setup.recompute",

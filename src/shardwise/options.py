@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shardwise.errors import ConfigError, nearest
+from shardwise.offload import Offload
 from shardwise.precision import Precision
 from shardwise.schedule.events import Prefetch
 from shardwise.setup.materialise import Init, default_init
@@ -21,6 +22,7 @@ class Options:
     Attributes:
         precision: stored, compute, wire, sum, buffer and output dtypes.
         prefetch: how far ahead units are gathered.
+        offload: what is kept in host memory.
         bucketing: ``"block"``: one collective per unit; ``"layer"``: per module that owns
             parameters; ``"none"``: per parameter, sharded along dim 0 like ``torch.chunk``.
         uneven: with ``bucketing="none"``: ``"pad"`` a dim 0 that is not divisible by the world
@@ -45,6 +47,7 @@ class Options:
 
     precision: Precision = field(default_factory=Precision)
     prefetch: Prefetch = field(default_factory=Prefetch)
+    offload: Offload = field(default_factory=Offload)
     bucketing: str = "block"
     uneven: str = "pad"
     blocksize: int = 0
@@ -65,6 +68,7 @@ class Options:
             _check_type("activation_checkpointing", given, ActivationCheckpointing, example)
         if not isinstance(self.compile, bool):
             _check_type("compile", self.compile, str, '"inductor"')
+        _check_type("offload", self.offload, Offload, "sw.Offload(optimizer=True)")
         _check_choice("bucketing", self.bucketing, ("block", "layer", "none"))
         _check_choice("uneven", self.uneven, ("pad", "error"))
         _check_choice("buffers", self.buffers, ("local", "broadcast", "average"))

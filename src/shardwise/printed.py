@@ -81,6 +81,10 @@ class Schedule:
             shared = self.meshes[event.unit].shard.memory.shared
             sends = "memory is shared" if shared else f"sends {size(self.sent(event))}"
             text += f"  # all-gather{self._over('shard', event)}, {full}, {sends}: {event.reason}"
+        elif event.op in (Op.LOAD, Op.STORE):
+            unit = self.nbytes[event.unit]
+            way = ("to", unit.loaded) if event.op is Op.LOAD else ("from", unit.stored)
+            text += f"  # {way[0]} the device, {size(way[1])}: {event.reason}"
         elif event.op is Op.UPDATE:
             part = size(self.nbytes[event.unit].joined // self.meshes[event.unit].shard.size)
             sends = f"sends {size(self.sent(event))}"

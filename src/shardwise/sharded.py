@@ -24,6 +24,7 @@ from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.optimizer_state import Given, Optimizers, as_optimizers
 from shardwise.comm.connect import connect, over
 from shardwise.comm.environment import local_size
+from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh, Shape, shape_of
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
@@ -117,8 +118,8 @@ class Sharded:
         self._forwards = Forwards(self.model, units, self.options, self.comm.device)
         placements = {unit.name: self.placement for unit in units}
         meshes = {p: Mesh.of(self.comm, p.splits, self.shape) for p in placements.values()}
-        pairs = zip(units, placements.values(), strict=True)
-        specs = {u.name: specs_of(u, self.options, meshes[p], p) for u, p in pairs}
+        host, pairs = HostMemory(self.comm.device), zip(units, placements.values(), strict=True)
+        specs = {u.name: specs_of(u, self.options, meshes[p], p, host) for u, p in pairs}
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
         params = [member.param for unit in units for member in unit.members]
         self._optimizer_hooks = OptimizerHooks(params, self._before_update, self.comm)
@@ -128,15 +129,14 @@ class Sharded:
         self.units = replace(
             units,
             padding=self.layout.padding(),
-            placements={n: p.words for n, p in placements.items()},
+            placements={n: p.words + self.options.offload.words for n, p in placements.items()},
             forwards=self._forwards.words,
         )
         self._start(states)
 
     def _shape(self) -> Shape | None:
         """The grid of a hybrid strategy, the same on every rank."""
-        ranks = self.comm.size
-        shape = shape_of(self.placement, ranks, self.options.mesh, local_size(os.environ))
+        shape = shape_of(self.placement, self.comm.size, self.options.mesh, local_size(os.environ))
         if shape is not None:
             self.comm.agree({"mesh": str(shape)})
         return shape
@@ -344,7 +344,8 @@ class Sharded:
         """The schedule of ``"train"``, ``"accumulate"``, ``"last"`` or ``"forward"``."""
         schedules = self.runtime.schedules
         listed, nbytes = schedules.events(mode), schedules.nbytes()
-        name = self.placement.name + (f" ({self.shape})" if self.shape else "")
+        shape = f" ({self.shape})" if self.shape else ""
+        name = self.placement.name + shape + self.options.offload.words
         specs, buffers = self.layout.specs, self.options.buffers
         return Schedule(listed, nbytes, name, mode, self.comm.size, specs, buffers)
 
@@ -387,6 +388,7 @@ class Sharded:
         self.runtime.await_readers()
         self._background.check()
         self.runtime.check_reduced()
+        self.runtime.trained.move_gradients()
 
     def drop_gradients(self) -> None:
         """Forget gradients that were accumulated and not reduced."""

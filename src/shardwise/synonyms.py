@@ -71,9 +71,11 @@ _OPTIONS = {
     "that is `with sharded.accumulate(last=…):` here": (
         "gradient_accumulation_steps gradient_accumulation accumulate no_sync"
     ),
-    "nothing is offloaded yet: shards, gradients and optimizer state stay on the device": (
-        "cpu_offload offload_policy offload_params offload_optimizer offload_param offload"
+    "that is offload=sw.Offload(parameters=True, gradients=True, optimizer=True) here": (
+        "cpu_offload offload_policy offload_params"
     ),
+    "that is offload=sw.Offload(gradients=True, optimizer=True) here": "offload_optimizer",
+    "that is offload=sw.Offload(parameters=True, optimizer=True) here": "offload_param",
     "every parameter of the model is sharded; to leave some out, shard the modules that hold the "
     "others": "ignored_modules ignored_parameters ignored_params ignored_states",
     "leave it out: parameters without a gradient are found in every step": (

@@ -97,7 +97,7 @@ def test_the_file_of_the_article_on_gaudi_as_it_is_printed() -> None:
         ("auto_wrap_policy", "translated", wrap),
         ("backward_prefetch", "translated", "sharding.prefetch.when: pre"),
         ("forward_prefetch", "translated", "sharding.prefetch.forward: 0"),
-        ("offload_params", "used", f"as it is by default {words}"),
+        ("offload_params", "translated", f"sharding.offload: [] {words}"),
         ("sharding_strategy", "translated", f"sharding.strategy: full_shard {words}"),
         (
             *("state_dict_type", "translated"),
@@ -214,6 +214,7 @@ def test_the_file_of_accelerate_is_read_explained_and_converted() -> None:
         "prefetch": {"backward": 0, "forward": None},
         "precision": {"compute": "bfloat16"},
         "activation_checkpointing": True,
+        "offload": [],
     }
     assert Recipe.model_validate(recipe).sharding.wrap == 100_000_000
     launch = {key: value for key, value in elsewhere.items() if key.startswith("launch.")}

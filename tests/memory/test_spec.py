@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
+from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh
 from shardwise.memory.spec import BucketSpec, Home, cut_at_multiples, specs_of
 from shardwise.options import Options
@@ -25,6 +26,9 @@ DDP = placement_of("no_shard")
 PIECES = placement_of("hybrid_full")
 
 
+HOST = HostMemory(torch.device("cpu"))
+
+
 def specs(
     model: nn.Module,
     rank: int = 0,
@@ -34,7 +38,7 @@ def specs(
 ) -> list[BucketSpec]:
     mesh = Mesh.of(FakeComm(rank, world), placement.splits)
     units = choose_units(model)
-    return [spec for unit in units for spec in specs_of(unit, options, mesh, placement)]
+    return [spec for unit in units for spec in specs_of(unit, options, mesh, placement, HOST)]
 
 
 # ---- who shares a buffer -------------------------------------------------------------------------
@@ -130,7 +134,7 @@ def test_the_copies_of_a_shard_sum_one_piece_of_it_each(column: int) -> None:
     """Of six ranks in three rows, two of which share a row: the ranks below each other."""
     mesh = Mesh(FakeComm(column, 2), FakeComm(0, 3))
     for unit in choose_units(decoder()):
-        for spec in specs_of(unit, Options(), mesh, FULL):
+        for spec in specs_of(unit, Options(), mesh, FULL, HOST):
             assert spec.piece_numel == spec.layout.shard_numel // 3
             for piece in range(3):
                 first = piece * spec.piece_numel
@@ -143,7 +147,7 @@ def test_the_copies_of_a_shard_may_hold_a_piece_of_it_each() -> None:
     for row, column in itertools.product(range(3), range(2)):
         mesh = Mesh(FakeComm(column, 2), FakeComm(row, 3))
         for unit in choose_units(decoder()):
-            for spec in specs_of(unit, Options(), mesh, PIECES):
+            for spec in specs_of(unit, Options(), mesh, PIECES, HOST):
                 size, position = spec.layout.shard_numel, 3 * column + row
                 assert spec.layout.numel == 6 * size
                 assert (spec.position, spec.rank, spec.copies) == (position, 2 * row + column, 1)
@@ -159,13 +163,13 @@ def test_the_copies_of_a_shard_may_hold_a_piece_of_it_each() -> None:
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_shard_of_which_there_is_one_copy_is_in_one_piece(copies: int) -> None:
     mesh = Mesh(FakeComm(0, 2), FakeComm(0, copies))
-    [spec, *_] = specs_of(choose_units(decoder())[0], Options(), mesh, PIECES)
+    [spec, *_] = specs_of(choose_units(decoder())[0], Options(), mesh, PIECES, HOST)
     assert spec.splits_copies is (copies == 2)
 
 
 def test_gradients_are_divided_before_the_first_axis_and_after_the_last() -> None:
     mesh = Mesh(FakeComm(0, 2), FakeComm(0, 3))
-    [spec, *_] = specs_of(choose_units(decoder())[0], Options(), mesh, FULL)
+    [spec, *_] = specs_of(choose_units(decoder())[0], Options(), mesh, FULL, HOST)
     spec = replace(spec, reduction=replace(spec.reduction, before=2.0, after=3.0))
     (rows, first), (columns, last) = spec.averages
     assert (rows, columns) == (mesh.shard, mesh.replicate)
@@ -175,15 +179,21 @@ def test_gradients_are_divided_before_the_first_axis_and_after_the_last() -> Non
 
 
 BF16 = Options(precision=sw.Precision(compute=torch.bfloat16))
-HOMES = {  # lasting, aliased, whole, stays whole
-    "shards that are freed": (FULL, 2, Options(), (False, False, False, False)),
-    "that are cast": (FULL, 2, BF16, (False, False, False, False)),
-    "that keep the memory": (ZERO1, 2, Options(), (True, True, False, False)),
-    "that keep it, and are cast": (ZERO1, 2, BF16, (True, False, False, False)),
-    "copies": (DDP, 2, Options(), (True, True, True, True)),
-    "copies that are cast": (DDP, 2, BF16, (True, False, True, False)),
-    "one rank alone": (FULL, 1, Options(), (True, True, True, True)),
-    "one that casts": (FULL, 1, BF16, (False, False, True, False)),
+IN_HOST = Options(offload=sw.Offload(optimizer=True))
+NOT_KEPT = Options(offload=sw.Offload(parameters=True, optimizer=True))
+HOMES = {  # lasting, aliased, whole, stays whole, reloaded
+    "shards that are freed": (FULL, 2, Options(), (False, False, False, False, False)),
+    "that are cast": (FULL, 2, BF16, (False, False, False, False, False)),
+    "that keep the memory": (ZERO1, 2, Options(), (True, True, False, False, False)),
+    "that keep it, and are cast": (ZERO1, 2, BF16, (True, False, False, False, False)),
+    "copies": (DDP, 2, Options(), (True, True, True, True, False)),
+    "copies that are cast": (DDP, 2, BF16, (True, False, True, False, False)),
+    "one rank alone": (FULL, 1, Options(), (True, True, True, True, False)),
+    "one that casts": (FULL, 1, BF16, (False, False, True, False, False)),
+    "in host memory, sent from the device": (FULL, 2, IN_HOST, (False, False, False, False, False)),
+    "of which the device keeps nothing": (ZERO1, 2, NOT_KEPT, (False, False, False, False, True)),
+    "one rank alone beside its host": (FULL, 1, IN_HOST, (True, False, True, False, False)),
+    "and one that keeps nothing": (FULL, 1, NOT_KEPT, (False, False, True, False, True)),
 }
 
 

@@ -544,3 +544,55 @@ def test_a_unit_is_joined_when_it_is_gathered_and_not_when_the_one_before_it_end
     found = listed(layers(2), policy(0, 0, placements=everywhere(PIECES), joins=JOINED))
     first = next(step for step in steps(found) if step.cue.unit == "layers.1")
     assert [event.op for event in first.before] == [Op.UPDATE, Op.GATHER]
+
+
+# ---- offload ---------------------------------------------------------------------------------
+
+
+LAYERS = frozenset({"root", "layers.0", "layers.1"})
+
+
+def test_a_shard_in_host_memory_is_loaded_before_each_gather_or_once() -> None:
+    once = listed(layers(2), policy(0, 0, loads=LAYERS))
+    each = listed(layers(2), policy(0, 0, loads=LAYERS, reloads=LAYERS))
+    assert table(once, Phase.FORWARD, Op.LOAD, Op.GATHER) == rows("""
+        load root
+        gather root
+        load layers.0
+        gather layers.0
+        load layers.1
+        gather layers.1
+    """)
+    assert table(once, Phase.BACKWARD, Op.LOAD, Op.GATHER) == "gather layers.0"
+    assert table(each, Phase.FORWARD, Op.LOAD) == table(once, Phase.FORWARD, Op.LOAD)
+    assert table(each, Phase.BACKWARD, Op.LOAD, Op.GATHER) == "load layers.0\ngather layers.0"
+
+
+def test_in_the_last_micro_batch_only_what_is_not_kept_is_loaded() -> None:
+    last = policy(0, 0, loads=LAYERS, reloads=frozenset({"layers.0"}), updates=False)
+    found = listed(layers(2), last)
+    assert table(found, Phase.FORWARD, Op.LOAD) == "load layers.0"
+
+
+def test_whole_parameters_are_gathered_where_they_come_from_host_memory() -> None:
+    found = listed(layers(1), policy(0, 0, placements=everywhere(DDP), loads=LAYERS))
+    assert table(found, Phase.FORWARD, Op.LOAD, Op.GATHER, Op.FREE) == rows("""
+        load root
+        gather root
+        load layers.0
+        gather layers.0
+    """)
+
+
+def test_gradients_are_stored_when_their_reduction_has_settled() -> None:
+    found = listed(layers(2), policy(0, 0, stores=frozenset({"root", "layers.0"})))
+    assert table(found, Phase.BACKWARD, Op.REDUCE, Op.SETTLE, Op.STORE) == rows("""
+        reduce layers.1
+        reduce layers.0
+        settle layers.1
+        reduce root
+        settle layers.0
+        store layers.0
+        settle root
+        store root
+    """)

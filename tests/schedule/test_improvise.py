@@ -109,6 +109,10 @@ DUE: dict[str, tuple[Op, Facts, bool]] = {
     "what is collected is reduced": (Op.REDUCE, Facts(), True),
     "a reduce in flight is settled": (Op.SETTLE, Facts(reducing=["b", "a"]), True),
     "any other is not": (Op.SETTLE, Facts(reducing=["b"]), False),
+    "what is settled is stored": (Op.STORE, Facts(settled={"a"}), True),
+    "and not before": (Op.STORE, Facts(reducing=["a"]), False),
+    "a shard in host memory is loaded": (Op.LOAD, Facts(updated={"a"}), True),
+    "and not again": (Op.LOAD, Facts(loaded={"a"}), False),
 }
 
 
@@ -132,13 +136,16 @@ def test_after_a_backward_pass_what_is_in_flight_is_settled_in_its_order_then_un
 ):
     facts = replace(TRAINED, reducing=["c", "b"], gathered={"a", "b", "d"})
     phase = Phase.BACKWARD
-    assert listed(end_events(facts, "abc", phase)) == "settle c, settle b, free a, free b"
-    assert listed(end_events(facts, "", phase)) == "settle c, settle b"
+    assert (
+        listed(end_events(policy("full_shard"), facts, "abc", phase))
+        == "settle c, settle b, free a, free b"
+    )
+    assert listed(end_events(policy("full_shard"), facts, "", phase)) == "settle c, settle b"
 
 
 def test_a_forward_pass_without_gradients_ends_no_reduce_of_a_backward_pass_around_it() -> None:
     facts = replace(TRAINED, reducing=["c"], gathered={"a", "b"})
-    assert listed(end_events(facts, "ab", Phase.FORWARD)) == "free a, free b"
+    assert listed(end_events(policy("full_shard"), facts, "ab", Phase.FORWARD)) == "free a, free b"
 
 
 def test_what_is_carried_out_is_a_fact() -> None:
@@ -146,6 +153,24 @@ def test_what_is_carried_out_is_a_fact() -> None:
     for op, unit in ((Op.GATHER, "a"), (Op.FREE, "b"), (Op.REDUCE, "a"), (Op.SETTLE, "b")):
         facts.note(Event(op, unit, Phase.BACKWARD))
     assert (facts.gathered, facts.reducing) == ({"a"}, ["c", "a"])
+
+
+def test_what_the_device_does_not_keep_is_loaded_again_after_it_was_freed() -> None:
+    for reloads in (frozenset[str](), frozenset("a")):
+        facts = Facts(gathered={"a"}, loaded={"a"}, reloads=reloads)
+        facts.note(Event(Op.FREE, "a", Phase.FORWARD))
+        assert is_due(Event(Op.LOAD, "a", Phase.BACKWARD), facts) is bool(reloads)
+
+
+def test_on_demand_a_unit_is_loaded_and_what_settles_is_stored() -> None:
+    offloads = replace(policy("full_shard"), loads=frozenset("a"), stores=frozenset("b"))
+    cue = Cue(Op.ENTER, "a", Phase.FORWARD)
+    assert listed(improvise(offloads, TRAINED, cue, last=False)) == "load a, gather a"
+    facts = replace(TRAINED, reducing=["b"], gathered={"a"})
+    cue = Cue(Op.EXIT, "a", Phase.BACKWARD)
+    done = "free a, reduce a, settle b, store b"
+    assert listed(improvise(offloads, facts, cue, last=True)) == done
+    assert listed(end_events(offloads, facts, "a", Phase.BACKWARD)) == "settle b, store b, free a"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.dialects.interpret import Report
+from shardwise.offload import Offload
 from shardwise.precision import Precision
 from shardwise.schedule.events import Prefetch
 from shardwise.train.config import ShardingConfig
@@ -28,6 +29,8 @@ def shard_arguments(report: Report) -> dict[str, Any]:
         arguments["wrap"] = wrap_of(config)
     if "prefetch" in named:
         arguments["prefetch"] = Prefetch(**config.prefetch.model_dump())
+    if "offload" in named:
+        arguments["offload"] = Offload(**dict.fromkeys(config.offload, True))
     if "precision" in named:
         arguments["precision"] = Precision(**config.precision.arguments())
     if arguments.pop("activation_offload", False):

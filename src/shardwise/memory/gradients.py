@@ -34,6 +34,7 @@ from shardwise.torch_internals import (
     get_grad,
     get_version,
     set_grad,
+    storage_key,
 )
 
 __all__ = ["Gradients", "Share"]
@@ -69,6 +70,8 @@ class Gradients:
         self._views: list[Tensor] = []
         self._reducing: PendingReduction | None = None
         self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
+        self._stored: Tensor | None = None  # the same, in host memory
+        self._is_moved = False  # is ``.grad`` where the optimizer steps, and not where it rests?
         self._label = Label("reduce", spec.unit)
         self.set_share(Share())
 
@@ -182,7 +185,7 @@ class Gradients:
                 if get_grad(self.spec.params[index]) is view:
                     set_grad(self.spec.params[index], None)
         self.restore()
-        self.full = self._reducing = self._result = None
+        self.full = self._reducing = self._result = self._stored = None
         self._views, self.carries = [], False
         for kept in (self._waiting, self._shown, self._versions):
             kept.clear()
@@ -273,6 +276,17 @@ class Gradients:
         copies.all_gather(full, Label("spread", spec.unit)).wait()
         return full
 
+    def store(self) -> None:
+        """Copy the mean to host memory and let it go here; ``deliver`` waits for the copy."""
+        if self._result is None:
+            return
+        stored = self.spec.host.store(self._result)
+        self._result = None
+        if self._stored is not None:  # a gradient came late
+            self.spec.host.wait()
+            stored.add_(self._stored)
+        self._stored = stored
+
     def deliver(self, used: Sequence[bool], at_rest: bool) -> None:
         """Give each parameter its ``.grad``, added to what it had.
 
@@ -281,8 +295,13 @@ class Gradients:
                 had, ``None`` included, as in a plain training step.
             at_rest: the parameters have the shapes of their shards.
         """
+        if self._stored is not None:
+            self.spec.host.wait()
+            self._result, self._stored = self._stored, None
         if self._result is not None:
-            put = set_grad if at_rest else put_grad
+            self._is_moved = False
+            beside = self.spec.offload.gradients is self.spec.in_host
+            put = set_grad if at_rest and beside else put_grad
             views = self.spec.rest_views(self._result)
             with disable_torch_function():
                 for param, view, here in zip(self.spec.params, views, used, strict=True):
@@ -290,7 +309,35 @@ class Gradients:
                         put(param, view)
                 for index in self.aside:
                     if used[index]:
-                        self.aside[index].add_(views[index])
+                        self.aside[index].add_(views[index].to(self.aside[index].device))
             self._result = None
             self.touched.clear()
         self.restore()
+
+    def move(self) -> None:
+        """Bring gradients to where the optimizer steps; one copy for each of their buffers."""
+        spec = self.spec
+        if self._is_moved or spec.offload.gradients is spec.in_host:
+            return
+        self._is_moved, moved = True, dict[int, Tensor]()
+        with disable_torch_function():
+            for param in spec.params:
+                if (grad := get_grad(param)) is None:
+                    continue
+                key = storage_key(grad)
+                if key not in moved:
+                    flat = torch.empty(0, dtype=grad.dtype, device=grad.device)
+                    moved[key] = self._copy(flat.set_(grad.untyped_storage()))
+                put_grad(
+                    param, moved[key].as_strided(grad.shape, grad.stride(), grad.storage_offset())
+                )
+
+    def _copy(self, flat: Tensor) -> Tensor:
+        host = self.spec.host
+        if self.spec.in_host:
+            out = host.store(flat)
+            host.wait()
+            return out
+        out = self.spec.shard.memory.gradient(flat.numel(), flat.dtype)
+        host.load(out, flat).wait()
+        return out

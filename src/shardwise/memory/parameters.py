@@ -30,6 +30,7 @@ from shardwise.comm.protocol import Label, Pending
 from shardwise.errors import ShardUseError
 from shardwise.memory.gathered_parameter import GatheredParameter
 from shardwise.memory.gradients import Gradients
+from shardwise.memory.sent import Sent
 from shardwise.memory.sharded_parameter import ShardedParameter
 from shardwise.memory.sharding import sharding_of
 from shardwise.memory.spec import BucketSpec
@@ -63,8 +64,6 @@ class Bucket:
         self._pending: Pending | None = None
         self._label = Label("gather", spec.unit)
         self._memory = spec.shard.memory
-        self._is_cast = False  # does a full bucket of another dtype hold what the shard holds now?
-        self._is_updated = not spec.splits_copies  # are all copies' pieces of the shard here?
         self._allocate()
         ours = [param for param in self.params if type(param) in OUR_CLASSES]
         #: Whose class changes. Classes that users gave their parameters are left alone.
@@ -97,12 +96,7 @@ class Bucket:
             self._storage = self.full.untyped_storage()
             self._writer = torch.empty(0, dtype=dtype, device=self.full.device)
             self._writer.set_(self._storage, 0, (numel,), (1,))
-            self._sent = self.spec.sent(self._writer)
-            self._joined = self._sent
-            is_kept = self.home.lasting and self.spec.gather_codec is None
-            if self.spec.splits_copies and not is_kept:
-                self._joined = self._memory.shard(self._sent.numel(), dtype)
-            self._piece = self.spec.piece(self._joined)
+            self._sent = Sent(self.spec, self._writer)
         self._nbytes = self._storage.nbytes()
         self.storage_key = storage_key(self.full)  # tells whether a tensor is a view of a parameter
         self._allocate_shard()
@@ -117,19 +111,15 @@ class Bucket:
         self._addresses = _addresses(self._rest_views)
 
     def _new_shard(self) -> Tensor:
-        """What this rank holds at rest: memory of its own, or a part of a larger one.
-
-        Where each copy of a shard holds a piece of it, those are joined in the compute dtype:
-
-            shard       | piece 2 |                    at rest, on the second of two copies
-            _joined     | piece 1 | piece 2 |          after ``update``: what ``gather`` sends
-        """
+        """What this rank holds at rest: memory of its own, or a part of a larger one."""
         spec, dtypes = self.spec, self.dtypes
+        if spec.in_host:
+            return spec.host.shard(self.layout.shard_numel, dtypes.stored)
         if self.home.aliased:
             return spec.own(self.full)
         if not spec.splits_copies or dtypes.stored is not dtypes.compute:
             return self._memory.shard(self.layout.shard_numel, dtypes.stored)
-        return self._piece
+        return self._sent.piece
 
     def take(self, index: int, whole: Tensor) -> None:
         """Copy this rank's part of a whole parameter into the shard."""
@@ -147,37 +137,42 @@ class Bucket:
             return
         self.state = State.IN_FLIGHT
         self.adopt()
-        home = self.home
-        if home.stays_whole:
+        if self.home.stays_whole:
             return
-        if not home.lasting:
+        self._refill()
+        self.update()
+        self.load()
+        with self._sent.copying():
+            if (codec := self.spec.gather_codec) is not None:
+                source, comm = self._sent.source(self.shard), self.spec.shard
+                self._pending = codec.all_gather(self._writer, source, comm, self._label)
+                return
+            self.copied += self._sent.fill(self.shard)
+            if not self.home.whole:
+                self._pending = self.spec.shard.all_gather(self._writer, self._label)
+
+    def _refill(self) -> None:
+        if not self.home.lasting and not self._storage.nbytes():
             self._memory.refill(self._storage, self._nbytes)
-        if self.spec.splits_copies:
-            self.update()
-        source = self._joined if self.spec.splits_copies else self.shard
-        if (codec := self.spec.gather_codec) is not None:
-            self._pending = codec.all_gather(self._writer, source, self.spec.shard, self._label)
+
+    def load(self) -> None:
+        """Copy the shard from host memory to the device, where that is needed."""
+        if self._sent.is_loaded:
             return
-        if source.data_ptr() != self._sent.data_ptr() and not self._is_cast:
-            self._is_cast = home.lasting
-            self._sent.copy_(source)
-            self.copied += self._sent.nbytes
-        if not home.whole:
-            self._pending = self.spec.shard.all_gather(self._writer, self._label)
+        self.adopt()
+        self._refill()
+        self._pending = self._sent.load(self.shard)
 
     def update(self) -> None:
         """Join the pieces that the copies' optimizers have written to this rank's shard.
 
         A collective of the ranks that hold copies, and nothing if no optimizer has stepped since.
         """
-        if self._is_updated:
+        if self._sent.is_updated:
             return
         self.adopt()
-        if self.shard.data_ptr() != self._piece.data_ptr():
-            self._piece.copy_(self.shard)
-            self.copied += self._piece.nbytes
-        self.spec.replicate.all_gather(self._joined, Label("update", self.unit)).wait()
-        self._is_updated = True
+        self.load()
+        self.copied += self._sent.update(self.shard)
 
     def ready(self) -> None:
         """Wait for the gather and let the parameters be views of the full bucket."""
@@ -219,6 +214,8 @@ class Bucket:
                 self.state = State.AT_REST  # last: where Ctrl-C comes between, it is done again
             if not (still_read or self.home.lasting):
                 self._memory.free(self._storage)
+            if self.home.reloaded:
+                self._sent.forget()
 
     def rest(self) -> None:
         """Let the parameters be what this rank holds at rest."""
@@ -237,7 +234,7 @@ class Bucket:
 
     def expire(self) -> None:
         """The shard may be written next, so what was cast from it is no longer its value."""
-        self._is_cast, self._is_updated = False, not self.spec.splits_copies
+        self._sent.expire()
 
     def adopt(self) -> None:
         """Take over values that were put in place of a parameter's by ``param.data = ...``.
@@ -290,9 +287,9 @@ class Bucket:
     def _whole_of(self, flat: Tensor) -> list[Tensor]:
         """What is laid out like the shard, whole. A collective."""
         if self.home.whole:
-            full = flat.clone()
+            full = flat.to(self.full.device, copy=True)
         else:
-            full = torch.empty(self.layout.numel, dtype=flat.dtype, device=flat.device)
+            full = torch.empty(self.layout.numel, dtype=flat.dtype, device=self.full.device)
             self.spec.own(full).copy_(flat)
             label = Label("whole", self.unit)
             if self.spec.splits_copies:
@@ -342,17 +339,18 @@ class Bucket:
 
     def _as_gathered(self) -> list[Tensor]:
         """What this rank holds of each parameter, as the ranks have seen it: cast, or encoded."""
+        shard = self.shard.to(self.full.device)
         if (codec := self.spec.gather_codec) is None:
-            return self.spec.rest_views(self.shard.to(self.dtypes.compute))
+            return self.spec.rest_views(shard.to(self.dtypes.compute))
         if not self.spec.splits_copies:
-            return self.spec.rest_views(codec.rounded(self.shard).to(self.dtypes.compute))
-        return self.spec.rest_views(self.spec.piece(codec.rounded(self._joined)))
+            return self.spec.rest_views(codec.rounded(shard).to(self.dtypes.compute))
+        return self.spec.rest_views(self.spec.piece(codec.rounded(self._sent.joined)))
 
     def _take_written(self, shard: Tensor, part: Tensor, shown: Tensor) -> None:
         if shown.data_ptr() == shard.data_ptr():
             shard.copy_(part)
         else:  # what nobody wrote to is no new value
-            shard.copy_(torch.where(part != shown, part.to(shard.dtype), shard))
+            shard.copy_(torch.where(part != shown, part.to(shard.dtype), shard.to(part.device)))
 
     def _before_write(self) -> None:
         """A parameter may be written next: this rank must write to memory of its own."""
@@ -377,9 +375,8 @@ class Bucket:
         for param in self._ours:
             del param.before_write  # type: ignore[attr-defined]
         self.gradients.drop()
-        self.full = self.shard = self._writer = self._sent = self._joined = self._piece = (
-            torch.empty(0)
-        )
+        self.full = self.shard = self._writer = torch.empty(0)
+        del self._sent
         self._storage = self.full.untyped_storage()
         self._full_views = self._rest_views = []
 
@@ -387,7 +384,7 @@ class Bucket:
         """Has this rank's part of parameter ``index`` the bits of that in ``whole``?"""
         # Bits, since a NaN is not equal to itself.
         shard, part = self._rest_views[index].reshape(-1), self.part(index, whole).reshape(-1)
-        return torch.equal(shard.view(torch.uint8), part.view(torch.uint8))
+        return torch.equal(shard.view(torch.uint8), part.to(shard.device).view(torch.uint8))
 
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:

@@ -109,7 +109,7 @@ class Sharding:
         """Every rank's ``part`` put together: ``shape``, in new memory. A collective."""
         ranges = [self.layout.owned(self.slot, shard) for shard in range(self.layout.world)]
         sizes = [stop - start for start, stop in ranges]
-        padded = torch.empty(max(sizes), dtype=part.dtype, device=part.device)
+        padded = torch.empty(max(sizes), dtype=part.dtype, device=self.axes[0].device)
         padded[: part.numel()] = part.reshape(-1)
         rows = gather_rows(padded, self.axes, Label("read", self.name))
         pieces = [row[:size] for row, size in zip(rows.unbind(), sizes, strict=True)]

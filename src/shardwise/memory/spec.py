@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise import accelerators
 from shardwise.comm.codec import Codec, codec_of, wire_nbytes
+from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.comm.reduction import Reduction
@@ -24,6 +25,7 @@ from shardwise.layout.layout import Layout, Slot, chunk_rows
 from shardwise.layout.solver import solve
 from shardwise.memory.sharding import Sharding
 from shardwise.memory.views import Views
+from shardwise.offload import Offload
 from shardwise.options import Options
 from shardwise.precision import Dtypes
 from shardwise.schedule.events import Policy, Prefetch, UnitBytes
@@ -42,6 +44,7 @@ class Home:
     aliased: bool  # the shard is a slice of the full bucket, so a gather copies nothing
     whole: bool  # the shard is the whole bucket, so a gather sends nothing
     stays_whole: bool  # parameters show the same, whole memory all the time
+    reloaded: bool  # the device keeps nothing of it between its uses
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,8 @@ class BucketSpec:
     shard: Comm  # the ranks that split it
     replicate: Comm  # the ranks that hold the same of it as this rank
     placement: Placement
+    offload: Offload
+    host: HostMemory
 
     @cached_property
     def params(self) -> list[nn.Parameter]:
@@ -87,9 +92,17 @@ class BucketSpec:
     def home(self) -> Home:
         same_dtype = self.dtypes.stored is self.dtypes.compute
         shared, whole = self.shard.memory.shared, self.layout.world == 1
-        lasting = shared or self.placement.resident or (same_dtype and whole)
-        aliased = lasting and same_dtype and self.gather_codec is None
-        return Home(shared, lasting, aliased, whole, aliased and whole)
+        reloaded = self.offload.parameters and not shared
+        kept_whole = self.placement.resident or (whole and (same_dtype or self.in_host))
+        lasting = shared or (kept_whole and not reloaded)
+        aliased = lasting and same_dtype and not self.in_host and self.gather_codec is None
+        return Home(shared, lasting, aliased, whole, aliased and whole, reloaded)
+
+    @cached_property
+    def in_host(self) -> bool:
+        """Does this rank hold its shard in host memory? Frozen ones no optimizer needs there."""
+        offload = self.offload
+        return offload.parameters or (offload.optimizer and self.trainable)
 
     @cached_property
     def gather_codec(self) -> Codec | None:
@@ -149,6 +162,11 @@ class BucketSpec:
     def axes(self) -> tuple[Comm, ...]:
         """Over them, one after the other, what ranks hold at rest becomes the full bucket."""
         return (self.replicate, self.shard) if self.splits_copies else (self.shard,)
+
+    @property
+    def rest_nbytes(self) -> int:
+        """Bytes that this rank holds at rest, as stored."""
+        return self.layout.shard_numel * self.dtypes.stored.itemsize
 
     @property
     def piece_numel(self) -> int:
@@ -218,17 +236,29 @@ def bytes_of(specs: Sequence[BucketSpec], trained: Sequence[BucketSpec]) -> Unit
     joined = sum(s.layout.numel * s.dtypes.compute.itemsize for s in specs if s.splits_copies)
     gather_sent, update_sent = sum(s.gather_sent for s in specs), sum(s.update_sent for s in specs)
     sent = gather_sent, update_sent, sum(spec.reduce_sent for spec in trained)
-    return UnitBytes(gathered, gradients, spread, joined, *sent)
+    loaded = sum(spec.rest_nbytes for spec in specs if spec.in_host)
+    stored = sum(spec.rest_nbytes for spec in trained if spec.offload.gradients)
+    return UnitBytes(gathered, gradients, spread, joined, *sent, loaded, stored)
 
 
 def policy_of(specs: Sequence[BucketSpec], prefetch: Prefetch) -> Policy:
     """What the schedule of a model with these buckets depends on, besides its order."""
     casts = any(spec.dtypes.stored is not spec.dtypes.compute for spec in specs)
     joins = frozenset(spec.unit for spec in specs if spec.splits_copies)
-    return Policy({s.unit: s.placement for s in specs}, prefetch, casts=casts, joins=joins)
+    return Policy(
+        {spec.unit: spec.placement for spec in specs},
+        prefetch,
+        casts=casts,
+        joins=joins,
+        loads=frozenset(spec.unit for spec in specs if spec.in_host),
+        reloads=frozenset(spec.unit for spec in specs if spec.home.reloaded),
+        stores=frozenset(spec.unit for spec in specs if spec.offload.gradients),
+    )
 
 
-def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> list[BucketSpec]:
+def specs_of(
+    unit: Unit, options: Options, mesh: Mesh, placement: Placement, host: HostMemory
+) -> list[BucketSpec]:
     """A unit's buckets, one for each combination of dtypes, trainability and ``bucketing``."""
     groups: dict[Any, list[Member]] = {}
     for member in unit.members:
@@ -251,6 +281,8 @@ def specs_of(unit: Unit, options: Options, mesh: Mesh, placement: Placement) -> 
             options.precision.reduction(dtypes, mesh.size),
             *mesh,
             placement,
+            options.offload,
+            host,
         )
         for (dtypes, trains, _), members in groups.items()
     ]

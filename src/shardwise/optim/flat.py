@@ -178,7 +178,8 @@ class FlatOptimizer(Optimizer, ABC):
         whole = all(bucket.home.whole for bucket in self._sharded.buckets)
         self.norm = norm_of(zip(ranks, gradients, strict=True), self._sharded.comm, whole)
         scale = ((self.norm + 1e-6) / self.max_norm).clamp(min=1.0)
-        on_host = scale.device.type == "cpu"  # asking another device would wait for it
+        scale = scale.to(self._states[0].shard.device)
+        on_host = scale.is_cpu  # asking another device would wait for it
         return None if on_host and scale.item() == 1 else scale
 
     # ---- decided beforehand --------------------------------------------------------------------

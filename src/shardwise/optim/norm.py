@@ -71,7 +71,8 @@ def clip_gradients(
         if gradients:
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             for dtype in {grad.dtype for grad in gradients}:
-                foreach_mul_([g for g in gradients if g.dtype is dtype], scale.to(dtype))
+                some = [g for g in gradients if g.dtype is dtype]
+                foreach_mul_(some, scale.to(some[0].device, dtype))
     return norm
 
 
@@ -119,7 +120,7 @@ def _parts(place: Place) -> Iterator[tuple[int, Tensor]]:
 def _power(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of ``|g| ** p`` (for ``inf``: the maximum of ``|g|``)."""
     gradients = [grad.float() for grad in gradients if grad.numel()]
-    if device.type == "cpu":
+    if gradients and gradients[0].is_cpu:
         gradients = [chunk for grad in gradients for chunk in grad.split(CHUNK)]
     if not gradients:
         return torch.zeros((), device=device)

@@ -94,7 +94,9 @@ class _Entry:
         self.bucket.take(self.index, self.value)
         if self._gradient_is_written:
             after = self.gradient_after
-            self.set_grad(None if after is None else self.bucket.part(self.index, after).clone())
+            if after is not None:
+                after = self.bucket.part(self.index, after).to(self.param.device, copy=True)
+            self.set_grad(after)
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -44,11 +44,13 @@ __all__ = ["Runtime"]
 log = logging.getLogger("shardwise")
 
 ACTS = {
+    Op.LOAD: UnitState.load,
     Op.UPDATE: UnitState.update,
     Op.GATHER: UnitState.gather,
     Op.FREE: UnitState.free,
     Op.REDUCE: UnitState.reduce,
     Op.SETTLE: UnitState.settle,
+    Op.STORE: UnitState.store,
 }
 
 
@@ -74,7 +76,8 @@ class Runtime:
         self._skip = self._participate if participates else None
         self.trained = Trained(units.values(), comm, precision.stored)
         self.schedules, self._cursor = Schedules(units, policy, order), Cursor("train", ())
-        self.facts = Facts(trained=self.trained.units)  # only ``reduces`` is set from outside
+        # Only ``reduces`` is set from outside.
+        self.facts = Facts(trained=self.trained.units, reloads=policy.reloads)
         #: Nothing is gathered where parameters are whole at rest, so nobody is told of it.
         self._untold = {
             (op, unit) for unit in units if not policy.gathers(unit) for op in (Op.GATHER, Op.FREE)
@@ -168,7 +171,7 @@ class Runtime:
         self.facts.unpin({*keep, *(self.units.keys() - freed)})
         if phase is Phase.FORWARD or self.facts.reduces:  # an optimizer may step next
             self._expire(freed)
-        self._carry_out(end_events(self.facts, freed, phase), told=False)
+        self._carry_out(end_events(self.policy, self.facts, freed, phase), told=False)
 
     # ---- the forward pass --------------------------------------------------------------------
 
@@ -250,7 +253,8 @@ class Runtime:
         if not bucket.is_whole:
             raise gradient_without_gather(bucket.members[index].name, state.name)
         if state.name in self.facts.reducing:  # nothing may be written into what travels
-            self._carry_out([Event(Op.SETTLE, state.name, Phase.BACKWARD, "a gradient came late")])
+            late = self.policy.settling(state.name, Phase.BACKWARD, "a gradient came late")
+            self._carry_out(late)
         complete = bucket.gradients.collect(index, grad, not self.facts.reduces)
         if not (complete and state.complete):
             return False
@@ -314,7 +318,7 @@ class Runtime:
         """Shards may be written next, so what was made of them is old then."""
         for unit in units:
             self.units[unit].expire()
-        self.facts.updated.difference_update(units)
+        self.facts.expire(units)
 
     def before_write(self, unit: str) -> None:
         """Every rank writes shards of a unit at rest next; a peer may still compute with them."""

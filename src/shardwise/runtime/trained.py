@@ -90,6 +90,11 @@ class Trained:
             used_here = [next(flags) for _ in bucket.params]
             bucket.gradients.deliver(used_here, at_rest=not bucket.gathered)
 
+    def move_gradients(self) -> None:
+        """Bring them to where the optimizer steps."""
+        for bucket in self.buckets:
+            bucket.gradients.move()
+
     def forget_gradients(self) -> None:
         """What was collected and not reduced was dropped."""
         self._unreduced = frozenset()

@@ -52,6 +52,10 @@ class UnitState:
         for comm in fences:
             comm.fence(Label("fence", "written parameters"))
 
+    def load(self) -> None:
+        for bucket in self.buckets:
+            bucket.load()
+
     def update(self) -> None:
         for bucket in self.buckets:
             bucket.update()
@@ -76,6 +80,10 @@ class UnitState:
     def settle(self) -> None:
         for bucket in self.trainable:
             bucket.gradients.settle()
+
+    def store(self) -> None:
+        for bucket in self.trainable:
+            bucket.gradients.store()
 
     def free(self, still_read: bool = False) -> None:
         """Let the parameters be shards; ``still_read``: their memory stays."""

@@ -14,6 +14,8 @@ from shardwise.schedule.events import CUES, Cue, Event, Mode, Op, Order, Phase
 
 __all__ = ["Cursor", "Step", "steps"]
 
+GATHERING = (Op.LOAD, Op.UPDATE, Op.GATHER)
+
 
 class Step(NamedTuple):
     """A cue, with what is carried out when it comes: ``before`` it, and ``after`` it."""
@@ -47,7 +49,7 @@ def steps(listed: Sequence[Event]) -> tuple[Step, ...]:
 
 def _last_release(between: Sequence[Event]) -> int:
     return max(
-        (i + 1 for i, event in enumerate(between) if event.op not in (Op.UPDATE, Op.GATHER)),
+        (i + 1 for i, event in enumerate(between) if event.op not in GATHERING),
         default=0,
     )
 

@@ -53,9 +53,11 @@ class Op(StrEnum):
     END = "end"  # the step is over: the forward pass without gradients, or the backward pass
     UPDATE = "update"  # join what the optimizers of a shard's copies have written, once per step
     GATHER = "gather"
+    LOAD = "load"  # copy a shard from host memory to the device
     FREE = "free"
     REDUCE = "reduce"
     SETTLE = "settle"  # wait for a reduce, hand its result over, release the gradient bucket
+    STORE = "store"  # copy what was reduced to host memory, release it on the device
 
 
 CUES = frozenset({Op.ENTER, Op.EXIT, Op.END})
@@ -102,6 +104,8 @@ class UnitBytes(NamedTuple):
     gather_sent: int = 0  # by one rank
     update_sent: int = 0
     reduce_sent: int = 0
+    loaded: int = 0  # what this rank loads from host memory; 0 if it rests on the device
+    stored: int = 0  # what this rank stores there of its gradients
 
 
 @dataclass(frozen=True)
@@ -148,16 +152,28 @@ class Policy:
     gathered_at_start: frozenset[str] = frozenset()  # when the step begins
     joins: frozenset[str] = frozenset()  # units of whose shards each copy updates a piece
     updates: bool = True  # optimizers may have stepped since shards were read last
+    loads: frozenset[str] = frozenset()  # units whose shards are in host memory
+    reloads: frozenset[str] = frozenset()  # of them, those of which the device keeps nothing
+    stores: frozenset[str] = frozenset()  # units whose gradients go to host memory
 
     def gathers(self, unit: str) -> bool:
         """Is the unit at rest something else than what it computes with?"""
-        return self.placements[unit].splits or self.casts
+        return self.placements[unit].splits or self.casts or unit in self.loads
 
     def gathering(self, unit: str, phase: Phase, reason: str) -> Iterator[Event]:
         """What gathers a unit; what was done in this step already is not done again."""
+        if unit in self.loads:
+            again = "nothing of it is kept" if unit in self.reloads else "the optimizer has stepped"
+            yield Event(Op.LOAD, unit, phase, again)
         if unit in self.joins:
             yield Event(Op.UPDATE, unit, phase, "the optimizers of its copies have stepped")
         yield Event(Op.GATHER, unit, phase, reason)
+
+    def settling(self, unit: str, phase: Phase, reason: str) -> Iterator[Event]:
+        """What ends a reduce."""
+        yield Event(Op.SETTLE, unit, phase, reason)
+        if unit in self.stores:
+            yield Event(Op.STORE, unit, phase, reason)
 
 
 @dataclass
@@ -198,19 +214,22 @@ class _Writer:
         self.ahead.add(unit)
         self.ahead_bytes += self.nbytes[unit].gathered
         listed = self.policy.gathering(unit, phase, reason)
-        is_updated = unit in self.updated or not self.policy.updates
+        is_kept = not self.policy.updates and unit not in self.policy.reloads
+        is_updated = unit in self.updated or is_kept
         self.events += [event for event in listed if event.op is Op.GATHER or not is_updated]
         self.updated.add(unit)
 
     def free(self, unit: str, again: int | None, phase: Phase, reason: str) -> None:
         self.gathered.discard(unit)
+        if unit in self.policy.reloads:
+            self.updated.discard(unit)
         if again is not None:
             heappush(self.not_gathered, again)
         self.add(Op.FREE, unit, phase, reason)
 
     def settle(self, keep: int, phase: Phase, reason: str) -> None:
         while len(self.reducing) > keep:
-            self.add(Op.SETTLE, self.reducing.pop(0), phase, reason)
+            self.events += self.policy.settling(self.reducing.pop(0), phase, reason)
 
 
 def _uses(cues: Sequence[Cue]) -> tuple[list[int | None], dict[str, int]]:

@@ -48,6 +48,12 @@ class Facts:
     reducing: list[str] = field(default_factory=list)
     # The units whose shards hold what the optimizers of all copies have written.
     updated: set[str] = field(default_factory=set)
+    # The units whose shards in host memory are on the device, too.
+    loaded: set[str] = field(default_factory=set)
+    # Of them, those that are not when they are freed.
+    reloads: frozenset[str] = frozenset()
+    # The units whose mean gradients are on the device, and go to host memory next.
+    settled: set[str] = field(default_factory=set)
 
     def in_use(self, unit: str) -> bool:
         """Does a call, a graph, or something outside the unit read its parameters?"""
@@ -67,12 +73,22 @@ class Facts:
             self.gathered.add(unit)
         elif op is Op.FREE:
             self.gathered.discard(unit)
+            if unit in self.reloads:
+                self.expire([unit])
         elif op is Op.REDUCE:
             self.reducing.append(unit)
         elif op is Op.SETTLE:
             self.reducing.remove(unit)
+            self.settled.add(unit)
+        elif op is Op.STORE:
+            self.settled.remove(unit)
         else:
-            self.updated.add(unit)
+            (self.loaded if op is Op.LOAD else self.updated).add(unit)
+
+    def expire(self, units: Iterable[str]) -> None:
+        """What was made of these units' shards is old, or gone."""
+        self.updated.difference_update(units)
+        self.loaded.difference_update(units)
 
     def unpin(self, keep: Iterable[str]) -> None:
         """Pins end, but for those of units in ``keep`` and of forward calls under way."""
@@ -80,8 +96,10 @@ class Facts:
 
     def forget_pass(self) -> None:
         """A pass has stopped: nothing is gathered, and nothing is under way."""
-        for units in (self.updated, self.gathered, self.forward, self.backward, self.pinned):
+        for units in (self.gathered, self.forward, self.backward, self.pinned):
             units.clear()
+        for kept in (self.updated, self.loaded, self.settled):
+            kept.clear()
         self.keeps_graph = False
 
 
@@ -92,8 +110,10 @@ def is_due(event: Event, facts: Facts) -> bool:
         return unit not in facts.gathered
     if op is Op.FREE:
         return unit in facts.gathered and not facts.in_use(unit)
-    if op is Op.UPDATE:
-        return unit not in facts.updated
+    if op in (Op.LOAD, Op.UPDATE):
+        return unit not in (facts.loaded if op is Op.LOAD else facts.updated)
+    if op is Op.STORE:
+        return unit in facts.settled
     return op is Op.REDUCE or unit in facts.reducing
 
 
@@ -112,7 +132,8 @@ def improvise(policy: Policy, facts: Facts, cue: Cue, last: bool) -> list[Event]
         listed.append(Event(Op.FREE, unit, phase, "on demand"))
     if averages and unit in facts.trained:
         listed.append(Event(Op.REDUCE, unit, phase, "on demand"))
-        listed += [Event(Op.SETTLE, earlier, phase, "on demand") for earlier in facts.reducing]
+        for earlier in facts.reducing:
+            listed += policy.settling(earlier, phase, "on demand")
     return listed
 
 
@@ -130,9 +151,10 @@ def released(policy: Policy, facts: Facts, units: Iterable[str]) -> list[str]:
     return [unit for unit in units if facts.reduces or policy.placements[unit].frees]
 
 
-def end_events(facts: Facts, freed: Iterable[str], phase: Phase) -> list[Event]:
+def end_events(policy: Policy, facts: Facts, freed: Iterable[str], phase: Phase) -> list[Event]:
     """After the end of a pass: settle every reduce in flight, then free these units."""
-    settled = facts.reducing if phase is Phase.BACKWARD else ()
-    listed = [Event(Op.SETTLE, unit, phase, "left over") for unit in settled]
+    listed: list[Event] = []
+    for unit in facts.reducing if phase is Phase.BACKWARD else ():
+        listed += policy.settling(unit, phase, "left over")
     whole = [unit for unit in freed if unit in facts.gathered]
     return listed + [Event(Op.FREE, unit, phase, "the step is over") for unit in whole]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwise.comm.codec import QUANTISED
 from shardwise.comm.environment import local_size
 from shardwise.comm.fake import FakeComm
+from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh, Shape, shape_of
 from shardwise.errors import ConfigError
 from shardwise.memory.spec import BucketSpec, bytes_of, policy_of, specs_of
@@ -137,7 +138,8 @@ def draw(
             )
     shape = shape_of(placement, comm.size, chosen.mesh, local_size(os.environ))
     units, mesh = choose_units(model, wrap), Mesh.of(comm, placement.splits, shape)
-    specs = {unit.name: tuple(specs_of(unit, chosen, mesh, placement)) for unit in units}
+    host = HostMemory(comm.device)
+    specs = {unit.name: tuple(specs_of(unit, chosen, mesh, placement, host)) for unit in units}
     every = [spec for of_unit in specs.values() for spec in of_unit]
     policy = policy_of(every, chosen.prefetch)
     return Blueprint(units, specs, placement, policy, *ranks, shape, chosen)

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 Positive = Annotated[int, Field(gt=0)]
+Offloaded = Literal["parameters", "gradients", "optimizer"]
 HUB = "hf://datasets/"
 SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -288,6 +289,7 @@ class ShardingConfig(Section):
     activation_checkpointing: bool = Field(False, description="recompute blocks in backward")
     activation_offload: bool = Field(False, description="and their inputs wait in host memory")
     compile: bool | str = Field(False, description="units, by the device's backend or this one")
+    offload: tuple[Offloaded, ...] = Field((), description="kept in host memory")
     prefetch: PrefetchConfig = Field(PrefetchConfig(), description="how far ahead")
     precision: Annotated[PrecisionConfig, BeforeValidator(_short_precision)] = Field(
         PrecisionConfig(), description="fp32, bf16 or fp16 (compute only), or field by field"
@@ -300,9 +302,7 @@ class CheckpointConfig(Section):
     save_every: int = Field(
         100, ge=0, description="steps between checkpoints, and one at the end; 0 = on request"
     )
-    save_total_limit: Positive | None = Field(
-        2, description="newest checkpoints to keep; null = all"
-    )
+    save_total_limit: Positive | None = Field(2, description="newest ones to keep; null = all")
     keep_best: bool = Field(
         False, description="save at the lowest validation loss so far, and keep that checkpoint"
     )

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
+from shardwise.offload import Offload
 from shardwise.precision import Precision
 from shardwise.schedule.events import Prefetch
 from shardwise.setup.recompute import ActivationCheckpointing
@@ -108,6 +109,7 @@ def build(recipe: Recipe, comm: Comm, rows: Rows | StreamedRows, vocabulary: int
         bucketing=sharding.bucketing,
         activation_checkpointing=checkpointing_of(sharding),
         compile=sharding.compile,
+        offload=Offload(**dict.fromkeys(sharding.offload, True)),
         prefetch=Prefetch(**sharding.prefetch.model_dump()),
         precision=Precision(**sharding.precision.arguments()),
     )

@@ -1,0 +1,106 @@
+"""Host memory beside a device: a second pool, with a stream for the copies between the two.
+
+    compute stream  ── ... ──▶ computes ────────────────▶ waits ▶ uses what was loaded
+    copy stream          └───▶ load ─▶ all-gather ───────┘
+
+A copy follows what the compute stream was given before, since memory may have had another use until
+then, and nobody waits for it until its result is used. Where the device is the CPU, copies are
+complete when they are issued; the memory is a pool of its own there, too, so that what is allocated
+and freed is the same. Copies with streams were not run on an accelerator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.memory import Memory
+from shardwise.comm.protocol import Completed, Pending
+
+
+class HostMemory(Memory):
+    """Host memory beside ``device``, pinned where that is an accelerator.
+
+    Attributes:
+        nbytes: allocated now.
+        copied: bytes copied from and to the device, by ``"load"`` and ``"store"``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.device("cpu"))
+        self._beside, self._pins = device, device.type != "cpu"
+        self.nbytes = 0
+        self.copied = {"load": 0, "store": 0}
+        self._sources: list[Tensor] = []  # on the device, of copies that may be under way
+
+    @cached_property
+    def _stream(self) -> torch.Stream:
+        return torch.Stream(self._beside)
+
+    def load(self, out: Tensor, source: Tensor) -> Pending:
+        """Copy ``source``, in host memory, to ``out`` on the device, and cast it there.
+
+        ``source`` must not be written before ``wait``.
+        """
+        self.copied["load"] += source.nbytes
+        with self.copying():
+            there = (
+                source if source.dtype is out.dtype else source.to(out.device, non_blocking=True)
+            )
+            out.copy_(there, non_blocking=True)
+            return _Copied(self._stream.record_event()) if self._pins else Completed()
+
+    def store(self, source: Tensor) -> Tensor:
+        """Copy ``source``, on the device, to new host memory, which is complete after ``wait``."""
+        out = self.gradient(source.numel(), source.dtype)
+        self.copied["store"] += source.nbytes
+        if self._sources:  # one copy is under way: then its memory can be used again
+            torch.accelerator.current_stream(self._beside).wait_stream(self._stream)
+            self._sources.clear()
+        with self.copying():
+            out.copy_(source, non_blocking=True)
+        if self._pins:
+            self._sources.append(source)
+        return out
+
+    def wait(self) -> None:
+        """Wait until all copies are complete: host memory may be read and written then."""
+        if self._pins:
+            self._stream.synchronize()
+            self._sources.clear()
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """What is issued inside follows what the current stream was given, and is not awaited."""
+        if not self._pins:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._beside))
+        with self._stream:
+            yield
+
+    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):
+            tensor = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._pins)
+        self.nbytes += tensor.nbytes
+        freed = weakref.finalize(tensor.untyped_storage(), self._freed, tensor.nbytes)
+        freed.atexit = False
+        return tensor
+
+    def _freed(self, nbytes: int) -> None:
+        self.nbytes -= nbytes
+
+
+class _Copied:
+    """A copy on another stream. Final; see ``Pending``."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._event.device).wait_event(self._event)

@@ -1,0 +1,81 @@
+"""What a rank sends when its bucket is gathered, made of what it holds at rest.
+
+    shard     | piece 2 |                 at rest, here on the second of two copies
+    joined    | piece 1 | piece 2 |       ``load``: its piece comes from host memory;
+                                          ``update``: the other copies' pieces come
+    sent      a slice of the full bucket  ``fill``: copied or cast, where it is other memory
+
+Most buckets need one of these at most, or none: then they are the same memory. What was made is
+used again until an optimizer may have stepped.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+
+from shardwise.comm.protocol import Label, Pending
+from shardwise.memory.spec import BucketSpec
+
+__all__ = ["Sent"]
+
+
+class Sent:
+    """What one rank sends of a bucket; ``full``, ``[W * S]``, is where it is gathered."""
+
+    def __init__(self, spec: BucketSpec, full: Tensor) -> None:
+        self._spec, self._loads = spec, spec.in_host
+        self._out = self.joined = spec.sent(full)
+        encodes = spec.gather_codec is not None  # from what is stored, and into the full bucket
+        in_place = (spec.home.lasting or spec.home.reloaded) and not encodes
+        if (spec.splits_copies or self._loads) and not in_place:
+            dtype = full.dtype if spec.splits_copies or not encodes else spec.dtypes.stored
+            self.joined = spec.shard.memory.shard(self._out.numel(), dtype)
+        self.piece = spec.piece(self.joined)
+        self.forget()
+
+    def forget(self) -> None:
+        """What was made is old, or its memory is gone."""
+        self.is_loaded = not self._loads
+        self.is_updated = not self._spec.splits_copies
+        self._is_filled = False  # with what the shard holds now, in memory that lasts
+
+    def expire(self) -> None:
+        """The shard may be written next."""
+        self.forget()
+        if self._loads:
+            self._spec.host.wait()
+
+    def load(self, shard: Tensor) -> Pending:
+        """Copy the shard from host memory to the device."""
+        self.is_loaded = True
+        return self._spec.host.load(self.piece, shard)
+
+    def update(self, shard: Tensor) -> int:
+        """Join the pieces of the ranks that hold copies, a collective; bytes copied here."""
+        moves = not self._loads and shard.data_ptr() != self.piece.data_ptr()
+        if moves:
+            self.piece.copy_(shard)
+        with self.copying():
+            label = Label("update", self._spec.unit)
+            self._spec.replicate.all_gather(self.joined, label).wait()
+        self.is_updated = True
+        return self.piece.nbytes * moves
+
+    def source(self, shard: Tensor) -> Tensor:
+        """What is copied, cast or encoded."""
+        return self.joined if self._loads or self._spec.splits_copies else shard
+
+    def fill(self, shard: Tensor) -> int:
+        """Copy or cast to the full bucket; returns how many bytes."""
+        source = self.source(shard)
+        if self._is_filled or source.data_ptr() == self._out.data_ptr():
+            return 0
+        self._is_filled = self._spec.home.lasting
+        self._out.copy_(source)
+        return self._out.nbytes
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Inside it, what is issued follows what is loaded."""
+        return self._spec.host.copying() if self._loads else nullcontext()

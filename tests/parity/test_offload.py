@@ -1,0 +1,326 @@
+"""Where parameters, gradients and optimizer state are kept changes no bit of what is trained.
+
+On a machine without an accelerator the host's memory is a second pool, so what is copied, what is
+allocated and what is freed are the same as beside a device.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.host_memory import HostMemory
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
+from shardwise.schedule.events import Event, Op
+from tests import nets
+from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.parity.test_hybrid import batches, trained
+from tests.ranks import run_sharing
+from tests.steps import STRATEGIES, Recorder, assert_at_rest, train
+
+SWITCHES = [s for s in product((False, True), repeat=3) if any(s) and (s[2] or not s[0])]
+OFFLOADS = {sw.Offload(*switches).words: sw.Offload(*switches) for switches in SWITCHES}
+ALL = sw.Offload(True, True, True)
+PLACES: dict[str, Any] = {name: {} for name in STRATEGIES}
+PLACES |= {name: {"mesh": (2, 2)} for name in ("hybrid_shard", "hybrid_full")}
+
+
+def world_of(strategy: str) -> int:
+    return 4 if PLACES[strategy] else 2
+
+
+def adamw(sharded: sw.Sharded) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(sharded.model.parameters(), lr=0.01)
+
+
+def flat_adamw(sharded: sw.Sharded) -> torch.optim.Optimizer:
+    return sw.optim.AdamW(sharded, lr=0.01, max_norm=0.4)
+
+
+def host_of(sharded: sw.Sharded) -> HostMemory:
+    return sharded.buckets[0].spec.host
+
+
+def shard_nbytes(sharded: sw.Sharded) -> int:
+    return sum(bucket.shard.nbytes for bucket in sharded.buckets)
+
+
+def run(comm: Comm, model: nn.Module, strategy: str, make: Any, **options: Any) -> Any:
+    """Two clipped steps of two micro-batches each, and an evaluation between them."""
+    sharded = sw.shard(model, strategy, comm=comm, **PLACES[strategy], **options)
+    optimizer = make(sharded)
+    first = trained(sharded, optimizer)
+    with torch.no_grad():
+        output = model(nets.decoder_batch(7, 2)[0]).clone()
+    last = trained(sharded, optimizer)
+    assert_at_rest(sharded)
+    state = clones(sharded.optimizer_state_dict(optimizer)["state"]["embed.weight"])
+    return {**first, **{f"last {n}": v for n, v in last.items()}, "output": output, **state}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("make", [adamw, flat_adamw])
+@pytest.mark.parametrize("words", OFFLOADS)
+@pytest.mark.parametrize("strategy", PLACES)
+def test_training_is_bit_identical_wherever_things_are_kept(
+    strategy: str, words: str, make: Any, dtype: torch.dtype | None
+) -> None:
+    options = {"strategy": strategy, "make": make, "precision": sw.Precision(compute=dtype)}
+    of = partial(on_ranks, world_of(strategy), nets.decoder)
+    states = of(partial(run, **options)), of(partial(run, offload=OFFLOADS[words], **options))
+    assert all(equal(one, other) for one, other in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_full", "zero1"])
+def test_what_is_encoded_to_be_gathered_is_what_is_stored(strategy: str) -> None:
+    dtypes = sw.Precision(compute=torch.bfloat16, gather_wire="int8")
+    of = partial(on_ranks, world_of(strategy), nets.decoder)
+    options = {"strategy": strategy, "make": adamw, "precision": dtypes}
+    expected = of(partial(run, **options))
+    for offload in (sw.Offload(optimizer=True), ALL):
+        states = of(partial(run, offload=offload, **options))
+        assert all(equal(one, other) for one, other in zip(expected, states, strict=True))
+
+
+@pytest.mark.parametrize("offload", [sw.Offload(optimizer=True), ALL], ids=str)
+def test_ranks_that_share_memory_train_alike(offload: sw.Offload) -> None:
+    models = [seeded(nets.decoder) for _ in range(4)]
+
+    def rank(comm: Comm, first: int, offload: sw.Offload) -> dict[str, Tensor]:
+        sharded = sw.shard(models[first + comm.rank], comm=comm, offload=offload)
+        return trained(sharded, adamw(sharded))
+
+    [expected, *_] = run_sharing(2, rank, 0, sw.Offload())
+    for state in run_sharing(2, rank, 2, offload):
+        assert equal(state, expected)
+
+
+@pytest.mark.parametrize("strategy", PLACES)
+@pytest.mark.parametrize("words", OFFLOADS)
+def test_events_are_those_of_the_schedule_and_move_the_bytes_it_says(
+    strategy: str, words: str
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        offload, place = OFFLOADS[words], PLACES[strategy]
+        sharded = sw.shard(model, strategy, comm=comm, offload=offload, **place)
+        host, optimizer = host_of(sharded), adamw(sharded)
+        trained(sharded, optimizer)
+        recorder, before = Recorder(sharded), dict(host.copied)
+        train(model, batches(0, comm.size)[comm.rank])
+        schedule = sharded.schedule
+        assert recorder.events == list(schedule.events)
+        moved = {op: host.copied[op] - before[op] for op in ("load", "store")}
+        nbytes = schedule.nbytes
+        loads = [nbytes[event.unit].loaded for event in schedule.events if event.op is Op.LOAD]
+        stores = [nbytes[event.unit].stored for event in schedule.events if event.op is Op.STORE]
+        assert moved == {"load": sum(loads), "store": sum(stores)}
+        gathers = [event for event in schedule.events if event.op is Op.GATHER]
+        each = len(gathers) if offload.parameters else len(sharded.units)
+        assert len(loads) == each * offload.optimizer
+        assert len(stores) == len(sharded.units) * offload.gradients
+        assert words in str(schedule).splitlines()[0]
+        assert words in str(sharded.units)
+
+    on_ranks(world_of(strategy), nets.decoder, rank)
+
+
+def test_host_memory_holds_what_it_is_to_hold_and_nothing_after_its_use() -> None:
+    def rank(comm: Comm, model: nn.Module, offload: sw.Offload) -> None:
+        sharded = sw.shard(model, comm=comm, offload=offload)
+        host, rest = host_of(sharded), shard_nbytes(sharded)
+        resting = rest if offload.optimizer else 0
+        assert host.nbytes == resting
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            train(model, batches(0, comm.size)[comm.rank])
+            assert host.nbytes == resting + rest * offload.gradients
+            optimizer.step()
+            assert host.nbytes == resting + rest * offload.optimizer
+            optimizer.zero_grad()
+            assert host.nbytes == resting
+            assert all(b.full.untyped_storage().nbytes() == 0 for b in sharded.buckets)
+        sharded.unshard()
+        assert host.nbytes == 0
+
+    for offload in OFFLOADS.values():
+        on_ranks(2, nets.decoder, partial(rank, offload=offload))
+
+
+def device_nbytes(sharded: sw.Sharded) -> int:
+    """What a device would hold of the parameters between two steps."""
+    storages = {}
+    for bucket in sharded.buckets:
+        for tensor in (bucket.full, bucket._sent.piece):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("strategy", PLACES)
+def test_a_device_keeps_no_offloaded_parameter_between_steps(strategy: str) -> None:
+    def rank(comm: Comm, model: nn.Module, offload: sw.Offload) -> int:
+        sharded = sw.shard(model, strategy, comm=comm, offload=offload, **PLACES[strategy])
+        trained(sharded, adamw(sharded))
+        return device_nbytes(sharded)
+
+    of = partial(on_ranks, world_of(strategy), nets.decoder)
+    assert of(partial(rank, offload=ALL)) == [0] * world_of(strategy)
+    assert all(nbytes > 0 for nbytes in of(partial(rank, offload=sw.Offload(optimizer=True))))
+
+
+def test_gradients_that_are_kept_add_up_and_those_of_several_backward_passes() -> None:
+    def rank(comm: Comm, model: nn.Module, offload: sw.Offload) -> dict[str, Tensor]:
+        sw.shard(model, comm=comm, offload=offload)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):  # nobody sets gradients to zero
+            for part in range(2):
+                train(model, batches(2 * step + part, comm.size)[comm.rank])
+            optimizer.step()
+        return clones(model.state_dict())
+
+    [expected, *_] = on_ranks(2, nets.decoder, partial(rank, offload=sw.Offload()))
+    for offload in (sw.Offload(optimizer=True), sw.Offload(gradients=True), ALL):
+        [state, *_] = on_ranks(2, nets.decoder, partial(rank, offload=offload))
+        assert equal(state, expected)
+
+
+class Wanders(nn.Module):
+    """Its blocks run in an order that changes, one of them twice, and may stop half-way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.order = [0, 1, 2]
+        self.stops = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x).tanh()
+        if self.stops:
+            raise ValueError("half-way")
+        return x
+
+
+def wander(comm: Comm, model: nn.Module, offload: sw.Offload) -> dict[str, Tensor]:
+    assert isinstance(model, Wanders)
+    wrap = sw.wrap.by_class(nn.Linear)
+    sharded = sw.shard(model, wrap=wrap, comm=comm, offload=offload)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    events: list[Event] = []
+    sharded.runtime.listeners.append(events.append)
+    x = torch.linspace(-1, 1, 8).view(2, 4) + comm.rank
+    for model.order in ([0, 1, 2], [2, 0, 0, 1], [1], [0, 1, 2]):
+        model.stops = True
+        with pytest.raises(ValueError, match="half-way"):
+            model(x)
+        model.stops = False
+        outputs = model(x)
+        outputs.register_hook(lambda _: 1 / 0)
+        loss = outputs.sum()
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_at_rest(sharded)
+        resting = shard_nbytes(sharded) if offload.optimizer else 0
+        assert host_of(sharded).nbytes == resting
+    assert any(event.reason == "on demand" for event in events)
+    stored = [event.unit for event in events if event.op is Op.STORE]
+    settled = [event.unit for event in events if event.op is Op.SETTLE]
+    assert stored == (settled if offload.gradients else [])
+    loaded = [event.unit for event in events if event.op is Op.LOAD]
+    gathered = [event.unit for event in events if event.op is Op.GATHER]
+    if offload.parameters:
+        assert loaded == gathered
+    return clones(model.state_dict())
+
+
+@pytest.mark.parametrize("words", OFFLOADS)
+def test_steps_that_deviate_or_stop_half_way_load_and_store_alike(words: str) -> None:
+    [expected, *_] = on_ranks(2, Wanders, partial(wander, offload=sw.Offload()))
+    [state, *_] = on_ranks(2, Wanders, partial(wander, offload=OFFLOADS[words]))
+    assert equal(state, expected)
+
+
+@pytest.mark.parametrize("make", [adamw, flat_adamw])
+def test_a_checkpoint_goes_on_with_and_without_offload(make: Any, tmp_path: Path) -> None:
+    def save(comm: Comm, model: nn.Module, name: str, offload: sw.Offload) -> dict[str, Tensor]:
+        sharded = sw.shard(model, comm=comm, offload=offload)
+        optimizer = make(sharded)
+        trained(sharded, optimizer)
+        sharded.save(tmp_path / name, optimizer)
+        return trained(sharded, optimizer)
+
+    def load(comm: Comm, model: nn.Module, name: str, offload: sw.Offload) -> dict[str, Tensor]:
+        sharded = sw.shard(model, comm=comm, offload=offload)
+        optimizer = make(sharded)
+        sharded.load(tmp_path / name, optimizer)
+        return trained(sharded, optimizer)
+
+    here, there = sw.Offload(), ALL
+    [expected, *_] = on_ranks(2, nets.decoder, partial(save, name="device", offload=here))
+    [saved, *_] = on_ranks(2, nets.decoder, partial(save, name="host", offload=there))
+    assert equal(saved, expected)
+    for name, offload in (("device", there), ("host", here)):
+        [state, *_] = on_ranks(2, nets.decoder, partial(load, name=name, offload=offload))
+        assert equal(state, expected)
+
+
+def test_values_that_are_read_and_written_are_those_in_host_memory() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm, offload=ALL)
+        plain = clones(model.state_dict())
+        with torch.no_grad():
+            model(nets.decoder_batch(0, 2)[0])
+            for param in model.parameters():
+                param.mul_(2)
+        doubled = {name: value * 2 for name, value in plain.items()}
+        assert equal(clones(model.state_dict()), doubled)
+        with sharded.full_params(writeback=True), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        assert equal(clones(model.state_dict()), plain)
+        model.load_state_dict(doubled)
+        whole = seeded(nets.decoder)
+        whole.load_state_dict(doubled)
+        with torch.no_grad():
+            batch = nets.decoder_batch(3, 2)[0]
+            assert torch.equal(model(batch), whole(batch))
+
+    on_ranks(2, nets.decoder, rank)
+
+
+def test_frozen_shards_are_in_host_memory_only_where_parameters_are() -> None:
+    def rank(comm: Comm, model: nn.Module, offload: sw.Offload) -> dict[str, Tensor]:
+        for param in model.get_submodule("blocks").parameters():
+            param.requires_grad_(False)
+        sharded = sw.shard(model, comm=comm, offload=offload)
+        in_host = {bucket.unit for bucket in sharded.buckets if bucket.spec.in_host}
+        blocks = {unit.name for unit in sharded.units if unit.name.startswith("blocks")}
+        if offload.optimizer:
+            trained_units = {unit.name for unit in sharded.units} - blocks
+            assert in_host == (trained_units | blocks if offload.parameters else trained_units)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first = trained(sharded, optimizer)
+        for param in model.get_submodule("blocks").parameters():
+            param.requires_grad_(True)
+        return {**first, **{f"then {n}": v for n, v in trained(sharded, optimizer).items()}}
+
+    [expected, *_] = on_ranks(2, nets.decoder, partial(rank, offload=sw.Offload()))
+    for offload in (sw.Offload(optimizer=True), sw.Offload(False, True, True), ALL):
+        [state, *_] = on_ranks(2, nets.decoder, partial(rank, offload=offload))
+        assert equal(state, expected)
+
+
+def test_what_cannot_be_offloaded_says_why() -> None:
+    assert "Add optimizer=True" in said(ConfigError, lambda: sw.Offload(parameters=True))
+    words = said(ConfigError, lambda: sw.shard(nn.Linear(2, 2), offload=True))
+    assert "sw.Offload(optimizer=True)" in words
