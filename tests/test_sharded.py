@@ -314,8 +314,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: sw.shard(toy(), bucket="none"),
         (
             "shard() has no option 'bucket'; nearest is 'bucketing'. Options are "
-            "activation_checkpointing, bucketing, buffers, divergence, init, mesh, offload, "
-            "precision, prefetch, sync_module_states, uneven."
+            "activation_checkpointing, bucketing, "
         ),
     ),
     "argument": (
