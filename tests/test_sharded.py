@@ -314,7 +314,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: sw.shard(toy(), bucket="none"),
         (
             "shard() has no option 'bucket'; nearest is 'bucketing'. Options are "
-            "activation_checkpointing, bucketing, "
+            "activation_checkpointing, "
         ),
     ),
     "argument": (
