@@ -81,7 +81,7 @@ def test_training_is_bit_identical_wherever_things_are_kept(
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_full", "zero1"])
 def test_what_is_encoded_to_be_gathered_is_what_is_stored(strategy: str) -> None:
-    dtypes = sw.Precision(compute=torch.bfloat16, gather_wire="int8")
+    dtypes = sw.Precision(compute=torch.bfloat16, gather_wire=torch.int8)
     of = partial(on_ranks, world_of(strategy), nets.decoder)
     options = {"strategy": strategy, "make": adamw, "precision": dtypes}
     expected = of(partial(run, **options))
