@@ -76,7 +76,7 @@ def test_what_copies_have_updated_is_kept_besides_in_the_dtype_that_is_computed_
         for b in sharded.buckets
     }
     stored |= {
-        b._joined.untyped_storage().data_ptr(): b._joined.untyped_storage().nbytes()
+        b._sent.joined.untyped_storage().data_ptr(): b._sent.joined.untyped_storage().nbytes()
         for b in sharded.buckets
         if b.spec.splits_copies
     }

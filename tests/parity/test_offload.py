@@ -73,7 +73,8 @@ def run(comm: Comm, model: nn.Module, strategy: str, make: Any, **options: Any) 
 def test_training_is_bit_identical_wherever_things_are_kept(
     strategy: str, words: str, make: Any, dtype: torch.dtype | None
 ) -> None:
-    options = {"strategy": strategy, "make": make, "precision": sw.Precision(compute=dtype)}
+    dtypes = sw.Precision(compute=dtype)
+    options: dict[str, Any] = {"strategy": strategy, "make": make, "precision": dtypes}
     of = partial(on_ranks, world_of(strategy), nets.decoder)
     states = of(partial(run, **options)), of(partial(run, offload=OFFLOADS[words], **options))
     assert all(equal(one, other) for one, other in zip(*states, strict=True))
@@ -83,7 +84,7 @@ def test_training_is_bit_identical_wherever_things_are_kept(
 def test_what_is_encoded_to_be_gathered_is_what_is_stored(strategy: str) -> None:
     dtypes = sw.Precision(compute=torch.bfloat16, gather_wire=torch.int8)
     of = partial(on_ranks, world_of(strategy), nets.decoder)
-    options = {"strategy": strategy, "make": adamw, "precision": dtypes}
+    options: dict[str, Any] = {"strategy": strategy, "make": adamw, "precision": dtypes}
     expected = of(partial(run, **options))
     for offload in (sw.Offload(optimizer=True), ALL):
         states = of(partial(run, offload=offload, **options))
