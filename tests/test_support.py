@@ -116,6 +116,14 @@ AXES: dict[str, dict[str, Value]] = {
         "none": Value("the default"),
         "aot_eager": Value('compile="aot_eager"', {"compile": "aot_eager"}),
     },
+    "offload": {
+        "none": Value("the default"),
+        "optimizer": Value("sw.Offload(optimizer=True)", {"offload": sw.Offload(optimizer=True)}),
+        "all": Value(
+            "sw.Offload(parameters=True, gradients=True, optimizer=True)",
+            {"offload": sw.Offload(parameters=True, gradients=True, optimizer=True)},
+        ),
+    },
     "optimizer": {
         "SGD": Value("torch.optim.SGD", {}, of_params(SGD, lr=0.1, momentum=0.9)),
         "AdamW": Value("torch.optim.AdamW", {}, of_params(AdamW, **ADAMW)),

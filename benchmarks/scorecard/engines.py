@@ -154,7 +154,8 @@ class Shardwise:
         self.comm = over(dist.group.WORLD, timeout=timeout, transport="messages")
 
     def shard(self, model: nn.Module, units: Sequence[str] = (), **options: Any) -> nn.Module:
-        options.pop("offload_policy", None)
+        if options.pop("offload_policy", None):
+            options["offload"] = sw.Offload(parameters=True, gradients=True, optimizer=True)
         wrap = sw.wrap.by_hand(*units) if units else None
         self.handle = sw.shard(model, wrap=wrap, comm=self.comm, **options)
         return model

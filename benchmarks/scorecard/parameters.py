@@ -191,7 +191,7 @@ CASES = (
     Case("11", "torch's clip_grad_norm_, and its norm", clipped, ("clip_grad_norm_",)),
     Case("12", "Muon", muon, ("Muon",), tolerance=3e-2),
     Case("12", "AdamW in 8 bits", eight_bits, ("8bit|bitsandbytes",)),
-    Case("13", "CPU offload", offloaded, waits="offload="),
+    Case("13", "CPU offload", offloaded),
     Case("26", "a scalar parameter", partial(trains, kind="scalar"), ("scalar",)),
     Case("26", "a transposed parameter", partial(trains, kind="strides"), ("contiguous",)),
     Case("26", "a deep copy, as for an average of weights", copied, ("copy",)),
