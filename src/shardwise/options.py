@@ -29,6 +29,8 @@ class Options:
             size, or ``"error"``.
         blocksize: cut trainable parameters at multiples of so many elements only: 256 for the 8-bit
             optimizers of bitsandbytes. 0: between rows, where that costs little.
+        residency: bytes of full buckets that stay gathered: first frozen ones, for good, then
+            trained units, from their first use in a step to the last.
         sync_module_states: broadcast rank 0's parameters and buffers. When off, differing values
             raise.
         init: initialises a module that was built on the meta device.
@@ -51,6 +53,7 @@ class Options:
     bucketing: str = "block"
     uneven: str = "pad"
     blocksize: int = 0
+    residency: int = 0
     sync_module_states: bool = True
     init: Init = default_init
     buffers: str = "local"
@@ -73,6 +76,8 @@ class Options:
         _check_choice("uneven", self.uneven, ("pad", "error"))
         _check_choice("buffers", self.buffers, ("local", "broadcast", "average"))
         _check_choice("divergence", self.divergence, ("error", "participate"))
+        if self.residency < 0:
+            raise ConfigError(f"residency is {self.residency}; it is a number of bytes, or 0.")
         if self.blocksize < 0:
             raise ConfigError(f"blocksize is {self.blocksize}; set 256, or 0 to cut between rows.")
         if self.uneven == "error" and self.bucketing != "none":

@@ -31,6 +31,7 @@ class Schedule:
     mode: str
     world: int  # number of ranks
     specs: tuple[BucketSpec, ...]
+    plain: tuple[Event, ...] = ()  # the same step, if only the strategy kept units
     buffers: str = "local"  # what becomes of them when gradients are reduced
 
     @cached_property
@@ -38,8 +39,17 @@ class Schedule:
         """The axes of each unit."""
         return {spec.unit: Mesh(spec.shard, spec.replicate) for spec in self.specs}
 
+    @property
+    def saved(self) -> int:
+        """Bytes that one rank sends less in a step than if nothing stayed gathered."""
+        return sum(map(self._sent_at_first, self.plain)) - sum(map(self.sent, self.events))
+
     def sent(self, event: Event) -> int:
-        """Bytes that one rank sends for ``event``."""
+        """Bytes that one rank sends for ``event``, in any step but the first."""
+        kept = self.nbytes[event.unit].kept_sent if event.op is Op.GATHER else 0
+        return self._sent_at_first(event) - kept
+
+    def _sent_at_first(self, event: Event) -> int:
         if event.op not in (Op.UPDATE, Op.GATHER, Op.REDUCE):
             return 0
         unit = self.nbytes[event.unit]
@@ -70,6 +80,7 @@ class Schedule:
             f"# one step ({self.mode}) of {self.strategy} on {self.world} "
             f"rank{'s' * (self.world != 1)}: {gathers} gathers, {reduces} reduces, "
             f"a rank sends {size(sent)}"
+            f"{f' ({size(self.saved)} less, by what stays gathered)' if self.saved else ''}"
             f"{f'; buffers: {self.buffers}' if reduces and self.buffers != 'local' else ''}"
         )
 

@@ -29,6 +29,7 @@ from shardwise.comm.mesh import Mesh, Shape, shape_of
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
+from shardwise.memory.residency import with_residency
 from shardwise.memory.spec import policy_of, specs_of
 from shardwise.optim.norm import chosen, clip_gradients, places_of
 from shardwise.optim.optimizer_hooks import OptimizerHooks
@@ -120,6 +121,7 @@ class Sharded:
         meshes = {p: Mesh.of(self.comm, p.splits, self.shape) for p in placements.values()}
         host, pairs = HostMemory(self.comm.device), zip(units, placements.values(), strict=True)
         specs = {u.name: specs_of(u, self.options, meshes[p], p, host) for u, p in pairs}
+        specs = with_residency(specs, self.options.residency)
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
         params = [member.param for unit in units for member in unit.members]
         self._optimizer_hooks = OptimizerHooks(params, self._before_update, self.comm)
@@ -347,7 +349,8 @@ class Sharded:
         shape = f" ({self.shape})" if self.shape else ""
         name = self.placement.name + shape + self.options.offload.words
         specs, buffers = self.layout.specs, self.options.buffers
-        return Schedule(listed, nbytes, name, mode, self.comm.size, specs, buffers)
+        plain = schedules.events(mode, dict.fromkeys(nbytes, self.placement))
+        return Schedule(listed, nbytes, name, mode, self.comm.size, specs, plain, buffers)
 
     def numel(self, *, trainable_only: bool = False) -> int:
         """Elements of the full parameters; ``parameter.numel()`` is that of this rank's shard."""
@@ -367,10 +370,10 @@ class Sharded:
         self._hooks.registered.check()
         self._at_rest(operation)
 
-    def _at_rest(self, operation: str) -> None:
+    def _at_rest(self, operation: str, steps_only: bool = False) -> None:
         self._hooks.check_idle(operation)
         self._background.finish_copy()
-        self.runtime.end_step()
+        self.runtime.end_step(steps_only)
 
     def _state_asked(self) -> bool:
         if not self._hooks.backward.suspended:  # inside full_params() a state dict is a plain one
@@ -384,7 +387,7 @@ class Sharded:
 
     def _before_step(self) -> None:
         self._hooks.registered.check()
-        self._at_rest("an optimizer stepped")
+        self._at_rest("an optimizer stepped", steps_only=True)
         self.runtime.await_readers()
         self._background.check()
         self.runtime.check_reduced()

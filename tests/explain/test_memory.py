@@ -38,6 +38,7 @@ def kept(comm: Comm, net: Net, strategy: str, optimizer: str) -> tuple[int, int,
     comm.counters.reset()
     loss(model, net.batch(comm.rank, 2)).backward()
     sent = sum(comm.counters.bytes_sent.get(op, 0) for op in ("gather", "reduce", "spread"))
+    sent -= sum(b.spec.gather_sent for b in sharded.buckets if b.spec.kept)  # in this step only
     stepped.step()
     state = [value for values in stepped.state.values() for value in values.values()]
     grads = [param.grad for param in model.parameters()]

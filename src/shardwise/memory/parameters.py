@@ -18,7 +18,7 @@ version counter is its own (the views' counters must not move).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -27,15 +27,21 @@ from torch import Tensor, nn
 
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.comm.protocol import Label, Pending
-from shardwise.errors import ShardUseError
 from shardwise.memory.gathered_parameter import GatheredParameter
 from shardwise.memory.gradients import Gradients
 from shardwise.memory.sent import Sent
 from shardwise.memory.sharded_parameter import ShardedParameter
 from shardwise.memory.sharding import sharding_of
 from shardwise.memory.spec import BucketSpec
-from shardwise.memory.use_errors import wrong_replacement
-from shardwise.torch_internals import disable_torch_function, get_version, set_data, storage_key
+from shardwise.memory.use_errors import written_by_all_ranks, wrong_replacement
+from shardwise.memory.views import addresses_of, shapes_of
+from shardwise.torch_internals import (
+    disable_torch_function,
+    get_grad,
+    get_version,
+    set_data,
+    storage_key,
+)
 
 __all__ = ["Bucket", "State"]
 
@@ -64,6 +70,7 @@ class Bucket:
         self._pending: Pending | None = None
         self._label = Label("gather", spec.unit)
         self._memory = spec.shard.memory
+        self._is_current = False  # does a kept full bucket hold what all shards hold now?
         self._allocate()
         ours = [param for param in self.params if type(param) in OUR_CLASSES]
         #: Whose class changes. Classes that users gave their parameters are left alone.
@@ -108,7 +115,7 @@ class Bucket:
             self.shard = in_huge_pages(self._new_shard())  # [S]
             self.shard.zero_()  # padding stays zero for life
             self._rest_views = self.spec.rest_views(self.shard)
-        self._addresses = _addresses(self._rest_views)
+        self._addresses = addresses_of(self._rest_views)
 
     def _new_shard(self) -> Tensor:
         """What this rank holds at rest: memory of its own, or a part of a larger one."""
@@ -137,8 +144,9 @@ class Bucket:
             return
         self.state = State.IN_FLIGHT
         self.adopt()
-        if self.home.stays_whole:
+        if self.home.stays_whole or self._is_current:
             return
+        self._is_current = self.spec.kept and not self.trainable
         self._refill()
         self.update()
         self.load()
@@ -235,6 +243,14 @@ class Bucket:
     def expire(self) -> None:
         """The shard may be written next, so what was cast from it is no longer its value."""
         self._sent.expire()
+        self._is_current = False
+
+    def expect_step(self) -> None:
+        """An optimizer may step next; it leaves alone what is frozen and has no gradient."""
+        with disable_torch_function():
+            steps = self.trainable or any(get_grad(p) is not None for p in self.params)
+        if steps or not self._is_current:
+            self.expire()
 
     def adopt(self) -> None:
         """Take over values that were put in place of a parameter's by ``param.data = ...``.
@@ -243,8 +259,8 @@ class Bucket:
         were there, as of any parameter: where nothing is split, the bucket moves to other memory.
         """
         with disable_torch_function():
-            same = _addresses(self.params) == self._addresses
-            if same and (self._guards or _shapes(self.params) == _shapes(self._rest_views)):
+            same = addresses_of(self.params) == self._addresses
+            if same and (self._guards or shapes_of(self.params) == shapes_of(self._rest_views)):
                 return
             for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):
                 if param.shape != view.shape or param.dtype != view.dtype:
@@ -320,14 +336,16 @@ class Bucket:
             or list(map(get_version, self.params)) != self._versions
             or (
                 len(self._ours) < len(self.params)
-                and _addresses(self.params) != _addresses(self._full_views)
+                and addresses_of(self.params) != addresses_of(self._full_views)
             )
         )
 
     def keep_written(self) -> None:
         """Take this rank's part of what was written into the shard, if one rank wrote it."""
         if self.home.shared and not self._may_be_written:
-            raise self._written_by_all()
+            now = zip(self.members, map(get_version, self.params), self._versions, strict=True)
+            name = next(member.name for member, version, before in now if version != before)
+            raise written_by_all_ranks(name, self.spec.shard.size)
         with torch.no_grad(), disable_torch_function():
             shown = self._as_gathered()
             for index, (param, full) in enumerate(zip(self.params, self._full_views, strict=True)):
@@ -359,17 +377,6 @@ class Bucket:
                 self._bind(self.spec.full_views(self.full.clone()), GatheredParameter)
         self._may_be_written = True
 
-    def _written_by_all(self) -> ShardUseError:
-        versions = map(get_version, self.params)
-        states = zip(self.members, versions, self._versions, strict=True)
-        name = next(member.name for member, now, before in states if now != before)
-        return ShardUseError(
-            f"parameter {name!r} was written in a forward pass by a function, while "
-            f"{self.spec.shard.size} ranks map the same memory, so each of them wrote to it. Write "
-            "by a method of the parameter, such as param.add_(...), which is kept; or call "
-            'sw.connect(transport="messages").'
-        )
-
     def close(self) -> None:
         """Let all memory go at once, since another layout may be made next."""
         for param in self._ours:
@@ -385,11 +392,3 @@ class Bucket:
         # Bits, since a NaN is not equal to itself.
         shard, part = self._rest_views[index].reshape(-1), self.part(index, whole).reshape(-1)
         return torch.equal(shard.view(torch.uint8), part.to(shard.device).view(torch.uint8))
-
-
-def _addresses(tensors: Iterable[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
-
-
-def _shapes(tensors: Iterable[Tensor]) -> list[torch.Size]:
-    return [tensor.shape for tensor in tensors]

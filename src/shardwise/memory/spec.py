@@ -61,6 +61,7 @@ class BucketSpec:
     placement: Placement
     offload: Offload
     host: HostMemory
+    kept: bool = False  # is it frozen, and stays in memory as it was gathered first?
 
     @cached_property
     def params(self) -> list[nn.Parameter]:
@@ -92,9 +93,9 @@ class BucketSpec:
     def home(self) -> Home:
         same_dtype = self.dtypes.stored is self.dtypes.compute
         shared, whole = self.shard.memory.shared, self.layout.world == 1
-        reloaded = self.offload.parameters and not shared
+        reloaded = self.offload.parameters and not (shared or self.kept)
         kept_whole = self.placement.resident or (whole and (same_dtype or self.in_host))
-        lasting = shared or (kept_whole and not reloaded)
+        lasting = shared or self.kept or (kept_whole and not reloaded)
         aliased = lasting and same_dtype and not self.in_host and self.gather_codec is None
         return Home(shared, lasting, aliased, whole, aliased and whole, reloaded)
 
@@ -238,7 +239,8 @@ def bytes_of(specs: Sequence[BucketSpec], trained: Sequence[BucketSpec]) -> Unit
     sent = gather_sent, update_sent, sum(spec.reduce_sent for spec in trained)
     loaded = sum(spec.rest_nbytes for spec in specs if spec.in_host)
     stored = sum(spec.rest_nbytes for spec in trained if spec.offload.gradients)
-    return UnitBytes(gathered, gradients, spread, joined, *sent, loaded, stored)
+    kept_sent = sum(spec.gather_sent for spec in specs if spec.kept and spec not in trained)
+    return UnitBytes(gathered, gradients, spread, joined, *sent, loaded, stored, kept_sent)
 
 
 def policy_of(specs: Sequence[BucketSpec], prefetch: Prefetch) -> Policy:
@@ -283,6 +285,7 @@ def specs_of(
             placement,
             options.offload,
             host,
+            placement.resident and not (trains or options.offload.parameters),
         )
         for (dtypes, trains, _), members in groups.items()
     ]

@@ -129,3 +129,12 @@ def _range(sharding: Sharding, shard: Tensor) -> str:
         f"{sharding.shape.numel():,} (shard {tuple(shard.shape)} of {tuple(sharding.shape)}, unit "
         f"{sharding.unit or '(root)'!r})"
     )
+
+
+def written_by_all_ranks(name: str, ranks: int) -> ShardUseError:
+    """A function wrote to a parameter in memory that ranks share."""
+    return ShardUseError(
+        f"parameter {name!r} was written in a forward pass by a function, while {ranks} ranks map "
+        "the same memory, so each of them wrote to it. Write by a method of the parameter, such as "
+        'param.add_(...), which is kept; or call sw.connect(transport="messages").'
+    )

@@ -7,14 +7,14 @@ buckets), and the others may be on the meta device, where they have shapes and n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from shardwise.torch_internals import split_flat
 
-__all__ = ["Views"]
+__all__ = ["Views", "addresses_of", "shapes_of"]
 
 
 class Views:
@@ -48,3 +48,13 @@ class Views:
             for index, view in zip(indices, alike, strict=True):
                 views[index] = view
         return views
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Where each tensor's memory begins."""
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def shapes_of(tensors: Iterable[Tensor]) -> list[torch.Size]:
+    """The shape of each."""
+    return [tensor.shape for tensor in tensors]

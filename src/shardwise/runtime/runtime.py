@@ -170,7 +170,7 @@ class Runtime:
         """A pass is over: what is in flight is settled, and units are freed, with their pins."""
         self.facts.unpin({*keep, *(self.units.keys() - freed)})
         if phase is Phase.FORWARD or self.facts.reduces:  # an optimizer may step next
-            self._expire(freed)
+            self._expire(freed, steps_only=True)
         self._carry_out(end_events(self.policy, self.facts, freed, phase), told=False)
 
     # ---- the forward pass --------------------------------------------------------------------
@@ -289,10 +289,11 @@ class Runtime:
 
     # ---- between steps -----------------------------------------------------------------------
 
-    def end_step(self) -> None:
+    def end_step(self, steps_only: bool = False) -> None:
         """Free what a forward pass left whole for a backward pass that may never come.
 
-        Values may change now, so nothing that was gathered or cast counts as new.
+        Values may change now, so nothing that was gathered or cast counts as new, but for what is
+        frozen where an optimizer ``steps_only``.
         """
         self.facts.keeps_graph = False
         gathered = self.facts.gathered
@@ -301,7 +302,7 @@ class Runtime:
         self._carry_out(freed, told=False)
         for name in [name for name in whole if name in gathered]:
             self.units[name].free(still_read=True)
-        self._expire(self.units)
+        self._expire(self.units, steps_only)
         gathered.clear()
 
     def check_reduced(self) -> None:
@@ -314,10 +315,10 @@ class Runtime:
                     "sharded.accumulate(last=True), or call sharded.drop_gradients()."
                 )
 
-    def _expire(self, units: Iterable[str]) -> None:
+    def _expire(self, units: Iterable[str], steps_only: bool = False) -> None:
         """Shards may be written next, so what was made of them is old then."""
         for unit in units:
-            self.units[unit].expire()
+            self.units[unit].expire(steps_only)
         self.facts.expire(units)
 
     def before_write(self, unit: str) -> None:

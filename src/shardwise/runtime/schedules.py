@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from shardwise.runtime.unit import UnitState
 from shardwise.schedule.cursor import Step, steps
 from shardwise.schedule.events import Event, Mode, Order, Policy, UnitBytes, events
+from shardwise.schedule.placement import Placement
 
 __all__ = ["Schedules"]
 
@@ -58,9 +59,14 @@ class Schedules:
     def nbytes(self) -> dict[str, UnitBytes]:
         return {name: state.nbytes() for name, state in self._units.items()}
 
-    def events(self, mode: Mode) -> tuple[Event, ...]:
-        """The schedule of ``mode``, as it stands now."""
-        return events(self.orders[mode], self._policy_of(mode), self.nbytes())
+    def events(
+        self, mode: Mode, placements: Mapping[str, Placement] | None = None
+    ) -> tuple[Event, ...]:
+        """The schedule of ``mode``, as it stands now; or with other ``placements``."""
+        policy = self._policy_of(mode)
+        if placements is not None:
+            policy = replace(policy, placements=placements)
+        return events(self.orders[mode], policy, self.nbytes())
 
     def script(self, mode: Mode) -> tuple[Step, ...]:
         """The same, cut at its cues."""

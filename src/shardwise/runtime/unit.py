@@ -93,10 +93,10 @@ class UnitState:
             for bucket in self.buckets:
                 bucket.free(still_read)
 
-    def expire(self) -> None:
-        """An optimizer may step next: what was cast is old then."""
+    def expire(self, steps_only: bool = False) -> None:
+        """Shards may be written next, or by an optimizer only: what was made of them is old."""
         for bucket in self.buckets:
-            bucket.expire()
+            bucket.expect_step() if steps_only else bucket.expire()
 
     def show_shards(self) -> None:
         """After a pass that stopped: parameters and ``.grad`` of a unit at rest. Nobody waits."""

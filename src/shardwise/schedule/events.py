@@ -106,6 +106,7 @@ class UnitBytes(NamedTuple):
     reduce_sent: int = 0
     loaded: int = 0  # what this rank loads from host memory; 0 if it rests on the device
     stored: int = 0  # what this rank stores there of its gradients
+    kept_sent: int = 0  # of ``gather_sent``, what is frozen and stays: only in the first step
 
 
 @dataclass(frozen=True)
