@@ -295,3 +295,110 @@ def test_ranks_with_data_do_the_same() -> None:
 
     with pytest.raises(sw.RanksDisagree, match="rank 0 is at a call of kind 'train', and rank 1"):
         on_ranks(2, tied_decoder, rank)
+
+
+# --- other branches and other lengths ------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """Each rank's batch goes to the experts that its first number picks, and may end early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.tail = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor, picked: Sequence[int], depth: int) -> Tensor:
+        x = torch.tanh(self.embed(x))
+        x = x + sum(torch.tanh(self.experts[index](x)) for index in picked)
+        for layer in self.tail[:depth]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def routes(step: int, rank: int, part: int) -> tuple[Tensor, list[int], int]:
+    """Each rank picks another expert, and expert 3 gets nothing in the first step."""
+    picked = (rank + step + part) % (4 if step else 3)
+    return rows(100 * step + 10 * rank + part, 1 + rank), [picked], (rank + step) % 3
+
+
+def routed_by_one_process(world: int) -> dict[str, Tensor]:
+    model = seeded(Routed)
+    optimizer = sgd(list(model.parameters()))
+    for step in range(3):
+        parts = []
+        for rank in range(world):
+            for part in range(2):
+                (model(*routes(step, rank, part)).pow(2).mean() / 2).backward()
+            parts.append({name: param.grad for name, param in model.named_parameters()})
+            model.zero_grad()
+        put_gradients(model, mean_in_rank_order(parts))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_full"])
+def test_experts_and_early_exits_may_differ_by_rank(strategy: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        mesh: Any = {"mesh": (3, 1)} if "hybrid" in strategy else {}
+        wrap = sw.wrap.by_class(nn.Linear)
+        sharded = sw.shard(model, strategy, wrap, comm, divergence="participate", **mesh)
+        optimizer = sgd(list(model.parameters()))
+        for step in range(3):
+            with torch.no_grad():
+                model(*routes(step, comm.rank, 7))
+            for part in range(2):
+                with sharded.accumulate(last=part == 1):
+                    (model(*routes(step, comm.rank, part)).pow(2).mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    expected = routed_by_one_process(3)
+    for state in on_ranks(3, Routed, rank):
+        assert max(distance(state[name], expected[name]) for name in expected) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True``")
+def test_a_unit_that_one_rank_calls_more_often_is_an_error() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(
+            model, "full_shard", sw.wrap.by_class(nn.Linear), comm, divergence="participate"
+        )
+        model(rows(0, 2), [0, 0, 0] if comm.rank == 0 else [0], 2).sum().backward()
+        sharded.clip_grad_norm_(1.0)
+
+    with pytest.raises(sw.RanksDisagree, match=r"rank 0 (is )?at gather experts\.0"):
+        on_ranks(2, Routed, rank)
+
+
+def test_sequences_of_other_lengths_are_averaged_over_tokens() -> None:
+    lengths = (5, 2, 3)
+
+    def batch(rank: int, step: int) -> Any:
+        given, wanted = tied_decoder_batch(10 * rank + step, 2)
+        return given[:, : lengths[rank]], wanted[:, : lengths[rank]]
+
+    model = seeded(tied_decoder)
+    optimizer = sgd(list(model.parameters()))
+    for step in range(2):
+        for rank, length in enumerate(lengths):
+            (loss(model, batch(rank, step)) * length / sum(lengths)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = model.state_dict()
+
+    def rank_of(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = sgd(list(model.parameters()))
+        with sharded.join(optimizer, samples=Tensor.numel):
+            for step in range(2):
+                loss(model, batch(comm.rank, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.state_dict()
+
+    for state in on_ranks(3, tied_decoder, rank_of):
+        assert max(distance(state[name], expected[name]) for name in expected) < 1e-5
