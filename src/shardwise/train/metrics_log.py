@@ -86,9 +86,9 @@ def _plotted_record(line: Mapping[str, Any]) -> Record | None:
     if kind is None:
         return None
     values = {field.name: line.get(field.name) for field in fields(kind)}
-    record: Record = kind(
-        **{name: math.nan if value is None else value for name, value in values.items()}
-    )
+    may_be_none = {field.name for field in fields(kind) if field.default is None}
+    not_finite = {n: math.nan for n, v in values.items() if v is None and n not in may_be_none}
+    record: Record = kind(**values | not_finite)
     return record
 
 
