@@ -35,6 +35,7 @@ is no copy.)"""
 # file → side
 FILES = {
     "shardwise/memory/parameters.py": PARAMETERS,
+    "shardwise/memory/sent.py": PARAMETERS,
     "shardwise/memory/gradients.py": GRADIENTS,
     "shardwise/comm/reduction.py": GRADIENTS,  # the sum of what arrived
     "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": PARAMETERS,

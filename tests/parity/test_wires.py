@@ -60,7 +60,13 @@ def trained(comm: Comm, model: nn.Module, strategy: str, precision: sw.Precision
     return losses
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=() if name.startswith("both") else pytest.mark.prove)
+        for name in POLICIES
+    ],
+)
 def test_strategies_that_gather_round_alike_and_train_like_wide_wires(policy: str) -> None:
     exact = on_ranks(2, nets.decoder, lambda c, m: trained(c, m, "full_shard", sw.Precision()))
     runs = [
@@ -73,7 +79,9 @@ def test_strategies_that_gather_round_alike_and_train_like_wide_wires(policy: st
         assert found[-1] < 0.9 * found[0]
 
 
-@pytest.mark.parametrize("strategy", [*HYBRIDS, "no_shard"])
+@pytest.mark.parametrize(
+    "strategy", ["no_shard", "hybrid_full", pytest.param("hybrid_shard", marks=pytest.mark.prove)]
+)
 def test_so_do_those_with_copies(strategy: str) -> None:
     policy = POLICIES["both in fp8"]
     world = 4 if strategy in HYBRIDS else 2

@@ -64,11 +64,17 @@ def test_programs_do_what_the_engine_does(net: Net, strategy: str) -> None:
     hold(net, 2, strategy)
 
 
-GRIDS = [(2, 2), (3, 1), (1, 2)]
+prove = pytest.mark.prove
+GRIDS = [(2, 2), pytest.param((3, 1), marks=prove), pytest.param((1, 2), marks=prove)]
+HYBRIDS = [
+    pytest.param("hybrid_shard", marks=prove),
+    pytest.param("hybrid_shard_zero2", marks=prove),
+    "hybrid_full",
+]
 
 
 @pytest.mark.parametrize("mesh", GRIDS, ids=str)
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
+@pytest.mark.parametrize("strategy", HYBRIDS)
 def test_programs_of_a_grid_do_what_the_engine_does_on_each_axis(
     strategy: str, mesh: tuple[int, int]
 ) -> None:
