@@ -5,7 +5,7 @@ The truth is one process that plays, in each step, the ranks that still have dat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -39,20 +39,34 @@ def batches(rank: int) -> list[Any]:
     return [tied_decoder_batch(100 * rank + number, 2) for number in range(COUNTS[rank])]
 
 
-def by_one_process(make: MakeOptimizer) -> dict[str, Tensor]:
-    model = seeded(tied_decoder)
+def one_process(
+    model: nn.Module,
+    make: MakeOptimizer,
+    steps: int,
+    losses: Callable[[nn.Module, int], Iterator[list[Tensor]]],
+) -> dict[str, Tensor]:
+    """The model after ``steps``, each with the mean over the ranks whose ``losses`` there are."""
     optimizer = make(list(model.parameters()))
-    for step in range(max(COUNTS)):
+    for step in range(steps):
         parts = []
-        for rank in range(len(COUNTS)):
-            for batch in batches(rank)[step : step + 1]:
-                loss(model, batch).backward()
-                parts.append({name: param.grad for name, param in model.named_parameters()})
-                model.zero_grad()
+        for of_rank in losses(model, step):
+            for one in of_rank:
+                one.backward()
+            parts.append({name: param.grad for name, param in model.named_parameters()})
+            model.zero_grad()
         put_gradients(model, mean_in_rank_order(parts))
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
+
+
+def by_one_process(make: MakeOptimizer) -> dict[str, Tensor]:
+    def losses(model: nn.Module, step: int) -> Iterator[list[Tensor]]:
+        for rank in range(len(COUNTS)):
+            for batch in batches(rank)[step : step + 1]:
+                yield [loss(model, batch)]
+
+    return one_process(seeded(tied_decoder), make, max(COUNTS), losses)
 
 
 def train(sharded: sw.Sharded, make: MakeOptimizer) -> int:
@@ -324,19 +338,11 @@ def routes(step: int, rank: int, part: int) -> tuple[Tensor, list[int], int]:
 
 
 def routed_by_one_process(world: int) -> dict[str, Tensor]:
-    model = seeded(Routed)
-    optimizer = sgd(list(model.parameters()))
-    for step in range(3):
-        parts = []
+    def losses(model: nn.Module, step: int) -> Iterator[list[Tensor]]:
         for rank in range(world):
-            for part in range(2):
-                (model(*routes(step, rank, part)).pow(2).mean() / 2).backward()
-            parts.append({name: param.grad for name, param in model.named_parameters()})
-            model.zero_grad()
-        put_gradients(model, mean_in_rank_order(parts))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+            yield [model(*routes(step, rank, part)).pow(2).mean() / 2 for part in range(2)]
+
+    return one_process(seeded(Routed), sgd, 3, losses)
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_full"])

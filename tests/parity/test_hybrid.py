@@ -43,14 +43,14 @@ MIXTURES: dict[str, str | Placement] = {
 }
 
 
-NAMES = [
-    "hybrid_shard",
-    "hybrid_shard_zero2",
-    "hybrid_full",
-    pytest.param("zero1 in rows", marks=pytest.mark.prove),
-    "zero1 over both",
-    pytest.param("zero2 over both", marks=pytest.mark.prove),
-]
+def mixtures(*proved: str) -> list[Any]:
+    """Their names; those that are ``proved`` are run by ``make prove`` only."""
+    return [
+        pytest.param(name, marks=pytest.mark.prove if name in proved else ()) for name in MIXTURES
+    ]
+
+
+NAMES = mixtures("zero1 in rows", "zero2 over both")
 
 
 def batches(step: int, world: int) -> list[Any]:
@@ -128,12 +128,7 @@ def test_gradients_are_summed_over_rows_and_then_over_copies(
 
 @pytest.mark.parametrize(
     "mixture",
-    [
-        pytest.param(
-            name, marks=() if name in ("hybrid_shard", "hybrid_full") else pytest.mark.prove
-        )
-        for name in MIXTURES
-    ],
+    mixtures("hybrid_shard_zero2", "zero1 in rows", "zero1 over both", "zero2 over both"),
 )
 @pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=str)
 def test_hosts_that_share_memory_train_to_the_same_bits(

@@ -94,8 +94,6 @@ def over(
         ConfigError: the mesh has several axes, or there is no process group or no such transport.
         RanksDisagree: not every rank connected in time.
     """
-    if isinstance(ranks, DeviceMesh) and ranks.ndim == 2:
-        return _grid(ranks, device, timeout, transport)
     if ranks is None:
         raise ConfigError(
             "there is no process group: this process is not a member of the one that was passed, "
@@ -103,16 +101,15 @@ def over(
         )
     if isinstance(ranks, DeviceMesh):
         device = device or ranks.device_type
+        if ranks.ndim == 2:
+            return _grid(ranks, device, timeout, transport)
         ranks = _axis(ranks)
-    this_device, size = _current_device(ranks, device), dist.get_world_size(ranks)
-    if size == 1:
-        return LocalComm(this_device)
-    open_axes = partial(_new_axes, this_device.type, timeout, transport)
-    shutdown = Shutdown(open_axes=open_axes) if size == dist.get_world_size() else IMMEDIATE
+    this_device = _current_device(ranks, device)
+    shutdown = Shutdown(open_axes=partial(_new_axes, this_device.type, timeout, transport))
     return _comm(ranks, this_device, timeout, shutdown, transport)
 
 
-def _grid(mesh: DeviceMesh, device: str | None, timeout: float, transport: str) -> Comm:
+def _grid(mesh: DeviceMesh, device: str, timeout: float, transport: str) -> Comm:
     """The comm of all ranks, whose axes are those of ``mesh``."""
     ranks = list(range(dist.get_world_size()))
     if mesh.mesh.flatten().tolist() != ranks:
@@ -120,17 +117,18 @@ def _grid(mesh: DeviceMesh, device: str | None, timeout: float, transport: str) 
             f"this mesh of two axes is {mesh.mesh.tolist()}. It must hold all ranks, 0 to "
             f"{ranks[-1]}, row by row: make it by init_device_mesh, or pass one of its axes."
         )
-    this_device = _current_device(_all_ranks(), device or mesh.device_type)
-    if len(ranks) == 1:
-        return LocalComm(this_device)
+    world = dist.group.WORLD
+    assert world is not None  # the mesh has initialised it
     shutdown = Shutdown(open_axes=lambda *_: _axes_of(mesh, timeout, transport))
-    return _comm(_all_ranks(), this_device, timeout, shutdown, transport)
+    return _comm(world, _current_device(world, device), timeout, shutdown, transport)
 
 
 def _new_axes(
     device: str, timeout: float, transport: str, replicate: int, shard: int
 ) -> tuple[Comm, Comm]:
     """The axes of a grid of all ranks. A collective."""
+    if replicate * shard != dist.get_world_size():  # all processes have to make a group
+        return IMMEDIATE.open_axes(replicate, shard)
     grid = torch.arange(replicate * shard).view(replicate, shard)
     return _axes_of(DeviceMesh(device, grid), timeout, transport)
 
@@ -145,15 +143,9 @@ def _axes_of(mesh: DeviceMesh, timeout: float, transport: str) -> tuple[Comm, Co
 
 def _axis_of(mesh: DeviceMesh, at: int, name: str, timeout: float, transport: str) -> Comm:
     group = mesh.get_group(at)
-    device, ranks = _current_device(group, mesh.device_type), dist.get_process_group_ranks(group)
-    if len(ranks) == 1:
-        return LocalComm(device)
-    return _comm(group, device, timeout, Shutdown(where=axis_name(name, ranks)), transport)
-
-
-def _all_ranks() -> ProcessGroup:
-    assert dist.group.WORLD is not None  # a mesh has initialised it
-    return dist.group.WORLD
+    shutdown = Shutdown(where=axis_name(name, dist.get_process_group_ranks(group)))
+    device = _current_device(group, mesh.device_type)
+    return _comm(group, device, timeout, shutdown, transport)
 
 
 def _comm(
@@ -161,9 +153,11 @@ def _comm(
 ) -> Comm:
     if transport not in TRANSPORTS:
         raise ConfigError(f"transport is {transport!r}; choose one of {', '.join(TRANSPORTS)}.")
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if (size := dist.get_world_size(group)) == 1:
+        return LocalComm(device)
     if device.type == "cpu":
         keep_mapped()
+    rank = dist.get_rank(group)
     store = _own_store(group, rank)
     if transport == "native" or (transport == "auto" and device.type != "cpu"):
         return BackendComm(group, device, store, row(device).averages, timeout, shutdown)
