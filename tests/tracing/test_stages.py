@@ -121,6 +121,61 @@ def test_a_narrow_dtype_a_limit_and_smaller_buckets_are_in_the_programs() -> Non
     hold(SCALAR, 2, "full_shard", prefetch=sw.Prefetch(limit=1), bucketing="none")
 
 
+def first_frozen() -> nn.Module:
+    model = SCALAR.build()
+    model.get_submodule("project").requires_grad_(requires_grad=False)
+    return model
+
+
+MIXED = Net(first_frozen, SCALAR.batch)
+INT8, BF16 = torch.int8, torch.bfloat16
+EVERYTHING = sw.Offload(parameters=True, gradients=True, optimizer=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": sw.Precision(wire=INT8, gather_wire=torch.float8_e4m3fn)},
+        {"precision": sw.Precision(compute=BF16, wire=INT8, gather_wire=INT8)},
+        {"offload": EVERYTHING},
+        {"offload": sw.Offload(optimizer=True), "precision": sw.Precision(compute=BF16)},
+        {"offload": EVERYTHING, "precision": sw.Precision(compute=BF16, gather_wire=INT8)},
+    ],
+    ids=["8-bit", "8-bit, bf16", "offload", "optimizer in host memory", "all of them"],
+)
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "no_shard", "hybrid_full"])
+def test_blocks_of_8_bit_numbers_and_copies_to_host_memory_are_lines(
+    strategy: str, options: dict[str, Any]
+) -> None:
+    grid = {"mesh": (2, 2)} if strategy == "hybrid_full" else {}
+    hold(MIXED, 4 if grid else 2, strategy, **grid, **options)
+
+
+def test_units_that_stay_gathered_have_no_line() -> None:
+    hold(MIXED, 2, "zero1")
+    hold(MIXED, 2, "full_shard", residency=1 << 11)
+    traced = sw.trace(MIXED.build(), MIXED.batch(0, 2)[:-1], residency=1 << 11)
+    assert "frozen, and whole since the first step" in traced.forward.text
+    assert " less, by what stays gathered" in str(traced.schedule)
+    plain = sw.trace(MIXED.build(), MIXED.batch(0, 2)[:-1])
+    assert "less" not in str(plain.schedule)
+
+
+def test_lines_of_blocks_and_of_host_memory_say_what_they_copy_and_send() -> None:
+    precision = sw.Precision(wire=INT8, gather_wire=INT8)
+    inputs = torch.ones(1, WIDTH)
+    traced = sw.trace(two_layers(), inputs, precision=precision, offload=EVERYTHING)
+    forward, backward = (program.text for program in (traced.forward, traced.backward))
+    assert "full_shard with parameters, gradients, optimizer in host memory, rank 0" in forward
+    assert "0.weight[0:2048]; in host memory" in forward
+    assert "load_impl(comm, shard_0, torch.float32)" in forward
+    assert "to the device, 8.0 KiB: nothing of it is kept" in forward
+    assert "all_gather_encoded_impl(comm, loaded_0, '0', torch.int8, torch.float32)" in forward
+    assert "16.0 KiB, sends 2.0 KiB: first use" in forward
+    assert "reduce_scatter_impl(comm, grads_0, '0', torch.float32, torch.int8)" in backward
+    assert "from the device, 8.0 KiB: the optimizer may run next" in backward
+
+
 def gloo(comm: Comm) -> tuple[Step, Step]:
     model, inputs = two_layers(), (torch.ones(4, WIDTH) * (comm.rank + 1),)
     traced = sw.trace(model, inputs, "shard_grad_op", (comm.rank, comm.size))

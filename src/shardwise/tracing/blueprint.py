@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.codec import QUANTISED
 from shardwise.comm.environment import local_size
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh, Shape, shape_of
-from shardwise.errors import ConfigError
+from shardwise.memory.residency import with_residency
 from shardwise.memory.spec import BucketSpec, bytes_of, policy_of, specs_of
 from shardwise.options import Options
 from shardwise.printed import Schedule
@@ -99,9 +98,12 @@ class Blueprint:
 
     def schedule(self, order: Order) -> Schedule:
         """One training step, to be printed."""
-        listed = self.events(order)
-        name = self.placement.name + (f" ({self.shape})" if self.shape else "")
-        return Schedule(listed, self.nbytes, name, "train", self.world, tuple(self.buckets))
+        shape = f" ({self.shape})" if self.shape else ""
+        name = self.placement.name + shape + self.options.offload.words
+        placements = dict.fromkeys(self.specs, self.placement)
+        plain = events(order, replace(self.policy, placements=placements), self.nbytes)
+        step = (self.events(order), self.nbytes, name, "train", self.world)
+        return Schedule(*step, self.buckets, plain, self.options.buffers)
 
 
 def mesh_of(strategy: str, mesh: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -130,16 +132,12 @@ def draw(
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     comm = FakeComm(*ranks, "cpu" if device.type == "meta" else device)
     chosen.precision.check(comm.device, model)
-    for name in ("wire", "gather_wire"):
-        if (wire := getattr(chosen.precision, name)) in QUANTISED:
-            raise ConfigError(
-                f"precision.{name} is {wire}, and a trace has no operation that encodes blocks. "
-                "Leave it out of the trace; sharded.schedule counts the bytes with it."
-            )
     shape = shape_of(placement, comm.size, chosen.mesh, local_size(os.environ))
     units, mesh = choose_units(model, wrap), Mesh.of(comm, placement.splits, shape)
     host = HostMemory(comm.device)
-    specs = {unit.name: tuple(specs_of(unit, chosen, mesh, placement, host)) for unit in units}
+    cut = {unit.name: specs_of(unit, chosen, mesh, placement, host) for unit in units}
+    kept = with_residency(cut, chosen.residency)
+    specs = {name: tuple(of_unit) for name, of_unit in kept.items()}
     every = [spec for of_unit in specs.values() for spec in of_unit]
     policy = policy_of(every, chosen.prefetch)
     return Blueprint(units, specs, placement, policy, *ranks, shape, chosen)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.comm.codec import Codec
+from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.protocol import Comm, Label, Pending
 from shardwise.comm.reduction import PendingReduction, Reduction
 from shardwise.errors import ScheduleError
@@ -22,11 +24,14 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Gathering",
     "all_gather",
+    "all_gather_encoded",
     "axes_of",
     "free",
     "gradient_bucket",
+    "load",
     "part",
     "reduce_scatter",
+    "store",
     "synchronize",
     "wait",
 ]
@@ -70,14 +75,21 @@ class Primitive:
 synchronize = Primitive("synchronize")
 #: ``(own, unit)``, ``[S]`` → in flight ``[W * S]``: the ranks' pieces, one after the other.
 all_gather = Primitive("all_gather")
+#: ``(own, unit, wire, dtype)``: the same, sent in blocks of 8-bit numbers.
+all_gather_encoded = Primitive("all_gather_encoded")
 #: ``(in flight)`` → the result of what was begun.
 wait = Primitive("wait")
 #: ``(numel, dtype, ((start, gradient), …))`` → ``[W * S]``, zeros between the gradients.
 gradient_bucket = Primitive("gradient_bucket")
 #: ``(full, unit, dtype)``, ``[W * S]`` → in flight ``[S]``: this rank's piece of the ranks' sum.
+#: A fourth argument is the dtype of blocks in which it is sent.
 reduce_scatter = Primitive("reduce_scatter")
 #: ``(full)``: release the memory of a gathered bucket.
 free = Primitive("free")
+#: ``(shard, dtype)``: from host memory to the device.
+load = Primitive("load")
+#: ``(mean)``: from the device to host memory.
+store = Primitive("store")
 
 
 def all_gather_impl(comm: Comm, own: Tensor, unit: str, verb: str = "gather") -> Gathering:
@@ -86,6 +98,14 @@ def all_gather_impl(comm: Comm, own: Tensor, unit: str, verb: str = "gather") ->
     full = allocate(comm.size * own.numel(), own.dtype)
     full[comm.rank * own.numel() : (comm.rank + 1) * own.numel()] = own.detach()
     return Gathering(full, comm.all_gather(full, Label(verb, unit)))
+
+
+def all_gather_encoded_impl(
+    comm: Comm, own: Tensor, unit: str, wire: torch.dtype, dtype: torch.dtype
+) -> Gathering:
+    """The engine's gather in blocks, of which the own piece is one, too."""
+    full = comm.memory.full(comm.size * own.numel(), dtype)
+    return Gathering(full, Codec(wire).all_gather(full, own, comm, Label("gather", unit)))
 
 
 def wait_impl(_: Comm, pending: Gathering | PendingReduction) -> Tensor:
@@ -105,10 +125,10 @@ def gradient_bucket_impl(
 
 
 def reduce_scatter_impl(
-    comm: Comm, full: Tensor, unit: str, dtype: torch.dtype
+    comm: Comm, full: Tensor, unit: str, dtype: torch.dtype, wire: torch.dtype | None = None
 ) -> PendingReduction:
     """The engine's sum in rank order, not divided."""
-    return Reduction(full.dtype, dtype).start(full, comm, Label("reduce", unit))
+    return Reduction(wire or full.dtype, dtype).start(full, comm, Label("reduce", unit))
 
 
 def free_impl(comm: Comm, full: Tensor) -> None:
@@ -117,11 +137,29 @@ def free_impl(comm: Comm, full: Tensor) -> None:
         comm.memory.free(full.untyped_storage())
 
 
+def load_impl(comm: Comm, shard: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy on the comm's device, complete when it is used."""
+    out = comm.memory.shard(shard.numel(), dtype)
+    HostMemory(comm.device).load(out, shard).wait()
+    return out
+
+
+def store_impl(comm: Comm, mean: Tensor) -> Tensor:
+    """A copy in host memory, complete."""
+    host = HostMemory(comm.device)
+    stored = host.store(mean)
+    host.wait()
+    return stored
+
+
 IMPLEMENTATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     all_gather: all_gather_impl,
+    all_gather_encoded: all_gather_encoded_impl,
     wait: wait_impl,
     gradient_bucket: gradient_bucket_impl,
     reduce_scatter: reduce_scatter_impl,
     free: free_impl,
+    load: load_impl,
+    store: store_impl,
 }
 """Each primitive's implementation, whose first argument is the comm."""

@@ -30,9 +30,10 @@ from shardwise.schedule.cursor import steps
 from shardwise.schedule.events import Prefetch
 from shardwise.tracing.blueprint import Blueprint, draw
 from shardwise.tracing.joint import Joint, tensor_leaves, trace_joint
+from shardwise.tracing.lines import identifier
 from shardwise.tracing.operations import IMPLEMENTATIONS, axes_of, synchronize
 from shardwise.tracing.program import Collective, Program
-from shardwise.tracing.writer import DETACH, identifier, write
+from shardwise.tracing.writer import DETACH, write
 from shardwise.units.wrap import Wrap
 
 __all__ = ["Ran", "Stage", "Trace", "trace"]
@@ -136,7 +137,10 @@ class Trace:
         given = enumerate(tensor_leaves(_given(inputs)))
         values |= {f"input_{index}": tensor for index, tensor in given}
         for spec in self.blueprint.buckets:
-            values[identifier("shard", self.blueprint.name_of(spec))] = _at_rest(spec, state)
+            name = self.blueprint.name_of(spec)
+            values[identifier("shard", name)] = _at_rest(spec, state)
+            if spec.kept:
+                values[identifier("full", name)] = _whole(spec, state)
         with torch.no_grad():
             outputs, kept = self.forward(*(values[name] for name in self.forward.arguments))
             if grad_outputs is None:
@@ -210,6 +214,16 @@ def _at_rest(spec: BucketSpec, state: Mapping[str, Tensor]) -> Tensor:
     for index, (slot, part) in enumerate(zip(spec.slots, spec.rest_views(flat), strict=True)):
         part.copy_(spec.sharding(index).cut(state[slot.name].detach(), part.shape))
     return flat
+
+
+def _whole(spec: BucketSpec, state: Mapping[str, Tensor]) -> Tensor:
+    """A bucket as a gather leaves it."""
+    full = torch.zeros(spec.layout.numel, dtype=spec.dtypes.stored)
+    for slot, view in zip(spec.slots, spec.full_views(full), strict=True):
+        view.copy_(state[slot.name])
+    if (codec := spec.gather_codec) is not None:
+        full = torch.cat([codec.rounded(piece) for piece in full.chunk(spec.shard.size)])
+    return full.to(spec.dtypes.compute)
 
 
 # --- the passes ------------------------------------------------------------------------------

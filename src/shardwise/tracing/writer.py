@@ -8,7 +8,8 @@
     settle blocks.0                  mean = wait(sums) / W
 
 Over two axes there are further lines: an update joins the pieces of the copies before a gather, and
-a settle sums over the copies what a reduce has summed over the shards.
+a settle sums over the copies what a reduce has summed over the shards. With offload a load copies a
+shard to the device before it is gathered, and a store a mean gradient to host memory.
 
 What autograd would keep for the backward pass is what the forward program returns beside its
 outputs. Views of parameters are not kept: the backward program forms them anew from the bucket
@@ -18,14 +19,12 @@ that is whole by then, be it the one kept since the forward pass or one that was
 from __future__ import annotations
 
 import operator
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from shardwise.comm.protocol import Comm
+from shardwise.comm.codec import codec_of
 from shardwise.layout.layout import Slot
 from shardwise.memory.spec import BucketSpec
 from shardwise.printed import size
@@ -34,28 +33,16 @@ from shardwise.schedule.events import Cue, Event, Op, Phase
 from shardwise.torch_internals import OpOverload
 from shardwise.tracing.blueprint import Blueprint, of_shape
 from shardwise.tracing.joint import Joint
-from shardwise.tracing.operations import (
-    all_gather,
-    free,
-    gradient_bucket,
-    part,
-    reduce_scatter,
-    wait,
-)
-from shardwise.tracing.program import Collective
+from shardwise.tracing.lines import Lines, identifier
+from shardwise.tracing.operations import free, gradient_bucket, part
 
-__all__ = ["Half", "identifier", "write"]
+__all__ = ["Half", "write"]
 
 DETACH = torch.ops.aten.detach.default  # autograd has run already, so there is nothing to hide
 
 
-def identifier(prefix: str, name: str) -> str:
-    """``("shard", "blocks.0") → "shard_blocks_0"``."""
-    return f"{prefix}_{re.sub(r'[^0-9A-Za-z]+', '_', name or 'root').strip('_')}"
-
-
 class Half:
-    """One half of the step: a graph that grows.
+    """One half of the step: its lines, and what is whole, in flight and summed at their end.
 
     Args:
         joint: what torch traced.
@@ -65,51 +52,21 @@ class Half:
 
     def __init__(self, joint: Joint, blueprint: Blueprint, before: Half | None = None) -> None:
         self.joint, self.blueprint, self.before = joint, blueprint, before
-        self.graph = fx.Graph()
+        self.lines = Lines(blueprint)
         self.values: dict[fx.Node, fx.Node] = {}  # joint node → its node here
         self.full: dict[BucketSpec, fx.Node] = {}  # gathered and awaited
         self.flying: dict[BucketSpec, fx.Node] = {}
         self.sums: dict[BucketSpec, fx.Node] = {}
         self.means: dict[BucketSpec, fx.Node] = {}
+        self.loaded: dict[BucketSpec, fx.Node] = {}  # what rests in host memory, on the device
         self.joined: dict[BucketSpec, fx.Node] = {}  # this rank's shards, of the copies' pieces
         self.saved: list[fx.Node] = []  # nodes of the forward half, as this one is given them
-        self._arguments: dict[str, fx.Node] = {}
-        self._cues: list[str] = []  # comments above the next line
         self._slots = {
             joint.state[slot.name]: (spec, slot)
             for spec in blueprint.buckets
             for slot in spec.slots
         }
         self._origins = _origins(joint, {node: spec for node, (spec, _) in self._slots.items()})
-
-    # ---- lines -----------------------------------------------------------------------------
-
-    def argument(self, name: str, value: Any, note: str = "") -> fx.Node:
-        """A further argument of the program, or the one of that name."""
-        if name not in self._arguments:
-            last = next(reversed(self._arguments.values()), None)  # None: above all lines
-            with self.graph.inserting_after(last):
-                self._arguments[name] = node = self.graph.placeholder(name)
-            node.meta |= {"val": value, "note": note}
-        return self._arguments[name]
-
-    def line(
-        self, name: str, value: Tensor | None, function: Callable[..., Any], *args: Any, **meta: Any
-    ) -> fx.Node:
-        """A call of ``function``; ``value`` has the shape and dtype of the result."""
-        node = self.graph.create_node("call_function", function, args, name=name)
-        node.meta |= meta | {"val": value}
-        return self._comment(node)
-
-    def _comment(self, node: fx.Node) -> fx.Node:
-        node.meta["above"], self._cues = self._cues, []
-        return node
-
-    def finish(self, result: Any) -> fx.Graph:
-        """Return ``result``."""
-        self._comment(self.graph.output(result))
-        self.graph.lint()
-        return self.graph
 
     # ---- values ----------------------------------------------------------------------------
 
@@ -127,193 +84,171 @@ class Half:
         if node in self._slots:
             return self._parameter(*self._slots[node])
         if node in self._origins:
-            return self.graph.node_copy(node, self.value)
+            return self.lines.graph.node_copy(node, self.value)
         if node in self.joint.tangents:
             number = self.joint.tangents.index(node)
-            return self.argument(f"grad_output_{number}", value, "gradient of an output")
+            return self.lines.argument(f"grad_output_{number}", value, "gradient of an output")
         if self.before is not None:
             return self._kept(self.before.value(node))
         if node in self.joint.inputs:
-            return self.argument(f"input_{self.joint.inputs.index(node)}", value, note)
+            return self.lines.argument(f"input_{self.joint.inputs.index(node)}", value, note)
         named = {argument: name for name, argument in self.joint.state.items()}
-        return self.argument(identifier("buffer", named[node]), value, "a buffer")
+        return self.lines.argument(identifier("buffer", named[node]), value, "a buffer")
 
     def _kept(self, node: fx.Node, note: str = "kept since the forward pass") -> fx.Node:
         if node not in self.saved:
             self.saved.append(node)
-        return self.argument(node.name, node.meta["val"], note)
+        return self.lines.argument(node.name, node.meta["val"], note)
 
     def copy(self, node: fx.Node) -> None:
         """The line of the joint graph that ``node`` is, unless it is formed where it is used."""
         if node.target is not DETACH and node not in self._origins:
-            self.values[node] = self._comment(self.graph.node_copy(node, self.value))
+            self.values[node] = self.lines.copy(node, self.value)
 
     def _parameter(self, spec: BucketSpec, slot: Slot) -> fx.Node:
         name, value = identifier("p", slot.name), of_shape(spec.dtypes.compute, *slot.shape)
         full = self.whole(spec)
-        return self.line(name, value, part, full, slot.start, slot.shape, note=slot.name)
+        return self.lines.call(name, value, part, full, slot.start, slot.shape, note=slot.name)
 
     # ---- events ----------------------------------------------------------------------------
 
     def carry_out(self, event: Event, at_once: bool) -> None:
         """An event as lines; with ``at_once`` everything that begins is awaited at once."""
         for spec in self.blueprint.specs[event.unit]:
-            if event.op is Op.UPDATE and spec.splits_copies:
-                self._shard(spec, event.reason)
-            elif event.op is Op.GATHER:
-                self._gather(spec, event.reason)
-                if at_once:
-                    self.whole(spec)
-            elif event.op is Op.FREE:
-                self._free(spec, event.reason)
-            elif event.op is Op.REDUCE and spec.trainable:
-                self._reduce(spec, event.reason)
-                if at_once:
-                    self._settle(spec, "waits at once")
-            elif event.op is Op.SETTLE and spec in self.sums:
-                self._settle(spec, event.reason)
+            if _is_whole(spec):
+                continue
+            ACTS[event.op](self, spec, event.reason)
+            if at_once and event.op is Op.GATHER:
+                self.whole(spec)
+            elif at_once and event.op is Op.REDUCE:
+                self._settle(spec, "waits at once")
 
     def cue(self, cue: Cue) -> None:
         """A unit begins or ends; where it begins it must be whole."""
         name = "" if cue.op is Op.END else cue.unit or "(root)"
-        self._cues.append(f"-- {cue.op} {name}".rstrip())
+        self.lines.comment(f"-- {cue.op} {name}".rstrip())
         for spec in self.blueprint.specs[cue.unit] if cue.op is Op.ENTER else ():
             self.whole(spec)
-
-    def _named(self, prefix: str, spec: BucketSpec) -> str:
-        return identifier(prefix, self.blueprint.name_of(spec))
 
     def shard(self, spec: BucketSpec) -> fx.Node:
         """The argument that holds what this rank has of a bucket at rest."""
         value = of_shape(spec.dtypes.stored, spec.layout.shard_numel)
-        return self.argument(self._named("shard", spec), value, _holds(spec))
+        note = _holds(spec) + ("; in host memory" if spec.in_host else "")
+        return self.lines.argument(self.lines.named("shard", spec), value, note)
+
+    def _load(self, spec: BucketSpec, reason: str) -> None:
+        if spec.in_host:
+            self._own(spec, reason)
+
+    def _update(self, spec: BucketSpec, reason: str) -> None:
+        if spec.splits_copies:
+            self._sent(spec, reason)
 
     def _gather(self, spec: BucketSpec, reason: str) -> None:
         if spec in self.full or (self.before is not None and spec in self.before.full):
             return  # since it was read beside its unit's call
-        own = self._shard(spec, reason)
+        sent = self._sent(spec, reason)
         if spec.placement.splits:
-            self.flying[spec] = self._all_gather(spec, "gather", own, reason)
+            self.flying[spec] = self.lines.all_gather(spec, "gather", sent, reason)
         else:
-            self.full[spec] = own
+            self.full[spec] = sent
 
-    def _shard(self, spec: BucketSpec, reason: str) -> fx.Node:
+    def _sent(self, spec: BucketSpec, reason: str) -> fx.Node:
         """What this rank sends in a gather; once a step its copies' pieces are joined."""
+        if not spec.splits_copies:
+            return self._own(spec, reason)
         if self.before is not None and spec in self.before.joined:
             return self._kept(self.before.joined[spec], "joined in the forward pass")
         if spec not in self.joined:
-            note, name = "the own piece is cast", self._named("cast", spec)
-            own = self._cast(self.shard(spec), spec.dtypes.compute, name, note)
-            if not spec.splits_copies:
-                return own
-            joining = self._all_gather(spec, "update", own, reason)
-            self.joined[spec] = self._wait("joined", spec, joining)
+            own = self._own(spec, reason)
+            joining = self.lines.all_gather(spec, "update", own, reason)
+            self.joined[spec] = self.lines.wait("joined", spec, joining)
         return self.joined[spec]
 
-    def _cast(self, node: fx.Node, dtype: torch.dtype, name: str, note: str = "") -> fx.Node:
-        value = node.meta["val"]
-        if value.dtype is dtype:
-            return node
-        return self.line(name, value.to(dtype), torch.ops.aten.to.dtype, node, dtype, note=note)
-
-    def _all_gather(self, spec: BucketSpec, verb: str, own: fx.Node, reason: str) -> fx.Node:
-        comm = spec.shard if verb == "gather" else spec.replicate
-        value = of_shape(own.meta["val"].dtype, own.meta["val"].numel() * comm.size)
-        sent = value.nbytes - own.meta["val"].nbytes
-        return self.line(
-            self._named({"gather": "gathering", "update": "joining"}.get(verb, "spreading"), spec),
-            value,
-            all_gather,
-            *((own, spec.unit) if verb == "gather" else (own, spec.unit, verb)),
-            note=f"{self._over(spec, comm)}{size(value.nbytes)}, sends {size(sent)}: {reason}",
-            collective=Collective(verb, spec.unit, sent),
-            axis=self._axis(spec, comm),
-        )
-
-    def _axis(self, spec: BucketSpec, comm: Comm) -> str:
-        """The axis of a grid; ``""`` where there is one."""
-        name = "shard" if comm is spec.shard else "replicate"
-        return name if self.blueprint.shape is not None else ""
-
-    def _over(self, spec: BucketSpec, comm: Comm) -> str:
-        axis = self._axis(spec, comm)
-        return axis and f"over {axis}: "
+    def _own(self, spec: BucketSpec, reason: str) -> fx.Node:
+        """What this rank holds at rest, on the device; cast, unless it is encoded next."""
+        encoded = spec.gather_codec is not None and not spec.splits_copies
+        dtype = spec.dtypes.stored if encoded else spec.dtypes.compute
+        if not spec.in_host:
+            note, name = "the own piece is cast", self.lines.named("cast", spec)
+            return self.lines.cast(self.shard(spec), dtype, name, note)
+        if self.before is not None and spec in self.before.loaded:
+            return self._kept(self.before.loaded[spec], "loaded in the forward pass")
+        if spec not in self.loaded:
+            self.loaded[spec] = self.lines.load(spec, self.shard(spec), dtype, reason)
+        return self.loaded[spec]
 
     def whole(self, spec: BucketSpec) -> fx.Node:
         """The full bucket, awaited; gathered on demand where no event did it."""
+        if not self.blueprint.policy.gathers(spec.unit):
+            return self.shard(spec)
+        if _is_whole(spec):
+            value = of_shape(spec.dtypes.compute, spec.layout.numel)
+            name, note = self.lines.named("full", spec), "frozen, and whole since the first step"
+            return self.lines.argument(name, value, note)
         if spec in self.full:
             return self.full[spec]
         if self.before is not None and spec in self.before.full:
             self.full[spec] = self._kept(self.before.full.pop(spec), "whole since the forward pass")
             return self.full[spec]
-        if not self.blueprint.policy.gathers(spec.unit):
-            return self.shard(spec)
         if spec not in self.flying:
             self._gather(spec, "on demand")
         if flying := self.flying.pop(spec, None):  # else only cast
-            self.full[spec] = self._wait("full", spec, flying, "whole on every rank")
+            self.full[spec] = self.lines.wait("full", spec, flying, "whole on every rank")
         return self.full[spec]
 
-    def _wait(self, prefix: str, spec: BucketSpec, begun: fx.Node, note: str = "") -> fx.Node:
-        return self.line(self._named(prefix, spec), begun.meta["val"], wait, begun, note=note)
-
     def _free(self, spec: BucketSpec, reason: str) -> None:
-        full, name = self.whole(spec), self._named("free", spec)
+        full, name = self.whole(spec), self.lines.named("free", spec)
         note = f"gives back {size(full.meta['val'].nbytes)}: {reason}"
-        axis = self._axis(spec, spec.shard)
-        self.line(name, None, free, full, note=note, axis=axis)
+        axis = self.lines.axis(spec, spec.shard)
+        self.lines.call(name, None, free, full, note=note, axis=axis)
         del self.full[spec]
+        if spec.home.reloaded:
+            self.loaded.pop(spec, None)
+            self.joined.pop(spec, None)
         for node in [node for node in self.values if self._origins.get(node) is spec]:
             del self.values[node]
 
     def _reduce(self, spec: BucketSpec, reason: str) -> None:
-        dtypes, numel = spec.dtypes, spec.layout.numel
+        if not spec.trainable:
+            return
+        dtype, numel = spec.dtypes.collected, spec.layout.numel
         grads = tuple(
             (slot.start, self.value(gradient))
             for slot in spec.slots
             if (gradient := self.joint.gradients[slot.name]) is not None
         )
-        value, name = of_shape(dtypes.wire, numel), self._named("grads", spec)
+        value, name = of_shape(dtype, numel), self.lines.named("grads", spec)
         comm, how = spec.averages[0]
-        axis = self._axis(spec, comm)
-        full = self.line(name, value, gradient_bucket, numel, dtypes.wire, grads, axis=axis)
+        axis = self.lines.axis(spec, comm)
+        full = self.lines.call(name, value, gradient_bucket, numel, dtype, grads, axis=axis)
         note = "before the sum, which a narrow dtype could not hold"
-        full = self._divided(full, how.before, self._named("scaled", spec), note)
-        self.sums[spec] = self._reduce_scatter("reducing", spec, full, comm, reason)
-
-    def _reduce_scatter(
-        self, prefix: str, spec: BucketSpec, full: fx.Node, comm: Comm, reason: str
-    ) -> fx.Node:
-        nbytes, numel = full.meta["val"].nbytes, full.meta["val"].numel()
-        sent = nbytes - nbytes // comm.size
-        return self.line(
-            self._named(prefix, spec),
-            of_shape(spec.dtypes.sum, numel // comm.size),  # what one rank sums
-            reduce_scatter,
-            *(full, spec.unit, spec.dtypes.sum),
-            note=f"{self._over(spec, comm)}sums {size(nbytes)}, sends {size(sent)}: {reason}",
-            collective=Collective("reduce", spec.unit, sent),
-            axis=self._axis(spec, comm),
-        )
-
-    def _divided(self, node: fx.Node, divisor: float, name: str, note: str) -> fx.Node:
-        if divisor == 1:
-            return node
-        divide = torch.ops.aten.div_.Scalar
-        return self.line(name, node.meta["val"], divide, node, divisor, note=note)
+        full = self.lines.divided(full, how.before, self.lines.named("scaled", spec), note)
+        self.sums[spec] = self.lines.reduce_scatter("reducing", spec, full, comm, reason)
 
     def _settle(self, spec: BucketSpec, reason: str) -> None:
-        mean = self._averaged("mean", spec, self._wait("summed", spec, self.sums.pop(spec), reason))
+        if spec not in self.sums:
+            return
+        total = self.lines.wait("summed", spec, self.sums.pop(spec), reason)
+        mean = self._averaged("mean", spec, total)
         for _ in spec.averages[1:]:
-            wire = self._cast(mean, spec.dtypes.wire, self._named("narrowed", spec))
+            wire = mean
+            if codec_of(spec.dtypes.wire) is None:
+                wire = self.lines.cast(mean, spec.dtypes.wire, self.lines.named("narrowed", spec))
             reason = "the copies' sums, too"
-            begun = self._reduce_scatter("reducing_copies", spec, wire, spec.replicate, reason)
-            mean = self._averaged("mean_of_copies", spec, self._wait("summed_copies", spec, begun))
-        mean = self._cast(mean, spec.dtypes.stored, self._named("stored", spec))
+            begun = self.lines.reduce_scatter("reducing_copies", spec, wire, spec.replicate, reason)
+            total = self.lines.wait("summed_copies", spec, begun)
+            mean = self._averaged("mean_of_copies", spec, total)
+        mean = self.lines.cast(mean, spec.dtypes.stored, self.lines.named("stored", spec))
         if spec.copies > 1:
-            spreading = self._all_gather(spec, "spread", mean, "every rank needs the whole mean")
-            mean = self._wait("spread", spec, spreading)
+            reason = "every rank needs the whole mean"
+            spreading = self.lines.all_gather(spec, "spread", mean, reason)
+            mean = self.lines.wait("spread", spec, spreading)
         self.means[spec] = mean
+
+    def _store(self, spec: BucketSpec, reason: str) -> None:
+        if spec.trainable:
+            self.means[spec] = self.lines.store(spec, self.means[spec], reason)
 
     def _averaged(self, name: str, spec: BucketSpec, total: fx.Node) -> fx.Node:
         """A sum over an axis, divided by what its ranks or all ranks are."""
@@ -321,7 +256,7 @@ class Half:
         ranks = comm.size if how.how == "avg" else self.blueprint.world
         after = float(ranks) if how.how == "avg" else how.after
         note = f"after the sum over {ranks} ranks: their mean"
-        return self._divided(total, after, self._named(name, spec), note)
+        return self.lines.divided(total, after, self.lines.named(name, spec), note)
 
     def local_gradients(self) -> tuple[fx.Node | None, ...]:
         """This rank's part of each parameter's mean gradient, in the order of parameters."""
@@ -335,7 +270,24 @@ class Half:
         start = spec.layout.local_range(slot, spec.position)[0]
         value = self.blueprint.parameters[slot.name]
         name, note = identifier("grad", slot.name), f"gradient of {slot.name}"
-        return self.line(name, value, part, self.means[spec], start, tuple(value.shape), note=note)
+        args = (self.means[spec], start, tuple(value.shape))
+        return self.lines.call(name, value, part, *args, note=note)
+
+
+ACTS = {
+    Op.LOAD: Half._load,
+    Op.UPDATE: Half._update,
+    Op.GATHER: Half._gather,
+    Op.FREE: Half._free,
+    Op.REDUCE: Half._reduce,
+    Op.SETTLE: Half._settle,
+    Op.STORE: Half._store,
+}
+
+
+def _is_whole(spec: BucketSpec) -> bool:
+    """Was it gathered in the first step, for good?"""
+    return spec.kept and not spec.trainable
 
 
 def _holds(spec: BucketSpec) -> str:
@@ -386,7 +338,7 @@ def write(
     _step(half, script[-1], at_once)
     grads = half.local_gradients() if half is not forward else ()
     outputs = tuple(forward.value(node) for node, _ in joint.outputs)
-    return forward.finish((outputs, tuple(half.saved))), half.finish(grads)
+    return forward.lines.finish((outputs, tuple(half.saved))), half.lines.finish(grads)
 
 
 def _step(half: Half, step: Step, at_once: bool) -> None:

@@ -1,0 +1,163 @@
+"""Lines of a program: each operation with the shape of its result, its bytes and its reason.
+
+``writer`` decides what is done and when; here is how each of it is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.comm.codec import codec_of, wire_nbytes
+from shardwise.comm.protocol import Comm
+from shardwise.memory.spec import BucketSpec
+from shardwise.printed import size
+from shardwise.tracing.blueprint import Blueprint, of_shape
+from shardwise.tracing.operations import (
+    all_gather,
+    all_gather_encoded,
+    load,
+    reduce_scatter,
+    store,
+    wait,
+)
+from shardwise.tracing.program import Collective
+
+__all__ = ["Lines", "identifier"]
+
+
+def identifier(prefix: str, name: str) -> str:
+    """``("shard", "blocks.0") → "shard_blocks_0"``."""
+    return f"{prefix}_{re.sub(r'[^0-9A-Za-z]+', '_', name or 'root').strip('_')}"
+
+
+class Lines:
+    """A graph that grows: arguments above, and calls one below the other."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self.blueprint, self.graph = blueprint, fx.Graph()
+        self._arguments: dict[str, fx.Node] = {}
+        self._cues: list[str] = []  # comments above the next line
+
+    def argument(self, name: str, value: Any, note: str = "") -> fx.Node:
+        """A further argument of the program, or the one of that name."""
+        if name not in self._arguments:
+            last = next(reversed(self._arguments.values()), None)  # None: above all lines
+            with self.graph.inserting_after(last):
+                self._arguments[name] = node = self.graph.placeholder(name)
+            node.meta |= {"val": value, "note": note}
+        return self._arguments[name]
+
+    def call(
+        self, name: str, value: Tensor | None, function: Callable[..., Any], *args: Any, **meta: Any
+    ) -> fx.Node:
+        """A call of ``function``; ``value`` has the shape and dtype of the result."""
+        node = self.graph.create_node("call_function", function, args, name=name)
+        node.meta |= meta | {"val": value}
+        return self._below_cues(node)
+
+    def copy(self, node: fx.Node, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """The line of another graph, with ``value`` of each of its arguments."""
+        return self._below_cues(self.graph.node_copy(node, value))
+
+    def comment(self, text: str) -> None:
+        """A line of its own above the next call."""
+        self._cues.append(text)
+
+    def _below_cues(self, node: fx.Node) -> fx.Node:
+        node.meta["above"], self._cues = self._cues, []
+        return node
+
+    def finish(self, result: Any) -> fx.Graph:
+        """Return ``result``."""
+        self._below_cues(self.graph.output(result))
+        self.graph.lint()
+        return self.graph
+
+    def named(self, prefix: str, spec: BucketSpec) -> str:
+        """``("shard", …) → "shard_blocks_0"``."""
+        return identifier(prefix, self.blueprint.name_of(spec))
+
+    # ---- on one rank -----------------------------------------------------------------------
+
+    def cast(self, node: fx.Node, dtype: torch.dtype, name: str, note: str = "") -> fx.Node:
+        """The same node, if it has that dtype."""
+        value = node.meta["val"]
+        if value.dtype is dtype:
+            return node
+        return self.call(name, value.to(dtype), torch.ops.aten.to.dtype, node, dtype, note=note)
+
+    def divided(self, node: fx.Node, divisor: float, name: str, note: str) -> fx.Node:
+        """The same node, if ``divisor`` is 1."""
+        if divisor == 1:
+            return node
+        divide = torch.ops.aten.div_.Scalar
+        return self.call(name, node.meta["val"], divide, node, divisor, note=note)
+
+    def load(self, spec: BucketSpec, shard: fx.Node, dtype: torch.dtype, reason: str) -> fx.Node:
+        """A shard, copied from host memory."""
+        value, note = shard.meta["val"].to(dtype), f"to the device, {size(spec.rest_nbytes)}"
+        name = self.named("loaded", spec)
+        return self.call(name, value, load, shard, dtype, note=f"{note}: {reason}")
+
+    def store(self, spec: BucketSpec, mean: fx.Node, reason: str) -> fx.Node:
+        """A mean gradient, copied to host memory."""
+        value, note = mean.meta["val"], f"from the device, {size(mean.meta['val'].nbytes)}"
+        return self.call(self.named("in_host", spec), value, store, mean, note=f"{note}: {reason}")
+
+    # ---- over ranks ------------------------------------------------------------------------
+
+    def all_gather(self, spec: BucketSpec, verb: str, own: fx.Node, reason: str) -> fx.Node:
+        """An all-gather that begins; ``verb`` as of a ``Collective``."""
+        comm = spec.shard if verb == "gather" else spec.replicate
+        codec = spec.gather_codec if verb == "gather" else None
+        dtype = own.meta["val"].dtype if codec is None else spec.dtypes.compute
+        value = of_shape(dtype, own.meta["val"].numel() * comm.size)
+        sent = value.nbytes - value.nbytes // comm.size if codec is None else spec.gather_sent
+        prefix = {"gather": "gathering", "update": "joining"}.get(verb, "spreading")
+        function, args = all_gather, [own, spec.unit, *([] if verb == "gather" else [verb])]
+        if codec is not None:
+            function, args = all_gather_encoded, [own, spec.unit, codec.dtype, dtype]
+        return self.call(
+            self.named(prefix, spec),
+            value,
+            function,
+            *args,
+            note=f"{self._over(spec, comm)}{size(value.nbytes)}, sends {size(sent)}: {reason}",
+            collective=Collective(verb, spec.unit, sent),
+            axis=self.axis(spec, comm),
+        )
+
+    def reduce_scatter(
+        self, prefix: str, spec: BucketSpec, full: fx.Node, comm: Comm, reason: str
+    ) -> fx.Node:
+        """A reduce-scatter that begins."""
+        wire, numel = spec.dtypes.wire, full.meta["val"].numel()
+        nbytes = wire_nbytes(wire, numel, comm.size)
+        sent = nbytes - nbytes // comm.size
+        return self.call(
+            self.named(prefix, spec),
+            of_shape(spec.dtypes.sum, numel // comm.size),  # what one rank sums
+            reduce_scatter,
+            *(full, spec.unit, spec.dtypes.sum, *([] if codec_of(wire) is None else [wire])),
+            note=f"{self._over(spec, comm)}sums {size(nbytes)}, sends {size(sent)}: {reason}",
+            collective=Collective("reduce", spec.unit, sent),
+            axis=self.axis(spec, comm),
+        )
+
+    def wait(self, prefix: str, spec: BucketSpec, begun: fx.Node, note: str = "") -> fx.Node:
+        """What was begun, awaited."""
+        return self.call(self.named(prefix, spec), begun.meta["val"], wait, begun, note=note)
+
+    def axis(self, spec: BucketSpec, comm: Comm) -> str:
+        """The axis of a grid; ``""`` where there is one."""
+        name = "shard" if comm is spec.shard else "replicate"
+        return name if self.blueprint.shape is not None else ""
+
+    def _over(self, spec: BucketSpec, comm: Comm) -> str:
+        axis = self.axis(spec, comm)
+        return axis and f"over {axis}: "
