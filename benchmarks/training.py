@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from shardwise.comm.protocol import Counters
-from shardwise.train.config import ModelConfig
+from shardwise.train.model_config import ModelConfig
 from shardwise.units.units import choose_units
 
 Batch = tuple[Tensor, ...]

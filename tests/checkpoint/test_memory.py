@@ -24,8 +24,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import connect
-from shardwise.train.config import ModelConfig
 from shardwise.train.decoder import Decoder
+from shardwise.train.model_config import ModelConfig
 from tests.ranks import gloo_group, outcomes_of
 
 LAYERS = int(os.environ.get("SHARDWISE_TEST_LAYERS", "2"))

@@ -10,7 +10,7 @@ import datasets  # noqa: F401 - once here, and not in each rank that is forked
 import pytest
 from transformers import LlamaForCausalLM
 
-from shardwise.train.config import ModelConfig
+from shardwise.train.model_config import ModelConfig
 from shardwise.train.recipe import read_recipe
 from tests.examples.run import EXAMPLES, lines_of, run, torchrun
 from tests.forked import forked

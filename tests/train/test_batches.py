@@ -16,7 +16,7 @@ from shardwise.train.batches import (
     permutation,
     rank_batches,
 )
-from shardwise.train.config import BatchConfig
+from shardwise.train.data_config import BatchConfig
 
 
 def rows(tokens: int = 101, context: int = 10) -> Rows:

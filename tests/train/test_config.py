@@ -6,7 +6,9 @@ from pydantic import ValidationError
 
 from shardwise.accelerators import ROWS
 from shardwise.schedule.events import Prefetch
-from shardwise.train.config import ModelConfig, PrecisionConfig, PrefetchConfig, Recipe
+from shardwise.train.config import Recipe
+from shardwise.train.model_config import ModelConfig
+from shardwise.train.sharding_config import PrecisionConfig, PrefetchConfig
 
 
 def test_the_defaults_are_a_recipe() -> None:

@@ -13,10 +13,11 @@ from shardwise.comm import threads
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.train.batches import Batches, Rows
-from shardwise.train.config import Recipe, ShardingConfig
+from shardwise.train.config import Recipe
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.job import Job, build, parameter_groups, wrap_of
 from shardwise.train.learning_rate import learning_rate
+from shardwise.train.sharding_config import ShardingConfig
 from shardwise.units import wrap
 from tests.train.tiny import tiny_recipe
 

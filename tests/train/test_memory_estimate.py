@@ -7,9 +7,9 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.train import memory_estimate as estimate
-from shardwise.train.config import ModelConfig
 from shardwise.train.decoder import Decoder
 from shardwise.train.memory_estimate import check_memory, machine_memory, state_bytes
+from shardwise.train.model_config import ModelConfig
 from tests.train.tiny import tiny_recipe
 
 CPU = torch.device("cpu")

@@ -8,9 +8,10 @@ import torch
 from shardwise.comm import threads
 from shardwise.comm.protocol import Comm
 from shardwise.train import tokenizer as bpe
-from shardwise.train.config import ModelConfig, SampleConfig
+from shardwise.train.config import SampleConfig
 from shardwise.train.decoder import Decoder
 from shardwise.train.job import build
+from shardwise.train.model_config import ModelConfig
 from shardwise.train.sample import generate, sample
 from tests.train.test_job import VOCABULARY, rows
 from tests.train.tiny import documents, tiny_recipe

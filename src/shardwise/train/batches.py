@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import BatchConfig
+from shardwise.train.data_config import BatchConfig
 from shardwise.train.tokenizer import Tokens
 
 __all__ = [

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.train.config import ModelConfig
+from shardwise.train.model_config import ModelConfig
 
 __all__ = ["Block", "Decoder", "initialiser"]
 

@@ -23,9 +23,10 @@ from shardwise.schedule.events import Prefetch
 from shardwise.setup.recompute import ActivationCheckpointing
 from shardwise.sharded import Sharded, shard
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, Rows
-from shardwise.train.config import OptimizerConfig, Recipe, ShardingConfig
+from shardwise.train.config import OptimizerConfig, Recipe
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.learning_rate import learning_rate
+from shardwise.train.sharding_config import ShardingConfig
 from shardwise.train.streams import StreamBatches, StreamedRows
 from shardwise.units import wrap as wraps
 from shardwise.units.wrap import Wrap

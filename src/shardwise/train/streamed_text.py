@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import HUB, DataConfig
 from shardwise.train.corpus import STDLIB, Corpus, Split, is_held_out, readable, source_files
+from shardwise.train.data_config import HUB, DataConfig
 from shardwise.train.formats import documents
 
 if TYPE_CHECKING:

@@ -1,0 +1,60 @@
+"""A recipe's sections about the model and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from shardwise.errors import ConfigError
+from shardwise.train.section import Positive, Section
+
+
+class ModelConfig(Section):
+    """The shape of the decoder."""
+
+    width: Positive = Field(256, description="hidden size")
+    layers: Positive = Field(4, description="number of blocks")
+    heads: Positive = Field(4, description="query heads; they divide width")
+    kv_heads: Positive = Field(2, description="key and value heads; they divide heads")
+    hidden: Positive = Field(704, description="FFN size (SwiGLU), about 8/3 of width")
+    tied: bool = Field(True, description="tie output head to embedding")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+    def parameters(self, vocabulary: int) -> int:
+        """Parameters of the decoder: embedding, blocks, last norm, and the head if not tied."""
+        attention = 2 * self.width * (self.width + self.kv_heads * self.head_size)
+        block = attention + 3 * self.width * self.hidden + 2 * self.width
+        tables = vocabulary * self.width * (1 if self.tied else 2)
+        return tables + self.layers * block + self.width
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> Self:
+        if self.width % self.heads or self.head_size % 2:
+            raise ConfigError(
+                f"width {self.width} over {self.heads} heads gives heads of size "
+                f"{self.width / self.heads:g}; rotary positions need an even whole number."
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"{self.heads} heads cannot share {self.kv_heads} kv_heads equally; "
+                "kv_heads must divide heads."
+            )
+        return self
+
+
+class TokenizerConfig(Section):
+    """The tokenizer: one of your own, or one that is trained on the training split."""
+
+    source: str | None = Field(
+        None, min_length=1, description="a tokenizer.json, or its folder; null = train one"
+    )
+    vocabulary: int = Field(
+        2048, ge=257, description="vocabulary size to train, at least 257: 256 bytes, the end token"
+    )
+    end: str = Field("<|endoftext|>", min_length=1, description="token at the end of a document")

@@ -1,0 +1,66 @@
+"""Base of a recipe's sections, and the types of its values.
+
+A plain dictionary would train at the default rate when a key is misspelt. Here every value has one
+place, one type and one description.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from shardwise.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+
+SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _dtype_name(value: object) -> object:
+    """``bf16`` and ``torch.bfloat16`` are ``bfloat16``."""
+    name = value.removeprefix("torch.") if isinstance(value, str) else value
+    return SHORT.get(name, name) if isinstance(name, str) else name
+
+
+DtypeName = Annotated[
+    Literal["float64", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"],
+    BeforeValidator(_dtype_name),
+]
+
+DeviceName = Annotated[
+    Literal["cpu", "cuda", "xpu", "hpu"],
+    BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+]
+
+
+class Section(BaseModel):
+    """Base of all sections: no unknown keys, no changes, no infinities."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, value: object) -> object:
+        return {} if value is None else value  # in YAML, a section whose lines are all comments
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yes_is_not_a_number(cls, value: object, info: ValidationInfo) -> object:
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and field.annotation not in (bool, bool | str):
+            raise ConfigError(
+                f"this is {value}: YAML reads yes, no, on, off, true and false as booleans; "
+                "write a value, or put the word in quotes."
+            )
+        return value

@@ -1,0 +1,93 @@
+"""A recipe's section about sharding: the arguments of ``shardwise.shard``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from shardwise.errors import ConfigError
+from shardwise.strategies import placement_of
+from shardwise.train.section import SHORT, DtypeName, Positive, Section
+
+Offloaded = Literal["parameters", "gradients", "optimizer"]
+
+
+class PrefetchConfig(Section):
+    """How far ahead units are gathered; the fields of ``shardwise.Prefetch``."""
+
+    forward: int | None = Field(None, ge=0, description="bytes; null = the largest unit, 0 = off")
+    backward: int | None = Field(None, ge=0, description="bytes; null = the largest unit, 0 = off")
+    when: Literal["pre", "post"] = Field("pre", description="backward: before or after gradients")
+    limit: Positive | None = Field(None, description="gathers in flight; null = no limit")
+
+
+class PrecisionConfig(Section):
+    """Dtypes; the fields of ``shardwise.Precision``. null keeps each tensor's dtype."""
+
+    stored: DtypeName | None = Field(None, description="shards and optimizer state")
+    compute: DtypeName | None = Field(None, description="gathered parameters and inputs")
+    wire: DtypeName | None = Field(None, description="gradients in collectives")
+    gather_wire: DtypeName | None = Field(None, description="int8 or float8_e4m3fn: parameters too")
+    sum: DtypeName | None = Field(None, description="sums of gradients")
+    buffers: DtypeName | None = Field(None, description="floating-point buffers")
+    output: DtypeName | None = Field(None, description="outputs of the model")
+    average: Literal["postdivide", "predivide", "sqrt", "avg"] | None = Field(
+        None, description="how the mean over ranks is formed"
+    )
+    keep: tuple[str, ...] = Field((), description="modules that stay in float32, such as norm*")
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``shardwise.Precision``."""
+        import torch  # a recipe is read and validated without it
+
+        dtypes = self.model_dump(exclude={"average", "keep"})
+        values = {name: value and getattr(torch, value) for name, value in dtypes.items()}
+        return {**values, "average": self.average, "keep": self.keep}
+
+
+def _short_precision(value: object) -> object:
+    """``fp32``, ``bf16`` and ``fp16`` as a table of dtypes."""
+    if not isinstance(value, str):
+        return value
+    if value not in ("fp32", "bf16", "fp16"):
+        raise ConfigError(
+            f"{value!r} is none of fp32, bf16 and fp16; for anything else write a table of dtypes, "
+            "such as {compute: bfloat16, wire: float32}."
+        )
+    return {} if value == "fp32" else {"compute": SHORT[value]}
+
+
+def _whole_number(value: object) -> object:
+    """``--sharding.wrap 100000`` arrives as text."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _known_strategy(value: str) -> str:
+    return placement_of(value).name
+
+
+class ShardingConfig(Section):
+    """The arguments of ``shardwise.shard``."""
+
+    strategy: Annotated[str, AfterValidator(_known_strategy)] = Field(
+        "full_shard",
+        description="no_shard, zero1, shard_grad_op, full_shard; with copies on other hosts "
+        "hybrid_shard, hybrid_shard_zero2, hybrid_full",
+    )
+    mesh: tuple[Positive, Positive] | None = Field(
+        None, description="a hybrid's copies and the ranks of each; null = a copy on each host"
+    )
+    wrap: Annotated[str | list[str] | Positive, BeforeValidator(_whole_number)] = Field(
+        "auto",
+        description="units: auto, module classes such as [Block], or a minimum parameter count",
+    )
+    bucketing: Literal["block", "layer", "none"] = Field("block", description="size of a bucket")
+    activation_checkpointing: bool = Field(False, description="recompute blocks in backward")
+    activation_offload: bool = Field(False, description="and their inputs wait in host memory")
+    compile: bool | str = Field(False, description="units, by the device's backend or this one")
+    offload: tuple[Offloaded, ...] = Field((), description="kept in host memory")
+    prefetch: PrefetchConfig = Field(PrefetchConfig(), description="how far ahead")
+    precision: Annotated[PrecisionConfig, BeforeValidator(_short_precision)] = Field(
+        PrecisionConfig(), description="fp32, bf16 or fp16 (compute only), or field by field"
+    )
