@@ -51,6 +51,24 @@ def test_hybrids_are_in_the_table_and_have_events_where_a_mesh_is_given(
     assert "update  0  # all-gather over replicate, 8.0 KiB, sends 4.0 KiB" in text
 
 
+def test_what_is_in_host_memory_has_a_column_and_events(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--ranks", "4", "--offload", "optimizer", "--offload", "gradients")
+    text = explain(capsys, "memory", *options)
+    row = next(line.split() for line in text.splitlines() if line.startswith("full_shard"))
+    assert row[1:11:2] == [
+        "8.0",
+        "0",
+        "0",
+        "8.0",
+        "32.0",
+    ]  # a copy of the shard stays on the device
+    assert "32.0 KiB" in text
+    assert "in host    what lies in host memory instead" in text
+    text = explain(capsys, "step", *options)
+    assert "full_shard with gradients, optimizer in host memory on 4 ranks" in text
+    assert "load    0  # to the device, 4.0 KiB: the optimizer has stepped" in text
+
+
 def test_the_events_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     text = explain(capsys, "step", "--strategy", "shard_grad_op")
     assert text.startswith("# one step (train) of shard_grad_op on 2 ranks: 2 gathers, 2 reduces")

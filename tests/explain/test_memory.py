@@ -89,6 +89,35 @@ def test_what_copies_have_updated_is_kept_besides_in_the_dtype_that_is_computed_
     assert {row.joined for name, row in by_name.items() if name != "hybrid_full"} == {0}
 
 
+EVERYTHING = {"parameters": True, "gradients": True, "optimizer": True}
+
+
+@pytest.mark.parametrize("switches", [{"optimizer": True}, {"gradients": True}, EVERYTHING])
+@pytest.mark.parametrize("strategy", ["zero1", "full_shard", "hybrid_full"])
+def test_what_is_in_host_memory_is_counted_apart(strategy: str, switches: dict[str, bool]) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8, bias=False))
+    offload = sw.Offload(**switches)
+    cases = (("adamw", sw.Offload()), ("sgd", offload), ("adamw", offload))
+    tables = [table_of(model, (2, 4), name, (2, 2), offload=given) for name, given in cases]
+    plain, sgd, adamw = ({row.strategy: row for row in rows}[strategy] for rows in tables)
+    mesh = (2, 2) if strategy == "hybrid_full" else None
+    sharded = sw.shard(model, strategy, comm=FakeComm(2, 4), mesh=mesh, offload=offload)
+    model(torch.ones(2, 64)).sum().backward()
+    host, staged = sharded.buckets[0].spec.host, [b for b in sharded.buckets if b.spec.staged]
+    assert sgd.in_host == host.nbytes > plain.in_host == 0
+    kept = {b._sent.joined.untyped_storage() for b in staged}
+    own = sum(b.shard.nbytes for b in staged if not b.spec.in_host and b.spec.splits_copies)
+    assert adamw.joined == sum(storage.nbytes() for storage in kept) - own
+    stepped = torch.optim.AdamW(model.parameters())
+    stepped.step()
+    state = nbytes(value for values in stepped.state.values() for value in values.values())
+    assert (adamw.in_host - sgd.in_host, adamw.optimizer) == (
+        (state, 0) if offload.optimizer else (0, state)
+    )
+    together = plain.parameters + plain.gradients + plain.optimizer
+    assert together == adamw.in_host + adamw.parameters + adamw.gradients + adamw.optimizer
+
+
 def test_sharding_divides_what_is_kept_by_the_number_of_ranks() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))

@@ -14,8 +14,8 @@ from tests.train.test_job import VOCABULARY, rows
 from tests.train.tiny import tiny_recipe
 
 
-def counted(folder: Path, world: int, strategy: str) -> dict[str, Bytes]:
-    recipe = tiny_recipe(folder, f"sharding.strategy={strategy}")
+def counted(folder: Path, world: int, strategy: str, *overrides: str) -> dict[str, Bytes]:
+    recipe = tiny_recipe(folder, f"sharding.strategy={strategy}", *overrides)
 
     def rank(comm: Comm) -> dict[str, Bytes]:
         job = build(recipe, comm, rows(), VOCABULARY)
@@ -60,6 +60,16 @@ def test_what_a_strategy_splits_is_a_share_on_each_rank(
         assert len(row.per_rank) == 3
         share = max(row.per_rank) / row.whole
         assert share == pytest.approx(1 / 3 if kind in split else 1, rel=0.1), (kind, row)
+
+
+def test_what_is_in_host_memory_has_rows_of_its_own(tmp_path: Path) -> None:
+    plain = counted(tmp_path, 2, "full_shard")
+    rows = counted(tmp_path, 2, "full_shard", "sharding.offload=[optimizer]")
+    for kind in ("parameters", "gradients", "optimizer state"):
+        assert rows[f"{kind} in host memory"].whole == plain[kind].whole
+        assert rows[f"{kind} in host memory"].per_rank == pytest.approx(plain[kind].per_rank)
+    assert rows["parameters"] == Bytes("parameters", plain["parameters"].per_rank, 0)  # copies
+    assert rows["gradients"].per_rank == rows["optimizer state"].per_rank == (0, 0)
 
 
 def test_buffers_are_whole_on_every_rank(tmp_path: Path) -> None:

@@ -45,7 +45,28 @@ def test_the_state_of_the_ranks_in_one_memory(
     mesh = ["sharding.mesh=[2, 2]"] if strategy.startswith("hybrid") else []
     recipe = tiny_recipe(tmp_path, f"sharding.strategy={strategy}", *mesh)
     whole = 4 * recipe.model.parameters(300)
-    assert state_bytes(recipe, 4, here, 300) == states * whole
+    assert state_bytes(recipe, 4, here, 300) == (states * whole, 0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload", "device", "host"),
+    [
+        ("full_shard", "optimizer", 2 / 4, 3 / 4),  # a copy of the shard, and gradients
+        ("full_shard", "gradients", 3 / 4, 1 / 4),
+        ("full_shard", "parameters, gradients, optimizer", 0, 4 / 4),
+        ("shard_grad_op", "parameters, gradients, optimizer", 1, 4 / 4),
+        ("hybrid_full", "optimizer", 1 / 2 + 1 / 4, 3 / 4),
+        ("no_shard", "optimizer", 2, 3),
+    ],
+)
+def test_what_is_in_host_memory_is_not_in_the_devices(
+    tmp_path: Path, strategy: str, offload: str, device: float, host: float
+) -> None:
+    mesh = ["sharding.mesh=[2, 2]"] if strategy.startswith("hybrid") else []
+    overrides = [f"sharding.strategy={strategy}", f"sharding.offload=[{offload}]", *mesh]
+    recipe = tiny_recipe(tmp_path, *overrides)
+    whole = 4 * recipe.model.parameters(300)
+    assert state_bytes(recipe, 4, 1, 300) == (device * whole, host * whole)
 
 
 def test_a_hybrid_without_a_mesh_has_a_copy_on_each_host(
@@ -54,7 +75,7 @@ def test_a_hybrid_without_a_mesh_has_a_copy_on_each_host(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     recipe = tiny_recipe(tmp_path, "sharding.strategy=hybrid_full")
     whole = 4 * recipe.model.parameters(300)
-    assert state_bytes(recipe, 4, 2, 300) == (1 + 3 / 2) * whole
+    assert state_bytes(recipe, 4, 2, 300) == ((1 + 3 / 2) * whole, 0)
 
 
 def test_what_cannot_fit_is_refused_with_its_numbers(
@@ -72,6 +93,25 @@ def test_what_cannot_fit_is_refused_with_its_numbers(
     check_memory(large, CPU, 128)
     with pytest.raises(ConfigError):
         check_memory(large, CPU, 2, 300)
+
+
+def test_the_host_memory_of_a_machine_is_that_of_all_ranks_that_any_launcher_started_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe(tmp_path, "sharding.offload=[parameters, gradients, optimizer]")
+    needed = 4 * 4 * recipe.model.parameters(300)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    monkeypatch.setattr(estimate, "machine_memory", lambda: needed - 1)
+    monkeypatch.setattr(estimate, "_memory", lambda _: 0)
+    with pytest.raises(ConfigError, match=r"GB for the 4 of them in host memory, which has"):
+        check_memory(recipe, torch.device("cuda"), 4, 300)
+    with pytest.raises(ConfigError, match=r"for the 4 of them on this cpu"):
+        check_memory(recipe, CPU, 4, 300)
+    monkeypatch.setattr(estimate, "machine_memory", lambda: needed)
+    check_memory(recipe, torch.device("cuda"), 4, 300)
+    plain = tiny_recipe(tmp_path)
+    with pytest.raises(ConfigError, match=r"for the 1 of them on this cuda, which has 0.0 GB"):
+        check_memory(plain, torch.device("cuda"), 4, 300)
 
 
 def test_memory_is_what_this_container_may_use(

@@ -360,6 +360,8 @@ def trace(model: str | None, **options: Any) -> None:
 
 # --- explain ---------------------------------------------------------------------------------
 
+OFFLOADS = click.Choice(["parameters", "gradients", "optimizer"])
+OPTIMIZERS = click.Choice(["adamw", "sgd", "momentum"])
 EXPLAIN = """\
 Explain WORD of the field in a few sentences, with numbers of two ranks where they help.
 
@@ -385,13 +387,8 @@ Examples:
 @click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
 @MESH
 @click.option("--strategy", default="full_shard", show_default=True, help="Of `step`.")
-@click.option(
-    "--optimizer",
-    type=click.Choice(["adamw", "sgd", "momentum"]),
-    default="adamw",
-    show_default=True,
-    help="Of `memory`.",
-)
+@click.option("--optimizer", type=OPTIMIZERS, default="adamw", help="[default: adamw]")
+@click.option("--offload", type=OFFLOADS, multiple=True, help="What is in host memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table of `memory` as JSON.")
 def explain(word: str | None, model: str | None, **options: Any) -> None:
     """The command; its help is ``EXPLAIN``."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from textwrap import wrap
+from typing import Any
 
 import click
 
@@ -14,6 +15,7 @@ from shardwise.cli.models import named_model
 from shardwise.cli.tables import table
 from shardwise.explain.memory import Kept, table_of
 from shardwise.explain.words import Word, find, words
+from shardwise.offload import Offload
 from shardwise.printed import size
 from shardwise.setup import order
 from shardwise.tracing.blueprint import draw
@@ -29,7 +31,13 @@ class About:
     mesh: tuple[int, int] | None = None  # for hybrids; then ``ranks`` is the product
     strategy: str = "full_shard"
     optimizer: str = "adamw"
+    offload: tuple[str, ...] = ()
     as_json: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As for ``shard()``."""
+        return {"offload": Offload(**dict.fromkeys(self.offload, True))}
 
 
 def run_explain(word: str | None, model: str | None, about: About) -> None:
@@ -66,7 +74,7 @@ def _word(word: Word) -> Iterator[str]:
 def _memory(model: str | None, about: About) -> Iterator[str]:
     named = named_model(model)
     ranks = prod(about.mesh) if about.mesh else about.ranks
-    rows = table_of(named.model, (0, ranks), about.optimizer, mesh=about.mesh)
+    rows = table_of(named.model, (0, ranks), about.optimizer, about.mesh, **about.options)
     if about.as_json:
         yield json.dumps([asdict(row) | {"between_steps": row.between_steps} for row in rows])
         return
@@ -77,19 +85,25 @@ def _memory(model: str | None, about: About) -> Iterator[str]:
     )
     yield ""
     head = ["strategy", "parameters", "gradients", "optimizer", "together", "gathered", "sent"]
-    yield from table([_row(row) for row in rows], [*head, "gathers", "reduces"])
+    if about.offload:
+        head.insert(5, "in host")
+    lines = [_row(row, bool(about.offload)) for row in rows]
+    yield from table(lines, [*head, "gathers", "reduces"])
     yield ""
     yield "together   what lies there between steps, before gradients are dropped"
+    if about.offload:
+        yield "in host    what lies in host memory instead; the columns before it are of the device"
     yield "gathered   full parameters at most at a time within a step, besides"
     yield "gathers    all-gathers in the forward + backward pass; reduces: reduce-scatters"
 
 
-def _row(row: Kept) -> list[str]:
+def _row(row: Kept, offloads: bool) -> list[str]:
     nbytes = [
         row.parameters + row.joined,
         row.gradients,
         row.optimizer,
         row.between_steps,
+        *([row.in_host] if offloads else []),
         row.gathered,
     ]
     gathers = [row.calls.get(f"{phase} gather", 0) for phase in ("forward", "backward")]
@@ -100,5 +114,5 @@ def _row(row: Kept) -> list[str]:
 def _step(model: str | None, about: About) -> Iterator[str]:
     module = named_model(model).model
     ranks = prod(about.mesh) if about.mesh else about.ranks
-    blueprint = draw(module, about.strategy, ranks=(0, ranks), mesh=about.mesh)
+    blueprint = draw(module, about.strategy, ranks=(0, ranks), mesh=about.mesh, **about.options)
     yield str(blueprint.schedule(order.guess(module, blueprint.units.unit_names)))

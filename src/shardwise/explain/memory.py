@@ -31,8 +31,11 @@ class Kept:
 
     Attributes:
         strategy: its name.
-        parameters, gradients, optimizer: between steps, without padding.
-        joined: of this rank's shards, what its copies have updated, with padding.
+        parameters, gradients, optimizer: on the device, without padding: parameters and state
+            between steps, gradients where they are once they are reduced.
+        in_host: the same three in host memory, which ``offload`` has put there.
+        joined: of this rank's shards, with padding: what its copies have updated, and a copy on
+            the device of what is in host memory.
         padding: of the parameters, which no tensor shows.
         gathered: full buckets at most at a time, besides what is kept.
         sent: by this rank in a step.
@@ -43,6 +46,7 @@ class Kept:
     parameters: int
     gradients: int
     optimizer: int
+    in_host: int
     joined: int
     padding: int
     gathered: int
@@ -51,7 +55,7 @@ class Kept:
 
     @property
     def between_steps(self) -> int:
-        """Parameters, with what copies have updated, gradients and optimizer state."""
+        """On the device: parameters, with ``joined``, gradients and optimizer state."""
         return self.parameters + self.joined + self.gradients + self.optimizer
 
 
@@ -74,45 +78,42 @@ def table_of(
 def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Kept:
     """What a rank keeps and sends as ``blueprint`` cuts ``model``."""
     copies, more = OPTIMIZERS[optimizer]
-    shards = blueprint.parameters
-    parameters = sum(shard.nbytes for shard in shards.values())
-    trained = [
-        shards[slot.name].nbytes
-        for spec in blueprint.buckets
-        if spec.trainable
-        for slot in spec.slots
-    ]
+    offload, shards = blueprint.options.offload, blueprint.parameters
+    parameters, gradients, state = [0, 0], [0, 0], [0, 0]  # on the device, in host memory
+    for spec in blueprint.buckets:
+        nbytes = sum(shards[slot.name].nbytes for slot in spec.slots)
+        parameters[spec.in_host] += nbytes
+        gradients[offload.gradients] += nbytes * spec.trainable
+        state[spec.in_host] += (copies * nbytes + more * len(spec.slots)) * spec.trainable
     schedule = blueprint.schedule(order.guess(model, blueprint.units.unit_names))
     return Kept(
         strategy=blueprint.placement.name,
-        parameters=parameters,
-        gradients=sum(trained),
-        optimizer=copies * sum(trained) + more * len(trained),
+        parameters=parameters[0],
+        gradients=gradients[0],
+        optimizer=state[0],
+        in_host=parameters[1] + gradients[1] + state[1],
         joined=sum(_joined(spec) for spec in blueprint.buckets),
-        padding=sum(_at_rest(spec) for spec in blueprint.buckets) - parameters,
+        padding=sum(spec.rest_nbytes for spec in blueprint.buckets) - sum(parameters),
         gathered=_most_gathered(schedule.events, blueprint),
         sent=sum(schedule.sent(event) for event in schedule.events),
         calls=_calls(schedule.events, blueprint),
     )
 
 
-def _at_rest(spec: BucketSpec) -> int:
-    return spec.layout.shard_numel * spec.dtypes.stored.itemsize
-
-
 def _joined(spec: BucketSpec) -> int:
-    """What is kept of a shard besides the own piece of it, where that is not in the full bucket."""
-    if not spec.splits_copies or spec.home.lasting:
+    """What is kept to be sent, besides the shard where that is a piece of it."""
+    if spec.staged is None:
         return 0
-    nbytes = spec.layout.numel // spec.shard.size * spec.dtypes.compute.itemsize
-    return nbytes - (_at_rest(spec) if spec.dtypes.stored is spec.dtypes.compute else 0)
+    nbytes = spec.layout.numel // spec.shard.size * spec.staged.itemsize
+    is_piece = not spec.in_host and spec.dtypes.stored is spec.dtypes.compute
+    return nbytes - (spec.rest_nbytes if is_piece else 0)
 
 
 def _most_gathered(events: Sequence[Event], blueprint: Blueprint) -> int:
     """Bytes of the full buckets that exist at most at a time, besides what is kept."""
     nbytes = blueprint.nbytes
     if blueprint.placement.resident and blueprint.placement.splits:
-        shards = 0 if blueprint.policy.casts else sum(map(_at_rest, blueprint.buckets))
+        shards = sum(spec.rest_nbytes for spec in blueprint.buckets if spec.home.aliased)
         return sum(unit.gathered for unit in nbytes.values()) - shards  # slices of full buckets
     gathered = most = 0
     for event in events:

@@ -89,6 +89,11 @@ class Bucket:
         return self.state is not State.AT_REST
 
     @property
+    def staged(self) -> Tensor | None:
+        """What is kept on the device to be sent, where that is memory of its own."""
+        return None if self.spec.staged is None else self._sent.joined
+
+    @property
     def is_whole(self) -> bool:
         """Do the parameters show the full bucket?"""
         return self.state is State.READY or self.home.stays_whole

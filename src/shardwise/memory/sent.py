@@ -27,11 +27,8 @@ class Sent:
     def __init__(self, spec: BucketSpec, full: Tensor) -> None:
         self._spec, self._loads = spec, spec.in_host
         self._out = self.joined = spec.sent(full)
-        encodes = spec.gather_codec is not None  # from what is stored, and into the full bucket
-        in_place = (spec.home.lasting or spec.home.reloaded) and not encodes
-        if (spec.splits_copies or self._loads) and not in_place:
-            dtype = full.dtype if spec.splits_copies or not encodes else spec.dtypes.stored
-            self.joined = spec.shard.memory.shard(self._out.numel(), dtype)
+        if spec.staged is not None:
+            self.joined = spec.shard.memory.shard(self._out.numel(), spec.staged)
         self.piece = spec.piece(self.joined)
         self.forget()
 

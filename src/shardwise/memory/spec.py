@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise import accelerators
@@ -109,6 +110,15 @@ class BucketSpec:
     def gather_codec(self) -> Codec | None:
         """How parameters are encoded to be gathered, if they are."""
         return codec_of(self.dtypes.gather_wire) if self.shard.size > 1 else None
+
+    @cached_property
+    def staged(self) -> torch.dtype | None:
+        """The dtype of the memory, beside the full bucket, in which what is sent is kept."""
+        in_full = (self.home.lasting or self.home.reloaded) and self.gather_codec is None
+        if in_full or not (self.splits_copies or self.in_host):
+            return None  # what is sent is the shard, or made in the full bucket
+        encodes_shard = self.gather_codec is not None and not self.splits_copies
+        return self.dtypes.stored if encodes_shard else self.dtypes.compute
 
     @property
     def gather_sent(self) -> int:

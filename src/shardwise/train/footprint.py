@@ -2,6 +2,7 @@
 
 The table adds up the storages that exist at the end of a step, each once. So it includes padding,
 counts memory that tensors share once, and divides memory that ranks of one host share among them.
+What ``offload`` keeps in host memory has rows of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shardwise.train.records import Bytes, Placed
 
 __all__ = ["footprint", "storage_bytes"]
 
-KINDS = ("parameters", "gradients", "optimizer state", "buffers")
+KINDS = ("parameters", "gradients", "optimizer state")
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -33,21 +34,29 @@ def footprint(sharded: Sharded, optimizer: Optimizer, comm: Comm) -> Placed:
 
     Call it between ``optimizer.step()`` and ``zero_grad()``, when all four kinds exist.
     """
-    model = sharded.model
-    local = (
-        sum(map(_shard_bytes, sharded.buckets)),
-        storage_bytes(p.grad for p in model.parameters() if p.grad is not None),
-        storage_bytes(_state_tensors(optimizer)),
-        storage_bytes(model.buffers()),
-    )
+    buffers = storage_bytes(sharded.model.buffers())
+    rows = [*_kinds(sharded, optimizer, in_host=False), ("buffers", buffers, buffers)]
+    if any(bucket.spec.in_host for bucket in sharded.buckets):
+        kinds = _kinds(sharded, optimizer, in_host=True)
+        rows += [(f"{kind} in host memory", here, whole) for kind, here, whole in kinds]
+    local = [here for _, here, _ in rows]
     per_rank = all_gather_floats(comm, local, "footprint").long().T.tolist()
-    unsharded = (*_unsharded(sharded, optimizer), local[-1])
-    return Placed(
-        tuple(
-            Bytes(kind, tuple(ranks), total)
-            for kind, ranks, total in zip(KINDS, per_rank, unsharded, strict=True)
-        )
+    counted = zip(rows, per_rank, strict=True)
+    return Placed(tuple(Bytes(kind, tuple(ranks), whole) for (kind, _, whole), ranks in counted))
+
+
+def _kinds(sharded: Sharded, optimizer: Optimizer, in_host: bool) -> list[tuple[str, int, int]]:
+    """Each kind, its bytes on this rank, and those in one unsharded process."""
+    buckets = [bucket for bucket in sharded.buckets if bucket.spec.in_host is in_host]
+    staged = [bucket.staged for bucket in sharded.buckets if bucket.spec.in_host and not in_host]
+    params = [param for bucket in buckets for param in bucket.params]
+    states = (optimizer.state.get(param, {}).values() for param in params)
+    here = (
+        sum(map(_shard_bytes, buckets)) + storage_bytes(t for t in staged if t is not None),
+        storage_bytes(param.grad for param in params if param.grad is not None),
+        storage_bytes(value for state in states for value in state if isinstance(value, Tensor)),
     )
+    return list(zip(KINDS, here, _unsharded(buckets, optimizer), strict=True))
 
 
 def _shard_bytes(bucket: Bucket) -> int:
@@ -57,15 +66,10 @@ def _shard_bytes(bucket: Bucket) -> int:
     return nbytes // bucket.spec.shard.size if shared else nbytes
 
 
-def _state_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def _unsharded(sharded: Sharded, optimizer: Optimizer) -> tuple[int, int, int]:
+def _unsharded(buckets: Iterable[Bucket], optimizer: Optimizer) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state in one unsharded process."""
     parameters = gradients = state = 0
-    for bucket in sharded.buckets:
+    for bucket in buckets:
         itemsize = bucket.dtypes.stored.itemsize
         for member, param in zip(bucket.members, bucket.params, strict=True):
             numel = bucket.layout.by_name[member.name].numel

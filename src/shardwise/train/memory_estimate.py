@@ -1,13 +1,15 @@
 """A lower bound of the memory of a run, checked before it starts so that it is not killed later.
 
 It counts parameters, gradients and the optimizer's two moments, without activations and padding,
-and counts once what ranks of one machine may share. A recipe that it refuses can never work.
+and counts once what ranks of one machine may share; what is kept in host memory is checked there.
+A recipe that it refuses can never work.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -17,11 +19,18 @@ from shardwise.errors import ConfigError
 from shardwise.strategies import placement_of
 from shardwise.train.config import Recipe
 
-__all__ = ["check_memory", "machine_memory", "state_bytes"]
+__all__ = ["StateBytes", "check_memory", "machine_memory", "state_bytes"]
 
 MIN_VOCABULARY = 257  # what every tokenizer has; a recipe's number may be more than its text gives
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-STATES = 3  # per parameter: its gradient and two moments
+MOMENTS = 2  # of AdamW, per parameter
+
+
+class StateBytes(NamedTuple):
+    """Of the ranks in one memory: where the device computes, and in host memory beside it."""
+
+    device: int
+    host: int
 
 
 def check_memory(
@@ -30,38 +39,49 @@ def check_memory(
     """Raises ``ConfigError`` if the training state alone exceeds the device's memory.
 
     Args:
-        device: of this rank; a CPU's memory is shared by all ranks of the machine.
+        device: of this rank; a CPU's memory is shared by all ranks of the machine, and so is the
+            host memory beside other devices.
         ranks: world size.
         vocabulary: number of tokens, or a lower bound of it.
     """
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
-    needed, available = state_bytes(recipe, ranks, local_ranks, vocabulary), _memory(device)
-    if needed <= available:
-        return
-    count = recipe.model.parameters(vocabulary)
-    stored = recipe.sharding.precision.stored or "float32"
-    raise ConfigError(
-        f"the model has at least {count:,} parameters: with gradients and AdamW's two moments in "
-        f"{stored}, {recipe.sharding.strategy} over {ranks:,} ranks takes {needed / 1e9:,.1f} GB "
-        f"for the {local_ranks:,} of them on this {device.type}, which has "
-        f"{available / 1e9:,.1f} GB. Choose a smaller model (model.width, model.layers), more "
-        "machines, sharding.strategy full_shard, or sharding.precision.stored bfloat16."
-    )
+    local_ranks = local_size(os.environ) or 1
+    here = state_bytes(recipe, ranks, local_ranks, vocabulary)
+    memories = {f"on this {device.type}": (local_ranks, sum(here), machine_memory())}
+    if device.type != "cpu":
+        own, memory = state_bytes(recipe, ranks, 1, vocabulary).device, _memory(device)
+        memories = {f"on this {device.type}": (1, own, memory)}
+        memories["in host memory"] = (local_ranks, here.host, machine_memory())
+    for where, (count, needed, available) in memories.items():
+        if needed > available:
+            numel = recipe.model.parameters(vocabulary)
+            stored = recipe.sharding.precision.stored or "float32"
+            raise ConfigError(
+                f"the model has at least {numel:,} parameters: with gradients and AdamW's two "
+                f"moments in {stored}, {recipe.sharding.strategy} over {ranks:,} ranks takes "
+                f"{needed / 1e9:,.1f} GB for the {count:,} of them {where}, which has "
+                f"{available / 1e9:,.1f} GB. Choose a smaller model (model.width, model.layers), "
+                "more machines, sharding.strategy full_shard, or sharding.precision.stored "
+                "bfloat16."
+            )
 
 
-def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -> int:
+def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -> StateBytes:
     """A lower bound of the bytes of ``local_ranks`` of ``ranks`` ranks in one memory."""
-    placement = placement_of(recipe.sharding.strategy)
+    placement, offload = placement_of(recipe.sharding.strategy), recipe.sharding.offload
     stored = recipe.sharding.precision.arguments()["stored"] or torch.float32
     whole = recipe.model.parameters(vocabulary) * stored.itemsize
-    if not placement.splits:
-        return local_ranks * (1 + STATES) * whole
     shape = shape_of(placement, ranks, recipe.sharding.mesh, local_size(os.environ))
-    split = shape.shard if shape else ranks
-    shards = whole * local_ranks // split
-    states = STATES * whole * local_ranks // (ranks if placement.splits_copies else split)
+    split = (shape.shard if shape else ranks) if placement.splits else 1
+    pieces = whole * local_ranks // (ranks if placement.splits_copies else split)
     # Parameters that stay gathered may be one copy in memory shared by the ranks of a machine.
-    return states + (shards if placement.frees else whole)
+    stays_whole = placement.splits and not placement.frees
+    parameters = whole if stays_whole else whole * local_ranks // split
+    if "parameters" in offload and placement.frees:
+        parameters = 0
+    in_host = pieces * ("gradients" in offload) + (1 + MOMENTS) * pieces * ("optimizer" in offload)
+    on_device = pieces * ("gradients" not in offload)
+    on_device += MOMENTS * pieces * ("optimizer" not in offload)
+    return StateBytes(parameters + on_device, in_host)
 
 
 def machine_memory() -> int:
@@ -77,6 +97,4 @@ def machine_memory() -> int:
 
 
 def _memory(device: torch.device) -> int:
-    if device.type == "cpu":
-        return machine_memory()
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
