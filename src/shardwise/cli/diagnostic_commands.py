@@ -1,0 +1,166 @@
+"""Commands about programs, models and machines; they train nothing and change no checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["COMMANDS", "CONTEXT_SETTINGS"]
+
+CONTEXT_SETTINGS = {"max_content_width": 100}
+
+# --- convert-config --------------------------------------------------------------------------
+
+CONVERT_CONFIG = """\
+Say what each key of FILE means here, and write a recipe.
+
+FILE is Accelerate's YAML, fsdp_config.json of transformers or Gaudi, arguments of transformers'
+Trainer, or lines such as FSDP_VERSION=2. If keys contradict each other, nothing is written.
+"""
+
+
+@click.command(
+    "convert-config",
+    help=CONVERT_CONFIG,
+    short_help="Convert another library's sharding options.",
+    context_settings=CONTEXT_SETTINGS,
+)
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--from", "source", help="The dialect of FILE, if not by its keys.")
+@click.option("--to", default="recipe", show_default=True, help="The dialect to write.")
+@click.option("--output", type=click.Path(path_type=Path), help="The file to write.")
+@click.option("--strict", is_flag=True, help="A key that is not used is an error.")
+@click.option("--overwrite", is_flag=True, help="Replace the file to write.")
+def convert_config(file: Path, **options: Any) -> None:
+    """The command; its help is ``CONVERT_CONFIG``."""
+    from shardwise.cli.convert_config import ConvertOptions, run_convert_config
+
+    run_convert_config(file, ConvertOptions(**options))
+
+
+# --- doctor ----------------------------------------------------------------------------------
+
+DOCTOR = """\
+Show what this machine has: versions, devices, backends, environment.
+
+With --conformance: run the engine on its devices and compare with one process. One line for each
+check: collectives, sums, dtypes, training under every strategy, saving and loading.
+
+\b
+Examples:
+  shardwise doctor
+  shardwise doctor --conformance --json result.json
+  torchrun --nnodes 2 … -m shardwise.cli doctor --conformance
+
+\b
+Exit status: 0 if all is well; 1 if something is missing, or a check did not pass.
+"""
+
+
+@click.command(
+    "doctor",
+    help=DOCTOR,
+    short_help="Show what this machine has, and check the engine on it.",
+    context_settings=CONTEXT_SETTINGS,
+)
+@click.option("--conformance", is_flag=True, help="Check the engine on the devices that are here.")
+@click.option("--device", help="Such as cpu.  [default: what torch sees]")
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    help="Ranks of --conformance.  [default: one for each device, two on a CPU]",
+)
+@click.option(
+    "--json", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here, too."
+)
+def doctor(**wanted: Any) -> None:
+    """The command; ``DOCTOR`` is what people read."""
+    from shardwise.cli.doctor import Examination, run_doctor
+
+    run_doctor(Examination(**wanted))
+
+
+# --- trace -----------------------------------------------------------------------------------
+
+MESH = click.option("--mesh", nargs=2, type=int, metavar="COPIES RANKS", help="Of a hybrid.")
+TRACE = """\
+Show one training step of MODEL as a program in which every collective is a line.
+
+No process group, no device and no memory for the model are needed: torch traces the module, and
+collectives stand where the schedule has them, which is the one that runs.
+
+\b
+MODEL may be
+  recipe.yaml         the decoder that `shardwise train` would build
+  folder              one with a config.json of transformers
+  file.py:function    a function that returns a module and its input
+  (nothing)           Linear(Tanh(Linear(x))), the model of the tutorial on ZeRO-2
+
+\b
+Examples:
+  shardwise trace --strategy shard_grad_op
+  shardwise trace --stage synchronize
+  shardwise trace model.py:build --world 1024 --rank 7
+  shardwise trace --diff hybrid_full full_shard --mesh 2 4
+"""
+
+
+@click.command(
+    "trace", help=TRACE, short_help="Show one step as a program.", context_settings=CONTEXT_SETTINGS
+)
+@click.argument("model", required=False)
+@click.option("--strategy", default="full_shard", show_default=True, help="As for shard().")
+@click.option("--world", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
+@MESH
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose.")
+@click.option("--stage", help="Show this stage, such as functional or 'sort waits'.")
+@click.option("--diff", nargs=2, metavar="STRATEGY STRATEGY", help="Compare two strategies.")
+def trace(model: str | None, **options: Any) -> None:
+    """The command; its help is ``TRACE``."""
+    from shardwise.cli.trace import Asked, run_trace
+
+    run_trace(model, Asked(**options))
+
+
+# --- explain ---------------------------------------------------------------------------------
+
+OFFLOADS = click.Choice(["parameters", "gradients", "optimizer"])
+OPTIMIZERS = click.Choice(["adamw", "sgd", "momentum"])
+EXPLAIN = """\
+Explain WORD of the field in a few sentences, with numbers of two ranks where they help.
+
+Without a word: all words. `memory` and `step` are about a MODEL, which is named as for
+`shardwise trace`: what each strategy keeps on a rank and sends, and the events of one step.
+
+\b
+Examples:
+  shardwise explain all-gather
+  shardwise explain memory recipes/demo.yaml --ranks 8
+  shardwise explain step --strategy shard_grad_op
+"""
+
+
+@click.command(
+    "explain",
+    help=EXPLAIN,
+    short_help="Explain a word, with numbers.",
+    context_settings=CONTEXT_SETTINGS,
+)
+@click.argument("word", required=False)
+@click.argument("model", required=False)
+@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
+@MESH
+@click.option("--strategy", default="full_shard", show_default=True, help="Of `step`.")
+@click.option("--optimizer", type=OPTIMIZERS, default="adamw", help="[default: adamw]")
+@click.option("--offload", type=OFFLOADS, multiple=True, help="What is in host memory.")
+@click.option("--json", "as_json", is_flag=True, help="Print the table of `memory` as JSON.")
+def explain(word: str | None, model: str | None, **options: Any) -> None:
+    """The command; its help is ``EXPLAIN``."""
+    from shardwise.cli.explain import About, run_explain
+
+    run_explain(word, model, About(**options))
+
+
+COMMANDS = (convert_config, doctor, trace, explain)
