@@ -44,7 +44,15 @@ def test_activations_on_the_host_and_compiled_units() -> None:
     assert shard_arguments(report) == {"compile": "hpu_backend"}
 
 
+def test_no_shard_may_be_offloaded() -> None:
+    report = read({"sharding_strategy": "NO_SHARD", "cpu_offload": True}, "fsdp1", strict=True)
+    arguments = shard_arguments(report)
+    assert arguments == {"strategy": "no_shard", "offload": sw.Offload(True, True, True)}
+    sharded = sw.shard(torch.nn.Linear(2, 2), comm=LocalComm(), **arguments)
+    assert all(bucket.spec.in_host for bucket in sharded.buckets)
+
+
 def test_contradictory_arguments_shard_nothing() -> None:
-    report = read({"sharding_strategy": "NO_SHARD", "cpu_offload": True}, "fsdp1")
-    with pytest.raises(ConfigError, match="no_shard keeps whole parameters"):
+    report = read({"fsdp": "offload"}, "transformers")
+    with pytest.raises(ConfigError, match="offload is no strategy"):
         shard_arguments(report)

@@ -21,10 +21,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         *("transformers", "fsdp.auto_wrap"),
         {"fsdp": "auto_wrap", "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}},
     ),
-    (
-        *("fsdp_config", "fsdp_offload_params"),
-        {"fsdp_offload_params": True, "fsdp_sharding_strategy": 3},
-    ),
     ("transformers", "fsdp.offload", {"fsdp": "offload"}),
     (
         *("transformers", "fsdp.offload"),

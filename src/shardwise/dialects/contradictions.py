@@ -37,10 +37,6 @@ CONTRADICTIONS = (
         lambda p: p.wrap == "none",
     ),
     Rule(
-        *("offload", "no_shard keeps whole parameters on the device; choose another strategy"),
-        lambda p: p.offload and p.strategy == "no_shard",
-    ),
-    Rule(
         *("offload_word", "offload is no strategy; add full_shard or shard_grad_op, or auto_wrap"),
         lambda p: not (p.strategy or p.auto_wrap),
     ),
