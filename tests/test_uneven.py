@@ -6,6 +6,8 @@ The truth is one process that plays, in each step, the ranks that still have dat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,8 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.gradients import Share
 from shardwise.runtime.join import share_of
-from tests.copies import equal, on_ranks, said, seeded
-from tests.nets import loss, tied_decoder, tied_decoder_batch
+from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.nets import loss, odd_convnet, odd_convnet_batch, tied_decoder, tied_decoder_batch
 from tests.parity.plain import mean_in_rank_order, put_gradients
 from tests.parity.sharded import distance
 from tests.ranks import run_processes, run_sharing
@@ -227,6 +229,147 @@ def test_ranks_stop_together() -> None:
     assert ranks[2] == [*outside, *[together] * 3, alone]
 
 
+# --- what else goes on without data ------------------------------------------------------------
+
+
+def statistics_by_one_process(policy: str) -> dict[str, Tensor]:
+    """Those that each rank with data comes to by itself, and then their mean or the first's."""
+    models = [seeded(odd_convnet) for _ in COUNTS]
+    for step in range(max(COUNTS)):
+        updated = []
+        for rank, model in enumerate(models):
+            if step < COUNTS[rank]:
+                with torch.no_grad():
+                    model(odd_convnet_batch(10 * step + rank, 4)[0])
+                updated.append(clones(dict(model.named_buffers())))
+        for model, (name, first) in product(models, updated[0].items()):
+            every = torch.stack([buffers[name].double() for buffers in updated])
+            is_mean = policy == "average" and first.is_floating_point()
+            model.get_buffer(name).copy_(every.mean(0) if is_mean else first)
+    return clones(dict(models[0].named_buffers()))
+
+
+@pytest.mark.parametrize("policy", ["average", "broadcast"])
+def test_buffers_of_a_rank_without_data_do_not_count(policy: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sharded = sw.shard(model, comm=comm, buffers=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # only buffers change
+        with sharded.join(optimizer):
+            for step in range(COUNTS[comm.rank]):
+                loss(model, odd_convnet_batch(10 * step + comm.rank, 4)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return clones(dict(model.named_buffers()))
+
+    expected = statistics_by_one_process(policy)
+    for found in on_ranks(len(COUNTS), odd_convnet, rank):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["full_shard", pytest.param("hybrid_shard", marks=pytest.mark.prove), "hybrid_full"],
+)
+def test_a_scaler_unscales_and_skips_without_data(strategy: str) -> None:
+    """The third step overflows on one rank; its gradients are zeroed, and not taken away."""
+
+    def losses(model: nn.Module, step: int) -> Iterator[list[Tensor]]:
+        for rank in range(len(COUNTS)):
+            for batch in batches(rank)[(0, 1, 3)[step] :][:1]:
+                yield [loss(model, batch)]
+
+    def rank(comm: Comm, model: nn.Module) -> tuple[int, dict[str, Tensor]]:
+        mesh: Any = {"mesh": (2, 2)} if "hybrid" in strategy else {}
+        sharded = sw.shard(model, strategy, comm=comm, **mesh)
+        optimizer = sgd(list(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        with sharded.join(optimizer) as joined:
+            for step, batch in enumerate(batches(comm.rank)):
+                value = loss(model, batch)
+                overflows = (step, comm.rank) == (2, 2)
+                scaler.scale(value * torch.inf if overflows else value).backward()
+                scaler.unscale_(optimizer)
+                sharded.clip_grad_norm_(torch.inf)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=False)
+        return joined.missed_steps, model.state_dict()
+
+    expected = one_process(seeded(tied_decoder), sgd, 3, losses)
+    ranks = on_ranks(len(COUNTS), tied_decoder, rank)
+    assert [missed for missed, _ in ranks] == [1, 2, 0, 3]
+    for _, state in ranks:
+        assert max(distance(state[name], expected[name]) for name in expected) < 1e-6
+
+
+def test_requires_grad_that_changes_changes_without_data_too() -> None:
+    def freeze(model: nn.Module, step: int) -> None:
+        model.get_submodule("blocks.0").requires_grad_(step % 2 == 0)
+
+    def losses(model: nn.Module, step: int) -> Iterator[list[Tensor]]:
+        freeze(model, step)
+        for rank in range(len(COUNTS)):
+            for batch in batches(rank)[step : step + 1]:
+                yield [loss(model, batch)]
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = sgd(list(model.parameters()))
+        with sharded.join(optimizer):
+            for step, batch in enumerate(batches(comm.rank)):
+                freeze(model, step)
+                loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.state_dict()
+
+    expected = one_process(seeded(tied_decoder), sgd, max(COUNTS), losses)
+    assert all(equal(state, expected) for state in on_ranks(len(COUNTS), tied_decoder, rank))
+
+
+HOST = sw.Offload(parameters=True, gradients=True, optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"offload": HOST}, {"residency": 1 << 30}),
+        ({"residency": 1 << 30}, {"offload": HOST, "residency": 1 << 30}),
+    ],
+    ids=["offload, then residency", "residency, then both"],
+)
+def test_a_run_goes_on_from_a_checkpoint_between_two_blocks(
+    before: dict[str, Any], after: dict[str, Any], tmp_path: Path
+) -> None:
+    def losses(model: nn.Module, step: int) -> Iterator[list[Tensor]]:
+        for rank in range(len(COUNTS)):
+            for batch in batches(rank)[step % max(COUNTS) :][:1]:
+                yield [loss(model, batch)]
+
+    def epoch(sharded: sw.Sharded, optimizer: torch.optim.Optimizer) -> None:
+        with sharded.join(optimizer):
+            for batch in batches(sharded.comm.rank):
+                loss(sharded.model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sharded = sw.shard(model, comm=comm, **before)
+        optimizer = sgd(list(model.parameters()))
+        epoch(sharded, optimizer)
+        sharded.save(tmp_path / "epoch-1", optimizer)
+        other = models[comm.rank]
+        sharded = sw.shard(other, comm=comm, **after)
+        optimizer = sgd(list(other.parameters()))
+        sharded.load(tmp_path / "epoch-1", optimizer)
+        epoch(sharded, optimizer)
+        return other.state_dict()
+
+    models = [seeded(tied_decoder, 1) for _ in COUNTS]
+    expected = one_process(seeded(tied_decoder), sgd, 2 * max(COUNTS), losses)
+    assert all(equal(state, expected) for state in on_ranks(len(COUNTS), tied_decoder, rank))
+
+
 # --- what cannot be done -----------------------------------------------------------------------
 
 
@@ -252,7 +395,8 @@ def test_other_calls_wait_until_the_block_ends() -> None:
     assert message == (
         "a state dict was asked for while ranks [1] have run out of data. Until the end of join() "
         "they take part in forward and backward passes, sharded.clip_grad_norm_(), steps of the "
-        "optimizers that join() was given, sharded.any() and sharded.all(), and in nothing else. "
+        "optimizers that join() was given, also by a GradScaler, sharded.any() and sharded.all(), "
+        "and in nothing else. "
         "Do it after the block."
     )
 
@@ -278,6 +422,19 @@ def test_an_optimizer_that_was_not_given_cannot_step_on_all_ranks() -> None:
     assert message.startswith("AdamW steps inside join(), and join() was not given it, so ranks ")
     message = refused(lambda _, optimizer: optimizer.step(lambda: 0.0), sw.ConfigError)
     assert message.startswith("SGD steps inside join(), with a closure, so ranks ")
+
+
+def test_a_scaler_whose_scale_only_a_fused_kernel_knows_cannot_step_on_all_ranks() -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), fused=True)
+        scaler = torch.amp.GradScaler("cpu")
+        with sharded.join(optimizer):
+            scaler.scale(loss(model, batches(0)[0])).backward()
+            return said(sw.ConfigError, lambda: scaler.step(optimizer))
+
+    for message in on_ranks(2, tied_decoder, rank):
+        assert message.startswith("SGD steps inside join(), with a GradScaler and fused=True, so")
 
 
 def test_learning_rates_that_came_apart_are_found() -> None:

@@ -149,8 +149,7 @@ class Sharded:
         first = order.guess(self.model, unit_names)
         participates = self.options.divergence == "participate"
         self.runtime = Runtime(states, self.comm, policy, precision, first, participates)
-        sync = partial(sync_buffers, self.model, self.comm, self.options.buffers)
-        self.runtime.at_step_end = sync
+        self.runtime.at_step_end = partial(sync_buffers, self.model, self.options.buffers)
         self._hooks = Hooks(self.model, unit_names, self.runtime, precision)
         self._state = StateHooks(self.model, self.buckets, self._state_asked)
         self._attach()

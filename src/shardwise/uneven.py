@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, ScheduleError
 from shardwise.memory.gradients import Share
 from shardwise.runtime.join import Join, Kind, Message
 from shardwise.runtime.runtime import Runtime
-from shardwise.torch_internals import disable_torch_function, get_grad, set_grad
+from shardwise.torch_internals import disable_torch_function, get_grad, set_grad, unscale_
 
 
 class Sharded(Protocol):
@@ -104,8 +104,10 @@ def tell_step(self: Sharded, optimizer: Optimizer, closure: object) -> None:
     if (joined := self.runtime.join) is None or joined.has_left:
         return
     at = next((i for i, one in enumerate(joined.optimizers) if one is optimizer), None)
-    if at is None or closure is not None:
-        what = "with a closure" if at is not None else "and join() was not given it"
+    scaled = "found_inf" in vars(optimizer)  # for a fused kernel, by a GradScaler
+    if at is None or closure is not None or scaled:
+        how = "with a GradScaler and fused=True" if scaled else "with a closure"
+        what = how if at is not None else "and join() was not given it"
         raise ConfigError(
             f"{type(optimizer).__name__} steps inside join(), {what}, so ranks that run out of "
             "data could not do so as well. Write `with sharded.join(optimizer):`, call backward() "
@@ -159,6 +161,12 @@ class _Follower:
 
     def _carry_out(self, message: Message) -> None:
         runtime, kind = self._runtime, message.kind
+        between = {
+            Kind.CLIP: self._clip,
+            Kind.UNSCALE: self._unscale,
+            Kind.STEP: self._step,
+            Kind.REQUIRES_GRAD: self._require_gradients,
+        }
         if kind is Kind.EVENT:
             runtime.follow(self._joined.event(message))
         elif kind in (Kind.FORWARD, Kind.TRAIN):
@@ -173,16 +181,27 @@ class _Follower:
             runtime.begin_backward(recorded=False)
         elif kind is Kind.END_BACKWARD:
             runtime.end_backward(kept=False)
-        elif kind is Kind.CLIP:
-            self._clip(message.numbers)
-        elif kind is Kind.STEP:
-            self._step(message)
+        elif kind in between:
+            between[kind](message)
 
-    def _clip(self, numbers: Sequence[float]) -> None:
+    def _require_gradients(self, message: Message) -> None:
+        for param, is_trained in zip(self._params, message.numbers, strict=True):
+            param.requires_grad_(bool(is_trained))
+        self._runtime.update_trained()
+
+    def _clip(self, message: Message) -> None:
         count = len(self._params)
-        *asked, max_norm, norm_type = self._agree_gradients(numbers)[: count + 2]
+        *asked, max_norm, norm_type = self._agree_gradients(message.numbers)[: count + 2]
         pairs = zip(self._params, asked, strict=True)
         self._sharded.clip_grad_norm_(max_norm, norm_type, [param for param, is_ in pairs if is_])
+
+    def _unscale(self, message: Message) -> None:
+        *asked, scale = self._agree_gradients(message.numbers)[: len(self._params) + 1]
+        params = [param for param, is_ in zip(self._params, asked, strict=True) if is_]
+        gradients = [param.grad for param in params if param.grad is not None]
+        found = torch.zeros(1, device=gradients[0].device)
+        unscale_(gradients, found, torch.full_like(found, scale))
+        self._stepped |= set(map(id, params))  # if one is not finite, no step will be told
 
     def _step(self, message: Message) -> None:
         optimizer = self._joined.optimizers[message.values[0]]

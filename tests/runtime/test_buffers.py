@@ -143,7 +143,7 @@ def test_averaging_changes_no_constant_and_no_integer() -> None:
         model.register_buffer("count", torch.tensor(7 + comm.rank))
         model.register_buffer("thirds", torch.tensor([0.0, 3.0 * comm.rank], dtype=torch.float16))
         model.register_buffer("nothing", torch.empty(0), persistent=False)
-        sync_buffers(model, comm, "average")
+        sync_buffers(model, "average", comm)
         found = {name: buffer.tolist() for name, buffer in model.named_buffers()}
         tenth = torch.tensor([0.1]).bfloat16().tolist()
         expected = {"mask": [0.0, -torch.inf], "tenth": tenth, "count": 7, "thirds": [0.0, 3.0]}

@@ -7,7 +7,7 @@ from one rank's part, such as a gradient or a moving average (see ``shard_tensor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +33,9 @@ class Engine(Protocol):
 
     def check_write(self, name: str) -> None:
         """Raises if not every rank can write its shard of a parameter, or of its gradient."""
+
+    def before_unscale(self, shardings: Collection[Sharding], scale: Tensor) -> None:
+        """Gradients are multiplied by ``scale`` next, unless one is not finite."""
 
     def before_write(self, unit: str) -> None:
         """Shards of a unit are written next: nobody may still read or send what they hold."""

@@ -187,10 +187,14 @@ def _equal(call: Call) -> Any:
 
 def _unscale(call: Call) -> None:
     """GradScaler's unscale: a gradient that is not finite on one rank counts on every rank."""
+    gradients, found, scale = call.args
+    shardings = [gradient.sharding for gradient in call.shards(gradients)]
+    engines = (sharding.engine and sharding.engine() for sharding in shardings)
+    for engine in dict.fromkeys(filter(None, engines)):
+        engine.before_unscale(shardings, scale)
     call.run()
-    gradients, found = call.args[:2]
     label = Label("unscale", "gradients")
-    for axes in dict.fromkeys(gradient.sharding.axes for gradient in call.shards(gradients)):
+    for axes in dict.fromkeys(sharding.axes for sharding in shardings):
         combined = over_ranks(found.reshape(1), torch.amax, axes, label)
         found.copy_(combined.reshape(found.shape))
 

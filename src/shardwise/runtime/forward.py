@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from shardwise.errors import ScheduleError, ShardUseError
@@ -26,6 +26,7 @@ from shardwise.precision import Precision
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.compiling import hide_gradients
 from shardwise.runtime.forward_calls import ForwardCall
+from shardwise.runtime.join import Kind
 from shardwise.runtime.kept import cast_around_kept
 from shardwise.runtime.pytrees import cast, grad_fns, may_hide_tensors, tensors
 from shardwise.runtime.runtime import Runtime
@@ -136,6 +137,15 @@ class Hooks:
         """Shards are written next, which every rank has to do."""
         if self.runtime.join is not None:
             self.runtime.join.refuse(f"{name!r}, or its gradient, is written by hand")
+
+    def before_unscale(self, shardings: Collection[Sharding], scale: Tensor) -> None:
+        """A GradScaler unscales gradients of these parameters next."""
+        if self.runtime.join is not None:
+            trained = self.runtime.trained
+            asked = [sharding_of(param) in shardings for param in trained.params]
+            self.runtime.join.send(
+                Kind.UNSCALE, numbers=lambda: [*trained.has_gradient(), *asked, float(scale)]
+            )
 
     def before_write(self, unit: str) -> None:
         """Shards of a unit are written next, at any time."""

@@ -38,11 +38,13 @@ class Kind(IntEnum):
     CLIP = 3
     STEP = 4  # of an optimizer
     VOTE = 5  # ``sharded.any`` and ``sharded.all``
+    UNSCALE = 6  # of a GradScaler
+    REQUIRES_GRAD = 7  # of some parameters has changed
     # What happens in a pass, which is told to those that have left:
-    EVENT = 6
-    END_FORWARD = 7
-    BACKWARD = 8
-    END_BACKWARD = 9
+    EVENT = 8
+    END_FORWARD = 9
+    BACKWARD = 10
+    END_BACKWARD = 11
 
 
 class Message(NamedTuple):
@@ -112,6 +114,7 @@ class Join:
     def hear(self) -> Message | None:
         """What the first rank that has data does next; ``None``: no rank has any."""
         rows = self._gather([Kind.LEFT, 0, 0, 0, 0, 0]).tolist()
+        self.left = [rank for rank, row in enumerate(rows) if row[0] == Kind.LEFT]
         at = next((rank for rank, row in enumerate(rows) if row[0] != Kind.LEFT), None)
         if at is None:
             return None
@@ -178,8 +181,8 @@ class Join:
             raise ScheduleError(
                 f"{operation} while ranks {self.left} have run out of data. Until the end of "
                 "join() they take part in forward and backward passes, sharded.clip_grad_norm_(), "
-                "steps of the optimizers that join() was given, sharded.any() and sharded.all(), "
-                "and in nothing else. Do it after the block."
+                "steps of the optimizers that join() was given, also by a GradScaler, sharded.any()"
+                " and sharded.all(), and in nothing else. Do it after the block."
             )
 
     # ---- the mean ----------------------------------------------------------------------------

@@ -11,14 +11,13 @@ rank, so an improvised step cannot hang.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm, Label
-from shardwise.comm.transport import noop
 from shardwise.errors import ScheduleError
 from shardwise.memory.gradients import Share
 from shardwise.memory.parameters import Bucket
@@ -85,7 +84,8 @@ class Runtime:
         self.join: Join | None = None  # while ranks may run out of data
         self._peers_may_read = False  # a peer may still compute with shared parameters
         self._pinned: frozenset[str] = frozenset()  # before the forward pass without gradients
-        self.at_step_end: Callable[[], None] = noop  # once gradients were reduced; on every rank
+        #: Once gradients were reduced; called with all ranks, and those that have no data.
+        self.at_step_end: Callable[[Comm, Sequence[int]], object] = lambda *_: None
         self.listeners: list[Callable[[Event], None]] = []  # of events that are carried out
 
     def whole_trainable(self) -> Iterator[nn.Parameter]:
@@ -278,7 +278,7 @@ class Runtime:
         if used is not None and self.trained.buckets:  # every rank has answered
             self._peers_may_read = False
         if used is not None:
-            self.at_step_end()
+            self.at_step_end(self.comm, () if self.join is None else self.join.left)
         self._learn()
 
     def _learn(self) -> None:
@@ -343,6 +343,8 @@ class Runtime:
 
     def update_trained(self) -> None:
         """From now on those parameters are trained whose ``requires_grad`` is set now."""
+        if self.join is not None and (flags := self.trained.changed()):
+            self.join.send(Kind.REQUIRES_GRAD, numbers=lambda: flags)
         self.trained.update()
         if self.trained.units == self.facts.trained:
             return

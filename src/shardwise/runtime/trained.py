@@ -53,14 +53,18 @@ class Trained:
             ScheduleError: a parameter cannot be trained in the bucket that it has.
             RanksDisagree: it changed on some ranks only; the message names it.
         """
-        with disable_torch_function():
-            flags = [param.requires_grad for param in self.params]
-        if flags != self._flags:
+        if flags := self.changed():
             self._agree(flags)
             self._flags = flags
             self._apply()
         elif self._holds_frozen and not self._unreduced:
             self._apply()
+
+    def changed(self) -> list[bool]:
+        """Every ``requires_grad``, if one is not as it was at the last look; otherwise nothing."""
+        with disable_torch_function():
+            flags = [param.requires_grad for param in self.params]
+        return flags if flags != self._flags else []
 
     def has_gradient(self) -> list[bool]:
         """Per parameter: has it a ``.grad``?"""
