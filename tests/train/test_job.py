@@ -12,11 +12,12 @@ from torch.nn import functional as F
 from shardwise.comm import threads
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.train.batches import Batches, Rows
+from shardwise.train.batches import Batches, Rows, RowSource
 from shardwise.train.config import Recipe
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.job import Job, build, parameter_groups, wrap_of
 from shardwise.train.learning_rate import learning_rate
+from shardwise.train.packed import Examples, SampleRows
 from shardwise.train.sharding_config import ShardingConfig
 from shardwise.units import wrap
 from tests.train.tiny import tiny_recipe
@@ -29,6 +30,16 @@ def rows() -> Rows:
     return Rows(draw.integers(0, VOCABULARY, 16 * 50 + 1).astype(np.int32), context=16)
 
 
+def samples(packed: bool) -> SampleRows:
+    """Of 2 to 14 tokens, of which the last ones are trained on, from one to all but one."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(2, 15, 40)
+    trained = [np.arange(n) >= draw.integers(1, n) for n in lengths]
+    ids = draw.integers(0, VOCABULARY, lengths.sum()).astype(np.int32)
+    return SampleRows(Examples(ids, np.concatenate(trained), lengths), context=16, packed=packed)
+
+
+ROWS = rows()
 Losses = list[tuple[float, float]]
 
 
@@ -44,9 +55,9 @@ def trained(job: Job) -> Losses:
     return found
 
 
-def run(recipe: Recipe, world: int) -> Losses:
+def run(recipe: Recipe, world: int, data: RowSource = ROWS) -> Losses:
     """Mean loss and gradient norm of each step, over all ranks."""
-    by_rank = threads.run(world, lambda comm: trained(build(recipe, comm, rows(), VOCABULARY)))
+    by_rank = threads.run(world, lambda comm: trained(build(recipe, comm, data, VOCABULARY)))
     for of_ranks in zip(*by_rank, strict=True):
         assert len({norm for _, norm in of_ranks}) == 1
     return [
@@ -55,7 +66,7 @@ def run(recipe: Recipe, world: int) -> Losses:
     ]
 
 
-def plain(recipe: Recipe) -> Losses:
+def plain(recipe: Recipe, data: RowSource = ROWS) -> Losses:
     """The same steps with no sharding, no accumulation and no code of ours but the decoder."""
     model = Decoder(recipe.model, VOCABULARY, recipe.data.context)
     model.apply(initialiser(torch.Generator().manual_seed(recipe.run.seed)))
@@ -65,12 +76,13 @@ def plain(recipe: Recipe) -> Losses:
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(decay, lr=1.0, betas=config.betas, eps=config.eps)
-    job = build(recipe.model_copy(), LocalComm(), rows(), VOCABULARY)
+    job = build(recipe.model_copy(), LocalComm(), data, VOCABULARY)
     assert isinstance(job.batches, Batches)
     found = []
     for step in range(3):
-        batch = rows().take(job.batches.samples(step * 12, 12))
-        loss = F.cross_entropy(model(batch.ids).flatten(0, 1), batch.targets.flatten())
+        batch = data.take(job.batches.samples(step * 12, 12))
+        logits = model(batch.ids, batch.positions, batch.segments)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         for group in optimizer.param_groups:
@@ -93,6 +105,17 @@ def test_the_loss_does_not_depend_on_how_the_batch_is_cut(
 ) -> None:
     recipe = tiny_recipe(tmp_path, f"batch.micro={micro}")
     for found, wanted in zip(run(recipe, world), plain(recipe), strict=True):
+        assert found == pytest.approx(wanted, rel=2e-5)
+
+
+@pytest.mark.parametrize(("micro", "world"), [(1, 1), (6, 2), (2, 3)])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_loss_is_the_mean_over_all_tokens_that_are_trained_on(
+    tmp_path: Path, micro: int, world: int, packed: bool
+) -> None:
+    """However many of them each micro-batch of each rank has."""
+    recipe, data = tiny_recipe(tmp_path, f"batch.micro={micro}"), samples(packed)
+    for found, wanted in zip(run(recipe, world, data), plain(recipe, data), strict=True):
         assert found == pytest.approx(wanted, rel=2e-5)
 
 

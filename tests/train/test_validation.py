@@ -28,7 +28,7 @@ class Counting(nn.Module):
         self.passes = 0
         self.trained: list[bool] = []
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, _positions: None, _segments: None) -> Tensor:
         self.passes += 1
         self.trained.append(self.training)
         assert not torch.is_grad_enabled()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from shardwise.train.tokenizer import Tokens
 __all__ = [
     "Batches",
     "MicroBatch",
+    "RowSource",
     "Rows",
     "accumulation",
     "evenly_spaced",
@@ -46,15 +48,45 @@ class MicroBatch:
 
     Attributes:
         ids: ``[rows, context]`` int64.
-        targets: ``[rows, context]`` int64, the id that follows each; ``IGNORED`` in padding rows.
+        targets: ``[rows, context]`` int64, the id that follows each; ``IGNORED`` where nothing is
+            trained on.
+        positions: ``[rows, context]`` int64, the place of each token in its own sample.
+        segments: ``[rows, context]`` int64, which sample of the row it belongs to; a token attends
+            to its own sample only. ``None``, as positions: the row is one sample.
     """
 
     ids: Tensor
     targets: Tensor
+    positions: Tensor | None = None
+    segments: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same, on ``device``."""
-        return MicroBatch(self.ids.to(device), self.targets.to(device))
+        positions, segments = (
+            None if tensor is None else tensor.to(device)
+            for tensor in (self.positions, self.segments)
+        )
+        return MicroBatch(self.ids.to(device), self.targets.to(device), positions, segments)
+
+
+class RowSource(Protocol):
+    """A split as rows of tokens."""
+
+    @property
+    def context(self) -> int:
+        """Tokens in a row."""
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """What the rows are made of: the tokens first."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, indices: Indices) -> MicroBatch:
+        """The rows at ``indices``; a negative index gives a row whose targets are all ignored."""
+
+    def targets(self, indices: Indices) -> int:
+        """The number of tokens in these rows that are trained on."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +95,20 @@ class Rows:
 
     Row i reads ``stream[i * context : (i + 1) * context]`` and predicts the same shifted by one.
     Tokens at the end that do not fill a row are dropped.
+
+    Attributes:
+        stream: ``[tokens]`` int32.
+        context: tokens in a row.
+        trained: ``[tokens]`` bool, which of them are targets; ``None`` = all.
     """
 
     stream: Tokens
     context: int
+    trained: NDArray[np.bool_] | None = None
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        return (self.stream,) if self.trained is None else (self.stream, self.trained)
 
     def __len__(self) -> int:
         return max(0, len(self.stream) - 1) // self.context
@@ -78,12 +120,23 @@ class Rows:
 
     def take(self, indices: Indices) -> MicroBatch:
         """The rows at ``indices``; a negative index gives a row whose targets are all ignored."""
-        starts = np.maximum(indices, 0)[:, None] * self.context
-        window = starts + np.arange(self.context + 1)
+        window = self._window(indices)
         tokens = torch.from_numpy(self.stream[window].astype(np.int64))
         targets = tokens[:, 1:].clone()
+        if self.trained is not None:
+            targets[torch.from_numpy(~self.trained[window[:, 1:]])] = IGNORED
         targets[torch.from_numpy(indices < 0)] = IGNORED
         return MicroBatch(tokens[:, :-1], targets)
+
+    def targets(self, indices: Indices) -> int:
+        """The number of tokens in these rows that are trained on."""
+        if self.trained is None:
+            return len(indices) * self.context
+        return int(self.trained[self._window(indices)[:, 1:]].sum())
+
+    def _window(self, indices: Indices) -> Indices:
+        """``[rows, context + 1]``: where the tokens of each row are in the stream."""
+        return np.maximum(indices, 0)[:, None] * self.context + np.arange(self.context + 1)
 
 
 def accumulation(config: BatchConfig, ranks: int) -> int:
@@ -147,7 +200,7 @@ class Batches:
         rank, ranks: of this process.
     """
 
-    rows: Rows
+    rows: RowSource
     config: BatchConfig
     seed: int
     rank: int
@@ -189,9 +242,16 @@ class Batches:
 
     def step(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of step ``step``, counted from 0."""
-        indices = self.samples(step * self.config.rows, self.config.rows)
+        indices = self._of_step(step)
         rank_indices = np.split(indices, self.ranks)[self.rank]
         return [self.rows.take(batch) for batch in np.split(rank_indices, self.accumulation)]
+
+    def targets(self, step: int) -> int:
+        """Tokens that all ranks train on in step ``step``; each rank can count them."""
+        return self.rows.targets(self._of_step(step))
+
+    def _of_step(self, step: int) -> Indices:
+        return self.samples(step * self.config.rows, self.config.rows)
 
 
 def evenly_spaced(rows: int, count: int) -> Indices:

@@ -13,7 +13,8 @@ al. 2023, arXiv 2307.09288). The names are those of `transformers`, so a trained
 
 Attention is causal over a whole row. Documents are packed with an end token between them, and
 attention crosses that border, as in GPT-2's pre-training: rows keep one shape, and the fast
-causal kernel applies.
+causal kernel applies. Samples of fine-tuning come with positions and segments, and attend to
+themselves only.
 """
 
 from __future__ import annotations
@@ -102,9 +103,22 @@ class Rotary(nn.Module):
         self.cosine.copy_(angles.cos())
         self.sine.copy_(angles.sin())
 
-    def forward(self, length: int) -> Angles:
-        """Cosines and sines of the first ``length`` positions, ``[length, size]`` each, fp32."""
-        return self.cosine[:length], self.sine[:length]
+    def forward(self, length: int, positions: Tensor | None = None) -> Angles:
+        """Cosines and sines, fp32: ``[length, size]`` each for the first ``length`` positions.
+
+        For ``positions`` of ``[batch, length]`` they are ``[batch, 1, length, size]``.
+        """
+        if positions is None:
+            return self.cosine[:length], self.sine[:length]
+        return self.cosine[positions][:, None], self.sine[positions][:, None]
+
+
+def own_sample(segments: Tensor) -> Tensor:
+    """Which earlier tokens each token attends to: those of its own segment.
+
+    ``[batch, length] → [batch, 1, length, length]`` bool.
+    """
+    return (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
@@ -129,12 +143,12 @@ class Attention(nn.Module):
         self.v_proj = Projection(config.width, config.kv_heads * self.size)
         self.o_proj = Projection(config.heads * self.size, config.width, std=residual_std)
 
-    def forward(self, x: Tensor, angles: Angles) -> Tensor:
-        """``[batch, length, width]`` → the same."""
+    def forward(self, x: Tensor, angles: Angles, mask: Tensor | None = None) -> Tensor:
+        """``[batch, length, width]`` → the same; without a mask each token sees all before it."""
         query = rotate(self._heads(self.q_proj(x)), angles)
         key = rotate(self._heads(self.k_proj(x)), angles).repeat_interleave(self.groups, dim=1)
         value = self._heads(self.v_proj(x)).repeat_interleave(self.groups, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -170,9 +184,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, angles: Angles) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, mask: Tensor | None = None) -> Tensor:
         """``[batch, length, width]`` → the same."""
-        x = x + self.self_attn(self.input_layernorm(x), angles)
+        x = x + self.self_attn(self.input_layernorm(x), angles, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -187,12 +201,15 @@ class DecoderModel(nn.Module):
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.rotary_emb = Rotary(context, config.head_size, config.rope_theta)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         """``[batch, length]`` → ``[batch, length, width]``."""
         x: Tensor = self.embed_tokens(ids)
-        angles = self.rotary_emb(ids.shape[1])
+        angles = self.rotary_emb(ids.shape[1], positions)
+        mask = None if segments is None else own_sample(segments)
         for layer in self.layers:
-            x = layer(x, angles)
+            x = layer(x, angles, mask)
         out: Tensor = self.norm(x)
         return out
 
@@ -214,9 +231,17 @@ class Decoder(nn.Module):
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """``[batch, length]`` int64 → logits ``[batch, length, vocabulary]``."""
-        logits: Tensor = self.lm_head(self.model(ids))
+    def forward(
+        self, ids: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """``[batch, length]`` int64 → logits ``[batch, length, vocabulary]``.
+
+        Args:
+            ids: of the tokens.
+            positions: ``[batch, length]``, as in ``MicroBatch``; ``None`` = 0, 1, 2, ….
+            segments: likewise; ``None`` = a row is one sample.
+        """
+        logits: Tensor = self.lm_head(self.model(ids, positions, segments))
         return logits
 
 

@@ -1,9 +1,9 @@
 """The sharded model with its optimizer and batches, and one training step.
 
-The loss of a micro-batch is its *sum* over tokens, scaled so that gradients are the mean over all
-tokens of the global batch, however it is divided. A mean of the micro-batches' means would give
-1×4×1, 2×2×1 and 2×1×2 (micro × accumulation × ranks) different losses whenever micro-batches have
-different numbers of tokens.
+The loss of a micro-batch is its *sum* over the tokens that are trained on, scaled so that gradients
+are the mean over all of these in the global batch, however it is divided. A mean of the
+micro-batches' means would give 1×4×1, 2×2×1 and 2×1×2 (micro × accumulation × ranks) different
+losses whenever micro-batches have different numbers of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.precision import Precision
 from shardwise.schedule.events import Prefetch
 from shardwise.setup.recompute import ActivationCheckpointing
 from shardwise.sharded import Sharded, shard
-from shardwise.train.batches import IGNORED, Batches, MicroBatch, Rows
+from shardwise.train.batches import IGNORED, Batches, MicroBatch, RowSource
 from shardwise.train.config import OptimizerConfig, Recipe
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.learning_rate import learning_rate
@@ -55,11 +55,11 @@ class Job:
         Returns:
             This rank's part of the mean loss, which is the sum over ranks. Gradients are unscaled.
         """
-        micro_batches = self.batches.step(step)
+        micro_batches, targets = self.batches.step(step), self.batches.targets(step) or 1
         rank_loss = torch.zeros((), device=self.sharded.comm.device)
         for number, batch in enumerate(micro_batches, start=1):
             with self.sharded.accumulate(last=number == len(micro_batches)):
-                loss = self._loss(batch)
+                loss = self._loss(batch) / targets
                 # The engine averages over ranks, and the ranks' losses are to be summed.
                 self.scaler.scale(loss * self.sharded.comm.size).backward()
                 rank_loss += loss.detach()
@@ -84,15 +84,15 @@ class Job:
         self.scaler.update()
 
     def _loss(self, batch: MicroBatch) -> Tensor:
+        """The sum over the tokens that are trained on."""
         batch = batch.to(self.sharded.comm.device)
-        logits = self.model(batch.ids).float()
-        total = F.cross_entropy(
+        logits = self.model(batch.ids, batch.positions, batch.segments).float()
+        return F.cross_entropy(
             logits.flatten(0, 1), batch.targets.flatten(), reduction="sum", ignore_index=IGNORED
         )
-        return total / self.tokens_per_step
 
 
-def build(recipe: Recipe, comm: Comm, rows: Rows | StreamedRows, vocabulary: int) -> Job:
+def build(recipe: Recipe, comm: Comm, rows: RowSource | StreamedRows, vocabulary: int) -> Job:
     """Build the model on the meta device, shard it, and make its optimizer. A collective.
 
     Every rank draws the same weights from the seed, unit by unit, and keeps its shard.
@@ -127,7 +127,7 @@ def _scaler(recipe: Recipe, device: str) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(device, init_scale=scale or 1.0, enabled=scale > 0)
 
 
-def _batches(rows: Rows | StreamedRows, recipe: Recipe, comm: Comm) -> Batches | StreamBatches:
+def _batches(rows: RowSource | StreamedRows, recipe: Recipe, comm: Comm) -> Batches | StreamBatches:
     if isinstance(rows, StreamedRows):
         return StreamBatches(rows, comm.rank, comm.size)
     return Batches(rows, recipe.batch, recipe.run.seed, comm.rank, comm.size)

@@ -219,6 +219,11 @@ class StreamBatches:
         pairs = zip(ids.chunk(self.accumulation), targets.chunk(self.accumulation), strict=True)
         return [MicroBatch(*pair) for pair in pairs]
 
+    def targets(self, _step: int) -> int:
+        """Tokens that all ranks train on in a step."""
+        recipe = self._source.recipe
+        return recipe.batch.rows * recipe.data.context
+
     def ended(self) -> bool:
         """Has one of this rank's streams fewer rows left than a step takes of it?"""
         return not all(stream.has(self._rows) for stream in self._streams)

@@ -17,7 +17,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from shardwise.comm.protocol import Comm
-from shardwise.train.batches import IGNORED, Indices, MicroBatch, Rows, evenly_spaced, rank_batches
+from shardwise.train.batches import (
+    IGNORED,
+    Indices,
+    MicroBatch,
+    RowSource,
+    evenly_spaced,
+    rank_batches,
+)
 from shardwise.train.collectives import all_gather_floats
 from shardwise.train.records import Evaluated
 from shardwise.train.tokenizer import Tokens
@@ -45,7 +52,7 @@ class Validation:
         micro: rows in a forward pass.
     """
 
-    rows: Rows
+    rows: RowSource
     count: int
     micro: int
 
@@ -55,7 +62,8 @@ class Validation:
 
     def entropy(self) -> float:
         """The unigram entropy of the predicted tokens."""
-        return unigram_entropy(self.rows.take(self.indices).targets.numpy())
+        targets = self.rows.take(self.indices).targets
+        return unigram_entropy(targets[targets != IGNORED].numpy())
 
     def evaluate(self, model: nn.Module, comm: Comm, step: int) -> Evaluated:
         """Loss and accuracy over all rows; the same on every rank. A collective."""
@@ -66,7 +74,7 @@ class Validation:
         with torch.no_grad():
             for indices in rank_batches(self.indices, self.micro, comm.rank, comm.size):
                 batch = self.rows.take(indices).to(comm.device)
-                sums += _sums(model(batch.ids), batch)
+                sums += _sums(model(batch.ids, batch.positions, batch.segments), batch)
         model.train(training)
         loss, correct, tokens = all_gather_floats(comm, sums.tolist(), "validation").sum(0).tolist()
         return Evaluated(
