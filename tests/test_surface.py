@@ -54,15 +54,18 @@ ONLY: dict[str, set[str]] = {
     },
     **dict.fromkeys(("units", "layout", "schedule"), PURE),
 }
-ABOVE_THE_ENGINE = {"sharded", "checkpoint", "convert", "train", "launch", "dialects", "cli"}
+ABOVE_THE_ENGINE = {
+    *("sharded", "checkpoint", "convert", "hf", "train", "launch", "dialects", "cli"),
+}
 NEVER = {
     "comm": {"memory", "runtime", "setup", "optim", *ABOVE_THE_ENGINE},
     "memory": {"runtime", "setup", "optim", *ABOVE_THE_ENGINE},
     "runtime": {"setup", "optim", *ABOVE_THE_ENGINE},
     "setup": {"optim", *ABOVE_THE_ENGINE},
     "optim": ABOVE_THE_ENGINE,
-    "checkpoint": {"sharded", "train", "launch", "dialects", "cli"},
-    "convert": {"sharded", "train", "launch", "dialects", "cli"},
+    "checkpoint": {"sharded", "hf", "train", "launch", "dialects", "cli"},
+    "convert": {"sharded", "hf", "train", "launch", "dialects", "cli"},
+    "hf": {"train", "launch", "dialects", "cli"},
     "train": {"dialects", "cli"},
     "plan": {"memory", "runtime", "comm"},
 }
@@ -420,7 +423,8 @@ def test_what_is_imported_is_declared() -> None:
     extras = declared()
     assert {"torch", "yaml"} <= extras[""]
     in_package = set().union(*map(third_party, SOURCES))
-    assert in_package - extras[""] - extras["train"] - extras["data"] - extras["hf"] == set()
+    optional = set().union(*(extras[name] for name in ("train", "data", "hf", "peft")))
+    assert in_package - extras[""] - optional == set()
     in_tests = set().union(*map(third_party, read(ROOT / "tests")))
     assert in_tests - set().union(*extras.values()) == set()
 

@@ -1,0 +1,1 @@
+"""Language models of ``transformers`` with adapters of ``peft``, sharded."""
