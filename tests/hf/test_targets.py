@@ -37,9 +37,8 @@ def llama() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    small = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    ends = {"bos_token_id": 1, "eos_token_id": 2}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**small, **ends))
+    shape: dict[str, Any] = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**shape, bos_token_id=1, eos_token_id=2))
 
 
 def phi3() -> nn.Module:
@@ -96,7 +95,7 @@ def test_it_matches_what_peft_adapts(
 ) -> None:
     config = peft.LoraConfig(**options)
     rows = match_targets(config, on_meta(build)).rows
-    adapted: Any = peft.get_peft_model(on_meta(build), config)  # type: ignore[arg-type]
+    adapted: Any = peft.get_peft_model(on_meta(build), config)
     expected = adapted.base_model.targeted_module_names
     assert sorted(path for row in rows for path in row.paths) == sorted(expected)
 
@@ -149,6 +148,6 @@ def test_a_target_of_some_layers_is_a_warning_unless_they_were_chosen() -> None:
 
 
 def test_the_line_is_that_of_peft(capsys: pytest.CaptureFixture[str]) -> None:
-    adapted: Any = peft.get_peft_model(on_meta(llama), peft.LoraConfig())  # type: ignore[arg-type]
+    adapted: Any = peft.get_peft_model(on_meta(llama), peft.LoraConfig())
     adapted.print_trainable_parameters()
     assert capsys.readouterr().out.strip() == trainable_line(*adapted.get_nb_trainable_parameters())
