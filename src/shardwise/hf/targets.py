@@ -139,7 +139,7 @@ def _resolved(config: LoraConfig, model: nn.Module) -> LoraConfig:
                 f"the adapter has no targets, and peft has no defaults for {kind or 'this model'}. "
                 f'Name them, such as {_own_names(model)[:4]}, or pass "all-linear".'
             )
-        names: str | list[str] = DEFAULTS[kind]
+        names: Any = DEFAULTS[kind]
         resolved.target_modules = names if isinstance(names, str) else list(names)
     convert_peft_config_for_transformers(resolved, model, None)
     return resolved
