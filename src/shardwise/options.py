@@ -35,8 +35,9 @@ class Options:
             raise.
         init: initialises a module that was built on the meta device.
         buffers: ``"local"``, ``"broadcast"`` or ``"average"`` (see ``runtime.buffers``).
-        divergence: what a rank does when others enter a unit that it skips: ``"error"``, or
-            ``"participate"`` (units must then run in the order they are registered).
+        divergence: what a rank does when others call units that it does not: ``"error"``, or
+            ``"participate"`` (strategies that free units after each use then need every rank to
+            call them in the order of registration).
         activation_checkpointing: recompute units in the backward pass: ``True``: those of repeated
             classes, or an ``ActivationCheckpointing``.
         compile: compile each unit's forward: ``True``: by the backend of the device's row, or a

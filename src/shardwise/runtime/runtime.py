@@ -58,8 +58,6 @@ class Runtime:
 
     Args:
         order: the first guess.
-        participates: skip to a cue that comes later in the schedule, carrying out what lies
-            between, instead of improvising (``divergence="participate"``).
     """
 
     def __init__(
@@ -69,10 +67,8 @@ class Runtime:
         policy: Policy,
         precision: Precision,
         order: Order,
-        participates: bool,
     ) -> None:
         self.units, self.comm, self.policy = units, comm, policy
-        self._skip = self._participate if participates else None
         self.trained = Trained(units.values(), comm, precision.stored)
         self.schedules, self._cursor = Schedules(units, policy, order), Cursor("train", ())
         # Only ``reduces`` is set from outside.
@@ -97,15 +93,16 @@ class Runtime:
 
     def enter(self, unit: str, phase: Phase, listed: bool = True) -> None:
         """A call of ``unit`` begins, or its backward pass; ``listed=False``: a recomputation."""
-        if phase is Phase.FORWARD:
-            self.facts.forward[unit] += 1
-        else:
-            self.facts.backward[unit] += 1
+        if phase is Phase.BACKWARD:
             self.units[unit].begin_backward()
-        if listed:
-            self._cue(Cue(Op.ENTER, unit, phase))
-        else:
-            self.serve(unit, Phase.BACKWARD, "recomputed")
+        try:
+            if listed:
+                self._cue(Cue(Op.ENTER, unit, phase))
+            else:
+                self._recompute(unit)
+        finally:  # not before: the cue may bring what frees the unit after an earlier call
+            calls = self.facts.forward if phase is Phase.FORWARD else self.facts.backward
+            calls[unit] += 1
 
     def exit(self, unit: str, phase: Phase, listed: bool = True) -> None:
         """A call of ``unit`` has ended, or its backward pass has."""
@@ -120,8 +117,16 @@ class Runtime:
             self._carry_out(self.policy.gathering(unit, phase, reason))
         self.units[unit].ready()
 
+    def _recompute(self, unit: str) -> None:
+        if self._is_missing(unit):
+            self._cursor.check_recomputed(unit)
+        self.serve(unit, Phase.BACKWARD, "recomputed")
+
+    def _is_missing(self, unit: str) -> bool:
+        return unit not in self.facts.gathered and self.policy.gathers(unit)
+
     def _cue(self, cue: Cue) -> None:
-        step = self._cursor.match(cue, self._skip)
+        step = self._cursor.match(cue, cue.op is Op.ENTER and self._is_missing(cue.unit))
         if step is None:
             step = self._improvised(cue)
         if step.before:
@@ -137,10 +142,6 @@ class Runtime:
         last = not self._cursor.awaits_backward(cue.unit, Op.EXIT)
         listed = tuple(improvise(self.policy, self.facts, cue, last))
         return Step(cue, listed, ()) if cue.op is Op.ENTER else Step(cue, (), listed)
-
-    def _participate(self, step: Step) -> None:
-        """Do what other ranks may do in a unit that this rank does not enter."""
-        self._carry_out(step.before + step.after)
 
     # ---- events ----------------------------------------------------------------------------
 
@@ -186,14 +187,14 @@ class Runtime:
             self.join.begin_forward(trains, *given)
             self.set_share(self.join.share)
         if not trains:
-            self._cursor = Cursor("forward", self._script("forward"))
+            self._cursor = self._begun("forward")
             self._pinned = frozenset(self.facts.pinned)
             for bucket in self.trained.buckets:
                 bucket.gradients.adopt()  # memory of what was thrown away is not kept
             return before
         self._peers_may_read, mode = True, self._mode()
         if before.ended or self._follows:
-            self._cursor = Cursor(mode, self._script(mode))
+            self._cursor = self._begun(mode)
         elif not before.lists_forward(mode, first):
             before.improvise()
         return self._cursor
@@ -203,8 +204,9 @@ class Runtime:
         """Does this rank do what others tell, since it has run out of data?"""
         return self.join is not None and self.join.has_left
 
-    def _script(self, mode: Mode) -> tuple[Step, ...]:
-        return () if self._follows else self.schedules.script(mode)
+    def _begun(self, mode: Mode) -> Cursor:
+        script = () if self._follows else self.schedules.script(mode)
+        return Cursor(mode, script, self.policy.participates)
 
     def set_share(self, share: Share) -> None:
         """Let this rank's gradients count for ``share`` of the mean."""
@@ -263,13 +265,13 @@ class Runtime:
     def end_backward(self, kept: bool) -> None:
         """After the last gradient; ``kept``: the graph of the pass is there for another one."""
         facts, cue = self.facts, Cue(Op.END, "", Phase.BACKWARD)
+        step = self._cursor.match(cue) or Step(cue, (), ())
+        self._carry_out(step.before)
         collected = [name for name, state in self.units.items() if state.collected]
         self._carry_out(reduces_left_over(facts, collected))
-        step = self._cursor.match(cue, self._skip) or Step(cue, (), ())
         if self.join is not None:
             self.join.end_backward(facts.reduces)
         used = self.trained.ask_used() if facts.reduces else None
-        self._carry_out(step.before, told=False)
         self._tell(Event(*cue))
         self._carry_out(step.after, told=False)
         facts.keeps_graph = facts.keeps_graph and kept
@@ -284,8 +286,8 @@ class Runtime:
     def _learn(self) -> None:
         """What really happened is the order of the next step, but where ranks may differ."""
         self._cursor.ended = True
-        order = None if self._skip is not None else self._cursor.changed_order()
-        self.schedules.learn(self._cursor.mode, order, tells=self.comm.rank == 0)
+        cursor, tells = self._cursor, self.comm.rank == 0
+        self.schedules.learn(cursor.mode, cursor.changed_order(), tells)
 
     # ---- between steps -----------------------------------------------------------------------
 
