@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +14,9 @@ from shardwise.comm.protocol import Comm
 from shardwise.train.batches import Batches, Rows, RowSource
 from shardwise.train.config import Recipe
 from shardwise.train.decoder import Decoder, initialiser
-from shardwise.train.job import Job, build, parameter_groups, wrap_of
+from shardwise.train.job import Job, build, parameter_groups
 from shardwise.train.learning_rate import learning_rate
 from shardwise.train.packed import Examples, SampleRows
-from shardwise.train.sharding_config import ShardingConfig
-from shardwise.units import wrap
 from tests.train.tiny import tiny_recipe
 
 VOCABULARY = 40
@@ -207,21 +204,6 @@ def test_prefetch_and_precision_reach_the_engine(tmp_path: Path) -> None:
     assert options.prefetch.backward == 0
     assert options.bucketing == "layer"
     assert options.precision.average == "predivide"
-
-
-@pytest.mark.parametrize(
-    ("said", "wanted"),
-    [
-        ("auto", wrap.automatic),
-        ("none", wrap.whole),
-        ("Block", lambda: wrap.by_class("Block")),
-        (["Block", "MLP"], lambda: wrap.by_class("Block", "MLP")),
-        (500, lambda: wrap.by_size(500)),
-    ],
-)
-def test_each_way_to_write_wrap_is_a_rule(said: object, wanted: Callable[[], wrap.Wrap]) -> None:
-    config = ShardingConfig.model_validate({"wrap": said})
-    assert str(wrap_of(config)) == str(wanted())
 
 
 def test_only_matrices_decay() -> None:

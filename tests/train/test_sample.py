@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from shardwise.comm import threads
 from shardwise.comm.protocol import Comm
@@ -19,9 +20,10 @@ from tests.train.tiny import documents, tiny_recipe
 SHAPE = ModelConfig(width=16, layers=2, heads=4, kv_heads=2, hidden=24)
 
 
-def generated(model: Decoder, count: int, temperature: float, seed: int = 0) -> list[int]:
+def generated(model: nn.Module, count: int, temperature: float, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = generate(model, torch.tensor([3, 4]), count, temperature, generator).tolist()
+    begin, context = torch.tensor([3, 4]), 16
+    ids: list[int] = generate(model, begin, count, context, temperature, generator).tolist()
     return ids
 
 
@@ -36,7 +38,7 @@ def test_greedy_text_is_that_of_transformers() -> None:
 
 
 def test_text_may_be_longer_than_the_context() -> None:
-    model = Decoder(SHAPE, vocabulary=61, context=8)
+    model = Decoder(SHAPE, vocabulary=61, context=16)
     assert len(generated(model, 20, temperature=0)) == 22
 
 
@@ -73,13 +75,14 @@ def test_text_ends_at_the_end_token() -> None:
     with torch.no_grad():  # every logit is 0 but the one that follows from the norm's scale
         model.model.embed_tokens.weight.zero_()
     config = SampleConfig(prompt="def", tokens=5)  # argmax of equal logits is id 0, the end
-    assert sample(model, tokenizer, config, torch.Generator(), 0) == ""
+    assert sample(model, tokenizer, config, 32, torch.Generator(), 0) == ""
 
 
 def test_the_prompt_is_not_repeated() -> None:
     tokenizer = bpe.load(bpe.train(documents(), 300))
     model = Decoder(SHAPE, vocabulary=300, context=32)
-    text = sample(model, tokenizer, SampleConfig(prompt="def", tokens=3), torch.Generator(), 0)
+    config = SampleConfig(prompt="def", tokens=3)
+    text = sample(model, tokenizer, config, 32, torch.Generator(), 0)
     prompt = torch.tensor(tokenizer.encode("def").ids)
-    ids = generate(model, prompt, 3, 0.0, torch.Generator())[len(prompt) :].tolist()
+    ids = generate(model, prompt, 3, 32, 0.0, torch.Generator())[len(prompt) :].tolist()
     assert text == tokenizer.decode(ids)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.comm import threads
 from shardwise.comm.local import LocalComm
@@ -28,11 +29,12 @@ class Counting(nn.Module):
         self.passes = 0
         self.trained: list[bool] = []
 
-    def forward(self, ids: Tensor, _positions: None, _segments: None) -> Tensor:
+    def forward(self, input_ids: Tensor, use_cache: bool) -> CausalLMOutput:
         self.passes += 1
         self.trained.append(self.training)
         assert not torch.is_grad_enabled()
-        return self.table[ids]
+        assert not use_cache
+        return CausalLMOutput(logits=self.table[input_ids])
 
 
 def rows(count: int = 23) -> Rows:

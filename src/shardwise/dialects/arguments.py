@@ -8,7 +8,7 @@ from shardwise.dialects.interpret import Report
 from shardwise.offload import Offload
 from shardwise.precision import Precision
 from shardwise.schedule.events import Prefetch
-from shardwise.train.job import checkpointing_of, wrap_of
+from shardwise.train.shard_arguments import checkpointing_of, wrap_of
 from shardwise.train.sharding_config import ShardingConfig
 
 __all__ = ["shard_arguments"]

@@ -225,7 +225,6 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, vocabulary: int, context: int) -> None:
         super().__init__()
-        self.context = context
         self.model = DecoderModel(config, vocabulary, context)
         self.lm_head = Projection(config.width, vocabulary)
         if config.tied:

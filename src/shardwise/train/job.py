@@ -16,22 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.protocol import Comm
-from shardwise.errors import ConfigError
-from shardwise.offload import Offload
-from shardwise.precision import Precision
-from shardwise.schedule.events import Prefetch
-from shardwise.setup.recompute import ActivationCheckpointing
-from shardwise.sharded import Sharded, shard
+from shardwise.sharded import Sharded
+from shardwise.train import language_model
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, RowSource
 from shardwise.train.config import OptimizerConfig, Recipe
-from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.learning_rate import learning_rate
-from shardwise.train.sharding_config import ShardingConfig
 from shardwise.train.streams import StreamBatches, StreamedRows
-from shardwise.units import wrap as wraps
-from shardwise.units.wrap import Wrap
 
-__all__ = ["Job", "build", "parameter_groups", "wrap_of"]
+__all__ = ["Job", "build", "parameter_groups"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,7 @@ class Job:
     """One rank's part of a training run."""
 
     recipe: Recipe
-    model: Decoder
+    model: nn.Module
     sharded: Sharded
     optimizer: torch.optim.Optimizer
     batches: Batches | StreamBatches
@@ -86,37 +78,18 @@ class Job:
     def _loss(self, batch: MicroBatch) -> Tensor:
         """The sum over the tokens that are trained on."""
         batch = batch.to(self.sharded.comm.device)
-        logits = self.model(batch.ids, batch.positions, batch.segments).float()
+        logits = language_model.logits(self.model, batch).float()
         return F.cross_entropy(
             logits.flatten(0, 1), batch.targets.flatten(), reduction="sum", ignore_index=IGNORED
         )
 
 
 def build(recipe: Recipe, comm: Comm, rows: RowSource | StreamedRows, vocabulary: int) -> Job:
-    """Build the model on the meta device, shard it, and make its optimizer. A collective.
-
-    Every rank draws the same weights from the seed, unit by unit, and keeps its shard.
-    """
-    with torch.device("meta"):
-        model = Decoder(recipe.model, vocabulary, recipe.data.context)
-    sharding = recipe.sharding
-    sharded = shard(
-        model,
-        strategy=sharding.strategy,
-        wrap=wrap_of(sharding),
-        comm=comm,
-        init=initialiser(torch.Generator(comm.device).manual_seed(recipe.run.seed)),
-        mesh=sharding.mesh,
-        bucketing=sharding.bucketing,
-        activation_checkpointing=checkpointing_of(sharding),
-        compile=sharding.compile,
-        offload=Offload(**dict.fromkeys(sharding.offload, True)),
-        prefetch=Prefetch(**sharding.prefetch.model_dump()),
-        precision=Precision(**sharding.precision.arguments()),
-    )
-    optimizer = _optimizer(model.parameters(), recipe.optimizer)
-    scaler = _scaler(recipe, comm.device.type)
-    return Job(recipe, model, sharded, optimizer, _batches(rows, recipe, comm), scaler)
+    """Build the sharded model, its optimizer and its batches. A collective."""
+    sharded = language_model.build(recipe, comm, vocabulary)
+    optimizer = _optimizer(sharded.model.parameters(), recipe.optimizer)
+    scaler, batches = _scaler(recipe, comm.device.type), _batches(rows, recipe, comm)
+    return Job(recipe, sharded.model, sharded, optimizer, batches, scaler)
 
 
 def _scaler(recipe: Recipe, device: str) -> torch.amp.GradScaler:
@@ -131,28 +104,6 @@ def _batches(rows: RowSource | StreamedRows, recipe: Recipe, comm: Comm) -> Batc
     if isinstance(rows, StreamedRows):
         return StreamBatches(rows, comm.rank, comm.size)
     return Batches(rows, recipe.batch, recipe.run.seed, comm.rank, comm.size)
-
-
-def checkpointing_of(config: ShardingConfig) -> bool | ActivationCheckpointing:
-    """Recompute repeated units, with their inputs on the host or the device, or none."""
-    if config.activation_offload and not config.activation_checkpointing:
-        raise ConfigError(
-            "sharding.activation_offload keeps the inputs of blocks that are recomputed, and none "
-            "is; set sharding.activation_checkpointing: true."
-        )
-    return config.activation_checkpointing and ActivationCheckpointing(
-        offload=config.activation_offload
-    )
-
-
-def wrap_of(config: ShardingConfig) -> Wrap:
-    """The wrap policy for ``auto``, ``none``, class names, or a minimum number of parameters."""
-    if isinstance(config.wrap, int):
-        return wraps.by_size(config.wrap)
-    policies = {"auto": wraps.automatic, "none": wraps.whole}
-    if isinstance(config.wrap, str) and config.wrap in policies:
-        return policies[config.wrap]()
-    return wraps.by_class(config.wrap)
 
 
 def parameter_groups(

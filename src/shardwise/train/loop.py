@@ -320,7 +320,8 @@ def _export(job: Job, data: Data, logger: RunLogger, save_error: str) -> None:
     if recipe.sample.tokens:
         generator = torch.Generator().manual_seed(recipe.run.seed)
         end = end_id(data.tokenizer, recipe.tokenizer.end)
-        text = sample(job.model, data.tokenizer, recipe.sample, generator, end)
+        context = recipe.data.context
+        text = sample(job.model, data.tokenizer, recipe.sample, context, generator, end)
         logger.log(Sampled(recipe.sample.prompt, text))
     try:
         job.sharded.save_file(Path(recipe.run.folder).expanduser() / WEIGHTS)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.train.decoder import Decoder
+from shardwise.train.batches import MicroBatch
+from shardwise.train.language_model import logits
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,38 +24,43 @@ __all__ = ["generate", "sample"]
 
 
 def sample(
-    model: Decoder,
+    model: nn.Module,
     tokenizer: Tokenizer,
     config: SampleConfig,
+    context: int,
     generator: torch.Generator,
     end: int,
 ) -> str:
     """The model's continuation of ``config.prompt``, without the prompt. A collective.
 
     Args:
+        context: the longest row that the model takes.
         generator: on the CPU, with the same state on every rank.
         end: the id at which the text is cut.
     """
     prompt = tokenizer.encode(config.prompt, add_special_tokens=False).ids
     device = next(model.parameters()).device
-    ids = generate(
-        model, torch.tensor(prompt, device=device), config.tokens, config.temperature, generator
-    )
+    given = torch.tensor(prompt, device=device)
+    ids = generate(model, given, config.tokens, context, config.temperature, generator)
     new = ids[len(prompt) :].tolist()
     text: str = tokenizer.decode(new[: new.index(end)] if end in new else new)
     return text
 
 
 def generate(
-    model: Decoder, ids: Tensor, count: int, temperature: float, generator: torch.Generator
+    model: nn.Module,
+    ids: Tensor,
+    count: int,
+    context: int,
+    temperature: float,
+    generator: torch.Generator,
 ) -> Tensor:
     """``ids`` followed by ``count`` generated ids, ``[n] → [n + count]`` int64.
 
-    The model sees the last ``model.context`` ids. There is no KV cache, which keeps the model
-    simple and makes generation slow.
+    The model sees the last ``context`` ids. There is no KV cache, so generation is slow.
 
     Args:
-        model: the decoder, sharded or not.
+        model: a causal language model, sharded or not.
         ids: the prompt.
         count: number of generated ids and of forward passes.
         temperature: of the softmax; 0 = greedy decoding.
@@ -64,8 +70,9 @@ def generate(
     model.eval()
     with torch.no_grad():
         for _ in range(count):
-            logits = model(ids[None, -model.context :])[0, -1].float().cpu()
-            ids = torch.cat([ids, _draw_token(logits, temperature, generator).to(ids.device)])
+            window = ids[None, -context:]
+            last = logits(model, MicroBatch(window, window))[0, -1].float().cpu()
+            ids = torch.cat([ids, _draw_token(last, temperature, generator).to(ids.device)])
     model.train(training)
     return ids
 

@@ -26,6 +26,7 @@ from shardwise.train.batches import (
     rank_batches,
 )
 from shardwise.train.collectives import all_gather_floats
+from shardwise.train.language_model import logits
 from shardwise.train.records import Evaluated
 from shardwise.train.tokenizer import Tokens
 
@@ -74,7 +75,7 @@ class Validation:
         with torch.no_grad():
             for indices in rank_batches(self.indices, self.micro, comm.rank, comm.size):
                 batch = self.rows.take(indices).to(comm.device)
-                sums += _sums(model(batch.ids, batch.positions, batch.segments), batch)
+                sums += _sums(logits(model, batch), batch)
         model.train(training)
         loss, correct, tokens = all_gather_floats(comm, sums.tolist(), "validation").sum(0).tolist()
         return Evaluated(

@@ -1,0 +1,40 @@
+"""What the trainer asks of a model: to be built in shards, and for the logits of a batch.
+
+Everything else in ``train`` takes any causal language model, of ours or of `transformers`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.protocol import Comm
+from shardwise.sharded import Sharded, shard
+from shardwise.train.batches import MicroBatch
+from shardwise.train.config import Recipe
+from shardwise.train.decoder import Decoder, initialiser
+from shardwise.train.shard_arguments import shard_arguments
+
+__all__ = ["build", "logits"]
+
+
+def build(recipe: Recipe, comm: Comm, vocabulary: int) -> Sharded:
+    """The sharded model of ``recipe``, for ``vocabulary`` token ids. A collective.
+
+    Every rank draws the same weights from the seed, unit by unit, and keeps its shard.
+    """
+    with torch.device("meta"):
+        model = Decoder(recipe.model, vocabulary, recipe.data.context)
+    init = initialiser(torch.Generator(comm.device).manual_seed(recipe.run.seed))
+    return shard(model, comm=comm, init=init, **shard_arguments(recipe.sharding))
+
+
+def logits(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """``[rows, context]`` ids → logits ``[rows, context, vocabulary]`` of the id after each."""
+    if isinstance(model, Decoder):
+        of_ours: Tensor = model(batch.ids, batch.positions, batch.segments)
+        return of_ours
+    where = {} if batch.positions is None else {"position_ids": batch.positions}
+    # Keys and values of earlier tokens serve generation alone; kept, they cost memory.
+    out: Tensor = model(input_ids=batch.ids, use_cache=False, **where).logits
+    return out
