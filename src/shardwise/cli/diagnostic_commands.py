@@ -163,4 +163,42 @@ def explain(word: str | None, model: str | None, **options: Any) -> None:
     run_explain(word, model, About(**options))
 
 
-COMMANDS = (convert_config, doctor, trace, explain)
+# --- lint ------------------------------------------------------------------------------------
+
+LINT = """\
+Find known defects in FILE: a configuration, a command line, or a program, which is not run.
+
+Each line of the output has file, line, the defect's number (docs/lint.md) and the fact; the next
+one says what to write instead. A program has the suffix .py, a configuration .json or .yaml; any
+other file is read as a shell script.
+
+\b
+Examples:
+  shardwise lint train.py run.sh fsdp_config.json
+
+\b
+Exit status: 0 if nothing is found; 1 if there is a defect, or a file cannot be read.
+"""
+
+
+@click.command(
+    "lint",
+    help=LINT,
+    short_help="Find known defects of FSDP programs and options.",
+    context_settings=CONTEXT_SETTINGS,
+)
+@click.argument(
+    "files",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE...",
+)
+def lint(files: tuple[Path, ...]) -> int:
+    """The command; its help is ``LINT``."""
+    from shardwise.cli.lint import run_lint
+
+    return run_lint(files)
+
+
+COMMANDS = (convert_config, doctor, trace, explain, lint)

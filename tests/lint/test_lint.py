@@ -1,0 +1,94 @@
+"""Each defect of the documents is found on its line, and nothing else; repaired, nothing is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.errors import ConfigError
+from shardwise.lint import DEFECTS, lint
+from tests.lint.documents import DOCUMENTS, REPAIRED
+
+ROOT = Path(__file__).parents[2]
+MARK = re.compile(r"  # ((?:D\d+ ?)+)$")
+PROGRAMS = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "recipes").glob("*.yaml")])
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text("".join(f"{MARK.sub('', line)}\n" for line in text.splitlines()), "utf-8")
+    return path
+
+
+def marked(text: str) -> Counter[tuple[int, str]]:
+    """Line and number of each mark."""
+    marks = [(number, MARK.search(line)) for number, line in enumerate(text.splitlines(), 1)]
+    return Counter((number, defect) for number, mark in marks if mark for defect in mark[1].split())
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_defects_of_a_document_are_found_where_they_are(tmp_path: Path, name: str) -> None:
+    findings = lint(written(tmp_path, name, DOCUMENTS[name]))
+    assert {(f.line, f.defect) for f in findings} == set(marked(DOCUMENTS[name]))
+    assert all(f.fact and f.fix and "\n" not in f.fix for f in findings)
+
+
+def test_every_defect_is_in_a_document_or_says_why_no_file_shows_it() -> None:
+    found = {defect for text in DOCUMENTS.values() for _, defect in marked(text)}
+    said = {name.partition("-")[0] for name, row in DEFECTS.items() if "why_not" in row}
+    assert found | said == {f"D{number}" for number in range(1, 31)}
+    assert said - found == {"D28"}
+
+
+@pytest.mark.parametrize("name", REPAIRED)
+def test_what_is_repaired_has_no_finding(tmp_path: Path, name: str) -> None:
+    assert lint(written(tmp_path, name, REPAIRED[name])) == []
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
+def test_our_own_programs_and_recipes_have_no_finding(path: Path) -> None:
+    assert lint(path) == []
+
+
+def test_hybrid_shard_as_a_word_and_keys_inside_a_call(tmp_path: Path) -> None:
+    text = 'args = TrainingArguments(\n  "out", fsdp="hybrid_shard auto_wrap")  # D2\n'
+    findings = lint(written(tmp_path, "a.py", text))
+    assert [(f.line, f.fix) for f in findings] == [(2, 'add "version": 1 to the fsdp_config')]
+    keys = "fsdp_config:\n  sharding_strategy: FULL_SHARD\n"
+    assert [f.line for f in lint(written(tmp_path, "a.yaml", keys))] == [2]
+
+
+def test_the_command_prints_file_line_fact_and_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "run.sh", "python t.py --warmup_steps 9 \\\n --lr_scheduler_type constant")
+    written(tmp_path, "clean.sh", "python t.py --warmup_steps 9")
+    for name, code in {"run.sh": 1, "clean.sh": 0}.items():
+        with pytest.raises(SystemExit) as end:
+            main(["lint", name])
+        assert end.value.code == code
+    assert capsys.readouterr().out == (
+        "run.sh:1: D3 warmup_steps 9 has no effect: the schedule constant has no warm-up\n"
+        "    fix: lr_scheduler_type constant_with_warmup\n"
+    )
+
+
+def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a\.py cannot be read as its suffix says: '\(' was"):
+        lint(written(tmp_path, "a.py", "print("))
+    with pytest.raises(ConfigError, match=r"a\.json cannot be read"):
+        lint(written(tmp_path, "a.json", "{"))
+
+
+def test_arguments_that_are_said_to_be_gone_are_gone() -> None:
+    from tests.dialects.test_tables import fields_of, source
+
+    known = fields_of(source("transformers", "training_args.py"), "TrainingArguments")
+    assert len(known) > 100
+    assert not known & {"evaluation_strategy", "logging_dir", "warmup_ratio"}
+    assert {"eval_strategy", "warmup_steps"} <= known
