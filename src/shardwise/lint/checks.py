@@ -36,12 +36,12 @@ def _rows_do_not_divide(source: Source) -> Iterator[Hit]:
     defaults = [(name, _keyword(call, "default")) for name, call in _options(source)]
     assigned = [(dotted(node.targets[0]), node.value) for node in source.nodes(ast.Assign)]
     worlds = [node for name, node in defaults + assigned if _WORLD.fullmatch(name)]
-    ranks = next((n.value for n in worlds if isinstance(n, ast.Constant)), 1)
+    ranks = next((number for node in worlds if (number := _integer(node))), 1)
     is_sharded = re.search(r"FullyShardedDataParallel|fully_shard|thunder", source.text)
     for call in _calls(source, "Linear") if is_sharded else ():
-        sizes = [n.value for n in call.args[:2] if isinstance(n, ast.Constant)]
-        if len(sizes) == 2 and sizes[1] % ranks:
-            yield Hit("D8", call.lineno, (*sizes, ranks))
+        columns, rows = [*map(_integer, call.args[:2]), 0, 0][:2]
+        if columns and rows and rows % ranks:
+            yield Hit("D8", call.lineno, (columns, rows, ranks))
 
 
 def _workers_have_no_seed(source: Source) -> Iterator[Hit]:
@@ -77,6 +77,12 @@ def _options(source: Source) -> Iterator[tuple[str, ast.Call]]:
         for name in call.args:
             if isinstance(name, ast.Constant) and str(name.value).startswith("--"):
                 yield str(name.value)[2:], call
+
+
+def _integer(node: ast.expr | None) -> int:
+    """A number that is written down; 0 for anything else."""
+    value = node.value if isinstance(node, ast.Constant) else 0
+    return value if isinstance(value, int) else 0
 
 
 def _keyword(call: ast.Call, name: str) -> ast.expr | None:
