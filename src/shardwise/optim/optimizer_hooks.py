@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwise.comm.protocol import Comm
 from shardwise.errors import OptimizerError
+from shardwise.integrations.peft import check_optimizer
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.memory.sharded_parameter import ShardedParameter
@@ -208,6 +209,7 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
 
 
 def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    check_optimizer(type(optimizer).__name__, params)
     split = [s for p in params if (s := _split(p)) is not None]
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):

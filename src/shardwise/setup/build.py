@@ -17,6 +17,7 @@ from torch import nn
 from shardwise.comm.malloc import trim
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
+from shardwise.integrations.peft import check_adapters
 from shardwise.integrations.wrappers import check_unwrapped
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import sharding_of
@@ -45,6 +46,7 @@ Specs = Mapping[str, Sequence[BucketSpec]]
 def check_unsharded(model: nn.Module) -> None:
     """Raises ``ConfigError`` where ``shard()`` would cut what is sharded or wrapped already."""
     check_unwrapped(model)
+    check_adapters(model)
     for name, param in model.named_parameters():
         if sharding_of(param) is not None:
             raise ConfigError(

@@ -1,10 +1,13 @@
-"""Adapters of ``peft`` on a sharded model: saved, used without us, loaded back, merged.
+"""Adapters of ``peft`` on a sharded model: made, trained, saved, used without us, loaded back.
 
-Only the adapter is gathered, and only rank 0 has it whole.
+The truth is always peft on a plain model of one process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,17 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.integrations.peft import is_adapters, save_adapter
+from shardwise.hf.adapters import (
+    add_adapter,
+    init_adapter,
+    is_adapters,
+    load_adapter,
+    save_adapter,
+)
 from tests.copies import said, seeded
-from tests.nets import tokens
+from tests.nets import Batch, tokens
+from tests.parity.plain import ADAMW, Recipe, one_by_one
+from tests.parity.sharded import How, assert_equal, on_threads
 from tests.ranks import run_threads
 
 # peft asks transformers for what this one has renamed.
@@ -30,7 +41,7 @@ WORLD = 2
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def llama() -> hf.LlamaForCausalLM:
+def llama(**options: Any) -> hf.LlamaForCausalLM:
     shape: dict[str, Any] = {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -41,12 +52,12 @@ def llama() -> hf.LlamaForCausalLM:
         "max_position_embeddings": 32,
         "attn_implementation": "eager",
     }
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**shape))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**shape, **options))
 
 
 def lora(**options: Any) -> peft.LoraConfig:
-    shape: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": LINEARS}
-    return peft.LoraConfig(**shape, task_type="CAUSAL_LM", **options)
+    shape: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": LINEARS, **options}
+    return peft.LoraConfig(**shape, task_type="CAUSAL_LM")
 
 
 def adapted(config: peft.LoraConfig, seed: int = 0) -> nn.Module:
@@ -113,6 +124,63 @@ def test_the_adapters_folder_is_complete_and_plain_peft_loads_it(
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # all may be read alike
 
 
+# --- made on the meta device ------------------------------------------------------------------
+
+KINDS: dict[str, tuple[bool, dict[str, Any]]] = {  # are embeddings tied, and the adapter's options
+    "normal": (False, {"init_lora_weights": "gaussian", "use_rslora": True}),
+    "DoRA": (False, {"use_dora": True}),
+    "a head": (False, {"modules_to_save": ["lm_head"]}),
+    "tied embeddings": (True, {"modules_to_save": ["embed_tokens"]}),
+    "tokens": (False, {"trainable_token_indices": [3, 60]}),
+    "tied tokens": (True, {"trainable_token_indices": [3, 60]}),
+    "an embedding": (False, {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True}),
+    "not yet": (False, {"init_lora_weights": False}),
+}
+
+
+def of_values(base: nn.Module, plain: nn.Module) -> Callable[[nn.Module], None]:
+    """An ``init`` for ``shard()``: values of ``plain`` by name, and zeros for what is added."""
+    paths = {module: path for path, module in base.named_modules()}
+    params = plain.named_parameters(remove_duplicate=False)
+    values = {**dict(params), **dict(plain.named_buffers())}
+
+    def fill(module: nn.Module) -> None:
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, tensor in own:
+            given = values.get(f"{paths.get(module)}.{name}")
+            tensor.data.copy_(torch.zeros(()) if given is None else given)
+
+    return fill
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("tied", "options"), KINDS.values(), ids=KINDS)
+def test_one_made_on_the_meta_device_has_the_values_that_peft_gives_it(
+    tied: bool, options: dict[str, Any], world: int
+) -> None:
+    config = lora(**options)
+    plain: Any = seeded(lambda: llama(tie_word_embeddings=tied))
+    with torch.device("meta"):
+        bases = [llama(tie_word_embeddings=tied) for _ in range(world)]
+    inits = [of_values(base, plain) for base in bases]
+    models = [add_adapter(base, config)[0] for base in bases]
+    config.ensure_weight_tying = "modules_to_save" in options and tied
+    torch.manual_seed(7)
+    expected = peft.get_peft_model(plain, config)
+    torch.manual_seed(7)
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        sharded = sw.shard(models[comm.rank], comm=comm, init=inits[comm.rank])
+        init_adapter(sharded)
+        return dict(sharded.state_dict()) | dict(sharded.model.named_buffers())
+
+    buffers = dict(expected.named_buffers())
+    for state in run_threads(world, rank):
+        assert set(state) == set(expected.state_dict()) | set(buffers)
+        for name, value in (*expected.state_dict().items(), *buffers.items()):
+            assert torch.equal(state[name], value), name
+
+
 def test_what_is_frozen_is_not_gathered() -> None:
     def rank(comm: Comm, model: nn.Module) -> tuple[int, int]:
         sharded = sw.shard(model, comm=comm)
@@ -126,18 +194,38 @@ def test_what_is_frozen_is_not_gathered() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_it_is_loaded_back_into_a_sharded_model(config: peft.LoraConfig, tmp_path: Path) -> None:
-    states, told = saved(config, tmp_path)
-    stored = load_file(tmp_path / "adapter_model.safetensors")
+@pytest.mark.parametrize("saver", ["sharded", "plain"])
+def test_it_is_loaded_into_a_sharded_model(
+    config: peft.LoraConfig, saver: str, tmp_path: Path
+) -> None:
+    if saver == "sharded":
+        told = saved(config, tmp_path)[1]
+    else:
+        plain: Any = adapted(replace(config, init_lora_weights=False), seed=5)
+        plain.save_pretrained(tmp_path)
+        told = answer(plain)
 
-    def rank(comm: Comm, model: Any) -> tuple[dict[str, Tensor], Tensor]:
+    def rank(comm: Comm, model: Any) -> Tensor:
         sharded = sw.shard(model, comm=comm)
-        peft.set_peft_model_state_dict(model, dict(stored))
-        return sharded.state_dict(), answer(model)
+        load_adapter(sharded, tmp_path)
+        return answer(model)
 
-    again, answered = on_ranks(config, rank, seed=9)[1]
-    assert torch.equal(answered, told)
-    assert all(torch.equal(again[name], value) for name, value in states.items())
+    assert all(torch.equal(answered, told) for answered in on_ranks(config, rank, seed=9))
+
+
+def test_one_of_another_shape_is_not_loaded(tmp_path: Path) -> None:
+    adapted(lora(target_modules=["q_proj"])).save_pretrained(tmp_path)  # type: ignore[operator]
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        return said(sw.CheckpointError, lambda: load_adapter(sharded, tmp_path))
+
+    for text in on_ranks(lora(target_modules=["q_proj", "v_proj"]), rank):
+        assert "4 of 8 tensors differ, first base_model.model.model.layers.0.self_attn.v_pr" in text
+        assert "stored none, needed shape (3, 32)" in text
+    for text in on_ranks(lora(target_modules=["q_proj"], r=5), rank):
+        assert "4 of 4 tensors differ" in text
+        assert "stored shape (3, 32), needed shape (5, 32)" in text
 
 
 def test_one_of_two_adapters(tmp_path: Path) -> None:
@@ -246,6 +334,79 @@ def switched(model: Any) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.zero_grad()
         losses.append(out.loss.item())
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# --- trained ------------------------------------------------------------------------------------
+
+
+def labelled(seed: int, rows: int) -> Batch:
+    ids = tokens(seed, (rows, 7), 61)
+    return ids, ids
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
+@pytest.mark.parametrize(
+    "options", [{"use_rslora": True}, {"use_dora": True}], ids=["LoRA", "DoRA"]
+)
+def test_it_trains_as_on_one_process(options: dict[str, Any], strategy: str, world: int) -> None:
+    recipe = Recipe(partial(adapted, lora(**options)), labelled, ADAMW, loss_of, steps=3)
+    ranks = on_threads(world, recipe, How(strategy))
+    assert_equal(ranks, one_by_one(recipe, world), strategy)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(input_ids=batch[0], labels=batch[1]).loss
+    return loss
+
+
+def test_a_frozen_base_is_gathered_once_within_a_budget_of_bytes() -> None:
+    def rank(comm: Comm, model: nn.Module) -> tuple[int, int, str]:
+        sharded = sw.shard(model, comm=comm, residency=1 << 20)
+        train(sharded, comm.rank, count=2)
+        comm.counters.reset()
+        train(sharded, comm.rank, count=1)
+        trained = sum(b.full.numel() * 4 for b in sharded.buckets if b.trainable)
+        return comm.counters.bytes_sent["gather"], trained, str(sharded.schedule)
+
+    for sent, trained, schedule in on_ranks(lora(), rank):
+        assert sent <= 2 * trained // WORLD  # forward and backward; nothing of the base
+        assert "less, by what stays gathered" in schedule.splitlines()[0]
+
+
+# --- the order of changes -------------------------------------------------------------------------
+
+
+def test_adapters_after_shard_are_refused() -> None:
+    model: Any = seeded(llama)
+    sw.shard(model)
+    assert "quantise the model, prepare" in said(sw.ConfigError, lambda: add_adapter(model, lora()))
+    adapted_late: nn.Module = peft.get_peft_model(model, lora())
+    text = said(sw.ConfigError, lambda: answer(adapted_late))
+    assert "adapters were added after shard()" in text
+    assert "get_peft_model, shard(), and then the optimizer" in text
+
+
+def test_an_optimizer_from_before_the_adapters_is_refused() -> None:
+    base = seeded(llama)
+    optimizer = torch.optim.AdamW(base.parameters())
+    model: Any = peft.get_peft_model(base, lora())
+    sw.shard(model)
+    loss_of(model, labelled(0, 2)).backward()
+    text = said(sw.OptimizerError, optimizer.step)
+    assert "none that is trained: it was made before the adapters were added. The order" in text
+
+
+def test_preparing_for_k_bit_training_after_the_adapters_is_refused() -> None:
+    prepare: Any = peft.prepare_model_for_kbit_training
+    model = prepare(adapted(lora()))
+    text = said(sw.ConfigError, lambda: sw.shard(model))
+    assert "prepare_model_for_kbit_training(), or requires_grad_(False), froze the adapter" in text
+
+
+def test_initial_values_that_change_the_base_are_refused() -> None:
+    text = said(sw.ConfigError, lambda: add_adapter(llama(), lora(init_lora_weights="pissa")))
+    assert "Choose one of True, False, 'gaussian'" in text
 
 
 def test_adapters_are_switched_while_they_train_as_on_a_plain_model() -> None:

@@ -1,0 +1,336 @@
+"""Adapters of ``peft`` on sharded models: added, initialised, saved, loaded.
+
+peft builds its layers; here the model is on the meta device when it does, so an adapter's values
+are made after ``shard()``, one unit at a time. ``model.save_pretrained`` on one rank would call
+state dict hooks, which are collectives: all ranks gather the adapter without the frozen base, and
+then peft writes with our hooks removed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+import stat
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.collectives import raise_on_all
+from shardwise.checkpoint.disk import explained, make_folder, sync_folder
+from shardwise.checkpoint.folder import new_token
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.hf.targets import Matches, match_targets
+from shardwise.integrations.peft import ORDER
+from shardwise.memory.sharding import sharding_of
+from shardwise.printed import size
+from shardwise.runtime.full_params import full_params
+from shardwise.setup.materialise import sync
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+    from shardwise.sharded import Sharded
+
+__all__ = ["add_adapter", "init_adapter", "is_adapters", "load_adapter", "save_adapter"]
+
+log = logging.getLogger("shardwise")
+
+INITIAL = (True, False, "gaussian")
+"""Values of ``init_lora_weights`` that leave the base model's weights as they are."""
+
+
+def add_adapter(
+    model: nn.Module, config: LoraConfig, adapter: str = "default"
+) -> tuple[PeftModel, Matches]:
+    """Add an adapter to ``model``, which may be on the meta device, before ``shard()``.
+
+    Args:
+        config: not changed. With tied embeddings an adapter of one is one of both.
+        model: of ``transformers``, or a ``PeftModel`` that gets one more.
+
+    Returns:
+        The model with the adapter, whose parameters are where the model's are; and what matched.
+
+    Raises:
+        ConfigError: the model is sharded already, a target matches nothing, or the initial values
+            would change the frozen weights.
+    """
+    import peft
+
+    if any(sharding_of(param) is not None for param in model.parameters()):
+        raise ConfigError(f"adapters cannot be added to a model that is sharded. {ORDER}")
+    if config.init_lora_weights not in INITIAL:
+        raise ConfigError(
+            f"init_lora_weights={config.init_lora_weights!r} computes the adapter from the base "
+            f"model's weights, and changes them. Choose one of {', '.join(map(repr, INITIAL))}."
+        )
+    config, matches = copy.deepcopy(config), match_targets(config, model)
+    for warning in matches.warnings:
+        log.warning(warning)
+    weights = [*(config.target_modules or ()), *(config.modules_to_save or ())]
+    if _ties_embeddings(model) and {"embed_tokens", "lm_head"} & set(weights):
+        config.ensure_weight_tying = True
+    on_meta = any(param.is_meta for param in model.parameters())
+    with torch.device("meta") if on_meta else nullcontext():
+        if isinstance(model, peft.PeftModel):
+            model.add_adapter(adapter, config)
+            return model, matches
+        return peft.get_peft_model(model, config, adapter), matches
+
+
+def init_adapter(sharded: Sharded, adapter: str = "default") -> None:
+    """Give a new adapter the values that peft gives it. A collective.
+
+    Rank 0 draws them, in peft's order and from torch's generator, so they are those of one process
+    with the same seed, for every number of ranks. One unit is whole at a time; of the frozen base
+    only what the values come from: DoRA's norms, tokens and modules that are trained whole.
+
+    Raises:
+        CheckpointError: the model has no adapter of this name.
+    """
+    config = _config_of(sharded.model, adapter)
+    units = defaultdict[frozenset[str], dict[str, Any]](dict)
+    unit_of = {id(param): b.unit for b in sharded.buckets for param in b.params}
+    for name, layer in sharded.model.named_modules():
+        if _is_layer(layer, adapter):
+            units[frozenset(unit_of[id(p)] for p in layer.parameters())][name] = layer
+    for names, layers in units.items():
+        copies = config.use_dora or not all(_is_lora(layer) for layer in layers.values())
+        buckets = [b for b in sharded.buckets if b.unit in names and (b.trainable or copies)]
+        with full_params(buckets, sharded.comm, writeback=True), torch.no_grad():
+            for name, layer in layers.items():
+                if sharded.comm.rank == 0:
+                    _fill(layer, adapter, config)
+                for own, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+                    if adapter in own.split("."):
+                        tensor.copy_(sync(tensor.detach(), sharded.comm, f"{name}.{own}"))
+
+
+def _is_lora(layer: nn.Module) -> bool:
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(layer, LoraLayer)
+
+
+def _is_layer(layer: Any, adapter: str) -> bool:
+    """Is it a layer of peft that has values of this adapter's own?"""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    if _is_lora(layer):
+        return adapter in {*layer.lora_A, *layer.lora_embedding_A}
+    if isinstance(layer, TrainableTokensLayer):
+        return adapter in layer.trainable_tokens_delta
+    return isinstance(layer, ModulesToSaveWrapper) and adapter in layer.modules_to_save
+
+
+def _fill(layer: Any, adapter: str, config: LoraConfig) -> None:
+    """Do again what peft does when it adds the adapter; all tensors of the layer are whole."""
+    from peft.utils import ModulesToSaveWrapper
+
+    if _is_lora(layer):
+        _fill_lora(layer, adapter, config)
+    elif isinstance(layer, ModulesToSaveWrapper):
+        added: Any = layer.modules_to_save[adapter]
+        originals = layer.original_module.parameters()
+        for value, original in zip(added.parameters(), originals, strict=True):
+            value.copy_(original)
+    else:
+        rows = layer.get_base_layer().weight[layer.token_indices[adapter]]
+        layer.trainable_tokens_delta[adapter].copy_(rows)
+        layer.trainable_tokens_original[adapter].copy_(rows)
+
+
+def _fill_lora(layer: Any, adapter: str, config: LoraConfig) -> None:
+    for part in (layer.lora_A, layer.lora_B):
+        if adapter in part:
+            part[adapter].reset_parameters()
+    for part in (layer.lora_embedding_A, layer.lora_embedding_B):
+        if adapter in part:
+            nn.init.normal_(part[adapter])
+    layer.reset_lora_parameters(adapter, config.init_lora_weights)
+    if adapter in layer.lora_magnitude_vector:
+        vectors, vector = layer.lora_magnitude_vector, layer.lora_magnitude_vector[adapter]
+        layer.lora_variant[adapter].init(layer, adapter_name=adapter, config=config)
+        made, vectors[adapter] = vectors[adapter], vector
+        vector.weight.copy_(made.weight)
+
+
+def _ties_embeddings(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+
+
+def _config_of(model: Any, adapter: str) -> LoraConfig:
+    configs = getattr(model, "peft_config", None)
+    if isinstance(configs, Mapping) and adapter in configs:
+        config: LoraConfig = configs[adapter]
+        return config
+    available = ", ".join(map(repr, configs)) if isinstance(configs, Mapping) else "none"
+    raise CheckpointError(
+        f"{type(model).__qualname__} has no peft adapter {adapter!r}; it has {available}. "
+        "Shard the model that peft.get_peft_model() returned, and name one of its adapters."
+    )
+
+
+def load_adapter(sharded: Sharded, folder: str | Path, adapter: str = "default") -> None:
+    """Load an adapter that peft or ``save_adapter`` wrote. A collective.
+
+    Args:
+        folder: one that every rank can read.
+
+    Raises:
+        CheckpointError: on every rank: the folder cannot be read, or its adapter has other tensors
+            than the model's; nothing was loaded.
+    """
+    import peft
+    from peft.utils import get_peft_model_state_dict, load_peft_weights
+
+    model: Any = sharded.model
+    _config_of(model, adapter)
+    shapes = {
+        alias: torch.empty(member.shape, device="meta")
+        for bucket in sharded.buckets
+        for member in bucket.members
+        for alias in member.aliases
+    }
+    stored: dict[str, Tensor] = {}
+
+    def read() -> None:
+        expected = get_peft_model_state_dict(
+            model, shapes, adapter_name=adapter, save_embedding_layers=False
+        )
+        with explained(f"reading {folder}", reads=True), _peft_errors("load"):
+            stored.update(load_peft_weights(str(folder), device="cpu"))
+        _check_same(stored, expected, Path(folder), adapter)
+
+    raise_on_all(sharded.comm, "reading an adapter", read)
+    peft.set_peft_model_state_dict(model, stored, adapter_name=adapter)
+
+
+def _check_same(
+    stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], folder: Path, adapter: str
+) -> None:
+    """Raises ``CheckpointError`` where a folder's adapter is not one of this model's shape."""
+    names = {*stored, *expected}
+    shapes = {n: [tuple(s[n].shape) if n in s else None for s in (stored, expected)] for n in names}
+    if differing := sorted(name for name, (one, other) in shapes.items() if one != other):
+        first = differing[0]
+        has, needs = (f"shape {shape}" if shape else "none" for shape in shapes[first])
+        raise CheckpointError(
+            f"the adapter in {folder} is not one of this model's adapter {adapter!r}: "
+            f"{len(differing)} of {len(names)} tensors differ, first {first}: stored {has}, "
+            f"needed {needs}. Build the model with the folder's own configuration, "
+            "peft.PeftConfig.from_pretrained(folder)."
+        )
+
+
+def save_adapter(sharded: Sharded, folder: str | Path, adapter: str = "default") -> None:
+    """Write an adapter's weights and configuration, as peft does. A collective.
+
+    Existing files are replaced atomically, the weights last. Embeddings of the base model are not
+    saved; train them with peft's ``modules_to_save``.
+
+    Args:
+        sharded: of a ``PeftModel``.
+        folder: on rank 0's disk.
+        adapter: its name.
+
+    Raises:
+        CheckpointError: on every rank: the model has no such adapter, or the folder cannot be
+            written.
+    """
+    model: Any = sharded.model
+    is_wanted = is_adapters(sharded, adapter)
+    states = sharded.state_dict(rank0_only=True, names=is_wanted)
+
+    def write() -> None:
+        if sharded.comm.rank == 0:
+            final = Path(folder).expanduser().absolute()
+            with sharded._detached(), explained(f"writing {final}"), _peft_errors():
+                _write(model, final, states, adapter)
+            nbytes = (final / "adapter_model.safetensors").stat().st_size
+            log.info("adapter %r saved to %s: %s", adapter, final, size(nbytes))
+
+    raise_on_all(sharded.comm, "writing an adapter", write)
+
+
+def is_adapters(sharded: Sharded, adapter: str = "default") -> Callable[[str], bool]:
+    """A predicate: does a tensor name belong to the adapter, not to the frozen base?
+
+    peft puts the adapter's name into the names of added tensors (``q_proj.lora_A.default.weight``);
+    tensors that it trains in place, such as biases, are trainable.
+
+    Raises:
+        CheckpointError: the model has no adapter of this name.
+    """
+    model: Any = sharded.model
+    _config_of(model, adapter)
+    names = model.named_parameters(remove_duplicate=False)
+    trained = {name for name, param in names if param.requires_grad}
+    other_adapters = set(model.peft_config) - {adapter}
+
+    def is_wanted(name: str) -> bool:
+        parts = set(name.split("."))
+        return adapter in parts or (name in trained and not parts & other_adapters)
+
+    return is_wanted
+
+
+_PEFT_ERRORS = (
+    AssertionError,
+    AttributeError,
+    ImportError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextmanager
+def _peft_errors(verb: str = "save") -> Iterator[None]:
+    """Errors of peft as a ``CheckpointError``, which is raised on every rank."""
+    try:
+        yield
+    except _PEFT_ERRORS as error:
+        raise CheckpointError(
+            f"peft could not {verb} the adapter: {type(error).__name__}: {error}. Check whether "
+            f"peft can {verb} it with an unsharded model."
+        ) from error
+
+
+def _write(model: Any, final: Path, states: Mapping[str, Tensor], adapter: str) -> None:
+    partial = final.with_name(f".{final.name}.unfinished-{new_token()}")
+    try:
+        model.save_pretrained(
+            partial,
+            state_dict=dict(states),
+            selected_adapters=[adapter],
+            save_embedding_layers=False,
+        )
+        # peft puts any adapter but the default one into a folder of its name
+        written = partial if adapter == "default" else partial / adapter
+        make_folder(final)
+        mode = stat.S_IMODE((written / "adapter_config.json").stat().st_mode)
+        for path in sorted(written.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+            path.chmod(mode)  # safetensors creates files that only their owner can read
+            _sync(path)
+            path.replace(final / path.name)
+        sync_folder(final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
