@@ -92,6 +92,10 @@ AXES: dict[str, dict[str, Value]] = {
             for name in ("hybrid_shard", "hybrid_shard_zero2", "hybrid_full")
         },
     },
+    "residency": {
+        "none": Value("the default"),
+        "all": Value("residency=2**30", {"residency": 2**30}),
+    },
     "precision": {
         "fp32": Value("the default"),
         "bf16": Value(
@@ -156,6 +160,11 @@ class Refused:
 
 SPLIT = [name for name in AXES["strategy"] if name != "no_shard"]
 REFUSED = (
+    Refused(
+        {"strategy": ["no_shard", "zero1"], "residency": ["all"]},
+        sw.ConfigError,
+        "all full buckets stay in memory",
+    ),
     Refused(
         {"strategy": SPLIT, "optimizer": ["torch's Muon"]},
         sw.OptimizerError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
 from shardwise.memory.sharding import sharding_of
@@ -24,8 +25,8 @@ def chunked_cross_entropy(
 
     Logits of ``chunk`` tokens at a time are made and turned into gradients in the forward pass, by
     ``torch.nn.functional.linear_cross_entropy`` of torch 2.13. So ``backward`` runs once, and only
-    first derivatives exist. ``head`` may be sharded: its unit is gathered while this runs, also
-    after the model's forward pass.
+    first derivatives exist. An older torch makes them once more in the backward pass. ``head`` may
+    be sharded: its unit is gathered while this runs, also after the model's forward pass.
 
     Args:
         hidden: floating point, ``[..., features]``, in the dtype in which ``head`` computes.
@@ -53,6 +54,9 @@ def chunked_cross_entropy(
         )
 
     def loss(hidden: Tensor) -> Tensor:
+        if "linear_cross_entropy" not in vars(F):
+            rows = chunk or max(1, hidden.numel() // head.out_features)
+            return _recomputed(hidden.flatten(0, -2), head, target.flatten(), ignore_index, rows)
         return F.linear_cross_entropy(
             hidden.flatten(0, -2),
             head.weight,
@@ -68,3 +72,18 @@ def chunked_cross_entropy(
         return loss(hidden)
     called: Tensor = engine.call(head, sharding.unit, loss, (hidden,), {})
     return called
+
+
+def _recomputed(
+    hidden: Tensor, head: nn.Linear, target: Tensor, ignore_index: int, rows: int
+) -> Tensor:
+    """The same from torch's checkpointing; ``hidden``, ``[tokens, features]``, ``rows`` a time."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+
+    def summed(hidden: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(hidden, head.weight, head.bias).to(wide)
+        return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
+
+    chunks = zip(hidden.split(rows), target.split(rows), strict=True)
+    sums = [checkpoint(summed, *chunk, use_reentrant=False) for chunk in chunks]
+    return (torch.stack(sums).sum() / (target != ignore_index).sum()).to(hidden.dtype)

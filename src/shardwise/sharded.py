@@ -35,7 +35,7 @@ from shardwise.optim.norm import chosen, clip_gradients, places_of
 from shardwise.optim.optimizer_hooks import OptimizerHooks
 from shardwise.options import Options
 from shardwise.printed import Layouts, Schedule
-from shardwise.runtime.buffers import sync_buffers
+from shardwise.runtime.buffers import check_batch_norm, sync_buffers
 from shardwise.runtime.forward import Hooks
 from shardwise.runtime.forward_methods import ForwardMethods
 from shardwise.runtime.full_params import full_params
@@ -91,6 +91,7 @@ def shard(
         no_group = checked.mesh is None or isinstance(checked.mesh, (tuple, list))
         comm = connect() if no_group else over(checked.mesh)
     checked.precision.check(comm.device, model)
+    check_batch_norm(model, comm)
     with comm.device:  # not the one of a `with torch.device("meta"):` around this call
         return Sharded(model, placement, wrap, comm, checked)
 

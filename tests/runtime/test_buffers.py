@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
+from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.runtime.buffers import sync_buffers
 from tests import nets
-from tests.copies import clones, equal, on_ranks, seeded
+from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.ranks import run_processes
 from tests.steps import STRATEGIES, train
 
@@ -155,26 +156,31 @@ def test_averaging_changes_no_constant_and_no_integer() -> None:
 # ---- SyncBatchNorm -------------------------------------------------------------------------------
 
 
-def test_torchs_sync_batch_norm_stays_itself_and_its_statistics_are_buffers() -> None:
-    """Its kernels are of accelerators; alone, and in validation, it is a batch norm."""
-
-    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+def test_a_sync_batch_norm_is_refused_where_torch_has_none_and_validates_there() -> None:
+    def rank(comm: Comm, model: nn.Module) -> Tensor:
         converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        sw.shard(converted, comm=comm, buffers="broadcast")
-        kinds = [
-            type(m) for m in converted.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
-        ]
-        assert set(kinds) == {nn.SyncBatchNorm}
-        steps(converted, comm)
-        return {**statistics(converted), **clones(converted.state_dict())}
+        message = said(sw.ConfigError, lambda: sw.shard(converted, comm=comm))
+        assert message.startswith("'features.0.norm' is a SyncBatchNorm, which torch has for acc")
+        assert "on these 2 CPU ranks a training step would fail" in message
+        assert 'Keep nn.BatchNorm and pass buffers="average"' in message
+        sw.shard(converted.eval(), comm=comm)
+        with torch.no_grad():
+            output: Tensor = converted(BATCH(0, 4)[0])
+        return output.clone()
 
-    def plain(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
-        sw.shard(model, comm=comm, buffers="broadcast")
-        steps(model, comm)
-        return {**statistics(model), **clones(model.state_dict())}
+    plain = seeded(BUILD).eval()
+    with torch.no_grad():
+        expected = plain(BATCH(0, 4)[0])
+    for output in on_ranks(2, BUILD, rank):
+        assert torch.equal(output, expected)
 
-    for sync, ordinary in zip(on_ranks(2, BUILD, rank), on_ranks(2, BUILD, plain), strict=True):
-        assert equal(sync, ordinary)
+
+def test_one_rank_alone_trains_a_sync_batch_norm_as_a_batch_norm() -> None:
+    models = [nn.SyncBatchNorm.convert_sync_batchnorm(seeded(BUILD)), seeded(BUILD)]
+    for model in models:
+        sw.shard(model, comm=LocalComm())
+        steps(model, LocalComm())
+    assert equal(statistics(models[0]), statistics(models[1]))
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:

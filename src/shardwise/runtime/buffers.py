@@ -15,9 +15,25 @@ from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.reduction import sum_in_rank_order
+from shardwise.errors import ConfigError
 from shardwise.precision import dtype_name
 
-__all__ = ["sync_buffers"]
+__all__ = ["check_batch_norm", "sync_buffers"]
+
+
+def check_batch_norm(model: nn.Module, comm: Comm) -> None:
+    """Raises ``ConfigError`` for what would be trained with the statistics of one rank's rows."""
+    if comm.size == 1 or comm.device.type != "cpu":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            raise ConfigError(
+                f"{name!r} is a SyncBatchNorm, which torch has for accelerators only: on these "
+                f"{comm.size} CPU ranks a training step would fail, or use the statistics of its "
+                'own rank. Keep nn.BatchNorm and pass buffers="average" (after a step all ranks '
+                'have the mean of the running statistics) or "broadcast" (rank 0\'s); to validate '
+                "only, call model.eval() before shard()."
+            )
 
 
 def sync_buffers(model: nn.Module, policy: str, comm: Comm, left: Container[int] = ()) -> None:
