@@ -84,6 +84,79 @@ def test_ranks_that_wait_at_unlike_collectives_are_interrupted_with_one_reason(
     assert "rank 1 is at gather blocks.9 (1,024 bytes), rank 0 at gather blocks.0" in reason(mine)
 
 
+@pytest.fixture
+def grid() -> Iterator[list[dict[str, Group]]]:
+    """Of each of four ranks its groups: all, and its axes of a grid of two by two."""
+    everyone, rows, columns = Group(), [Group(), Group()], [Group(), Group()]
+    ranks = []
+    for rank in range(4):
+        groups = {"all": everyone, "shard": rows[rank // 2], "replicate": columns[rank % 2]}
+        every, shard, replicate = (
+            group.add(size) for group, size in zip(groups.values(), (4, 2, 2), strict=True)
+        )
+        row, column = rank // 2 * 2, rank % 2
+        every.add_axis("the shard axis", [row, row + 1], shard)
+        every.add_axis("the replicate axis", [column, column + 2], replicate)
+        ranks.append(groups)
+    yield ranks
+    for group in (everyone, *rows, *columns):
+        for one in group.watches:
+            one.leave("the test is over")
+
+
+def in_grid(grid: list[dict[str, Group]], rank: int, name: str) -> tuple[Watchdog, int]:
+    """A rank's watchdog in one of its groups, and its number there."""
+    number = {"all": rank, "shard": rank % 2, "replicate": rank // 2}[name]
+    return grid[rank][name].watches[number], number
+
+
+def test_ranks_that_wait_for_each_other_on_two_axes_are_interrupted_with_one_reason(
+    grid: list[dict[str, Group]],
+) -> None:
+    waits = {0: ("shard", 1), 1: ("replicate", 1), 3: ("shard", 0), 2: ("replicate", -1)}
+    for rank, (name, peer) in waits.items():
+        one, _ = in_grid(grid, rank, name)
+        one.issue(A)
+        wait_for(one, A, peer)
+    said = set()
+    for rank, (name, _) in waits.items():
+        one, number = in_grid(grid, rank, name)
+        assert grid[rank][name].interrupted[number].wait(60)
+        said.add(reason(one))
+    [text] = said
+    assert "rank 1 for rank 3 at gather blocks.0 (collective 0, 1,024 bytes) on the repl" in text
+    assert "rank 2 for rank 0 at gather" in text
+
+
+def test_a_rank_that_waits_in_the_group_of_all_is_followed_too(
+    grid: list[dict[str, Group]],
+) -> None:
+    mine, theirs = in_grid(grid, 0, "shard")[0], in_grid(grid, 1, "all")[0]
+    for one in (mine, theirs):
+        one.issue(A)
+        wait_for(one, A)
+    assert grid[0]["shard"].interrupted[0].wait(60)
+    # An error of the backend, which comes before the next look, is explained by the same.
+    assert str(theirs.explain(0, RuntimeError("Connection closed by peer"))) == reason(mine)
+    assert "rank 1 for rank 0 at gather blocks.0 (collective 0, 1,024 bytes) on all" in reason(mine)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_wait_that_may_end_otherwise_is_part_of_no_ring(
+    grid: list[dict[str, Group]], blocks: bool
+) -> None:
+    mine, theirs = in_grid(grid, 0, "shard")[0], in_grid(grid, 1, "all")[0]
+    for one in (mine, theirs):
+        one.issue(A)
+    if blocks:  # this rank went on while nobody looked
+        in_grid(grid, 0, "all")[0].issue(A)
+    mine.waits = Wait(A, time.monotonic(), for_issue=blocks)
+    wait_for(theirs, A)
+    time.sleep(0.2)
+    mine.raise_if_failed()
+    theirs.raise_if_failed()
+
+
 def test_a_rank_that_waits_for_a_rank_that_computes_is_left_alone(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,6 +41,7 @@ class GlooComm(MessagesComm):
         self._works: dict[int, list[tuple[int, Work]]] = {}
         self._group: Any = None  # torch has no types for ``send`` and ``recv``
         self._watchdog = Watchdog(store, rank, size, self._interrupt, timeout, self.shutdown.where)
+        self.watched = self._watchdog
         try:
             self._watchdog.greet("start")  # names missing ranks, which gloo does not
             # Longer than ours, so that the watchdog can report first.

@@ -41,6 +41,7 @@ from shardwise.comm.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Missing = Callable[[], int | None]  # a peer that is waited for
 
 ROWS = 1024  # most collectives in flight: a rank that issues more first completes its oldest
 YIELDS = 100  # polls with sched_yield before a rank sleeps between polls
@@ -130,7 +131,7 @@ class SharedMemoryComm(Group):
         shutdown: Shutdown,
     ) -> None:
         super().__init__(rank, size, torch.device("cpu"), shutdown)
-        self._watchdog = watchdog
+        self._watchdog = self.watched = watchdog
         self._common, *self._own = arenas
         rows: Numbers = self._common.tensor(0, size * ROWS * 4, torch.int64).numpy()
         self._rows = rows.reshape(size, ROWS, 4)
@@ -247,7 +248,7 @@ class SharedMemoryComm(Group):
             if pending := reference and reference():
                 pending.wait()
             self._rows[self.rank, row, 3] = number + 1  # also if it was dropped without a wait
-        self._wait_until(collective, partial(self._unread_peer, number))
+        self._wait_until(collective, partial(self._unread_peer, number), for_issue=False)
         read = np.roll(self._rows[:, :, 3].min(axis=0), -row)  # [ROWS], from this row on
         in_use = np.flatnonzero(read <= np.arange(number, number + ROWS))
         self._first_used = collective.seq + int(in_use[0] if len(in_use) else ROWS)
@@ -311,8 +312,8 @@ class SharedMemoryComm(Group):
         self._pending[collective.seq % ROWS] = weakref.ref(pending)
         return pending
 
-    def _wait_until(self, collective: Collective, missing: Callable[[], int | None]) -> None:
-        """Wait in ``collective`` until no peer is missing."""
+    def _wait_until(self, collective: Collective, missing: Missing, for_issue: bool = True) -> None:
+        """Wait in ``collective`` until no peer is missing; ``for_issue``: see ``Wait``."""
         for _ in range(YIELDS):
             if self.abort_flag[0]:
                 break
@@ -321,7 +322,8 @@ class SharedMemoryComm(Group):
             os.sched_yield()
         since, pause = monotonic(), SLEEP
         while (peer := missing()) is not None or self.abort_flag[0]:
-            self._watchdog.waits = Wait(collective, since, -1 if peer is None else peer)
+            number = -1 if peer is None else peer
+            self._watchdog.waits = Wait(collective, since, number, for_issue=for_issue)
             self._watchdog.raise_if_failed()
             if self.abort_flag[0]:
                 raise self._watchdog.explain(-1, RuntimeError("another rank ended the group"))

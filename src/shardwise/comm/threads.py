@@ -24,7 +24,7 @@ from shardwise.comm.desync import Collective, format_ranks, mismatch, rank_left,
 from shardwise.comm.local import LocalComm
 from shardwise.comm.messages import MessagesComm
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transport import Shutdown, axis_name
+from shardwise.comm.transport import Shutdown, axis_name, ranks_of_axes
 from shardwise.errors import RanksDisagree
 
 T = TypeVar("T")
@@ -203,12 +203,10 @@ def _deliver(by_rank: Mapping[int, _Contribution]) -> None:
 
 
 def _open_axes(rank: int, rendezvous: _Rendezvous, replicate: int, shard: int) -> tuple[Comm, Comm]:
-    row, column = divmod(rank, shard)
-
     def axis(name: str, ranks: Sequence[int]) -> Comm:
         if len(ranks) == 1:
             return LocalComm()
         return _ThreadsComm(ranks.index(rank), rendezvous.axis(name, tuple(ranks)))
 
-    in_column = range(column, replicate * shard, shard)
-    return axis("replicate", in_column), axis("shard", range(row * shard, (row + 1) * shard))
+    along_replicate, along_shard = ranks_of_axes(rank, replicate, shard)
+    return axis(*along_replicate), axis(*along_shard)

@@ -29,7 +29,7 @@ from shardwise.comm.protocol import (
     Sizes,
     check_divisible,
 )
-from shardwise.comm.watchdog import process_exit_reason
+from shardwise.comm.watchdog import Watchdog, process_exit_reason
 from shardwise.errors import ConfigError, RanksDisagree
 
 
@@ -46,6 +46,13 @@ class Transfer(NamedTuple):
 
 OpenAxes = Callable[[int, int], tuple[Comm, Comm]]
 """From the shape of a grid to this rank's two axes; see ``Comm.axes``."""
+
+
+def ranks_of_axes(rank: int, replicate: int, shard: int) -> list[tuple[str, range]]:
+    """The names of the axes of a grid, and the ranks that ``rank`` is with on each."""
+    row, column = divmod(rank, shard)
+    in_row = range(row * shard, (row + 1) * shard)
+    return [("replicate", range(column, replicate * shard, shard)), ("shard", in_row)]
 
 
 def axis_name(axis: str, ranks: Sequence[int]) -> str:
@@ -80,6 +87,9 @@ class Group(Comm):
     Subclasses have a ``store`` that no other group uses, and a ``timeout``: the seconds after which
     waiting for a slow rank raises.
     """
+
+    #: Where a wait stops this rank until others have issued what it waits for.
+    watched: Watchdog | None = None
 
     def __init__(
         self, rank: int, size: int, device: torch.device, shutdown: Shutdown = IMMEDIATE
@@ -181,7 +191,10 @@ class Group(Comm):
     def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:
         shape = replicate, shard
         if shape not in self._axes:
-            self._axes[shape] = self.shutdown.open_axes(replicate, shard)
+            axes = self._axes[shape] = self.shutdown.open_axes(replicate, shard)
+            for axis, (name, ranks) in zip(axes, ranks_of_axes(self.rank, *shape), strict=True):
+                if self.watched and isinstance(axis, Group) and axis.watched:
+                    self.watched.add_axis(f"the {name} axis {[*ranks]}", ranks, axis.watched)
         return self._axes[shape]
 
     # ---- close -------------------------------------------------------------------------------

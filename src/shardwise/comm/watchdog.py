@@ -4,7 +4,8 @@ The thread checks twice a second whether its rank waits. After one second of wai
 the rank's progress to the store, reads that of the others, and decides by a pure function whether
 the collective can complete. If it can, the watchdog logs for which ranks it waits. If not, it
 publishes the reason and interrupts the wait, on every rank with the same message. Without it a
-rank would hang for thirty minutes, then raise "connection closed by peer".
+rank would hang for thirty minutes, then raise "connection closed by peer". In a grid of ranks it
+also follows who waits for whom from one axis to the other.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic, sleep
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm import desync
+from shardwise.comm.deadlock import Blocked, deadlock
 from shardwise.comm.desync import Collective, RankProgress
 from shardwise.errors import RanksDisagree
 
@@ -43,6 +45,16 @@ class Wait(NamedTuple):
     since: float  # ``monotonic()`` at its start
     peer: int = -1  # the rank whose message is missing, or -1 if unknown
     is_complete: Callable[[], bool] = lambda: False  # for work on a stream, which ends unnoticed
+    # Does it stop this rank until the peer (or all) has issued the collective, and no longer?
+    for_issue: bool = True
+
+
+class GridGroup(NamedTuple):
+    """A group of a grid of ranks: that of all, or an axis."""
+
+    name: str
+    ranks: Sequence[int]  # by their numbers among all
+    watchdogs: dict[str, Watchdog]  # of this rank, by group; that of all comes first
 
 
 class Watchdog:
@@ -73,11 +85,18 @@ class Watchdog:
         self._recent: deque[Collective] = deque(maxlen=HISTORY)
         self._issued = 0
         self._greetings = itertools.count(-HISTORY)  # numbers of what comes before collectives
+        self._grid: GridGroup | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
 
     # --- called by the comm ----------------------------------------------------------------
+
+    def add_axis(self, name: str, ranks: Sequence[int], axis: Watchdog) -> None:
+        """Let waits in this group, of all ranks, and on an axis of ``ranks`` be followed."""
+        grid = self._grid or GridGroup("all ranks", range(self._size), {})
+        grid.watchdogs.update({grid.name: self, name: axis})
+        self._grid, axis._grid = grid, GridGroup(name, ranks, grid.watchdogs)
 
     def raise_if_failed(self) -> None:
         """Raise ``RanksDisagree`` if the group has failed."""
@@ -146,7 +165,7 @@ class Watchdog:
         waiting = {self._rank: self._recent[-1] if self.waits is None else self.waits.collective}
         try:
             # A rank publishes its reason before it closes connections, unless it was killed.
-            if verdict := self._read("verdict"):
+            if verdict := self._read("verdict") or self._deadlock(self.waits):
                 return self.fail(verdict)
             ended = {rank: c for rank, c in self._read_progress().items() if c.ended}
         except RuntimeError:
@@ -201,7 +220,8 @@ class Watchdog:
         try:
             self._publish(waits=collective.seq)
             progress = self._read_progress()
-            reason = self._read("verdict") or desync.diagnose(progress)
+            # Before ``diagnose``, which would see only that another rank of a ring has left.
+            reason = self._read("verdict") or self._deadlock(waits) or desync.diagnose(progress)
         except RuntimeError as error:
             return _without_store(error, collective, waits.peer), ""
         missing = [waits.peer]
@@ -211,7 +231,24 @@ class Watchdog:
             reason = desync.timed_out(missing, age, {self._rank: collective})
         return reason, desync.still_waiting(self._rank, progress, missing, age, collective)
 
+    def _deadlock(self, waits: Wait | None) -> str:
+        """Publish a wait in the store of all ranks; why it never ends, or ``""``."""
+        if self._grid is None or waits is None or not waits.for_issue:
+            return ""
+        name, ranks, watchdogs = self._grid
+        of_all, awaited = next(iter(watchdogs.values())), waits.collective
+        others = [rank for rank in ranks if rank != of_all._rank]
+        peers = [ranks[waits.peer]] if waits.peer >= 0 else others
+        issued = {group: watchdog._issued for group, watchdog in watchdogs.items()}
+        own = Blocked(name, peers, awaited.seq, awaited.details, issued)
+        of_all._store.set(f"blocked/{of_all._rank}", json.dumps(own))
+        return deadlock(of_all._rank, of_all._read_blocked)
+
     # --- the store -------------------------------------------------------------------------
+
+    def _read_blocked(self, rank: int) -> Blocked | None:
+        text = self._read(f"blocked/{rank}")
+        return Blocked(*json.loads(text)) if text else None
 
     def _publish(self, waits: int = -1, ended: str = "") -> None:
         progress = RankProgress(self._issued, tuple(self._recent.copy()), waits, ended)

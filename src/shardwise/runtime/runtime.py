@@ -99,7 +99,9 @@ class Runtime:
             if listed:
                 self._cue(Cue(Op.ENTER, unit, phase))
             else:
-                self._recompute(unit)
+                if self._is_missing(unit):
+                    self._cursor.check_recomputed(unit)
+                self.serve(unit, Phase.BACKWARD, "recomputed")
         finally:  # not before: the cue may bring what frees the unit after an earlier call
             calls = self.facts.forward if phase is Phase.FORWARD else self.facts.backward
             calls[unit] += 1
@@ -116,11 +118,6 @@ class Runtime:
         if unit not in self.facts.gathered:
             self._carry_out(self.policy.gathering(unit, phase, reason))
         self.units[unit].ready()
-
-    def _recompute(self, unit: str) -> None:
-        if self._is_missing(unit):
-            self._cursor.check_recomputed(unit)
-        self.serve(unit, Phase.BACKWARD, "recomputed")
 
     def _is_missing(self, unit: str) -> bool:
         return unit not in self.facts.gathered and self.policy.gathers(unit)

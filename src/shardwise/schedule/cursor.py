@@ -136,9 +136,8 @@ class Cursor:
         at = places[later]
         if needed or cue.op is Op.END:
             return at
-        if cue.op is Op.EXIT and cue.phase is Phase.FORWARD:
-            return None
-        kept_back = any(self._keeps_back(place) for place in range(self._at, at + 1))
+        may_return = cue.op is Op.EXIT and cue.phase is Phase.FORWARD
+        kept_back = may_return or any(map(self._keeps_back, range(self._at, at + 1)))
         return None if kept_back else at
 
     def _keeps_back(self, at: int) -> bool:
