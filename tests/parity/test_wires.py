@@ -193,8 +193,3 @@ def test_where_ranks_map_the_same_memory_there_is_nothing_to_encode() -> None:
 def test_a_gather_is_encoded_in_8_bits_or_not_at_all() -> None:
     with pytest.raises(sw.ConfigError, match=r"gather_wire is torch\.bfloat16; it can be torch"):
         sw.Precision(gather_wire=BF16)
-
-
-def test_a_trace_of_8_bit_wires_is_refused() -> None:
-    with pytest.raises(sw.ConfigError, match=r"precision\.wire is torch\.int8.* trace"):
-        sw.trace(nn.Linear(2, 2), torch.ones(1, 2), precision=sw.Precision(wire=INT8))
