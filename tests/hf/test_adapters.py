@@ -274,25 +274,6 @@ def test_a_model_without_that_adapter_is_refused(tmp_path: Path) -> None:
     assert "no peft adapter 'second'; it has 'default'" in on_ranks(lora(), other)[1]
 
 
-def test_merged_it_is_a_model_that_transformers_loads(tmp_path: Path) -> None:
-    def rank(comm: Comm, model: Any) -> Tensor:
-        sharded = sw.shard(model, comm=comm)
-        train(sharded, comm.rank)
-        states = sharded.state_dict(rank0_only=True)
-        if comm.rank == 0:
-            whole: Any = plain
-            whole.load_state_dict(states)
-            whole.merge_and_unload().save_pretrained(tmp_path)
-        return answer(model)
-
-    plain = adapted(lora())
-    told = on_ranks(lora(), rank)[0]
-    loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    assert not [name for name in loaded.state_dict() if "lora" in name]
-    torch.testing.assert_close(answer(loaded), told, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(answer(seeded(llama)), told, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("error", [AssertionError, AttributeError, ImportError, ValueError])
 def test_what_peft_raises_is_raised_on_every_rank(error: type[Exception], tmp_path: Path) -> None:
     models = [adapted(lora()) for _ in range(WORLD)]

@@ -200,6 +200,7 @@ Examples:
   shardwise export run/step-100 model --dtype bfloat16 --max-file-size 2GB
   shardwise export run/step-100 other --with-optimizer
   shardwise export run/step-100 model.pt --format pt
+  shardwise export base model --merge run/adapter     a LoRA adapter merged into its base
   shardwise export dcp-folder model --with-optimizer
   shardwise export fsdp.pt model --optimizer-file optim.pt --optimizer-class AdamW --with-optimizer
 """
@@ -241,6 +242,11 @@ Examples:
     help="PyTorch file with the optimizer's state, if SOURCE has none.",
 )
 @click.option("--optimizer-class", help="Such as AdamW, if a PyTorch SOURCE does not name it.")
+@click.option(
+    "--merge",
+    type=click.Path(path_type=Path),
+    help="Folder of a peft adapter, which is merged into SOURCE, its base model.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export at DESTINATION.")
 def export(source: Path, destination: Path, **options: Any) -> None:
     """The command; its help is ``EXPORT``."""

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 import torch
@@ -57,6 +58,7 @@ class ExportArguments:
     optimizer_file: Path | None = None
     optimizer_class: str | None = None
     overwrite: bool = False
+    merge: Path | None = None  # an adapter's folder
 
     @property
     def options(self) -> ExportOptions:
@@ -86,23 +88,28 @@ def run_export(source: Path, destination: Path, arguments: ExportArguments) -> N
         ShardwiseError: the options do not go together, or reading or writing failed.
     """
     options, file_format = arguments.options, arguments.file_format
-    _check_options(options, file_format, arguments.max_file_size is not None)
+    has_max_file_size, merges = arguments.max_file_size is not None, arguments.merge is not None
+    _check_options(options, file_format, has_max_file_size, merges)
     source, destination = source.expanduser(), destination.expanduser()
     _check_destination(destination, options, file_format)
     with _as_checkpoint(source, destination, arguments) as path:
         if file_format == "dcp":
             _to_dcp(path, destination, options)
         else:
-            _to_files(path, source, destination, options, file_format)
+            _to_files(path, source, destination, arguments)
 
 
-def _check_options(options: ExportOptions, file_format: str, has_max_file_size: bool) -> None:
+def _check_options(
+    options: ExportOptions, file_format: str, has_max_file_size: bool, merges: bool
+) -> None:
     """Raises ``ConfigError`` for options that this format does not support."""
     if file_format == "dcp" and (options.dtype is not None or options.overwrite):
         raise ConfigError(
             "--format dcp does not support --dtype and --overwrite: it writes the stored dtypes to "
             "a new folder. Export with --dtype first, then export the result as dcp."
         )
+    if file_format != "hf" and merges:
+        raise ConfigError(f"--format {file_format} does not support --merge. Merge first.")
     if file_format != "hf" and has_max_file_size:
         raise ConfigError(
             f"--format {file_format} does not support --max-file-size, which is for safetensors. "
@@ -163,12 +170,15 @@ def _to_dcp(path: Path, destination: Path, options: ExportOptions) -> None:
     click.echo(f"wrote    {escape(result.path)}: {result.tensors:,} tensors, {size(result.nbytes)}")
 
 
-def _to_files(
-    path: Path, given: Path, destination: Path, options: ExportOptions, to: FileFormat
-) -> None:
-    write = export_torch_file if to == "pt" else export
+def _to_files(path: Path, given: Path, destination: Path, arguments: ExportArguments) -> None:
+    options, to = arguments.options, arguments.file_format
+    write: Any = export_torch_file if to == "pt" else export
     hidden, label = not sys.stderr.isatty(), f"writing {escape(destination.name)}"
     with CheckpointReader.open(path) as source:
+        if arguments.merge is not None:
+            from shardwise.hf.merge import merged_weights
+
+            write = partial(export, changed=merged_weights(source, arguments.merge))
         with click.progressbar(length=1, label=label, file=sys.stderr, hidden=hidden) as bar:
 
             def progress(more: int, total: int) -> None:

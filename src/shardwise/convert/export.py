@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class ExportOptions:
 
 
 AS_STORED = ExportOptions()
+Changed = Mapping[str, Callable[[], Tensor]]
 
 
 def export(
@@ -64,10 +65,12 @@ def export(
     destination: str | Path,
     options: ExportOptions = AS_STORED,
     progress: Progress = no_progress,
+    changed: Changed | None = None,
 ) -> Converted:
     """Write ``source`` again, as a folder that ``transformers`` and shardwise load.
 
-    Beyond Python and torch it holds a few blocks of 4 MiB, whatever the size of the model.
+    Beyond Python and torch it holds a few blocks of 4 MiB, whatever the size of the model, and one
+    of the tensors that are ``changed``: by name, what makes it in its stored shape.
     """
     whole = options.with_optimizer
     named = Destination(Path(destination).absolute(), "hf", whole, options.overwrite)
@@ -82,7 +85,7 @@ def export(
         facts |= {"world": 1, "strategy": "export", "kind": "full"}
 
     def chunks_of(stem: str, plan: FilePlan) -> Iterator[Chunk]:
-        return _chunks(source, places[stem], plan)
+        return _chunks(source, places[stem], plan, (changed or {}) if stem == MODEL else {})
 
     made = write_folder(named.path, plans, chunks_of, small, facts, progress)
     dtypes = {name: stored.dtype for plan in plans[MODEL] for name, stored in plan.tensors.items()}
@@ -170,30 +173,39 @@ def _plans(
 
 
 def _chunks(
-    source: CheckpointReader, places: Mapping[str, TensorLocation], plan: FilePlan
+    source: CheckpointReader, places: Mapping[str, TensorLocation], plan: FilePlan, changed: Changed
 ) -> Iterator[Chunk]:
     """The bytes of a new file, block by block, in the same memory each time."""
     buffer = torch.empty(BLOCK, dtype=torch.uint8)
     for name, stored in plan.tensors.items():
-        dtype = DTYPES[stored.dtype]
+        dtype, place = DTYPES[stored.dtype], places[name]
+        made = changed[name]().reshape(-1) if name in changed else None
         for start, stop in cut_at_blocks(stored.start, stored.stop):
             out = buffer[: stop - start].view(dtype)
-            request = ReadRequest(places[name], (start - stored.start) // dtype.itemsize, out)
-            read_into(source, [request])
+            request = ReadRequest(place, (start - stored.start) // dtype.itemsize, out)
+            _values(source, request, made)
             if out.dtype != request.dtype and bool(out.isinf().any()):
-                _check_range(source, name, request)
+                exact = request._replace(out=torch.empty_like(out, dtype=request.dtype))
+                _check_range(name, out, _values(source, exact, made))
             yield Chunk(plan.name, start, stop, (buffer[: stop - start],))
 
 
-def _check_range(source: CheckpointReader, name: str, request: ReadRequest) -> None:
+def _values(source: CheckpointReader, request: ReadRequest, made: Tensor | None) -> Tensor:
+    """Fill the request from its file, or from a whole tensor that was ``made``, flat."""
+    if made is None:
+        read_into(source, [request])
+    else:
+        request.out.copy_(made[request.start : request.start + request.out.numel()])
+    return request.out
+
+
+def _check_range(name: str, out: Tensor, before: Tensor) -> None:
     """Raises ``CheckpointError`` where a cast made a finite value infinite."""
-    before = torch.empty(request.out.numel(), dtype=request.dtype)
-    read_into(source, [ReadRequest(request.place, request.start, before)])
-    lost: Tensor = request.out.isinf() & ~before.isinf()
+    lost: Tensor = out.isinf() & ~before.isinf()
     if count := int(lost.sum()):
-        limit, largest = torch.finfo(request.out.dtype).max, float(before[lost].abs().max())
+        limit, largest = torch.finfo(out.dtype).max, float(before[lost].abs().max())
         raise CheckpointError(
-            f"{count:,} values of {name} do not fit {request.out.dtype}: the largest there is "
+            f"{count:,} values of {name} do not fit {out.dtype}: the largest there is "
             f"{largest:.6g}, and {limit:.6g} is the most, so they would become infinite. "
             "Nothing was written. Export as bfloat16, or without --dtype."
         )

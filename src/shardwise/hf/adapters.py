@@ -38,7 +38,15 @@ if TYPE_CHECKING:
 
     from shardwise.sharded import Sharded
 
-__all__ = ["add_adapter", "init_adapter", "is_adapters", "load_adapter", "save_adapter"]
+__all__ = [
+    "add_adapter",
+    "init_adapter",
+    "is_adapters",
+    "is_layer",
+    "load_adapter",
+    "read_adapter",
+    "save_adapter",
+]
 
 log = logging.getLogger("shardwise")
 
@@ -99,7 +107,7 @@ def init_adapter(sharded: Sharded, adapter: str = "default") -> None:
     units = defaultdict[frozenset[str], dict[str, Any]](dict)
     unit_of = {id(param): b.unit for b in sharded.buckets for param in b.params}
     for name, layer in sharded.model.named_modules():
-        if _is_layer(layer, adapter):
+        if is_layer(layer, adapter):
             units[frozenset(unit_of[id(p)] for p in layer.parameters())][name] = layer
     for names, layers in units.items():
         copies = config.use_dora or not all(_is_lora(layer) for layer in layers.values())
@@ -119,7 +127,7 @@ def _is_lora(layer: nn.Module) -> bool:
     return isinstance(layer, LoraLayer)
 
 
-def _is_layer(layer: Any, adapter: str) -> bool:
+def is_layer(layer: Any, adapter: str = "default") -> bool:
     """Is it a layer of peft that has values of this adapter's own?"""
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.utils import ModulesToSaveWrapper
@@ -189,46 +197,52 @@ def load_adapter(sharded: Sharded, folder: str | Path, adapter: str = "default")
         CheckpointError: on every rank: the folder cannot be read, or its adapter has other tensors
             than the model's; nothing was loaded.
     """
-    import peft
-    from peft.utils import get_peft_model_state_dict, load_peft_weights
-
-    model: Any = sharded.model
-    _config_of(model, adapter)
     shapes = {
         alias: torch.empty(member.shape, device="meta")
         for bucket in sharded.buckets
         for member in bucket.members
         for alias in member.aliases
     }
-    stored: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
 
     def read() -> None:
-        expected = get_peft_model_state_dict(
-            model, shapes, adapter_name=adapter, save_embedding_layers=False
-        )
-        with explained(f"reading {folder}", reads=True), _peft_errors("load"):
-            stored.update(load_peft_weights(str(folder), device="cpu"))
-        _check_same(stored, expected, Path(folder), adapter)
+        values.update(read_adapter(Path(folder), sharded.model, shapes, adapter))
 
     raise_on_all(sharded.comm, "reading an adapter", read)
-    peft.set_peft_model_state_dict(model, stored, adapter_name=adapter)
+    sharded.model.load_state_dict(values, strict=False)
 
 
-def _check_same(
-    stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], folder: Path, adapter: str
-) -> None:
-    """Raises ``CheckpointError`` where a folder's adapter is not one of this model's shape."""
+def read_adapter(
+    folder: Path, model: nn.Module, shapes: Mapping[str, Tensor], adapter: str = "default"
+) -> dict[str, Tensor]:
+    """The adapter in ``folder``, by the names that its tensors have in ``model``.
+
+    Args:
+        shapes: a tensor of the whole shape for each name in the model, each its own object.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not one of this model's adapter.
+    """
+    from peft.utils import get_peft_model_state_dict, load_peft_weights
+
+    config = _config_of(model, adapter)
+    with explained(f"reading {folder}", reads=True), _peft_errors("load"):
+        stored = load_peft_weights(str(folder), device="cpu")
+    expected = get_peft_model_state_dict(
+        model, shapes, adapter_name=adapter, save_embedding_layers=False
+    )
     names = {*stored, *expected}
-    shapes = {n: [tuple(s[n].shape) if n in s else None for s in (stored, expected)] for n in names}
-    if differing := sorted(name for name, (one, other) in shapes.items() if one != other):
-        first = differing[0]
-        has, needs = (f"shape {shape}" if shape else "none" for shape in shapes[first])
+    pairs = {n: [tuple(s[n].shape) if n in s else None for s in (stored, expected)] for n in names}
+    if differing := sorted(name for name, (one, other) in pairs.items() if one != other):
+        has, needs = (f"shape {shape}" if shape else "none" for shape in pairs[differing[0]])
         raise CheckpointError(
-            f"the adapter in {folder} is not one of this model's adapter {adapter!r}: "
-            f"{len(differing)} of {len(names)} tensors differ, first {first}: stored {has}, "
-            f"needed {needs}. Build the model with the folder's own configuration, "
-            "peft.PeftConfig.from_pretrained(folder)."
+            f"the adapter in {folder} is not one of this model's adapter {adapter!r} of rank "
+            f"{config.r}: {len(differing)} of {len(names)} tensors differ, first {differing[0]}: "
+            f"stored {has}, needed {needs}. Build it with the folder's own configuration, "
+            "peft.PeftConfig.from_pretrained(folder), on the base that it was trained on."
         )
+    own = {id(tensor): name for name, tensor in shapes.items()}
+    return {own[id(expected[name])]: value for name, value in stored.items()}
 
 
 def save_adapter(sharded: Sharded, folder: str | Path, adapter: str = "default") -> None:

@@ -1,0 +1,136 @@
+"""An adapter of ``peft`` merged into the files of its base model, one weight at a time.
+
+``merge_and_unload`` needs the whole model in memory. Here the model is on the meta device; each
+layer with an adapter gets its weight from the base's file, is merged by peft, and lets it go.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.read_requests import read_into, request_for
+from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.checkpoint.safetensors_format import dtype_of
+from shardwise.errors import CheckpointError
+from shardwise.hf.adapters import is_layer, read_adapter
+
+__all__ = ["merged_weights"]
+
+Make = Callable[[], Tensor]
+
+
+def merged_weights(source: CheckpointReader, folder: Path) -> dict[str, Make]:
+    """Each tensor of a base model's files that an adapter changes, and what makes it.
+
+    Holds the adapter, and of the base the one weight that is made, whatever the model's size.
+
+    Args:
+        source: the base, a folder of ``transformers``.
+        folder: the adapter, which peft or ``save_adapter`` wrote.
+
+    Raises:
+        CheckpointError: the adapter is not one of this base's, changes one of two tied weights, or
+            changes a weight that the base's files hold under another name.
+    """
+    import peft
+    import transformers as hf
+
+    config: Any = peft.PeftConfig.from_pretrained(str(folder))
+    config.base_model_name_or_path = None  # or peft warns that the model has another name
+    with torch.device("meta"):
+        settings = hf.AutoConfig.from_pretrained(source.folder, local_files_only=True)
+        base: Any = hf.AutoModelForCausalLM.from_config(settings)
+        names = defaultdict[nn.Parameter, list[str]](list)
+        for name, param in base.named_parameters(remove_duplicate=False):
+            names[param].append(name)
+        model: Any = peft.get_peft_model(base, config)
+    values = read_adapter(folder, model, dict(model.state_dict()))
+    makers = defaultdict[nn.Parameter, list[Make]](list)
+    for name, module in model.named_modules():
+        for param, make in _made(name, module, values, source, names):
+            makers[param].append(make)
+    for name, param in model.named_parameters():
+        if name in values and param in names:  # trained in place: a bias
+            makers[param].append(partial(values.__getitem__, name))
+    model.load_state_dict(values, strict=False, assign=True)
+    return {
+        name: makes[0]
+        for param, makes in makers.items()
+        for name in _stored(names[param], len(makes), source)
+    }
+
+
+def _made(
+    name: str,
+    layer: Any,
+    values: Mapping[str, Tensor],
+    source: CheckpointReader,
+    names: Mapping[nn.Parameter, list[str]],
+) -> Iterator[tuple[nn.Parameter, Make]]:
+    """The base's parameters that a module of peft changes, and what makes each."""
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.utils import ModulesToSaveWrapper
+
+    if not is_layer(layer):
+        return
+    if isinstance(layer, ModulesToSaveWrapper):
+        for own, param in layer.original_module.named_parameters():
+            yield param, partial(values.__getitem__, f"{name}.modules_to_save.default.{own}")
+        return
+    base = layer.get_base_layer()
+    changed = [layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"]
+    if getattr(layer, "lora_bias", {}).get("default"):
+        changed.append("bias")
+    reads = {
+        own: partial(values.__getitem__, trained)
+        if (trained := f"{name}.base_layer.{own}") in values
+        else partial(_read, source, names[getattr(base, own)])
+        for own in changed
+    }
+    for own in changed:
+        yield getattr(base, own), partial(_merged, layer, own, reads)
+
+
+def _merged(layer: Any, own: str, reads: Mapping[str, Make]) -> Tensor:
+    """A parameter of a layer's base with the adapter in it; afterwards the layer holds none."""
+    base = layer.get_base_layer()
+    before = {name: getattr(base, name) for name in reads}
+    for name, read in reads.items():
+        setattr(base, name, nn.Parameter(read(), requires_grad=False))
+    layer.merge(adapter_names=["default"])
+    merged: Tensor = getattr(base, own).data
+    for name, param in before.items():
+        setattr(base, name, param)
+    layer.merged_adapters.clear()
+    return merged
+
+
+def _read(source: CheckpointReader, names: list[str]) -> Tensor:
+    place = next(source.weights()[name] for name in names if name in source.weights())
+    whole = torch.empty(place.stored.shape, dtype=dtype_of(place.stored.dtype))
+    read_into(source, [request_for(place, 0, whole)])
+    return whole
+
+
+def _stored(names: list[str], changed: int, source: CheckpointReader) -> list[str]:
+    """Under which names the files hold a parameter that ``changed`` of its owners change."""
+    if changed < len(names):
+        raise CheckpointError(
+            f"{' and '.join(names)} are tied in {source.folder}, and the adapter changes "
+            f"{changed} of {len(names)}, so no one weight is both. Train it with "
+            "ensure_weight_tying=True, or load the adapter without merging it."
+        )
+    if stored := [name for name in names if name in source.weights()]:
+        return stored
+    raise CheckpointError(
+        f"the adapter changes {names[0]}, which the files of {source.folder} hold under another "
+        "name or in parts, as transformers converts them. Merge in transformers: "
+        "PeftModel.from_pretrained(…).merge_and_unload().save_pretrained(…)."
+    )
