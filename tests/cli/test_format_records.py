@@ -92,6 +92,11 @@ def test_the_global_batch_is_a_product_that_can_be_checked() -> None:
         "tokens/s  over all ranks, in recent steps, without validation and saving",
         "",
     ]
+    warmed = format_record(replace(built, warmup=3, untimed=3))
+    assert (
+        warmed[2] == "schedule  30 steps of 384 tokens, 0.50 epochs, warm-up in the first 3 (10.0%)"
+    )
+    assert warmed[3].endswith("in recent steps, without the first 3 steps, validation and saving")
 
 
 STEPPED = Stepped(7, 150, 5.43219, 1.5e-3, 0.98765, 6_512.4, 640_000_000, 92.2)
@@ -211,8 +216,8 @@ def test_a_stop_says_whether_anything_is_lost() -> None:
 def test_a_run_with_nothing_left_to_do_says_how_to_have_more() -> None:
     assert format_record(Complete("runs/demo", 128)) == [
         (
-            "done      runs/demo is already complete (128 steps): raise run.steps to train longer, "
-            "or start over with --run.overwrite true (deletes this run)"
+            "done      runs/demo is already complete (128 steps): raise run.steps or run.epochs "
+            "to train longer, or start over with --run.overwrite true (deletes this run)"
         )
     ]
 

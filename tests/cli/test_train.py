@@ -74,7 +74,16 @@ def test_the_command_line_lists_its_commands(capsys: pytest.CaptureFixture[str])
         main(["--help"])
     said = capsys.readouterr().out.split("Commands:")[1].splitlines()
     names = [line.split()[0] for line in said if line.strip()]
-    assert names == ["convert-config", "doctor", "explain", "export", "inspect", "trace", "train"]
+    assert names == [
+        "convert-config",
+        "doctor",
+        "explain",
+        "export",
+        "inspect",
+        "lint",
+        "trace",
+        "train",
+    ]
 
 
 def test_a_missing_recipe_is_an_error_of_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ class Watched:
             self.drawn = steps(records)  # what the picture would show; to draw it takes a second
             path.touch()
 
-        self.monkeypatch.setattr("shardwise.train.loop.plot_loss", draw)
+        self.monkeypatch.setattr("shardwise.train.results.plot_loss", draw)
 
     def _record_rows_of(self, kind: type[Batches | StreamBatches]) -> None:
         given: Callable[[Any, int], list[MicroBatch]] = kind.step

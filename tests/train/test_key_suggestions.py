@@ -19,7 +19,7 @@ OPTIONS = ["--nproc", "--restarts", "--kill-rank"]
         ("max_seq_len", "data.context"),
         ("vocab_size", "tokenizer.vocabulary"),
         ("max_steps", "run.steps"),
-        ("epochs", "run.steps"),
+        ("num_train_epochs", "run.epochs"),
         ("output_dir", "run.folder"),
         ("batch_size", "batch.rows"),
         ("per-device-train-batch-size", "batch.micro"),

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardwise.comm import threads
 from shardwise.comm.local import LocalComm
@@ -31,6 +30,7 @@ FILES = [
     ".lock",
     "checkpoints",
     "config.json",
+    "eval_results.json",
     "generation_config.json",
     "loss.png",
     "metrics.jsonl",
@@ -39,6 +39,7 @@ FILES = [
     "tokenizer.cache.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "train_results.json",
 ]
 
 
@@ -120,12 +121,7 @@ def test_the_model_that_is_saved_is_the_one_that_was_validated(tmp_path: Path) -
     theirs = AutoModelForCausalLM.from_pretrained(recipe.run.folder)
     data = prepare(recipe, LocalComm(), Folder(Path(recipe.run.folder)))
 
-    class Logits(torch.nn.Module):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = theirs(ids).logits
-            return logits
-
-    again = Validation(data.validation, 7, 1).evaluate(Logits(), LocalComm(), 4)
+    again = Validation(data.validation, 7, 1).evaluate(theirs, LocalComm(), 4)
     assert last.evaluated
     assert again.loss == pytest.approx(last.evaluated.loss, rel=1e-6)
 

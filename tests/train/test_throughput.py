@@ -8,14 +8,14 @@ import pytest
 from shardwise.train.throughput import Throughput, resident_bytes
 
 
-def metered(durations: Iterable[float], tokens: int = 100) -> Throughput:
+def metered(durations: Iterable[float], warmup: int = 3, tokens: int = 100) -> Throughput:
     """A meter whose steps took this long by its clock, with ten seconds between them."""
     now = 0.0
 
     def clock() -> float:
         return now
 
-    meter = Throughput(clock)
+    meter = Throughput(warmup, clock)
     for duration in durations:
         with meter.step(tokens):
             now += duration
@@ -27,6 +27,18 @@ def test_slow_first_steps_do_not_count() -> None:
     meter = metered([60.0, 30.0, 9.0, 2.0, 2.0])
     assert meter.tokens_per_second == 50.0
     assert meter.seconds_per_step == 2.0
+
+
+@pytest.mark.parametrize(("warmup", "speed"), [(0, 4 * 100 / 16), (1, 3 * 100 / 7), (3, 100 / 2)])
+def test_as_many_first_steps_as_asked_do_not_count_in_the_whole(warmup: int, speed: float) -> None:
+    meter = metered([9.0, 3.0, 2.0, 2.0], warmup)
+    assert meter.overall == meter.tokens_per_second == speed
+
+
+def test_the_whole_is_all_steps_and_not_only_recent_ones() -> None:
+    meter = metered([50.0] * 3 + [1.0] * 30 + [3.0] * 20)
+    assert meter.overall == 50 * 100 / 90
+    assert metered([]).overall == 0.0
 
 
 def test_until_there_are_others_the_first_steps_are_all_there_is() -> None:

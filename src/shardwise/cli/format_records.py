@@ -89,6 +89,10 @@ def _built(r: Built) -> list[str]:
     ranks = count(r.ranks, "rank")
     accumulation = count(r.accumulation, "accumulation step")
     epochs = "" if r.epochs is None else f", {r.epochs:.2f} epochs"
+    share = r.warmup / r.steps
+    warmup = f", warm-up in the first {r.warmup} ({share:.1%})" if r.warmup else ""
+    first = f"the first {count(r.untimed, 'step')}, " if r.untimed else ""
+    untimed = f"{first}validation and saving"
     return [
         _labelled("model", f"{r.parameters:,} parameters, {r.strategy} over {ranks}"),
         _labelled(
@@ -96,9 +100,9 @@ def _built(r: Built) -> list[str]:
         ),
         _labelled(
             "schedule",
-            f"{count(r.steps, 'step')} of {r.rows * r.context:,} tokens{epochs}",
+            f"{count(r.steps, 'step')} of {r.rows * r.context:,} tokens{epochs}{warmup}",
         ),
-        _labelled("tokens/s", "over all ranks, in recent steps, without validation and saving"),
+        _labelled("tokens/s", f"over all ranks, in recent steps, without {untimed}"),
         "",
     ]
 
@@ -150,8 +154,8 @@ def _stopped(r: Stopped) -> str:
 def _complete(r: Complete) -> str:
     return _labelled(
         "done",
-        f"{r.folder} is already complete ({count(r.steps, 'step')}): raise run.steps to train "
-        "longer, or start over with --run.overwrite true (deletes this run)",
+        f"{r.folder} is already complete ({count(r.steps, 'step')}): raise run.steps or "
+        "run.epochs to train longer, or start over with --run.overwrite true (deletes this run)",
     )
 
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 
@@ -28,7 +29,7 @@ from shardwise.train.config import Recipe
 from shardwise.train.loop import train
 from shardwise.train.records import Complete, Emit, Record
 from shardwise.train.requests import SignalRequests
-from shardwise.train.start import Attempt, Start, decide_start
+from shardwise.train.start import Attempt, Start, decide_start, finished_steps
 from shardwise.train.streams import streams_per_rank
 
 __all__ = ["LaunchOptions", "run_train"]
@@ -53,7 +54,7 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
         options: of the launch.
     """
     launch = read_launch(os.environ)
-    _check_kill_rank(options, launch.size if launch else options.nproc or 1, recipe.run.steps)
+    _check_kill_rank(options, launch.size if launch else options.nproc or 1, recipe)
     try:
         if launch is not None:
             _run_rank(recipe, options, launch)
@@ -65,9 +66,10 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
         sys.exit(128 + signal.SIGINT)
 
 
-def _check_kill_rank(options: LaunchOptions, ranks: int, steps: int) -> None:
-    rank, step = options.kill_rank or (0, 1)
-    if rank >= ranks or not 1 <= step <= steps:
+def _check_kill_rank(options: LaunchOptions, ranks: int, recipe: Recipe) -> None:
+    (rank, step), steps = options.kill_rank or (0, 1), recipe.run.steps
+    is_known = recipe.run.epochs is None  # how many steps there are
+    if rank >= ranks or step < 1 or (is_known and step > steps):
         raise ConfigError(
             f"--kill-rank {rank}@{step} would never happen: ranks are 0 to {ranks - 1}, and "
             f"steps 1 to {steps}. Pass one of each."
@@ -80,7 +82,8 @@ def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) ->
     accumulation(recipe.batch, ranks)
     streams_per_rank(recipe, ranks)
     if decide_start(recipe) is Start.FINISHED:
-        _print(Complete(recipe.run.folder, recipe.run.steps))
+        steps = finished_steps(Path(recipe.run.folder).expanduser()) or recipe.run.steps
+        _print(Complete(recipe.run.folder, steps))
         return
     command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
     if options.kill_rank:

@@ -7,7 +7,8 @@ In reading order:
     data          both, read once by rank 0          batches       ids → rows → batches of each rank
     streamed_text documents, read while training     streams       the same batches from streams
     decoder       the model                          learning_rate step → learning rate
-    job           model, shards, optimizer: one step loop          all steps, and the results
+    job           model, shards, optimizer: one step loop          all steps
+    length        epochs as steps                    results       what a finished run writes
     validation    the same rows at every world size  sample        text from a sharded model
     start         new, resumed or finished           requests      to save or to stop
     checkpoints   saving and resuming                run_logger    rank 0's folder, log and output

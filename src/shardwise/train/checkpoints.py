@@ -28,6 +28,7 @@ from shardwise.train.data import Data
 from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.hf_config import config_texts
 from shardwise.train.job import Job
+from shardwise.train.length import is_multiple
 from shardwise.train.recipe import flatten
 from shardwise.train.records import Record, Resumed, Saved, Warned, count
 from shardwise.train.start import OVERWRITE_HINT, Start, check_same_run
@@ -45,12 +46,14 @@ class RunState:
         step: steps taken.
         validated: False if a validation of this step is due and has not run yet.
         best: the lowest validation loss so far.
+        stale: validations since then.
         streams: where each stream of streamed text is; of all ranks, since the last save.
     """
 
     step: int = 0
     validated: bool = True
     best: float | None = None
+    stale: int = 0
     streams: Sequence[Position] = ()
 
 
@@ -65,7 +68,8 @@ def is_due(config: CheckpointConfig, step: int, steps: int, best: bool) -> bool:
     """
     if config.keep_best and best:
         return True
-    return config.save_every > 0 and (step % config.save_every == 0 or step == steps)
+    is_last = step == steps and config.save_every != 0
+    return is_last or is_multiple(step, config.save_every)
 
 
 class Checkpoints:

@@ -5,8 +5,9 @@ Conditions on two values are checked before any process starts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -16,12 +17,23 @@ from shardwise.train.model_config import ModelConfig, TokenizerConfig
 from shardwise.train.section import DeviceName, Positive, Section
 from shardwise.train.sharding_config import ShardingConfig
 
+NotNegative = Annotated[int, Field(ge=0)]
+_CONSTANT: dict[object, dict[str, Any]] = {  # what these schedules say of other keys
+    "constant": {"warmup": 0, "floor": 1.0},
+    "constant_with_warmup": {"floor": 1.0},
+}
+
 
 class OptimizerConfig(Section):
-    """AdamW with linear warm-up and cosine decay to a fraction of the peak."""
+    """AdamW with linear warm-up, and decay to a fraction of the peak."""
 
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
-    warmup: int = Field(20, ge=0, description="warm-up steps, from 0 to the peak")
+    schedule: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
+        "cosine", description="after the warm-up; linear, constant, constant_with_warmup"
+    )
+    warmup: Annotated[int | float, Field(ge=0)] = Field(
+        20, description="warm-up steps, from 0 to the peak; below 1, a fraction of all steps"
+    )
     floor: float = Field(0.1, ge=0, le=1, description="minimum learning rate, as a fraction of lr")
     betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
@@ -30,6 +42,32 @@ class OptimizerConfig(Section):
     loss_scale: float | None = Field(
         None, ge=0, description="initial loss scale; null = 65536 with float16 compute; 0 = none"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _constant_is_constant(cls, value: object) -> object:
+        return (
+            _CONSTANT.get(value.get("schedule"), {}) | value if isinstance(value, dict) else value
+        )
+
+    @model_validator(mode="after")
+    def _the_schedule_reads_what_is_given(self) -> Self:
+        for name, wanted in _CONSTANT.get(self.schedule, {}).items():
+            if (given := getattr(self, name)) != wanted:
+                other = "constant_with_warmup" if name == "warmup" else "cosine or linear"
+                raise ConfigError(
+                    f"schedule is {self.schedule}, which has no {name}, and {name} is {given}; "
+                    f"leave it out, or write schedule: {other}."
+                )
+        if self.warmup > 1 and self.warmup != int(self.warmup):
+            raise ConfigError(
+                f"warmup is {self.warmup}; write a number of steps, or a fraction below 1."
+            )
+        return self
+
+    def warmup_steps(self, steps: int) -> int:
+        """Of a run of ``steps`` steps; a fraction is rounded up."""
+        return math.ceil(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
 
     @model_validator(mode="after")
     def _moments_decay(self) -> Self:
@@ -41,8 +79,9 @@ class OptimizerConfig(Section):
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    save_every: int = Field(
-        100, ge=0, description="steps between checkpoints, and one at the end; 0 = on request"
+    save_every: NotNegative | Literal["epoch"] = Field(
+        100,
+        description="steps between checkpoints, or epoch, and one at the end; 0 = on request",
     )
     save_total_limit: Positive | None = Field(2, description="newest ones to keep; null = all")
     keep_best: bool = Field(
@@ -76,9 +115,21 @@ class RunConfig(Section):
         None, description="cpu, cuda, xpu, hpu; null = what is available"
     )
     steps: Positive = Field(200, description="optimizer steps")
+    epochs: float | None = Field(
+        None, gt=0, description="passes over the training split, in place of run.steps"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and sample")
     log_every: Positive = Field(10, description="steps between log lines")
-    eval_every: int = Field(0, ge=0, description="steps between validations; 0 = only at the end")
+    throughput_warmup: NotNegative = Field(3, description="first steps that tokens/s leaves out")
+    eval_every: NotNegative | Literal["epoch"] = Field(
+        0, description="steps between validations, or epoch; 0 = only at the end"
+    )
+    eval_delay: float = Field(
+        0, ge=0, description="no validation before this step; with eval_every epoch: this epoch"
+    )
+    patience: Positive | None = Field(
+        None, description="stop after so many validations without a lower loss; null = never"
+    )
     eval_rows: Positive = Field(64, description="rows of the validation split to use")
 
 
@@ -97,12 +148,23 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _rates_rise_before_they_fall(self) -> Self:
-        if self.optimizer.warmup >= self.run.steps and self.optimizer.warmup > 0:
+        if self.run.epochs is None:
+            self.check_warmup(self.run.steps)
+        elif self.data.streaming.streams:
             raise ConfigError(
-                f"optimizer.warmup is {self.optimizer.warmup} and run.steps is {self.run.steps}: "
-                "the learning rate would never reach its peak; use fewer warm-up steps."
+                f"run.epochs is {self.run.epochs:g}, and how long streamed text is, is not known; "
+                "set data.streaming.epochs and run.steps."
             )
         return self
+
+    def check_warmup(self, steps: int) -> None:
+        """Raise ``ConfigError`` if a run of ``steps`` steps ends before the peak."""
+        warmup = self.optimizer.warmup_steps(steps)
+        if warmup >= steps and warmup > 0:
+            raise ConfigError(
+                f"optimizer.warmup is {self.optimizer.warmup} and run.steps is {steps}: "
+                "the learning rate would never reach its peak; use fewer warm-up steps."
+            )
 
     @model_validator(mode="after")
     def _every_stream_gives_as_many_rows(self) -> Self:
@@ -115,12 +177,18 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _the_best_is_looked_for(self) -> Self:
-        if self.checkpoint.keep_best and not self.run.eval_every:
-            raise ConfigError(
-                "checkpoint.keep_best is true and run.eval_every is 0, so there would be one "
-                "validation and nothing to choose from; set run.eval_every to a number of steps."
-            )
+    def _there_is_more_than_one_validation(self) -> Self:
+        readers = {
+            "checkpoint.keep_best": self.checkpoint.keep_best,
+            "run.patience": self.run.patience,
+            "run.eval_delay": self.run.eval_delay,
+        }
+        for name, value in readers.items():
+            if value and not self.run.eval_every:
+                raise ConfigError(
+                    f"{name} is {value} and run.eval_every is 0, so there would be one validation "
+                    "and nothing to choose from; set run.eval_every to a number of steps, or epoch."
+                )
         return self
 
 

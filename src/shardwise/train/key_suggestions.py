@@ -37,6 +37,7 @@ _WORDS = {
     "batch.rows batch.micro": "gradient_accumulation_steps grad_accum accumulation accumulate "
     "accumulation_steps accumulate_grad_batches gradient_accumulation",
     "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
+    "optimizer.schedule": "lr_scheduler_type lr_scheduler scheduler",
     "optimizer.warmup": "warmup_steps warmup_iters num_warmup_steps lr_warmup_steps warmup_ratio",
     "optimizer.floor": "min_lr min_lr_ratio lr_min final_lr_ratio lr_min_ratio min_learning_rate",
     "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2 adam_betas momentum",
@@ -72,12 +73,14 @@ _WORDS = {
     "run.overwrite": "overwrite_output_dir force overwrite_output",
     "run.device": "accelerator use_cpu no_cuda",
     "run.steps": "max_steps num_steps train_steps training_steps max_iters max_iterations "
-    "iterations num_iterations total_steps epochs num_epochs num_train_epochs max_epochs n_steps "
-    "train_iters iters",
+    "iterations num_iterations total_steps n_steps train_iters iters",
+    "run.epochs": "num_epochs num_train_epochs max_epochs n_epochs",
+    "run.patience": "early_stopping_patience early_stopping",
+    "run.throughput_warmup": "throughput_warmup_steps",
     "run.seed": "random_seed manual_seed",
     "run.log_every": "logging_steps log_interval log_freq log_steps log_every_n_steps",
     "run.eval_every": "eval_steps eval_interval val_interval evaluation_steps val_check_interval "
-    "validation_interval eval_freq val_every validate_every",
+    "validation_interval eval_freq val_every validate_every eval_strategy evaluation_strategy",
     "run.eval_rows": "eval_iters eval_batches limit_val_batches max_eval_samples eval_samples",
     "--nproc": "n np nprocs nproc_per_node num_processes processes num_procs gpus num_gpus ranks "
     "world_size workers ngpu ngpus nprocs_per_node devices",

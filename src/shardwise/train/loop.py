@@ -26,17 +26,15 @@ import torch
 
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
-from shardwise.train.batches import Rows, accumulation
+from shardwise.train.batches import accumulation
 from shardwise.train.checkpoints import Checkpoints, RunState, is_due
 from shardwise.train.collectives import all_gather_floats, all_gather_values
 from shardwise.train.config import Recipe
 from shardwise.train.data import Data, prepare
-from shardwise.train.folder import Folder
 from shardwise.train.footprint import footprint
-from shardwise.train.hf_config import WEIGHTS, config_texts
 from shardwise.train.job import Job, build
+from shardwise.train.length import in_steps, is_multiple, notes
 from shardwise.train.memory_estimate import check_memory
-from shardwise.train.plot import plot_loss
 from shardwise.train.recipe import flatten
 from shardwise.train.records import (
     Built,
@@ -45,18 +43,16 @@ from shardwise.train.records import (
     Evaluated,
     Finished,
     Placed,
-    Sampled,
     Stepped,
     Stopped,
     Warned,
 )
 from shardwise.train.requests import Request, SignalRequests, combined
+from shardwise.train.results import export, files_of
 from shardwise.train.run_logger import RunLogger
-from shardwise.train.sample import sample
-from shardwise.train.start import FIRST_ATTEMPT, Attempt, Start
-from shardwise.train.streams import streams_per_rank
+from shardwise.train.start import FIRST_ATTEMPT, Attempt, Start, finished_steps
+from shardwise.train.streams import StreamedRows, streams_per_rank
 from shardwise.train.throughput import Throughput, memory_in_use
-from shardwise.train.tokenizer import end_id
 from shardwise.train.validation import Validation
 
 __all__ = ["Outcome", "train"]
@@ -110,25 +106,30 @@ def train(
     comm.agree({name: str(value) for name, value in values.items()})
     with RunLogger.open_run(recipe, comm, emit, attempt) as (logger, start):
         if start is Start.FINISHED:
-            logger.log(Complete(recipe.run.folder, recipe.run.steps))
-            return Outcome(recipe.run.steps)
+            steps = finished_steps(Path(recipe.run.folder).expanduser()) or recipe.run.steps
+            logger.log(Complete(recipe.run.folder, steps))
+            return Outcome(steps)
         check_memory(recipe, comm.device, comm.size)
         _seed(recipe.run.seed + comm.rank)
         data = prepare(recipe, comm, logger.folder, logger.busy)
         logger.log(data.report)
+        if not isinstance(data.training, StreamedRows):
+            recipe = in_steps(recipe, len(data.training))
         check_memory(recipe, comm.device, comm.size, data.tokenizer.get_vocab_size())
         with logger.busy("building the model"):
             job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
         logger.log(_built_record(job, data))
+        for note in notes(recipe):
+            logger.log(Warned(note))
         with closing(job.batches):
             run = _Loop(job, data, logger, requests or SignalRequests())
             run.resume(start)
             outcome = run.run_steps()
         if not outcome.stopped:
-            _export(job, data, logger, outcome.save_error)
+            export(job, data, logger, run.tokens_per_second, outcome.save_error)
             logger.log(run.placement)
             seconds = time.perf_counter() - started
-            logger.log(Finished(recipe.run.folder, _files(logger), seconds, outcome.step))
+            logger.log(Finished(recipe.run.folder, files_of(logger), seconds, outcome.step))
         return outcome
 
 
@@ -151,7 +152,9 @@ def _built_record(job: Job, data: Data) -> Built:
         accumulation=accumulation(recipe.batch, ranks),
         context=recipe.data.context,
         steps=recipe.run.steps,
-        epochs=trained / len(training) if isinstance(training, Rows) else None,
+        epochs=None if isinstance(training, StreamedRows) else trained / len(training),
+        warmup=recipe.optimizer.warmup_steps(recipe.run.steps),
+        untimed=recipe.run.throughput_warmup,
     )
 
 
@@ -168,10 +171,12 @@ class _Loop:
         self._checkpoints = Checkpoints(job, data, logger.log)
         rows, micro = self._config.eval_rows, job.recipe.batch.micro
         self._validation = Validation(data.validation, rows, micro)
-        self._throughput = Throughput()
+        self._throughput = Throughput(self._config.throughput_warmup)
         self._state = RunState()
         self._evaluated: Evaluated | None = None
-        self._steps = self._config.steps  # fewer, if the text ends before
+        self._steps = (
+            self._config.steps
+        )  # fewer, if the text ends before, or validations do not improve
         self.placement: Placed | None = None
 
     def resume(self, start: Start) -> None:
@@ -184,6 +189,7 @@ class _Loop:
         self._job.batches.start(self._state.streams)
         if all_gather_floats(self._comm, [self._job.batches.ended()], "end of text").any():
             self._steps = self._state.step
+        self._stop_if_stale()
         if self._steps == 0:
             raise ConfigError(
                 f"data.source {self._job.recipe.data.source} has less text than one step takes: "
@@ -216,6 +222,12 @@ class _Loop:
         return self._outcome(stopped=False)
 
     def _ended_message(self) -> str:
+        if self._is_stale():
+            return (
+                f"the lowest validation loss, {self._state.best:.4f}, is {self._state.stale} "
+                f"validations ago (run.patience), so the run ends at step {self._steps} of "
+                f"{self._config.steps}."
+            )
         epochs = self._job.recipe.data.streaming.epochs
         return (
             f"the text ended after step {self._steps} of {self._config.steps}: a stream has too "
@@ -235,7 +247,8 @@ class _Loop:
         per_rank = all_gather_floats(self._comm, values, "loss")
         loss, memory = per_rank[:, 0].sum().item(), per_rank[:, 1].max().item()
         self._steps = step if per_rank[:, 3].any() else self._steps
-        if step == self._steps:  # the only moment after the last update with gradients
+        # The only moment after the last update with gradients; with patience any may be the last.
+        if step == self._steps or (self._config.patience and self._is_validation_due(step)):
             self.placement = footprint(job.sharded, job.optimizer, self._comm)
         job.optimizer.zero_grad()
         record = self._step_record(step, (loss, norm, lr, scale), int(memory))
@@ -276,12 +289,24 @@ class _Loop:
         self._evaluated = evaluated
         self._logger.log(evaluated)
         best = state.best is None or evaluated.loss < state.best
-        self._state = replace(state, validated=True, best=evaluated.loss if best else state.best)
+        lowest, stale = (evaluated.loss, 0) if best else (state.best, state.stale + 1)
+        self._state = replace(state, validated=True, best=lowest, stale=stale)
+        self._stop_if_stale()
         return best
 
+    def _is_stale(self) -> bool:
+        """Were the last ``run.patience`` validations no better? The same on every rank."""
+        patience = self._config.patience
+        return patience is not None and self._state.stale >= patience
+
+    def _stop_if_stale(self) -> None:
+        if self._is_stale():
+            self._steps = self._state.step
+
     def _is_validation_due(self, step: int) -> bool:
-        every = self._config.eval_every
-        return step == self._steps or (every > 0 and step % every == 0)
+        config = self._config
+        is_due = is_multiple(step, config.eval_every) and step >= config.eval_delay
+        return step == self._steps or is_due
 
     def _is_due(self, best: bool) -> bool:
         config = self._job.recipe.checkpoint
@@ -298,6 +323,11 @@ class _Loop:
             self._state, evaluated.loss if evaluated and is_current else None
         )
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks and all steps of this attempt, but the first ones."""
+        return self._throughput.overall
+
     def _outcome(self, stopped: bool) -> Outcome:
         return Outcome(self._state.step, stopped, self._evaluated, self._checkpoints.save_error)
 
@@ -309,54 +339,3 @@ def _check_finite(record: Stepped) -> None:
             f"{record.grad_norm:g}, so the parameters are not finite and the run ends. The "
             f"learning rate was {record.lr:g}; lower optimizer.lr, or raise optimizer.warmup."
         )
-
-
-# --- results ---------------------------------------------------------------------------------
-
-
-def _export(job: Job, data: Data, logger: RunLogger, save_error: str) -> None:
-    """Write a sample, the whole model and the loss curve. A collective; rank 0 writes."""
-    recipe, comm = job.recipe, job.sharded.comm
-    if recipe.sample.tokens:
-        generator = torch.Generator().manual_seed(recipe.run.seed)
-        end = end_id(data.tokenizer, recipe.tokenizer.end)
-        context = recipe.data.context
-        text = sample(job.model, data.tokenizer, recipe.sample, context, generator, end)
-        logger.log(Sampled(recipe.sample.prompt, text))
-    try:
-        job.sharded.save_file(Path(recipe.run.folder).expanduser() / WEIGHTS)
-        if logger.folder is not None:
-            for name, text in config_texts(job, data).items():
-                logger.folder.write_text(name, text)
-    except (OSError, CheckpointError) as error:
-        raise _export_error(error, recipe.run.steps, save_error) from error
-    if logger.folder is not None:
-        _plot(logger, logger.folder, recipe.sharding.strategy, comm.size)
-
-
-def _export_error(error: Exception, steps: int, last_error: str) -> CheckpointError:
-    reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-    checkpoint = (
-        f" Its last checkpoint could not be saved either: {last_error}" if last_error else ""
-    )
-    return CheckpointError(
-        f"the run has taken all its {steps:,} steps, and the model could not be written: {reason}"
-        f"{checkpoint} Rerun the same command when there is space: it resumes from the last "
-        "checkpoint that was saved."
-    )
-
-
-def _files(logger: RunLogger) -> tuple[str, ...]:
-    if logger.folder is None:
-        return ()
-    files = (path.name for path in logger.folder.path.iterdir() if path.is_file())
-    return tuple(sorted(name for name in files if not name.startswith(".")))
-
-
-def _plot(logger: RunLogger, folder: Folder, strategy: str, ranks: int) -> None:
-    title = f"{folder.path.name}: {strategy} over {ranks} rank{'s' * (ranks != 1)}"
-    try:
-        with folder.atomic_write("loss.png") as path:
-            plot_loss(logger.metrics_log.records, title, path)
-    except ImportError:
-        logger.log(Warned("loss.png is not drawn: pip install 'shardwise[train]' for matplotlib."))

@@ -129,6 +129,8 @@ class Built:
         context: tokens in a row.
         steps, epochs: length of the run; epochs = passes over the training split, ``None`` if its
             length is not known.
+        warmup: steps in which the learning rate rises.
+        untimed: first steps that tokens/s leaves out.
     """
 
     parameters: int
@@ -140,6 +142,8 @@ class Built:
     context: int
     steps: int
     epochs: float | None
+    warmup: int = 0
+    untimed: int = 0
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,10 @@ class Evaluated:
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite if that overflows."""
-        return math.inf if self.loss > 700 else math.exp(self.loss)
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ def shard_arguments(config: ShardingConfig) -> dict[str, Any]:
         "wrap": wrap_of(config),
         "mesh": config.mesh,
         "bucketing": config.bucketing,
+        "buffers": config.buffers,
+        "residency": config.residency,
         "activation_checkpointing": checkpointing_of(config),
         "compile": config.compile,
         "offload": Offload(**dict.fromkeys(config.offload, True)),

@@ -86,6 +86,12 @@ class ShardingConfig(Section):
     activation_checkpointing: bool = Field(False, description="recompute blocks in backward")
     activation_offload: bool = Field(False, description="and their inputs wait in host memory")
     compile: bool | str = Field(False, description="units, by the device's backend or this one")
+    buffers: Literal["local", "broadcast", "average"] = Field(
+        "local", description="of ranks: their own, rank 0's, or their mean, before each forward"
+    )
+    residency: int = Field(
+        0, ge=0, description="bytes of full buckets that stay gathered, frozen ones first"
+    )
     offload: tuple[Offloaded, ...] = Field((), description="kept in host memory")
     prefetch: PrefetchConfig = Field(PrefetchConfig(), description="how far ahead")
     precision: Annotated[PrecisionConfig, BeforeValidator(_short_precision)] = Field(

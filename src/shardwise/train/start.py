@@ -114,17 +114,30 @@ def decide_start(recipe: Recipe, restarted: bool = False) -> Start:
             f"run.folder {path} holds an earlier run, and checkpoint.resume is never; "
             f"{OVERWRITE_HINT}"
         )
-    check_same_run(_read(locate(path, RECIPE)), recipe, f"run.folder {path} holds an earlier run")
+    earlier = _read(locate(path, RECIPE))
+    check_same_run(earlier, recipe, f"run.folder {path} holds an earlier run")
     finished = finished_steps(path)
-    if finished is not None and finished >= recipe.run.steps:
+    if finished is not None and _is_long_enough(finished, earlier, recipe):
         return Start.FINISHED
     saved = path / CHECKPOINTS
     if finished is not None and not (saved.is_dir() and steps(saved)):
         raise ConfigError(
             f"run.folder {path} holds a run that finished with {count(finished, 'step')} and has "
-            f"no checkpoint, so it cannot continue to {recipe.run.steps}; {OVERWRITE_HINT}"
+            f"no checkpoint, so it cannot continue to {_length(recipe)}; {OVERWRITE_HINT}"
         )
     return Start.RESUME
+
+
+def _is_long_enough(finished: int, earlier: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Has the finished run all steps or epochs? How many steps an epoch has is not known yet."""
+    if recipe.run.epochs is None:
+        return finished >= recipe.run.steps
+    epochs = flatten(earlier).get("run.epochs")
+    return epochs is not None and epochs >= recipe.run.epochs
+
+
+def _length(recipe: Recipe) -> str:
+    return str(recipe.run.steps) if recipe.run.epochs is None else f"{recipe.run.epochs:g} epochs"
 
 
 def holds_run(recipe: Recipe) -> bool:

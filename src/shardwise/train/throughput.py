@@ -20,15 +20,20 @@ import torch
 
 __all__ = ["Throughput", "memory_in_use", "resident_bytes"]
 
-WARMUP_STEPS = 3  # dropped
 WINDOW = 20  # steps that are averaged
 
 
 class Throughput:
-    """Times training steps. ``clock`` returns seconds."""
+    """Times training steps.
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    Args:
+        warmup: first steps that are dropped when there are others.
+        clock: returns seconds.
+    """
+
+    def __init__(self, warmup: int = 3, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._warmup, self._clock = warmup, clock
+        self._all = (0.0, 0)  # seconds and tokens of all steps that count
         self._steps = 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds and tokens of each
         self._ended = clock()
@@ -42,14 +47,17 @@ class Throughput:
             self._seconds_between += start - self._ended
         yield
         self._ended = self._clock()
-        if self._steps == WARMUP_STEPS:
+        if self._steps == self._warmup:
             self._recent.clear()
-        self._recent.append((self._ended - start, tokens))
+            self._all = (0.0, 0)
+        seconds = self._ended - start
+        self._recent.append((seconds, tokens))
+        self._all = (self._all[0] + seconds, self._all[1] + tokens)
         self._steps += 1
 
     @property
     def seconds_per_step(self) -> float:
-        """The mean of recent steps; the first three are dropped when there is a fourth."""
+        """The mean of recent steps."""
         return sum(seconds for seconds, _ in self._recent) / max(1, len(self._recent))
 
     @property
@@ -57,6 +65,12 @@ class Throughput:
         """Tokens per second over the same steps."""
         seconds = sum(seconds for seconds, _ in self._recent)
         return sum(tokens for _, tokens in self._recent) / seconds if seconds else 0.0
+
+    @property
+    def overall(self) -> float:
+        """Tokens per second over all steps but the dropped ones."""
+        seconds, tokens = self._all
+        return tokens / seconds if seconds else 0.0
 
     def seconds_left(self, steps: int) -> float:
         """The estimated seconds of ``steps`` more steps and the time between them."""

@@ -1,0 +1,57 @@
+"""How long a run is, and when it validates and saves: epochs as steps. Pure.
+
+An epoch is as many steps as it takes until every row of the training split has been seen; the rows
+of the next epoch begin within its last step, so nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from shardwise.train.config import Recipe
+
+__all__ = ["in_steps", "is_multiple", "notes"]
+
+
+def in_steps(recipe: Recipe, rows: int) -> Recipe:
+    """The recipe with lengths in steps where it has them in epochs.
+
+    Args:
+        rows: of the training split.
+
+    Raises:
+        ConfigError: the run would end before the learning rate has reached its peak.
+    """
+    run, epoch = recipe.run, math.ceil(rows / recipe.batch.rows)
+    by_epoch = run.eval_every == "epoch"
+    length = {
+        "steps": math.ceil(run.epochs * rows / recipe.batch.rows) if run.epochs else run.steps,
+        "eval_every": epoch if by_epoch else run.eval_every,
+        "eval_delay": math.ceil(run.eval_delay * epoch) if by_epoch else run.eval_delay,
+    }
+    recipe.check_warmup(int(length["steps"]))
+    saving = recipe.checkpoint
+    every = epoch if saving.save_every == "epoch" else saving.save_every
+    return recipe.model_copy(
+        update={
+            "run": run.model_copy(update=length),
+            "checkpoint": saving.model_copy(update={"save_every": every}),
+        }
+    )
+
+
+def is_multiple(step: int, every: int | str) -> bool:
+    """Is something due that happens ``every`` so many steps? 0 = never."""
+    return isinstance(every, int) and every > 0 and step % every == 0
+
+
+def notes(recipe: Recipe) -> Iterator[str]:
+    """What a recipe in steps asks for and a reader might not expect."""
+    run = recipe.run
+    due = (s for s in range(1, run.steps) if is_multiple(s, run.eval_every) and s >= run.eval_delay)
+    if run.eval_delay and not any(due):
+        yield (
+            f"run.eval_delay leaves one validation, after the last of {run.steps} steps; make it "
+            "smaller, or leave it out."
+        )

@@ -1,0 +1,123 @@
+"""What a finished run writes: a sample, the whole model, its metrics, the loss curve."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from shardwise.errors import CheckpointError
+from shardwise.train.batches import evenly_spaced
+from shardwise.train.config import Recipe
+from shardwise.train.data import Data
+from shardwise.train.folder import Folder
+from shardwise.train.hf_config import WEIGHTS, config_texts
+from shardwise.train.job import Job
+from shardwise.train.plot import plot_loss
+from shardwise.train.records import Evaluated, Record, Sampled, Stepped, Warned
+from shardwise.train.run_logger import RunLogger
+from shardwise.train.sample import sample
+from shardwise.train.streams import StreamedRows
+from shardwise.train.tokenizer import end_id
+
+__all__ = ["export", "files_of", "result_files"]
+
+
+def export(
+    job: Job, data: Data, logger: RunLogger, tokens_per_second: float, save_error: str
+) -> None:
+    """Write all of it. A collective; rank 0 writes."""
+    recipe, comm = job.recipe, job.sharded.comm
+    if recipe.sample.tokens:
+        generator = torch.Generator().manual_seed(recipe.run.seed)
+        end = end_id(data.tokenizer, recipe.tokenizer.end)
+        context = recipe.data.context
+        text = sample(job.model, data.tokenizer, recipe.sample, context, generator, end)
+        logger.log(Sampled(recipe.sample.prompt, text))
+    try:
+        job.sharded.save_file(Path(recipe.run.folder).expanduser() / WEIGHTS)
+        if logger.folder is not None:
+            for name, text in config_texts(job, data).items():
+                logger.folder.write_text(name, text)
+    except (OSError, CheckpointError) as error:
+        raise _export_error(error, recipe.run.steps, save_error) from error
+    if logger.folder is not None:
+        records = logger.metrics_log.records
+        for name, text in result_files(recipe, data, records, tokens_per_second).items():
+            logger.folder.write_text(name, text)
+        _plot(logger, logger.folder, recipe.sharding.strategy, comm.size)
+
+
+def _export_error(error: Exception, steps: int, last_error: str) -> CheckpointError:
+    reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    checkpoint = (
+        f" Its last checkpoint could not be saved either: {last_error}" if last_error else ""
+    )
+    return CheckpointError(
+        f"the run has taken all its {steps:,} steps, and the model could not be written: {reason}"
+        f"{checkpoint} Rerun the same command when there is space: it resumes from the last "
+        "checkpoint that was saved."
+    )
+
+
+def files_of(logger: RunLogger) -> tuple[str, ...]:
+    """The names of all files in the run's folder, on rank 0."""
+    if logger.folder is None:
+        return ()
+    files = (path.name for path in logger.folder.path.iterdir() if path.is_file())
+    return tuple(sorted(name for name in files if not name.startswith(".")))
+
+
+def _plot(logger: RunLogger, folder: Folder, strategy: str, ranks: int) -> None:
+    title = f"{folder.path.name}: {strategy} over {ranks} rank{'s' * (ranks != 1)}"
+    try:
+        with folder.atomic_write("loss.png") as path:
+            plot_loss(logger.metrics_log.records, title, path)
+    except ImportError:
+        logger.log(Warned("loss.png is not drawn: pip install 'shardwise[train]' for matplotlib."))
+
+
+def result_files(
+    recipe: Recipe, data: Data, records: Sequence[Record], tokens_per_second: float
+) -> dict[str, str]:
+    """`train_results.json` and `eval_results.json`, with the names of transformers' Trainer. Pure.
+
+    The losses are those of the whole run.
+
+    Args:
+        records: of the metrics log.
+        tokens_per_second: over all ranks.
+    """
+    steps = [record for record in records if isinstance(record, Stepped)]
+    evaluated = [record for record in records if isinstance(record, Evaluated)]
+    if not (steps and evaluated):  # it was resumed where it ends
+        return {}
+    samples_per_second = tokens_per_second / recipe.data.context
+    train: dict[str, Any] = {
+        "train_loss": fmean(record.loss for record in steps),
+        "train_samples_per_second": samples_per_second,
+        "train_steps_per_second": samples_per_second / recipe.batch.rows,
+        "train_tokens_per_second": tokens_per_second,
+    }
+    last = evaluated[-1]
+    samples = len(evenly_spaced(len(data.validation), recipe.run.eval_rows))
+    evaluation: dict[str, Any] = {
+        "eval_loss": last.loss,
+        "eval_accuracy": last.accuracy,
+        "eval_runtime": last.seconds,
+        "eval_samples": samples,
+        "eval_samples_per_second": samples / last.seconds,
+        "perplexity": last.perplexity,
+    }
+    if not isinstance(data.training, StreamedRows):  # their number is not known
+        train["train_samples"] = len(data.training)
+        for values in (train, evaluation):
+            values["epoch"] = steps[-1].step * recipe.batch.rows / len(data.training)
+    return {
+        f"{name}_results.json": json.dumps(values, indent=4, sort_keys=True)
+        for name, values in (("train", train), ("eval", evaluation))
+    }

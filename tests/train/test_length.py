@@ -1,0 +1,164 @@
+"""Epochs as steps: how long a run is, and when it validates, saves and ends early."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import Recipe
+from shardwise.train.length import in_steps, is_multiple, notes
+from shardwise.train.records import Built, Complete, Evaluated, Prepared, Saved, Stepped, Warned
+from shardwise.train.validation import Validation
+from tests.train.runs import Watched, losses
+from tests.train.tiny import tiny_recipe
+
+ROWS = 100  # of the training split; a step takes 16
+
+
+def recipe(run: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
+    return Recipe.model_validate({"batch": {"rows": 16}, "run": run, **sections})
+
+
+def validated(given: Recipe) -> list[int]:
+    """The steps after which a run validates, its last one always."""
+    run = given.run
+    steps = range(1, run.steps + 1)
+    due = [s for s in steps if is_multiple(s, run.eval_every) and s >= run.eval_delay]
+    return sorted({*due, run.steps})
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 7), (2, 13), (3, 19), (0.5, 4), (0.01, 1)])
+def test_a_run_of_epochs_ends_when_every_row_was_seen_as_often(epochs: float, steps: int) -> None:
+    assert in_steps(recipe({"epochs": epochs}, optimizer={"warmup": 0}), ROWS).run.steps == steps
+
+
+def test_without_epochs_nothing_changes() -> None:
+    given = recipe({"steps": 30, "eval_every": 10, "eval_delay": 15})
+    assert in_steps(given, ROWS) == given
+    assert validated(given) == [20, 30]
+
+
+@pytest.mark.parametrize(("delay", "steps"), [(0, [7, 13]), (1, [7, 13]), (1.5, [13]), (2, [13])])
+def test_the_first_validation_waits_for_its_epoch(delay: float, steps: list[int]) -> None:
+    run = {"epochs": 2, "eval_every": "epoch", "eval_delay": delay}
+    given = in_steps(recipe(run, optimizer={"warmup": 0}), ROWS)
+    assert validated(given) == steps
+    assert bool(list(notes(given))) == (len(steps) == 1)
+
+
+def test_the_only_validation_is_noted_and_so_is_saving_by_epoch() -> None:
+    run = {"epochs": 2, "eval_every": "epoch", "eval_delay": 2}
+    given = in_steps(recipe(run, checkpoint={"save_every": "epoch"}, optimizer={"warmup": 0}), ROWS)
+    (note,) = notes(given)
+    assert "one validation, after the last of 13 steps" in note
+    assert given.checkpoint.save_every == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"run": {"patience": 2}}, "run.patience is 2 and run.eval_every is 0"),
+        ({"run": {"eval_delay": 2}}, "run.eval_delay is 2.* and run.eval_every is 0"),
+        (
+            {"run": {"epochs": 2}, "data": {"max_bytes": 9, "streaming": {"streams": 4}}},
+            "epochs is 2, and how long streamed text is, is not known; set data.streaming.epochs",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_is_an_error(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Recipe.model_validate(given)
+
+
+def test_a_warm_up_that_the_epochs_do_not_reach_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"warmup is 20 and run\.steps is 13"):
+        in_steps(recipe({"epochs": 2}), ROWS)
+
+
+def test_a_run_of_epochs_is_finished_or_goes_on_with_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    options = ("run.eval_every=epoch", "checkpoint.save_every=epoch", "optimizer.warmup=0.1")
+
+    def run(epochs: int) -> int:
+        watched.told.clear()
+        given = tiny_recipe(tmp_path, f"run.epochs={epochs}", "batch.rows=40", *options)
+        return watched.run(given, world=2).step
+
+    steps = run(1)
+    (prepared,), (built,) = watched.kind(Prepared), watched.kind(Built)
+    assert steps == math.ceil(prepared.rows[0] / 40) == built.steps > 2
+    assert built.warmup == math.ceil(steps * 0.1)
+    assert [record.step for record in watched.kind(Evaluated)] == [steps]
+    assert run(1) == steps
+    assert watched.told == [Complete(str(tmp_path / "run"), steps)]
+    more = run(2)
+    assert steps < more <= 2 * steps
+    assert [record.step for record in watched.kind(Stepped)] == [*range(steps + 1, more + 1)]
+    assert [record.step for record in watched.kind(Saved)] == [more]
+
+
+def test_a_run_whose_validations_do_not_improve_ends_and_stays_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    evaluate = Validation.evaluate
+    lowest = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.0}  # the best is the second; equal is not better
+
+    def given(self: Validation, *arguments: Any) -> Evaluated:
+        found = evaluate(self, *arguments)
+        return replace(found, loss=lowest.get(found.step, 9.0))
+
+    monkeypatch.setattr(Validation, "evaluate", given)
+    early = ("run.steps=9", "run.eval_every=1", "run.patience=2", "sample.tokens=0")
+    patient = tiny_recipe(tmp_path, *early)
+    outcome = watched.run(patient, world=3)
+    assert (outcome.step, outcome.stopped) == (4, False)
+    assert [record.step for record in watched.kind(Saved)] == [4]
+    (warned,) = watched.kind(Warned)
+    assert "2.0000, is 2 validations ago (run.patience), so the run ends at step 4 of 9" in (
+        warned.message
+    )
+    before = losses(patient)
+    assert watched.run(patient, world=2).step == 4
+    assert losses(patient) == before
+    assert watched.run(tiny_recipe(tmp_path, *early[:2], "run.patience=4"), world=1).step == 6
+
+
+def test_results_have_the_names_and_values_that_trainer_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    given = tiny_recipe(tmp_path, "run.throughput_warmup=1")
+    watched.run(given, world=2)
+    (prepared,) = watched.kind(Prepared)
+    last = watched.kind(Evaluated)[-1]
+    train, evaluation = (
+        json.loads((tmp_path / "run" / f"{name}_results.json").read_text("utf-8"))
+        for name in ("train", "eval")
+    )
+    steps = [record.loss for record in watched.kind(Stepped)]
+    assert train["train_loss"] == pytest.approx(sum(steps) / 4, rel=1e-12)
+    assert train["train_samples"] == prepared.rows[0]
+    assert train["epoch"] == evaluation["epoch"] == 4 * 12 / prepared.rows[0]
+    assert train["train_samples_per_second"] == pytest.approx(train["train_steps_per_second"] * 12)
+    speed = pytest.approx(train["train_samples_per_second"] * 16)
+    assert train["train_tokens_per_second"] == speed
+    assert evaluation["eval_loss"] == last.loss
+    assert evaluation["eval_accuracy"] == last.accuracy
+    assert evaluation["perplexity"] == math.exp(last.loss)
+    assert evaluation["eval_samples"] == 7
+
+
+def test_a_perplexity_that_overflows_is_infinite() -> None:
+    evaluated = Evaluated(1, 709.0, 0.0, 0.0, 1, 1.0)
+    assert evaluated.perplexity == math.exp(709.0)
+    assert replace(evaluated, loss=710.0).perplexity == math.inf
