@@ -6,6 +6,7 @@ The truth is one process that plays, in each step, the ranks that still have dat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,28 @@ def test_requires_grad_that_changes_changes_without_data_too() -> None:
 
     expected = one_process(seeded(tied_decoder), sgd, max(COUNTS), losses)
     assert all(equal(state, expected) for state in on_ranks(len(COUNTS), tied_decoder, rank))
+
+
+@pytest.mark.prove
+@pytest.mark.filterwarnings("ignore")  # the compiler raises and hides its own
+def test_compiled_units_go_on_where_every_rank_has_taken_a_step() -> None:
+    def rank(comm: Comm, model: nn.Module, counts: tuple[int, int], **options: Any) -> Any:
+        sharded = sw.shard(model, comm=comm, **options)
+        optimizer = sgd(list(model.parameters()))
+        with sharded.join(optimizer):
+            for number in range(counts[comm.rank]):
+                loss(model, tied_decoder_batch(10 * comm.rank + number, 2)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.state_dict()
+
+    plain = on_ranks(2, tied_decoder, partial(rank, counts=(1, 3)))
+    options: Any = {"compile": "aot_eager", "offload": HOST}
+    compiled = on_ranks(2, tied_decoder, partial(rank, counts=(1, 3), **options))
+    torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
+    torch.compiler.reset()  # torch remembers what it has compiled, also for other models
+    with pytest.raises(sw.ScheduleError, match="or read by a compiled unit's first call, while"):
+        on_ranks(2, tied_decoder, partial(rank, counts=(1, 0), compile="aot_eager"))
 
 
 HOST = sw.Offload(parameters=True, gradients=True, optimizer=True)

@@ -30,9 +30,8 @@ def check_batch_norm(model: nn.Module, comm: Comm) -> None:
             raise ConfigError(
                 f"{name!r} is a SyncBatchNorm, which torch has for accelerators only: on these "
                 f"{comm.size} CPU ranks a training step would fail, or use the statistics of its "
-                'own rank. Keep nn.BatchNorm and pass buffers="average" (after a step all ranks '
-                'have the mean of the running statistics) or "broadcast" (rank 0\'s); to validate '
-                "only, call model.eval() before shard()."
+                'own rank. Keep nn.BatchNorm and pass buffers="average" or "broadcast", which make '
+                "running statistics alike; to validate only, call model.eval() before shard()."
             )
 
 

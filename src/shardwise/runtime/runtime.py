@@ -156,7 +156,8 @@ class Runtime:
     def _tell_those_that_left(self, join: Join, event: Event, told: bool) -> None:
         unit = self.units[event.unit]
         if event.op is Op.FREE and any(bucket.is_written() for bucket in unit.buckets):
-            join.refuse(f"parameters of unit {unit.name or '(root)'!r} are written in a pass")
+            params = f"parameters of unit {unit.name or '(root)'!r}"
+            join.refuse(f"{params} are written in a pass, or read by a compiled unit's first call,")
         if told:
             join.tell(event)
 
