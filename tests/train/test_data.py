@@ -45,14 +45,14 @@ def test_every_rank_has_the_same_data_and_only_rank_0_reads(tmp_path: Path, worl
     for other in others:
         assert other.tokenizer.to_str() == first.tokenizer.to_str()
         assert (tokens_of(other) == tokens_of(first)).all()
-        assert (other.validation.stream == first.validation.stream).all()
+        assert (other.validation.arrays[0] == first.validation.arrays[0]).all()
         assert other.report is None
     assert first.report is not None
 
 
 def test_every_document_is_in_one_of_the_streams(tmp_path: Path) -> None:
     (data,) = prepared(tiny_recipe(tmp_path), 1)
-    streams = (tokens_of(data).tolist(), data.validation.stream.tolist())
+    streams = (tokens_of(data).tolist(), data.validation.arrays[0].tolist())
     texts = [
         text
         for stream in streams

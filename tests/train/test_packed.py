@@ -91,7 +91,7 @@ def test_no_token_is_lost(shapes: list[tuple[int, int]]) -> None:
     some = examples(*(("b" * prompt, "c" * answer) for prompt, answer in shapes))
     rows = SampleRows(some, context=10)
     batch = everything(rows)
-    assert batch.ids.numel() - rows.padding == len(some.ids)
+    assert batch.ids.numel() - rows.dropped == len(some.ids)
     trained = sum(answer - (prompt == 0) for prompt, answer in shapes)  # nothing predicts the first
     assert (batch.targets == 2).sum() == trained == rows.targets(np.arange(len(rows)))
 

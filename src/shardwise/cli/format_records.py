@@ -19,6 +19,7 @@ from shardwise.train.records import (
     Finished,
     Placed,
     Prepared,
+    PreparedSamples,
     Record,
     Resumed,
     Sampled,
@@ -61,6 +62,31 @@ def _prepared(r: Prepared) -> list[str]:
             f"{_per_split(r.rows)} sequences of {r.context:,} tokens, "
             "packed without document masking",
         ),
+    ]
+
+
+def _prepared_samples(r: PreparedSamples) -> list[str]:
+    samples, blocks, unused = r.samples[0], r.rows[0], r.unused[0]
+    share = sum(r.trained) / sum(r.tokens)
+    packed = f"packed {count(samples, 'sample')} → {blocks:,} blocks of {r.context:,}"
+    if r.packing == "concatenate":
+        rows = f"{packed} (tail {unused:,} tokens dropped); attention crosses samples"
+    elif r.packing:
+        empty = unused / (blocks * r.context)
+        rows = f"{packed} ({empty:.1%} padding); each sample attends to itself only"
+    else:
+        rows = f"{count(samples, 'sample')}, one in a row of up to {r.context:,} tokens"
+    cut, tokens = r.cut
+    return [
+        _labelled("data", f"{r.source}: {_per_split(r.samples)} samples, {r.format}"),
+        *(_labelled("left out", str(rows)) for rows in r.left_out),
+        *[_labelled("cut", f"{count(cut, 'sample')} at data.context, {tokens:,} tokens lost")]
+        * (cut > 0),
+        _labelled("tokenizer", f"vocabulary {r.vocabulary:,}, {r.origin}"),
+        _labelled(
+            "tokens", f"{_per_split(r.tokens)} tokens, {share:.1%} trained on ({r.seconds:.1f} s)"
+        ),
+        _labelled("rows", f"{rows}; {r.rows[1]:,} for validation"),
     ]
 
 
@@ -184,6 +210,7 @@ def _finished(r: Finished) -> list[str]:
 
 _FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
     Prepared: _prepared,
+    PreparedSamples: _prepared_samples,
     Streamed: _streamed,
     Built: _built,
     Stepped: lambda r: [format_step(r)],

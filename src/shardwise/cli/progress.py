@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from shardwise.cli.format_records import format_record, format_step
-from shardwise.train.records import Built, Emit, Prepared, Record, Stepped
+from shardwise.train.records import Built, Emit, Prepared, PreparedSamples, Record, Stepped
 
 __all__ = ["reporter"]
 
@@ -43,7 +43,7 @@ def _without_start(emit: Emit) -> Emit:
     """``emit`` without the records of data and model."""
 
     def emit_rest(record: Record) -> None:
-        if not isinstance(record, Prepared | Built):
+        if not isinstance(record, Prepared | PreparedSamples | Built):
             emit(record)
 
     return emit_rest

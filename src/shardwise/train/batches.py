@@ -80,6 +80,10 @@ class RowSource(Protocol):
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """What the rows are made of: the tokens first."""
 
+    @property
+    def dropped(self) -> int:
+        """Tokens at the end that are in no row; of samples, the places that none fills."""
+
     def __len__(self) -> int: ...
 
     def take(self, indices: Indices) -> MicroBatch:

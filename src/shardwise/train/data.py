@@ -15,15 +15,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
 from shardwise.train import tokenizer as bpe
-from shardwise.train.batches import Rows
+from shardwise.train.batches import Rows, RowSource
 from shardwise.train.collectives import broadcast_text, broadcast_tokens
 from shardwise.train.config import Recipe
 from shardwise.train.corpus import Corpus, Split, read_corpus, split
+from shardwise.train.data_config import DataConfig
 from shardwise.train.folder import Folder
-from shardwise.train.records import Prepared, Streamed
+from shardwise.train.packed import Examples
+from shardwise.train.records import Prepared, PreparedSamples, Streamed
+from shardwise.train.samples import Arrays, SampleData, in_rows, read_sample_data
 from shardwise.train.streamed_text import StreamedText, open_text
 from shardwise.train.streams import StreamedRows
 
@@ -45,18 +50,16 @@ class Data:
     """
 
     tokenizer: Tokenizer
-    training: Rows | StreamedRows
-    validation: Rows
-    report: Prepared | Streamed | None = None
+    training: RowSource | StreamedRows
+    validation: RowSource
+    report: Prepared | PreparedSamples | Streamed | None = None
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> tuple[int, int]:
         """Tokens of the training split, 0 if it is streamed, and of the validation split."""
-        training = self.training
-        return len(training.stream) if isinstance(training, Rows) else 0, len(
-            self.validation.stream
-        )
+        training = () if isinstance(self.training, StreamedRows) else self.training.arrays[0]
+        return len(training), len(self.validation.arrays[0])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -66,9 +69,9 @@ class Data:
             digest.update(self.training.text.fingerprint.encode())
             digest.update(self.tokenizer.to_str().encode())
         for rows in (self.training, self.validation):
-            if isinstance(rows, Rows):
-                digest.update(len(rows.stream).to_bytes(8, "little"))
-                digest.update(rows.stream.astype("<i4", copy=False).tobytes())
+            for array in () if isinstance(rows, StreamedRows) else rows.arrays:
+                digest.update(len(array).to_bytes(8, "little"))
+                digest.update(array.astype("<i4", copy=False).tobytes())
         return digest.hexdigest()
 
 
@@ -79,8 +82,8 @@ class _RankZeroData:
     corpus: Corpus
     splits: Split
     tokenizer: bpe.TrainedTokenizer
-    training: bpe.Tokens
-    validation: bpe.Tokens
+    training: Arrays
+    validation: Arrays
 
 
 def prepare(
@@ -101,24 +104,44 @@ def prepare(
     text = open_text(recipe.data) if recipe.data.streaming.streams else None
     if text is not None:  # every rank reads its part of it
         comm.agree({"the text that data.source names": text.fingerprint})
-    read = None if folder is None else _read(recipe, folder, busy, text)
+    read: _RankZeroData | SampleData | None = None
+    if folder is not None and recipe.data.format != "text":
+        read = read_sample_data(recipe, folder, busy)
+    elif folder is not None:
+        read = _read(recipe, folder, busy, text)
     tokenizer = bpe.load(
         broadcast_text(
             comm, None if read is None else read.tokenizer.text, "tokenizer, which rank 0 has"
         )
     )
-    training: Rows | StreamedRows
+    training: RowSource | StreamedRows
     if text is None:
-        tokens = broadcast_tokens(comm, None if read is None else read.training, "training tokens")
-        training = Rows(tokens, recipe.data.context)
+        training = _rows(
+            comm, None if read is None else read.training, recipe.data, "training tokens"
+        )
     else:
         training = StreamedRows(text, tokenizer, recipe)
-    tokens = broadcast_tokens(comm, None if read is None else read.validation, "validation tokens")
-    data = Data(tokenizer, training, Rows(tokens, recipe.data.context))
+    validation = _rows(
+        comm, None if read is None else read.validation, recipe.data, "validation tokens"
+    )
+    data = Data(tokenizer, training, validation)
     if read is None:
         return data
     report = _report(read, data, comm.size, time.perf_counter() - start)
     return replace(data, report=report, files=read.tokenizer.files)
+
+
+def _rows(comm: Comm, arrays: Arrays | None, config: DataConfig, what: str) -> RowSource:
+    """The rows of rank 0's ``arrays`` on every rank."""
+    number = 1 if config.format == "text" else 3
+    ids, *marks = (
+        broadcast_tokens(comm, None if arrays is None else arrays[index].astype(np.int32), what)
+        for index in range(number)
+    )
+    if not marks:
+        return Rows(ids, config.context)
+    trained, lengths = marks
+    return in_rows(Examples(ids, trained.astype(np.bool_), lengths.astype(np.int64)), config)
 
 
 def _read(
@@ -136,14 +159,19 @@ def _read(
         tokenizer, end = bpe.load(tokenizer_file.text), recipe.tokenizer.end
         training = bpe.encode(tokenizer, () if streamed else splits.training, end)
         validation = bpe.encode(tokenizer, splits.validation, end)
-    read = _RankZeroData(corpus, splits, tokenizer_file, training, validation)
-    _check_enough(read, recipe)
-    return read
+    _check_enough({"training": training, "validation": validation}, recipe)
+    return _RankZeroData(corpus, splits, tokenizer_file, (training,), (validation,))
 
 
-def _report(read: _RankZeroData, data: Data, ranks: int, seconds: float) -> Prepared | Streamed:
-    corpus, training, validation = read.corpus, data.training, data.validation
+def _report(
+    read: _RankZeroData | SampleData, data: Data, ranks: int, seconds: float
+) -> Prepared | PreparedSamples | Streamed:
+    training, validation = data.training, data.validation
     vocabulary, origin = data.tokenizer.get_vocab_size(), read.tokenizer.origin
+    if isinstance(read, SampleData):
+        assert not isinstance(training, StreamedRows)
+        return read.report((training, validation), vocabulary, seconds)
+    corpus = read.corpus
     if isinstance(training, StreamedRows):
         return Streamed(
             source=corpus.name,
@@ -152,11 +180,13 @@ def _report(read: _RankZeroData, data: Data, ranks: int, seconds: float) -> Prep
             ranks=ranks,
             shuffle=training.recipe.data.streaming.shuffle,
             nbytes=corpus.nbytes,
-            validation=len(validation.stream),
+            validation=data.tokens[1],
             vocabulary=vocabulary,
             origin=origin,
             seconds=seconds,
         )
+    assert isinstance(training, Rows)
+    assert isinstance(validation, Rows)
     return Prepared(
         source=corpus.name,
         files=corpus.files,
@@ -174,9 +204,9 @@ def _report(read: _RankZeroData, data: Data, ranks: int, seconds: float) -> Prep
     )
 
 
-def _check_enough(read: _RankZeroData, recipe: Recipe) -> None:
+def _check_enough(splits: Mapping[str, bpe.Tokens], recipe: Recipe) -> None:
     context, data = recipe.data.context, recipe.data
-    for name, stream in (("training", read.training), ("validation", read.validation)):
+    for name, stream in splits.items():
         is_streamed = name == "training" and data.streaming.streams is not None
         if len(Rows(stream, context)) == 0 and not is_streamed:
             key = "data.max_bytes" if data.streaming.streams else "data.context"

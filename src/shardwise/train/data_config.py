@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, nearest
 from shardwise.train.section import Positive, Section
 
 HUB = "hf://datasets/"
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "input", "output"),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+}
+"""The columns of each format of samples."""
+OF_SAMPLES = ("split", "columns", "packing", "loss_on", "validation_source")
+OF_TEXT = ("field", "max_bytes", "streaming")
 
 
 class StreamingConfig(Section):
@@ -25,8 +34,13 @@ class StreamingConfig(Section):
 
 
 class DataConfig(Section):
-    """The text to train on."""
+    """The text or the samples to train on."""
 
+    format: Literal["text", "completion", "alpaca", "messages", "sharegpt"] = Field(
+        "text",
+        description="text = documents; or samples, of which the answers are trained on: "
+        "completion, alpaca, messages, sharegpt",
+    )
     source: str = Field(
         "stdlib",
         min_length=1,
@@ -39,12 +53,60 @@ class DataConfig(Section):
         description="stop reading after this much text; null = read all; with streaming, the text "
         "that is read before, for the tokenizer and validation",
     )
-    validation: float = Field(0.03, gt=0, lt=1, description="fraction of documents held out")
-    context: int = Field(256, ge=2, description="tokens in a row; documents are packed into rows")
+    split: str = Field("train", min_length=1, description="of a data set of samples")
+    columns: dict[str, str] = Field(
+        {}, description="of samples: the format's column → its name in the data, if another"
+    )
+    validation: float = Field(
+        0.03,
+        gt=0,
+        lt=1,
+        description="fraction held out: documents by a hash of their text, the first samples",
+    )
+    validation_source: str | None = Field(
+        None, min_length=1, description="samples for validation, in place of data.validation"
+    )
+    context: int = Field(
+        256, ge=2, description="tokens in a row; documents are packed into rows, samples are cut"
+    )
+    packing: bool | Literal["concatenate"] = Field(
+        True,
+        description="several samples in a row, without attention between them; false = one in a "
+        "row; concatenate = one stream, cut into rows, in which attention crosses samples",
+    )
+    loss_on: Literal["assistant", "all"] = Field(
+        "assistant", description="of samples: answers, or prompts as well"
+    )
     streaming: StreamingConfig = Field(StreamingConfig(), description="read while training")
 
     @model_validator(mode="after")
+    def _keys_fit_the_format(self) -> Self:
+        of_others = OF_SAMPLES if self.format == "text" else OF_TEXT
+        fields = type(self).model_fields
+        for name in of_others:
+            if getattr(self, name) != fields[name].default:
+                raise ConfigError(
+                    f"format is {self.format}, for which data.{name} means nothing; leave it out, "
+                    f"or set data.format {'alpaca, for example' if name in OF_SAMPLES else 'text'}."
+                )
+        if self.format != "text" and self.source == "stdlib":
+            raise ConfigError(
+                f"format is {self.format} and source is stdlib, which is text; name the samples "
+                f"with data.source: a file or folder of JSONL or parquet, or {HUB}OWNER/NAME."
+            )
+        for name in self.columns:
+            if name not in COLUMNS[self.format]:
+                known = ", ".join(COLUMNS[self.format])
+                raise ConfigError(
+                    f"columns has {name!r}, which {self.format} does not read; its columns are "
+                    f"{known}. Did you mean {nearest(name, COLUMNS[self.format])[0]}?"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _streaming_is_complete(self) -> Self:
+        if self.format != "text":
+            return self
         if self.streaming.streams is None:
             if self.source.startswith(HUB):
                 raise ConfigError(

@@ -24,6 +24,12 @@ _WORDS = {
     "model.norm_eps": "rms_norm_eps layer_norm_eps layernorm_epsilon",
     "model.rope_theta": "rope_base rotary_base",
     "tokenizer.vocabulary": "vocab_size vocabulary_size vocab n_vocab",
+    "data.format": "dataset_format conversation_format chat_format",
+    "data.packing": "sample_packing dataset_concatenation pack_dataset",
+    "data.loss_on": "train_on_inputs train_on_input completion_only_loss assistant_only_loss",
+    "data.split": "dataset_split train_split",
+    "data.columns": "dataset_columns column_mapping",
+    "data.validation_source": "validation_file eval_dataset eval_file",
     "data.source": "dataset datasets data_path data_dir dataset_path train_file corpus",
     "data.field": "text_field text_column dataset_text_field content_field",
     "data.validation": "val_split val_set_size validation_split test_size val_size "

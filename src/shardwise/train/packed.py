@@ -47,6 +47,10 @@ class Examples:
     trained: NDArray[np.bool_]
     lengths: Indices
 
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        return self.ids, self.trained, self.lengths
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -107,14 +111,14 @@ class SampleRows:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        return self.examples.ids, self.examples.trained, self.examples.lengths
+        return self.examples.arrays
 
     def __len__(self) -> int:
         return len(self.groups)
 
     @property
-    def padding(self) -> int:
-        """Tokens of all rows, at their full length, that no sample fills."""
+    def dropped(self) -> int:
+        """Places of all rows, at their full length, that no sample fills."""
         return len(self) * self.context - len(self.examples.ids)
 
     def targets(self, indices: Indices) -> int:

@@ -30,7 +30,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested mapping as ``{"optimizer.lr": 1e-3, …}``."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value

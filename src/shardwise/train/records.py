@@ -20,6 +20,7 @@ __all__ = [
     "LeftOut",
     "Placed",
     "Prepared",
+    "PreparedSamples",
     "Record",
     "Resumed",
     "Sampled",
@@ -87,6 +88,39 @@ class Prepared:
     rows: tuple[int, int]
     context: int
     dropped: tuple[int, int]
+    vocabulary: int
+    origin: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PreparedSamples:
+    """The samples are ready; pairs are of the training and the validation split.
+
+    Attributes:
+        source, format: as in the recipe.
+        samples: that are trained on.
+        left_out: rows that could not be used.
+        cut: samples that were longer than ``context``, and tokens of theirs that were cut off.
+        tokens, trained: all tokens of the samples, and those that are trained on.
+        rows: of ``context`` tokens.
+        packing: as in the recipe.
+        unused: tokens at the end that fill no row if samples are concatenated; else the empty
+            places of all rows.
+        vocabulary, origin, seconds: as in ``Prepared``.
+    """
+
+    source: str
+    format: str
+    samples: tuple[int, int]
+    left_out: tuple[LeftOut, ...]
+    cut: tuple[int, int]
+    tokens: tuple[int, int]
+    trained: tuple[int, int]
+    rows: tuple[int, int]
+    context: int
+    packing: bool | str
+    unused: tuple[int, int]
     vocabulary: int
     origin: str
     seconds: float
@@ -309,6 +343,7 @@ class Complete:
 
 Record = (
     Prepared
+    | PreparedSamples
     | Streamed
     | Built
     | Stepped

@@ -6,7 +6,7 @@ place, one type and one description.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -58,7 +58,7 @@ class Section(BaseModel):
     @classmethod
     def _yes_is_not_a_number(cls, value: object, info: ValidationInfo) -> object:
         field = cls.model_fields[str(info.field_name)]
-        if isinstance(value, bool) and field.annotation not in (bool, bool | str):
+        if isinstance(value, bool) and bool not in (field.annotation, *get_args(field.annotation)):
             raise ConfigError(
                 f"this is {value}: YAML reads yes, no, on, off, true and false as booleans; "
                 "write a value, or put the word in quotes."

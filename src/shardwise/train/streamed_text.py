@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.corpus import STDLIB, Corpus, Split, is_held_out, readable, source_files
 from shardwise.train.data_config import HUB, DataConfig
 from shardwise.train.formats import documents
+from shardwise.train.sources import hub_dataset
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -90,16 +91,8 @@ def open_text(config: DataConfig) -> StreamedText:
     """
     datasets = _library()
     if config.source.startswith(HUB):
-        owner, name, *subset = (*config.source.removeprefix(HUB).split("/"), "", "")[:3]
-        path = (f"{owner}/{name}", *filter(None, subset))
-        try:
-            dataset = datasets.load_dataset(*path, split="train", streaming=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"data.source {config.source} cannot be opened: {error} It must be "
-                f"{HUB}OWNER/NAME or {HUB}OWNER/NAME/CONFIG, and the hub must be reached."
-            ) from error
-        content = f"{path} {dataset.num_shards}"
+        dataset = hub_dataset(config.source, "train", streaming=True)
+        content = f"{config.source} {dataset.num_shards}"
     else:
         with readable(config.source):
             root, files = source_files(config.source)

@@ -22,6 +22,7 @@ from shardwise.train.model_config import TokenizerConfig
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "END",
@@ -31,6 +32,7 @@ __all__ = [
     "end_id",
     "load",
     "load_or_train",
+    "of_transformers",
     "train",
     "transformers_config",
 ]
@@ -119,6 +121,27 @@ def load(text: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def of_transformers(text: str, config: TokenizerConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``text`` as that of `transformers`, with the chat template of its folder.
+
+    Raises:
+        ConfigError: `transformers` is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError:
+        raise ConfigError(
+            "samples need the transformers library: pip install 'shardwise[hf]'."
+        ) from None
+    folder = Path(config.source or "").expanduser()
+    if config.source and (folder / "tokenizer_config.json").exists():
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, eos_token=config.end
+        )
+        return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=load(text), eos_token=config.end)
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[str], end: str = END) -> Tokens:

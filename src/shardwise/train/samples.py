@@ -1,0 +1,222 @@
+"""The samples of a recipe: read, split, and tokenised into rows.
+
+The first rows of a data set are for validation, so that the split depends on neither a seed nor
+the rest of the data. No sample is left out, cut or padded without being counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from shardwise.errors import ConfigError
+from shardwise.train import tokenizer as bpe
+from shardwise.train.batches import Rows, RowSource
+from shardwise.train.config import Recipe
+from shardwise.train.conversations import Sample, sample
+from shardwise.train.corpus import MAX_PLACES
+from shardwise.train.data_config import DataConfig
+from shardwise.train.examples import tokenize, write
+from shardwise.train.folder import Folder
+from shardwise.train.packed import Examples, SampleRows
+from shardwise.train.records import LeftOut, PreparedSamples
+from shardwise.train.sources import read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "Arrays",
+    "SampleData",
+    "SampleSplit",
+    "TokenizedSplit",
+    "in_rows",
+    "read_sample_data",
+    "read_samples",
+    "tokenize_split",
+]
+
+Arrays = tuple[NDArray[Any], ...]
+
+
+@dataclass(frozen=True)
+class SampleSplit:
+    """Samples of one split.
+
+    Attributes:
+        source: of the samples.
+        samples: those that have an answer.
+        numbers: the row of each, counted from 1.
+        empty: rows without one.
+    """
+
+    source: str
+    samples: list[Sample]
+    numbers: list[int]
+    empty: list[int]
+
+
+@dataclass(frozen=True)
+class TokenizedSplit:
+    """A split as tokens.
+
+    Attributes:
+        examples: the samples that are trained on.
+        cut: samples that were longer than data.context, and the tokens that were cut off.
+        left_out: samples that could not be used, by reason.
+    """
+
+    examples: Examples
+    cut: tuple[int, int]
+    left_out: tuple[LeftOut, ...]
+
+
+@dataclass(frozen=True)
+class SampleData:
+    """What rank 0 has read: the tokenizer, and the training and the validation split as tokens."""
+
+    recipe: Recipe
+    tokenizer: bpe.TrainedTokenizer
+    splits: tuple[TokenizedSplit, TokenizedSplit]
+
+    @property
+    def training(self) -> Arrays:
+        return self.splits[0].examples.arrays
+
+    @property
+    def validation(self) -> Arrays:
+        return self.splits[1].examples.arrays
+
+    def report(
+        self, rows: tuple[RowSource, RowSource], vocabulary: int, seconds: float
+    ) -> PreparedSamples:
+        """The record about the samples in ``rows``."""
+        config, (training, validation) = self.recipe.data, self.splits
+        first, second = training.examples, validation.examples
+        return PreparedSamples(
+            source=config.source,
+            format=config.format,
+            samples=(len(first), len(second)),
+            left_out=(*training.left_out, *validation.left_out),
+            cut=(training.cut[0] + validation.cut[0], training.cut[1] + validation.cut[1]),
+            tokens=(len(first.ids), len(second.ids)),
+            trained=(int(first.trained.sum()), int(second.trained.sum())),
+            rows=(len(rows[0]), len(rows[1])),
+            context=config.context,
+            packing=config.packing,
+            unused=(rows[0].dropped, rows[1].dropped),
+            vocabulary=vocabulary,
+            origin=self.tokenizer.origin,
+            seconds=seconds,
+        )
+
+
+def read_sample_data(
+    recipe: Recipe, folder: Folder, busy: Callable[[str], AbstractContextManager[Any]]
+) -> SampleData:
+    """Read, and tokenise, the samples of ``recipe``.
+
+    Args:
+        folder: of the run, which is not changed.
+        busy: as for ``data.prepare``.
+    """
+    with busy("reading samples"):
+        training, validation = read_samples(recipe.data)
+    with busy("training the tokenizer"):
+        texts = [text for one in training.samples for text in one.texts]
+        tokenizer_file = bpe.load_or_train(folder, texts, recipe.tokenizer)
+    with busy("tokenizing"):
+        tokenizer = bpe.of_transformers(tokenizer_file.text, recipe.tokenizer)
+        tokenized = (
+            tokenize_split(training, tokenizer, recipe.data),
+            tokenize_split(validation, tokenizer, recipe.data),
+        )
+    return SampleData(recipe, tokenizer_file, tokenized)
+
+
+def read_samples(config: DataConfig) -> tuple[SampleSplit, SampleSplit]:
+    """The samples for training and for validation.
+
+    Raises:
+        ConfigError: the data cannot be read, or a row is malformed; with its number.
+    """
+    rows = list(enumerate(read_rows(config.source, config.split), start=1))
+    source = config.validation_source
+    if source is not None:
+        held_out = list(enumerate(read_rows(source, config.split), start=1))
+    else:
+        count = max(1, round(len(rows) * config.validation))
+        held_out, rows = rows[:count], rows[count:]
+    splits = _split(config.source, rows, config), _split(source or config.source, held_out, config)
+    for name, split in zip(("training", "validation"), splits, strict=True):
+        if not split.samples:
+            raise ConfigError(
+                f"data.source {split.source} has no samples for {name}: {len(rows)} rows are for "
+                f"training, {len(held_out)} for validation, and {len(split.empty)} of these have "
+                "no answer. Add samples, or change data.validation."
+            )
+    return splits
+
+
+def _split(
+    source: str, rows: Iterable[tuple[int, dict[str, Any]]], config: DataConfig
+) -> SampleSplit:
+    split = SampleSplit(source, [], [], [])
+    for number, row in rows:
+        try:
+            one = sample(row, config)
+        except ConfigError as error:
+            raise ConfigError(f"data.source {source}, row {number}: {error}") from None
+        if all(answer.strip() for answer in one.answers):
+            split.samples.append(one)
+            split.numbers.append(number)
+        else:
+            split.empty.append(number)
+    return split
+
+
+def tokenize_split(
+    split: SampleSplit, tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> TokenizedSplit:
+    """The samples of ``split`` as tokens.
+
+    Raises:
+        ConfigError: a sample cannot be written as text, with its row; or none has a token to
+            train on.
+    """
+    written = []
+    for number, one in zip(split.numbers, split.samples, strict=True):
+        try:
+            written.append(write(one, tokenizer, config.loss_on))
+        except ConfigError as error:
+            raise ConfigError(f"data.source {split.source}, row {number}: {error}") from error
+    tokenized = tokenize(written, tokenizer, config.context)
+    too_long = [split.numbers[index] for index in tokenized.left_out]
+    if not len(tokenized.examples):
+        raise ConfigError(
+            f"data.source {split.source}: no answer begins within the first {config.context} "
+            f"tokens of its sample, in all {len(too_long)} of them. Raise data.context."
+        )
+    reasons = {
+        "empty answer": split.empty,
+        f"no answer within data.context {config.context}": too_long,
+    }
+    return TokenizedSplit(tokenized.examples, tokenized.cut, tuple(_left_out(reasons)))
+
+
+def _left_out(reasons: dict[str, list[int]]) -> Iterator[LeftOut]:
+    for reason, numbers in reasons.items():
+        if numbers:
+            places = tuple(f"row {number:,}" for number in numbers[:MAX_PLACES])
+            yield LeftOut(reason, rows=len(numbers), places=places)
+
+
+def in_rows(examples: Examples, config: DataConfig) -> Rows | SampleRows:
+    """The samples in rows, as data.packing says."""
+    if config.packing == "concatenate":
+        return Rows(examples.ids, config.context, examples.trained)
+    return SampleRows(examples, config.context, packed=bool(config.packing))

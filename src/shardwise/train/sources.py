@@ -1,0 +1,102 @@
+"""Rows of a data set: of the hub, or JSONL, JSON, parquet, arrow and CSV on this machine.
+
+`datasets` reads them. Files are streamed through, so nothing is written to its cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.train.data_config import HUB
+
+__all__ = ["hub_dataset", "read_rows"]
+
+BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
+BUILDERS |= {".arrow": "arrow", ".csv": "csv"}
+
+
+def read_rows(source: str, split: str) -> list[dict[str, Any]]:
+    """The rows of a source, in order.
+
+    Raises:
+        ConfigError: there is no such source or split, or it cannot be read.
+    """
+    datasets = _library()
+    try:
+        if source.startswith(HUB):
+            return list(hub_dataset(source, split, streaming=False))
+        return list(_local(Path(source).expanduser(), source, split))
+    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        problem = next(_broken_lines(Path(source).expanduser()), str(error).strip() or repr(error))
+        raise ConfigError(
+            f"data.source {source}, split {split!r}, cannot be read: {problem} Repair it, or name "
+            "another source or data.split."
+        ) from error
+
+
+def hub_dataset(source: str, split: str, streaming: bool) -> Any:
+    """A data set of the hub, or of its cache on this machine.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+    owner, name, *subset = (*source.removeprefix(HUB).split("/"), "", "")[:3]
+    path = (f"{owner}/{name}", *filter(None, subset))
+    try:
+        return _library().load_dataset(*path, split=split, streaming=streaming)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"data.source {source} cannot be opened: {error} It must be {HUB}OWNER/NAME or "
+            f"{HUB}OWNER/NAME/CONFIG, and the hub must be reached. Without a network, download it "
+            "elsewhere and name its folder."
+        ) from error
+
+
+def _local(path: Path, source: str, split: str) -> Any:
+    datasets = _library()
+    if not path.exists():
+        hub = f" A data set of the hub is {HUB}{source}." if source.count("/") == 1 else ""
+        raise ConfigError(
+            f"data.source {source!r} does not exist (looked in {Path.cwd()}); name a file or "
+            f"folder of JSONL, JSON, parquet, arrow or CSV.{hub}"
+        )
+    if path.is_dir():
+        if (path / "dataset_dict.json").exists():
+            return datasets.load_from_disk(str(path))[split]
+        if (path / "state.json").exists():
+            return datasets.load_from_disk(str(path))
+        return datasets.load_dataset(str(path), split=split, streaming=True)
+    builder = BUILDERS.get(Path(path.name.removesuffix(".gz")).suffix)
+    if builder is None:
+        raise ConfigError(
+            f"data.source {source} is no file of samples: its name must end in "
+            f"{', '.join(BUILDERS)}. For a file of text set data.format text."
+        )
+    return datasets.load_dataset(builder, data_files=[str(path)], split="train", streaming=True)
+
+
+def _broken_lines(path: Path) -> Iterator[str]:
+    """The lines of a JSONL file that are not JSON; the library's error does not say which."""
+    if path.suffix not in (".jsonl", ".ndjson") or not path.is_file():
+        return
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            json.loads(line or b"null")
+        except ValueError as error:
+            yield f"{path}:{number}: {error}."
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            "this data.source needs the datasets library: pip install 'shardwise[data]'."
+        ) from None
+    return datasets

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.train.conversations import Messages, Prompted, sample
+from shardwise.train.data_config import DataConfig
+
+ASK, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+SYSTEM = {"role": "system", "content": "S"}
+
+
+def config(form: str, **columns: str) -> DataConfig:
+    return DataConfig.model_validate({"format": form, "source": "x.jsonl", "columns": columns})
+
+
+def messages(*given: Any) -> Any:
+    return sample({"messages": list(given)}, config("messages"))
+
+
+def test_alpaca_s_prompt_with_an_input_and_without() -> None:
+    """As Stanford Alpaca wrote it, to the character."""
+    row = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "not read"}
+    assert sample(row, config("alpaca")) == Prompted(
+        "Below is an instruction that describes a task, paired with an input that provides further "
+        "context. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:",
+        "3",
+    )
+    without = Prompted(
+        "Below is an instruction that describes a task. Write a response that appropriately "
+        "completes the request.\n\n### Instruction:\nAdd.\n\n### Response:",
+        "3",
+    )
+    assert sample(row | {"input": ""}, config("alpaca")) == without
+    assert sample(row | {"input": None}, config("alpaca")) == without
+    del row["input"]
+    assert sample(row, config("alpaca")) == without
+
+
+def test_a_completion_and_columns_of_other_names() -> None:
+    assert sample({"prompt": "1 + 1 =", "completion": " 2"}, config("completion")) == Prompted(
+        "1 + 1 =", " 2"
+    )
+    row = {"question": "Q", "a": "A"}
+    found = sample(row, config("completion", prompt="question", completion="a"))
+    assert found == Prompted("Q", "A")
+
+
+def test_sharegpt_is_messages() -> None:
+    row = {
+        "conversations": [
+            {"from": "system", "value": "S"},
+            {"from": "human", "value": "Q"},
+            {"from": "gpt", "value": "A", "weight": None},
+        ]
+    }
+    assert sample(row, config("sharegpt")) == messages(SYSTEM, ASK, ANSWER)
+    assert messages(SYSTEM, ASK, ANSWER) == Messages([SYSTEM, ASK, ANSWER])
+    assert messages(ASK, ANSWER, ASK, ANSWER).answers == ["A", "A"]
+
+
+def test_a_missing_column_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"such as --data.columns '\{output: outputs\}'.$"):
+        sample({"instruction": "Q", "outputs": "A"}, config("alpaca"))
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "message"),
+    [
+        (
+            "alpaca",
+            {"instruction": "Q", "outputs": "A"},
+            "there is no column 'output'. The columns are instruction, outputs; say which of them ",
+        ),
+        ("completion", {"prompt": None, "completion": "A"}, "column 'prompt' is empty; write"),
+        ("completion", {"prompt": ["Q"], "completion": "A"}, "column 'prompt' is list, not text;"),
+        ("messages", {"messages": "Q"}, "a conversation is 'Q'; it must be a list of {role, con"),
+        ("messages", {"messages": []}, "a conversation is []; it must be a list"),
+    ],
+)
+def test_a_row_without_what_the_format_needs(form: str, row: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sample(row, config(form))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([ASK, SYSTEM, ANSWER], "message 2 is the system message; a chat template has one, at the"),
+        ([SYSTEM, SYSTEM, ASK, ANSWER], "message 2 is a second system message; .* Join them there"),
+        ([ANSWER, ASK, ANSWER], "message 1 is the assistant's, and no user's is before it; remove"),
+        ([SYSTEM, ANSWER], "message 2 is the assistant's, and no user's is before it"),
+        ([ASK, ANSWER, ASK], "the last message is the user's, so it has no answer to train on"),
+        ([{"role": "human", "content": "Q"}], "has the role 'human'; .*; data.format sharegpt re"),
+        ([{"role": "bot", "content": "Q"}], "the role 'bot'; the roles are system, user, assista"),
+        ([ASK, {"role": "tool", "content": "4"}], "conversations with tools are not supported: re"),
+        ([ASK, {"role": "assistant"}], "message 2 is .*; it must have 'role' and 'content'."),
+        (["Q"], "message 1 is 'Q'; it must have 'role' and 'content'."),
+        ([{"role": "user", "content": [{"type": "image"}]}], "its 'content' is list, not text."),
+    ],
+)
+def test_messages_that_no_template_should_be_given(given: list[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        messages(*given)

@@ -1,0 +1,157 @@
+"""Which tokens are trained on, as text: ⟦trained on⟧, written from the tokens and their marks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from shardwise.errors import ConfigError
+from shardwise.train.conversations import Messages, Prompted, Sample
+from shardwise.train.examples import Tokenized, tokenize, write
+from tests.hf.folders import CHAT_TEMPLATE, END, tiny_tokenizer
+
+CHAT = Messages(
+    [
+        {"role": "system", "content": "for x"},
+        {"role": "user", "content": "name it"},
+        {"role": "assistant", "content": "def self"},
+        {"role": "user", "content": "items"},
+        {"role": "assistant", "content": "in value"},
+    ]
+)
+LINES = CHAT_TEMPLATE.replace("{% endif %}\n{% endfor", "{% endif %}{{ '\\n' }}{% endfor")
+BLOCK = "{% generation %}", "{% endgeneration %}"
+WITHOUT_BLOCK = LINES.replace(BLOCK[0], "").replace(BLOCK[1], "")
+END_OUTSIDE = WITHOUT_BLOCK.replace(
+    "{{ message['content'] }}<|im_end|>{% else",
+    "{% generation %}{{ message['content'] }}{% endgeneration %}<|im_end|>{% else",
+)
+
+
+def tokenizer(template: str = LINES) -> PreTrainedTokenizerFast:
+    tiny = tiny_tokenizer()
+    tiny.chat_template = template
+    return tiny
+
+
+def tokenized(
+    *samples: Sample,
+    by: PreTrainedTokenizerFast | None = None,
+    loss_on: str = "assistant",
+    context: int = 200,
+) -> Tokenized:
+    by = by or tokenizer()
+    return tokenize([write(sample, by, loss_on) for sample in samples], by, context)
+
+
+def marked(found: Tokenized, by: PreTrainedTokenizerFast | None = None) -> str:
+    """All samples, with brackets around what is trained on."""
+    by, marks = by or tokenizer(), found.examples.trained
+    borders = np.flatnonzero(np.diff(marks)) + 1
+    runs = zip(np.split(found.examples.ids, borders), np.split(marks, borders), strict=True)
+    texts = ((str(by.decode(ids)), trained.all()) for ids, trained in runs)
+    return "".join(f"⟦{text}⟧" if trained else text for text, trained in texts)
+
+
+IN_BLOCKS = (
+    "<|im_start|>system\nfor x<|im_end|>\n<|im_start|>user\nname it<|im_end|>\n"
+    "<|im_start|>assistant\n⟦def self<|im_end|>⟧\n<|im_start|>user\nitems<|im_end|>\n"
+    "<|im_start|>assistant\n⟦in value<|im_end|>⟧\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (LINES, IN_BLOCKS),
+        (END_OUTSIDE, IN_BLOCKS),
+        (WITHOUT_BLOCK, IN_BLOCKS.replace("<|im_end|>⟧\n", "<|im_end|>\n⟧")),
+    ],
+)
+def test_only_what_the_assistant_says_and_its_end_is_trained_on(template: str, wanted: str) -> None:
+    assert END_OUTSIDE != WITHOUT_BLOCK != LINES != CHAT_TEMPLATE
+    assert marked(tokenized(CHAT, by=tokenizer(template))) == wanted
+
+
+def test_everything_is_trained_on_if_asked() -> None:
+    found = tokenized(CHAT, loss_on="all")
+    assert found.examples.trained.all()
+    assert marked(found) == f"⟦{IN_BLOCKS.replace('⟦', '').replace('⟧', '')}⟧"
+
+
+def test_an_answer_ends_in_the_end_token_which_is_trained_on() -> None:
+    """Also if it is the token of the padding (huggingface/transformers#23530)."""
+    by = tokenizer()
+    by.pad_token = by.eos_token
+    found = tokenized(Prompted("def name:", " return x"), by=by)
+    assert marked(found) == f"def name:⟦ return x{END}⟧"
+
+
+def test_a_tokenizer_that_adds_its_own_end_and_beginning() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    by = tokenizer()
+    special = [(END, by.eos_token_id), ("<|im_start|>", by.convert_tokens_to_ids("<|im_start|>"))]
+    by.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"<|im_start|> $A {END}", special_tokens=special
+    )
+    assert marked(tokenized(Prompted("def", " x"), by=by)) == f"<|im_start|>def⟦ x{END}⟧"
+    chat = tokenized(CHAT, by=by)  # the template has written them
+    assert marked(chat) == IN_BLOCKS
+
+
+def test_a_template_without_the_end_token_gets_it_once() -> None:
+    by = tokenizer(
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    text = marked(tokenized(Messages(CHAT.messages[1:3]), by=by))
+    assert text == f"[user] name it\n[assistant]⟦ def self\n{END}⟧"  # " def" is one token
+
+
+def test_special_tokens_in_a_document_are_plain_text() -> None:
+    found = tokenized(Prompted("if", f" {END}"))
+    assert (found.examples.ids == tokenizer().eos_token_id).sum() == 1
+    assert marked(found) == f"if⟦ {END}{END}⟧"
+
+
+def test_text_of_several_bytes_a_token_is_marked_once() -> None:
+    assert marked(tokenized(Prompted("é", "naïve"))).endswith(f"ve{END}⟧")
+    found = tokenized(Prompted("é€", "€é")).examples
+    assert found.trained.tolist() == [False] * 5 + [True] * 6
+
+
+def test_what_is_cut_is_counted_and_a_sample_without_an_answer_left_is_named() -> None:
+    short, long = Prompted("if", " x"), Prompted("é€" * 10, " x")
+    found = tokenized(short, long, Prompted("é", "€" * 9), context=20)
+    whole = tokenized(short, long, Prompted("é", "€" * 9))
+    assert found.left_out == [1]
+    assert found.cut[0] == 2
+    assert found.cut[1] == sum(int(n) - 20 for n in whole.examples.lengths if n > 20)
+    assert found.examples.lengths.tolist() == [whole.examples.lengths[0], 20]
+    assert marked(found).endswith("⟧")  # it was cut before its end, which is not trained on
+    assert np.array_equal(found.examples.ids[:3], whole.examples.ids[:3])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "the tokenizer has no chat template, .* an -Instruct model; or data.format alpaca"),
+        (
+            "{% for m in messages %}{% if loop.last %}* {% endif %}{{ m['content'] }}{% endfor %}",
+            "the chat template writes what is before message 3 in another way once it is answered",
+        ),
+        ("{{ raise_exception('no system here') }}", "refuses these messages: no system here"),
+    ],
+)
+def test_a_template_that_does_not_show_the_answers(template: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tokenized(CHAT, by=tokenizer(template))
+
+
+def test_a_tokenizer_without_an_end_token() -> None:
+    by = tokenizer()
+    by.eos_token = None
+    with pytest.raises(ConfigError, match=r"has no end token .eos_token.* tokenizer_config.json"):
+        tokenized(Prompted("if", "x"), by=by)

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.cli.format_records import format_record
+from shardwise.comm import threads
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
+from shardwise.train.batches import IGNORED, RowSource
+from shardwise.train.data import Data, prepare
+from shardwise.train.data_config import DataConfig
+from shardwise.train.folder import Folder
+from shardwise.train.loop import train
+from shardwise.train.records import Evaluated, PreparedSamples, Record, Stepped
+from shardwise.train.samples import read_samples, tokenize_split
+from shardwise.train.streams import StreamedRows
+from tests.hf.folders import tiny_tokenizer
+from tests.train.tiny import WORDS, tiny_recipe
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": f"{WORDS[i % 12]} {WORDS[i % 7]}:", "completion": f" {WORDS[i % 5]}" * (i % 9 + 1)}
+    for i in range(50)
+]
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    return str(path)
+
+
+def config(folder: Path, rows: list[dict[str, Any]] = ROWS, **options: Any) -> DataConfig:
+    source = written(folder / "a.jsonl", rows)
+    return DataConfig.model_validate({"format": "completion", "source": source, **options})
+
+
+# --- the split -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "wanted"), [(0.04, 2), (0.01, 1), (0.5, 25)])
+def test_the_first_rows_are_for_validation(tmp_path: Path, share: float, wanted: int) -> None:
+    training, validation = read_samples(config(tmp_path, validation=share))
+    assert validation.numbers == list(range(1, wanted + 1))
+    assert training.numbers == list(range(wanted + 1, 51))
+    assert [one.texts[0] for one in validation.samples] == [r["prompt"] for r in ROWS[:wanted]]
+
+
+def test_a_source_of_its_own_for_validation(tmp_path: Path) -> None:
+    other = written(tmp_path / "b.jsonl", ROWS[:3])
+    training, validation = read_samples(config(tmp_path, validation_source=other))
+    assert (len(training.samples), len(validation.samples)) == (50, 3)
+
+
+def test_rows_without_an_answer_and_those_that_are_too_long_are_named(tmp_path: Path) -> None:
+    rows = [row | {"completion": " "} if i in (1, 9) else row for i, row in enumerate(ROWS)]
+    rows[20] = rows[20] | {"prompt": "name " * 60}
+    _, validation = read_samples(some := config(tmp_path, rows, validation=0.5, context=32))
+    assert [str(out) for out in tokenize_split(validation, tiny_tokenizer(), some).left_out] == [
+        "2 rows, empty answer (row 2, …)",
+        "1 row, no answer within data.context 32 (row 21)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([*ROWS[:30], {"prompt": 7, "completion": "x"}], {}, "row 31: column 'prompt' is int"),
+        ([row | {"completion": ""} for row in ROWS], {}, "has no samples for training: 48 rows"),
+        (ROWS[:1], {}, "has no samples for training: 0 rows .* 1 for validation"),
+        (
+            [row | {"prompt": "if " * 40} for row in ROWS],
+            {"context": 8},
+            "no answer begins within the first 8 tokens .* all 2 of them. Raise data.context.",
+        ),
+    ],
+)
+def test_data_that_cannot_be_trained_on(
+    tmp_path: Path, rows: list[dict[str, Any]], options: dict[str, Any], message: str
+) -> None:
+    some = config(tmp_path, rows, **options)
+
+    def tokenized() -> None:
+        tokenize_split(read_samples(some)[1], tiny_tokenizer(), some)
+
+    with pytest.raises(ConfigError, match=message):
+        tokenized()
+
+
+# --- in a run --------------------------------------------------------------------------------
+
+
+def recipe(folder: Path, *overrides: str) -> Any:
+    source = written(folder / "a.jsonl", ROWS)
+    overrides = ("data.format=completion", "data.context=32", *overrides)
+    return tiny_recipe(folder, f"data.source={source}", *overrides)
+
+
+def prepared(folder: Path, world: int, *overrides: str) -> list[Data]:
+    def rank(comm: Comm) -> Data:
+        run = Folder(folder) if comm.rank == 0 else None
+        return prepare(recipe(folder, *overrides), comm, run)
+
+    return threads.run(world, rank)
+
+
+def every(rows: RowSource | StreamedRows) -> list[int]:
+    """All targets, in order."""
+    assert not isinstance(rows, StreamedRows)
+    targets = rows.take(np.arange(len(rows))).targets
+    return [int(target) for target in targets[targets != IGNORED]]
+
+
+@pytest.mark.parametrize("packing", ["true", "false", "concatenate"])
+def test_every_rank_has_the_rows_of_rank_0(tmp_path: Path, packing: str) -> None:
+    alone, first, second = [
+        *prepared(tmp_path, 1, f"data.packing={packing}"),
+        *prepared(tmp_path, 2, f"data.packing={packing}"),
+    ]
+    assert alone.fingerprint == first.fingerprint == second.fingerprint
+    assert every(alone.training) == every(second.training)
+    assert every(alone.validation) == every(second.validation)
+    assert (first.report is None, second.report) == (False, None)
+
+
+def test_the_report_counts_every_token(tmp_path: Path) -> None:
+    (data,) = prepared(tmp_path, 1, "data.validation=0.1")
+    report = data.report
+    assert isinstance(report, PreparedSamples)
+    assert report.samples == (45, 5)
+    assert report.rows[0] * 32 == report.tokens[0] + report.unused[0]
+    assert report.trained[0] == len(every(data.training))
+    lines = "\n".join(format_record(report))
+    assert f"packed 45 samples → {report.rows[0]} blocks of 32 (" in lines
+    assert "45 train + 5 validation samples, completion" in lines
+
+
+def test_concatenated_samples_are_cut_into_blocks_and_the_tail_is_dropped(tmp_path: Path) -> None:
+    (data,) = prepared(tmp_path, 1, "data.packing=concatenate")
+    report = data.report
+    assert isinstance(report, PreparedSamples)
+    blocks, tail = report.rows[0], report.unused[0]
+    assert blocks * 32 + tail + 1 == report.tokens[0]  # the first token is no target
+    line = f"packed 40 samples → {blocks} blocks of 32 (tail {tail} tokens dropped); attention cr"
+    assert line in "\n".join(format_record(report))
+
+
+def test_a_run_on_samples_is_the_same_on_two_ranks(tmp_path: Path) -> None:
+    def losses(world: int) -> list[float]:
+        found: list[float] = []
+
+        def emit(record: Record) -> None:
+            if isinstance(record, Stepped | Evaluated):
+                found.append(record.loss)
+
+        folder = f"run.folder={tmp_path}/{world}"
+        threads.run(world, lambda comm: train(recipe(tmp_path, folder), comm, emit))
+        return found
+
+    assert losses(2) == pytest.approx(one := losses(1), rel=1e-5)
+    assert len(one) == 6  # four steps and two validations
+    assert one[-1] < one[1]

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.train.sources import read_rows
+
+ROWS: list[dict[str, Any]] = [{"prompt": f"{i}", "completion": "é"} for i in range(5)]
+
+
+def jsonl(path: Path, text: str = "\n".join(map(json.dumps, ROWS))) -> Path:
+    path.write_text(text, "utf-8")
+    return path
+
+
+def packed(path: Path) -> Path:
+    path.write_bytes(gzip.compress(jsonl(path.with_suffix("")).read_bytes()))
+    return path
+
+
+def arrow(path: Path) -> Path:
+    datasets.Dataset.from_list(ROWS).save_to_disk(path)
+    return path
+
+
+def dictionary(path: Path) -> Path:
+    datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)).save_to_disk(path)
+    return path
+
+
+def parquet(path: Path) -> Path:
+    datasets.Dataset.from_list(ROWS).to_parquet(path)
+    return path
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    jsonl(path / "train.jsonl")
+    jsonl(path / "test.jsonl", json.dumps(ROWS[0]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("a.jsonl", jsonl),
+        ("a.json", lambda path: jsonl(path, json.dumps(ROWS))),
+        ("a.jsonl.gz", packed),
+        ("a.parquet", parquet),
+        ("arrow", arrow),
+        ("dict", dictionary),
+        ("folder", folder),
+    ],
+)
+def test_rows_are_read_in_order(tmp_path: Path, name: str, written: Callable[[Path], Path]) -> None:
+    assert read_rows(str(written(tmp_path / name)), "train") == ROWS
+
+
+def test_another_split_of_a_folder(tmp_path: Path) -> None:
+    assert read_rows(str(folder(tmp_path / "data")), "test") == ROWS[:1]
+
+
+def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*path: str, split: str, streaming: bool) -> datasets.Dataset:
+        assert (path, split, streaming) == (("tatsu-lab/alpaca", "small"), "test", False)
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read_rows("hf://datasets/tatsu-lab/alpaca/small", "test") == ROWS
+
+
+def test_the_hub_that_cannot_be_reached() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be opened: .* Without a network, download it"):
+        read_rows("hf://datasets/tatsu-lab/alpaca", "train")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("tatsu-lab/alpaca", "does not exist .* hub is hf://datasets/tatsu-lab/alpaca."),
+        ("bad.jsonl", r"bad.jsonl:2: Expecting value: line 1 column 6 .char 5.. Repair it"),
+        ("text.txt", "is no file of samples: its name must end in .jsonl.* data.format text"),
+        ("folder", "split 'train', cannot be read: .*"),
+    ],
+)
+def test_what_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "bad.jsonl", '{"a": 1}\n{"a":\n{"a": 2}')
+    jsonl(tmp_path / "text.txt")
+    (tmp_path / "folder").mkdir()
+    jsonl(tmp_path / "folder" / "test.jsonl")
+    with pytest.raises(ConfigError, match=message):
+        read_rows(source, "train")
