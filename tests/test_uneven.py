@@ -492,6 +492,20 @@ def test_ranks_with_data_do_the_same() -> None:
         on_ranks(2, tied_decoder, rank)
 
 
+def test_who_follows_cannot_follow_ranks_that_differ() -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm, divergence="participate")
+
+        def joins() -> None:
+            with sharded.join():
+                pass
+
+        return said(sw.ConfigError, joins)
+
+    for text in on_ranks(2, tied_decoder, rank):
+        assert "join() was called with divergence='participate'" in text
+
+
 # --- other branches and other lengths ------------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ def join(
         ``joined.missed_steps``: after the block, steps that this rank took without data.
 
     Raises:
-        ConfigError: another optimizer steps in the block.
+        ConfigError: another optimizer steps in the block, or ranks may call different units.
         RanksDisagree: ranks that have data do not do the same, or with other learning rates.
         ScheduleError: what ranks without data could not do as well.
     """
@@ -58,6 +58,12 @@ def join(
     runtime = self.runtime
     if runtime.join is not None:
         raise ScheduleError("join() was called inside join(). One block is for all optimizers.")
+    if runtime.policy.participates:
+        raise ConfigError(
+            "join() was called with divergence='participate': a rank that runs out of data follows "
+            "the others, and they may call different units. Give every rank equally many batches, "
+            "or let all ranks call the same units (divergence='error')."
+        )
     runtime.join = joined = Join(self.comm, list(runtime.units), samples)
     joined.optimizers = optimizers
     try:
