@@ -76,6 +76,7 @@ def test_the_command_line_lists_its_commands(capsys: pytest.CaptureFixture[str])
     names = [line.split()[0] for line in said if line.strip()]
     assert names == [
         "convert-config",
+        "data",
         "doctor",
         "explain",
         "export",

@@ -201,4 +201,42 @@ def lint(files: tuple[Path, ...]) -> int:
     return run_lint(files)
 
 
-COMMANDS = (convert_config, doctor, trace, explain, lint)
+# --- data ------------------------------------------------------------------------------------
+
+DATA_SHOW = """\
+Show row N of the training split of RECIPE, counted from 0, token by token.
+
+What is trained on is within ⟦ ⟧, and green in a terminal; the rest is only read. For each token:
+its text, its place in the row, the sample of the row it belongs to, its position in that sample,
+its id, and whether it is trained on or is the end token. Nothing is written.
+
+\b
+Examples:
+  shardwise data show recipes/demo.yaml 0
+  shardwise data show recipe.yaml 7 --data.loss_on all
+"""
+
+
+@click.group("data", short_help="Show what a recipe trains on.")
+def data() -> None:
+    """Look at the data of a recipe."""
+
+
+@data.command(
+    "show",
+    help=DATA_SHOW,
+    short_help="Show a row, token by token.",
+    context_settings={"ignore_unknown_options": True, **CONTEXT_SETTINGS},
+)
+@click.argument("recipe", type=click.Path())
+@click.argument("number", type=click.IntRange(min=0), metavar="N")
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
+def data_show(recipe: str, number: int, overrides: tuple[str, ...]) -> None:
+    """The command; its help is ``DATA_SHOW``."""
+    from shardwise.cli.show_data import run_data_show
+    from shardwise.train.recipe import read_recipe
+
+    run_data_show(read_recipe(recipe, overrides), number)
+
+
+COMMANDS = (convert_config, doctor, trace, explain, lint, data)
