@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise import nn, optim
+    from shardwise import hf, nn, optim
     from shardwise.checkpoint import (
         Loaded,
         Saved,
@@ -78,6 +78,7 @@ __all__ = [
     "Training",
     "by_name",
     "connect",
+    "hf",
     "nn",
     "numbered",
     "optim",

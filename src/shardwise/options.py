@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torch import Tensor
+
 from shardwise.errors import ConfigError, nearest
 from shardwise.offload import Offload
 from shardwise.precision import Precision
@@ -34,6 +36,8 @@ class Options:
         sync_module_states: broadcast rank 0's parameters and buffers. When off, differing values
             raise.
         init: initialises a module that was built on the meta device.
+        load_later: parameters and buffers on the meta device that are read from files afterwards:
+            none of them is made whole or initialised, and until then they hold zeros.
         buffers: ``"local"``, ``"broadcast"`` or ``"average"`` (see ``runtime.buffers``).
         divergence: what a rank does when others call units that it does not: ``"error"``, or
             ``"participate"`` (strategies that free units after each use then need every rank to
@@ -57,6 +61,7 @@ class Options:
     residency: int = 0
     sync_module_states: bool = True
     init: Init = default_init
+    load_later: frozenset[Tensor] = frozenset()
     buffers: str = "local"
     divergence: str = "error"
     activation_checkpointing: bool | ActivationCheckpointing = False

@@ -22,7 +22,7 @@ from shardwise import uneven
 from shardwise.checkpoint import api
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.optimizer_state import Given, Optimizers, as_optimizers
-from shardwise.comm.connect import connect, over
+from shardwise.comm.connect import comm_for
 from shardwise.comm.environment import local_size
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh, Shape, shape_of
@@ -87,9 +87,7 @@ def shard(
             f"wrap is {wrap!r}, not a wrap policy. Pass one, such as sw.wrap.by_class('Block')."
         )
     check_unsharded(model)
-    if comm is None:
-        no_group = checked.mesh is None or isinstance(checked.mesh, (tuple, list))
-        comm = connect() if no_group else over(checked.mesh)
+    comm = comm_for(comm, checked.mesh)
     checked.precision.check(comm.device, model)
     check_batch_norm(model, comm)
     with comm.device:  # not the one of a `with torch.device("meta"):` around this call

@@ -69,7 +69,7 @@ ARCHITECTURES: dict[str, Options] = {
     "olmo2": {},
     "granite": {},
     "stablelm": {},
-    "starcoder2": {},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
     "cohere": {},
     "smollm3": {},
     "deepseek_v3": {

@@ -480,3 +480,30 @@ def test_a_model_may_be_sharded_where_torch_makes_everything_on_meta() -> None:
         sharded = sw.shard(nets.tied_decoder())
     assert {bucket.shard.device.type for bucket in sharded.buckets} == {"cpu"}
     train(sharded.model, nets.tied_decoder_batch(0, 2))
+
+
+# --- values that are read later ---------------------------------------------------------------
+
+
+def test_what_is_loaded_later_is_neither_made_nor_sent_and_stays_the_object_it_was() -> None:
+    """A weight holds zeros until then; a bias beside it is initialised, as ever."""
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        later: dict[str, Tensor] = {}
+        later |= {n: p for n, p in model.named_parameters() if n.endswith("weight")}
+        later |= {n: b for n, b in model.named_buffers() if n.endswith("running_mean")}
+        init = drawing(torch.Generator().manual_seed(0))
+        with Live() as live:
+            sharded = sw.shard(model, comm=comm, init=init, load_later=frozenset(later.values()))
+        assert live.peak < 1.2 * sum(bucket.shard.nbytes for bucket in sharded.buckets) + 2_000
+        state = model.state_dict()
+        assert {name for name in state if not state[name].any()} >= set(later)
+        assert all(state[name].any() for name in state if name.endswith("bias"))
+        now = dict(model.named_parameters()) | dict(model.named_buffers())
+        assert all(now[name] is tensor for name, tensor in later.items())
+        sent = comm.counters.calls["broadcast"]
+        assert sent == len([*model.parameters(), *model.buffers()]) - len(later)
+
+    models = [built_on_meta(Net(nets.odd_convnet, nets.odd_convnet_batch)) for _ in range(2)]
+    run_threads(2, rank)

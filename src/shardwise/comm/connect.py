@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,13 @@ def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str 
     except BaseException:
         dist.destroy_process_group()
         raise
+
+
+def comm_for(comm: Comm | None, mesh: Any = None) -> Comm:
+    """``comm``; without one, that of a ``DeviceMesh`` or group, or of the launcher."""
+    if comm is not None:
+        return comm
+    return connect() if mesh is None or isinstance(mesh, (tuple, list)) else over(mesh)
 
 
 def over(

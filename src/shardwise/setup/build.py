@@ -25,7 +25,7 @@ from shardwise.memory.spec import BucketSpec
 from shardwise.options import Options
 from shardwise.runtime.unit import UnitState
 from shardwise.schedule.placement import Placement
-from shardwise.setup.materialise import checksums, give_values, sync
+from shardwise.setup.materialise import checksums, give_values, leave_meta, sync
 from shardwise.torch_internals import buffers_of
 from shardwise.units.units import Unit, Units
 from shardwise.version import __version__
@@ -58,7 +58,7 @@ def check_unsharded(model: nn.Module) -> None:
 
 def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs) -> dict[str, str]:
     """What every rank must have alike, as short texts to compare."""
-    chosen = {k: v for k, v in vars(options).items() if k not in ("init", "mesh")}
+    chosen = {k: v for k, v in vars(options).items() if k not in ("init", "load_later", "mesh")}
     alike = {
         "versions": f"shardwise {__version__}, torch {torch.__version__}",
         "strategy": placement.name,
@@ -95,8 +95,13 @@ def cut(
         if comm.device.type == "cpu" and unit.numel >= GIVEN_BACK:
             trim()
 
-    given = [m.param.numel() * m.param.element_size() for unit in units for m in unit.members]
-    give_values(model, units, comm.device, options.init, finished)
+    given = [
+        member.param.numel() * member.param.element_size()
+        for unit in units
+        for member in unit.members
+        if member.param not in options.load_later
+    ]
+    give_values(model, units, comm.device, options.init, options.load_later, finished)
     given += _place_buffers(model, options.precision.buffers, comm, sends)
     if sends:
         text = "states synchronised from rank 0 (%d tensors, %d bytes)"
@@ -118,10 +123,14 @@ def _cut_bucket(spec: BucketSpec, ranks: Comm | None) -> Bucket:
 
     Rank 0 sends its values to the other ``ranks``; ``None``: each rank has them.
     """
+    later = {index for index, param in enumerate(spec.params) if param.is_meta}
+    for index in later:
+        leave_meta(spec.params[index], spec.shard.device)
     bucket = Bucket(spec)
     for index, param in enumerate(spec.params):
         sharding, value = spec.sharding(index), param.data
-        bucket.take(index, sync(value, ranks, sharding.name) if ranks else value)
+        if index not in later:
+            bucket.take(index, sync(value, ranks, sharding.name) if ranks else value)
         gradient, param.grad = param.grad, None
         bucket.rest_one(index)
         param.sharding = sharding  # type: ignore[attr-defined]
@@ -140,6 +149,10 @@ def _place_buffers(
             if buffer is None:
                 continue
             cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            if buffer.is_meta:  # it is read later, by who knows this object
+                zeros = torch.zeros_like(buffer, dtype=cast, device=comm.device)
+                torch.utils.swap_tensors(buffer, zeros)
+                continue
             placed = buffer.to(comm.device, cast)
             if sends:
                 placed = sync(placed, comm, f"{prefix}.{name}".lstrip("."))

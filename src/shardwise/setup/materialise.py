@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.torch_internals import buffers_of, parameters_of
 from shardwise.units.units import Unit
 
-__all__ = ["Init", "checksums", "default_init", "give_values", "sync"]
+__all__ = ["Init", "checksums", "default_init", "give_values", "leave_meta", "sync"]
 
 Init = Callable[[nn.Module], Any]
 """Gives a module's own parameters and buffers (not its children's) their values."""
@@ -38,6 +38,7 @@ def give_values(
     units: Sequence[Unit],
     device: torch.device,
     init: Init,
+    load_later: frozenset[Tensor],
     finished: Callable[[Unit], None],
 ) -> None:
     """Make each parameter real, one unit at a time; some of them may be so already.
@@ -45,6 +46,7 @@ def give_values(
     Args:
         init: called for each module that has meta parameters or buffers of its own, in the order
             of ``model.apply``. What it leaves without a value is a ``ConfigError``.
+        load_later: what stays on the meta device, since its value is read later.
         finished: called for each unit when all its members have values; afterwards they may go.
     """
     waiting = {
@@ -52,12 +54,12 @@ def give_values(
         for unit in units
     }
     # Asked before anything is made: a tied weight is initialised by each of its owners.
-    unmade = {m for m in model.modules() if any(tensor.is_meta for _, tensor in _own(m))}
+    unmade = {m for m in model.modules() if any(_is_unmade(t, load_later) for _, t in _own(m))}
     order = list(_in_apply_order(model))
     last = {id(module): place for place, (_, module) in enumerate(order)}  # one may come twice
     for place, (name, module) in enumerate(order):
         if module in unmade:
-            _make(module, device)
+            _make(module, device, load_later)
             init(module)
             _check_made(name, module)
         if last[id(module)] > place:
@@ -84,17 +86,27 @@ def _present(tensors: Any) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
-def _make(module: nn.Module, device: torch.device) -> None:
+def _is_unmade(tensor: Tensor, load_later: frozenset[Tensor]) -> bool:
+    return tensor.is_meta and tensor not in load_later
+
+
+def leave_meta(param: nn.Parameter, device: torch.device) -> None:
+    """Let it be an empty one of ``device``, which can then show any memory."""
+    empty = torch.empty(0, dtype=param.dtype, device=device)
+    torch.utils.swap_tensors(param, nn.Parameter(empty, requires_grad=param.requires_grad))
+
+
+def _make(module: nn.Module, device: torch.device, load_later: frozenset[Tensor]) -> None:
     """Give meta tensors memory, filled with a mark that no initialisation leaves behind.
 
     Parameters are swapped, not replaced: optimizers and ties refer to the objects.
     """
     for _, param in _present(parameters_of(module)):
-        if param.is_meta:
+        if _is_unmade(param, load_later):
             made = nn.Parameter(_marked(param, device), requires_grad=param.requires_grad)
             torch.utils.swap_tensors(param, made)
     for name, buffer in _present(buffers_of(module)):
-        if buffer.is_meta:
+        if _is_unmade(buffer, load_later):
             buffers_of(module)[name] = _marked(buffer, device)
 
 
@@ -107,7 +119,7 @@ def _marked(like: Tensor, device: torch.device) -> Tensor:
 
 def _check_made(name: str, module: nn.Module) -> None:
     for own, tensor in _own(module):
-        if tensor.numel() and _is_marked(tensor):
+        if tensor.numel() and not tensor.is_meta and _is_marked(tensor):
             full = f"{name}.{own}".lstrip(".")
             raise ConfigError(
                 f"{full!r} of {type(module).__name__} was built on the meta device and still has "

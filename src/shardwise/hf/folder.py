@@ -1,0 +1,102 @@
+"""The folder of a model: a local one, or that of the hub's name in the cache.
+
+Weights, configuration and tokenizer are fetched at most once for each host, by the hub's own
+library, whose environment variables hold: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+
+__all__ = ["config_of", "locate", "tokenizer_of"]
+
+CONFIG = "config.json"
+PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def locate(
+    source: str | Path, revision: str | None = None, cache: str | Path | None = None
+) -> Path:
+    """The folder that holds a ``config.json`` and the weights.
+
+    Args:
+        source: a folder, or a name on the hub, such as ``meta-llama/Llama-2-70b-hf``.
+        revision: of the hub's name: a branch, a tag or a commit.
+        cache: the hub's cache, instead of the usual one.
+
+    Raises:
+        ConfigError: there is no such folder or name, or it cannot be fetched.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise ConfigError(
+                f"{path} holds no {CONFIG}, so it is no model's folder. Name one that "
+                "save_pretrained of transformers or `shardwise train` wrote."
+            )
+        return path.absolute()
+    if path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1:
+        raise ConfigError(f"there is no folder {path}; a name on the hub is like owner/name.")
+    return _fetch(str(source), revision, cache)
+
+
+def _fetch(name: str, revision: str | None, cache: str | Path | None) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    of = f"{name!r}" + (f" at revision {revision!r}" if revision else "")
+    try:
+        options: Any = {"revision": revision, "cache_dir": cache}
+        return Path(snapshot_download(name, allow_patterns=list(PATTERNS), **options))
+    except errors.GatedRepoError as error:
+        reason = "its owner admits only accounts that accepted its terms"
+        advice = f"Accept them at https://huggingface.co/{name}, then `hf auth login`, or HF_TOKEN."
+        raise ConfigError(f"{of} was not fetched: {reason}. {advice}") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{of} is no folder here and not in the hub's cache, and the hub is not reached: "
+            "HF_HUB_OFFLINE is set, or there is no network. Name a local folder; or run `hf "
+            f"download {name}` where there is a network, and take the cache (HF_HOME) with you."
+        ) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+        raise ConfigError(
+            f"{of} is no folder here, and was not fetched from the hub: "
+            f"{str(error).strip().splitlines()[-1]} Check the name and the revision; a private one "
+            "needs `hf auth login`, or HF_TOKEN."
+        ) from error
+
+
+def config_of(folder: Path) -> Any:
+    """The configuration of the model in ``folder``.
+
+    Raises:
+        ConfigError: transformers has no such model, or its weights are quantised.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{folder / CONFIG} describes no model of this version of transformers, which runs no "
+            f"code of a folder: {str(error).strip().splitlines()[0]}"
+        ) from error
+    if quantised := getattr(config, "quantization_config", None):
+        method = quantised.get("quant_method", "unknown")
+        raise ConfigError(
+            f"the weights in {folder} are quantised by {method!r}, which cannot be sharded or "
+            "trained as they are. Name the folder of the unquantised model."
+        )
+    return config
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """Its tokenizer, of ``transformers``; ``None`` if the folder has none."""
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in TOKENIZER):
+        return None
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)

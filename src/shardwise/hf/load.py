@@ -1,0 +1,164 @@
+"""A causal language model of the hub, in shards that were never whole.
+
+1. open        config, headers of the files: what is stored
+2. build       the model on the meta device
+3. map         which stored tensors make which of the model; everything that does not fit
+4. shard       the units, without values but for what no file has
+5. read        each rank the byte ranges that it holds
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.collectives import raise_on_all
+from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.checkpoint.safetensors_format import dtype_of
+from shardwise.comm.connect import comm_for
+from shardwise.comm.protocol import Comm
+from shardwise.hf import weights
+from shardwise.hf.file_map import FileMap, map_files
+from shardwise.hf.folder import config_of, locate, tokenizer_of
+from shardwise.hf.report import Report
+from shardwise.sharded import Sharded, shard
+
+__all__ = ["LoadedModel", "load"]
+
+_GLOBALS = threading.Lock()  # transformers and torch change them: default dtype, random generator
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model of the hub, sharded. ``print`` it.
+
+    Attributes:
+        model: of ``transformers``, in training mode.
+        tokenizer: of ``transformers``; ``None`` if the folder has none.
+        folder: where it was read.
+        report: what of the files was read, converted, and left out.
+    """
+
+    model: Any
+    sharded: Sharded
+    tokenizer: Any
+    folder: Path
+    report: Report
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+
+def load(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    comm: Comm | None = None,
+    **shard_arguments: Any,
+) -> LoadedModel:
+    """Load a causal language model of ``transformers`` in shards. A collective.
+
+    It is built on the meta device, and each rank reads the byte ranges that it holds, whatever the
+    number of ranks. Beyond its shards a rank holds at most one unit. Nothing is cached for
+    generation while it trains: ``model.config.use_cache`` is off.
+
+    Args:
+        source: a folder with a ``config.json`` and safetensors files, or a name on the hub.
+        revision: of the hub's name: a branch, a tag or a commit.
+        cache_dir: the hub's cache, instead of the usual one.
+        dtype: of the weights; ``None`` = as the folder says.
+        comm: the ranks; ``None`` = from the launcher's environment, or one.
+        shard_arguments: of ``sw.shard``: ``strategy=…``, ``wrap=…``, ``precision=…``.
+
+    Raises:
+        ConfigError: there is no such folder, or transformers has no such model.
+        CheckpointError: the files lack tensors of the model, or hold them in another shape.
+    """
+    comm = comm_for(comm, shard_arguments.get("mesh"))
+    with ExitStack() as stack:
+        opened = raise_on_all(
+            comm, "opening a model", lambda: _open(source, (revision, cache_dir), dtype, stack)
+        )
+        folder, reader, model, file_map = opened
+        comm.agree({f"what is stored in {folder.name}": _digest(reader)})
+        sharded = shard(
+            model,
+            comm=comm,
+            init=initialiser(model),
+            load_later=file_map.tensors,
+            **shard_arguments,
+        )
+        raise_on_all(comm, "reading a model", lambda: weights.read(reader, file_map, sharded))
+    report = Report.of(sharded, file_map, str(source))
+    return LoadedModel(model, sharded, tokenizer_of(folder), folder, report)
+
+
+def _open(
+    source: str | Path, hub: tuple[Any, Any], dtype: torch.dtype | None, stack: ExitStack
+) -> tuple[Path, CheckpointReader, Any, FileMap]:
+    """The folder, its open files, and the model that they fit."""
+    folder = locate(source, *hub)
+    reader = stack.enter_context(CheckpointReader.open(folder))
+    stored, config = reader.weights(), config_of(folder)
+    if dtype is None and config.dtype is None:
+        dtype = dtype_of(next(iter(stored.values())).stored.dtype)
+    model = _on_meta(config, dtype or config.dtype, folder)
+    return folder, reader, model, map_files(model, stored, str(folder))
+
+
+def _on_meta(config: Any, dtype: torch.dtype, folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    with _GLOBALS, torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for pattern, kept in model._get_dtype_plan(dtype).items():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if re.search(pattern.replace("*", ".*"), name):
+                tensor.data = tensor.data.to(kept)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config.use_cache = False
+    return model
+
+
+def initialiser(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Initialises what no file has, as ``transformers`` does.
+
+    A module's random numbers depend on its name alone, so they are the same at any number of ranks.
+    """
+    from transformers import PreTrainedModel
+
+    names, owners = dict[nn.Module, str](), dict[nn.Module, PreTrainedModel]()
+    for name, module in model.named_modules():  # an inner model comes after the outer one
+        names[module] = name
+        if isinstance(module, PreTrainedModel):
+            owners |= dict.fromkeys(module.modules(), module)
+
+    def init(module: nn.Module) -> None:
+        device = next(tensor.device for tensor in _own(module) if not tensor.is_meta)
+        devices = [] if device.type == "cpu" else [device]
+        with _GLOBALS, torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
+            torch.manual_seed(zlib.crc32(names[module].encode()))
+            owners[module]._init_weights(module)
+
+    return init
+
+
+def _own(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _digest(reader: CheckpointReader) -> str:
+    return hashlib.sha256(repr(sorted(reader.weights().items())).encode()).hexdigest()[:16]

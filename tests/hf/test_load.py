@@ -1,0 +1,141 @@
+"""``sw.hf.load``: thirty architectures with no line of code for any of them."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from tests.copies import equal
+from tests.hf.folders import ARCHITECTURES, CHAT_TEMPLATE, VOCABULARY, tiny
+from tests.nets import tokens
+from tests.parity.plain import SGD, Recipe, one_by_one
+from tests.ranks import run_threads
+
+OFTEN = ("llama", "mixtral", "gpt2", "gemma3_text", "deepseek_v3", "mamba")
+"""Plain; experts that are converted; tied, its matrices transposed; a number beside an embedding; a
+persistent buffer in fp32; a state-space model."""
+
+
+def batch(seed: int, rows: int) -> Tensor:
+    return tokens(seed, (rows, 8), VOCABULARY)
+
+
+def loss(model: nn.Module, ids: Tensor) -> Tensor:
+    value: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return value
+
+
+def recipe(folder: Path) -> Recipe:
+    return Recipe(partial(plain, folder), batch, SGD, loss=loss, steps=3)
+
+
+def plain(folder: Path) -> Any:
+    """As transformers loads it, with nothing missing or left over.
+
+    In memory of torch's: that of a file is aligned otherwise, and products round otherwise there.
+    """
+    theirs: Any = hf.AutoModelForCausalLM
+    model, info = theirs.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    return copy.deepcopy(model).train()
+
+
+def trained(comm: Comm, folder: Path, out: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and the whole model after three steps; saves it to ``out``."""
+    loaded, run = sw.hf.load(folder, comm=comm), recipe(folder)
+    optimizer, losses = SGD(loaded.model.parameters()), list[float]()
+    for step in range(run.steps):
+        for ids in run.batches(step, comm.rank):
+            value = loss(loaded.model, ids)
+            value.backward()
+            losses.append(value.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    loaded.sharded.save_file(out / "model.safetensors")
+    return losses, loaded.model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=[] if name in OFTEN else pytest.mark.prove)
+        for name in ARCHITECTURES
+    ],
+)
+def test_it_trains_as_in_one_process_and_loads_in_transformers(
+    architecture: str, tmp_path: Path
+) -> None:
+    folder, out = tiny(architecture, tmp_path / "hub"), tmp_path / "out"
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    expected = one_by_one(recipe(folder), 2)
+    ranks = run_threads(2, trained, folder, out)
+    assert [losses for losses, _ in ranks] == expected.losses
+    for (_, state), wanted in zip(ranks, expected.states, strict=True):
+        assert state.keys() == wanted.keys()
+        assert [name for name in state if not torch.equal(state[name], wanted[name])] == []
+    model = one_by_one_model(folder, expected.states[0])
+    with torch.no_grad():
+        assert torch.equal(plain(out)(batch(0, 2)).logits, model(batch(0, 2)).logits)
+
+
+def one_by_one_model(folder: Path, state: dict[str, Tensor]) -> Any:
+    model = plain(folder)
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3"])
+def test_in_another_dtype_it_is_what_transformers_loads(architecture: str, tmp_path: Path) -> None:
+    """Which keeps some tensors in fp32, here a buffer of the router."""
+    folder = tiny(architecture, tmp_path)
+    theirs: Any = hf.AutoModelForCausalLM
+    wanted = theirs.from_pretrained(folder, dtype=torch.bfloat16)
+
+    def rank(comm: Comm) -> None:
+        model = sw.hf.load(folder, comm=comm, dtype=torch.bfloat16).model
+        assert equal(model.state_dict(), wanted.state_dict())
+        assert equal(dict(model.named_buffers()), dict(wanted.named_buffers()))
+
+    run_threads(3, rank)
+    assert {value.dtype for value in wanted.state_dict().values()} == {
+        torch.bfloat16,
+        torch.float32,
+    }
+
+
+def test_the_folder_s_generation_config_and_tokenizer_come_along(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path)
+    hf.GenerationConfig(max_new_tokens=3, eos_token_id=5).save_pretrained(folder)
+    loaded = sw.hf.load(folder)
+    assert loaded.model.generation_config.max_new_tokens == 3
+    assert loaded.tokenizer.chat_template == CHAT_TEMPLATE
+    assert loaded.model.training
+    assert not loaded.model.config.use_cache
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert sw.hf.load(folder).tokenizer is None
+
+
+def test_it_says_what_was_read(tmp_path: Path) -> None:
+    tiny("mixtral", tmp_path)
+    text = str(sw.hf.load(tmp_path, dtype=torch.bfloat16))
+    assert text == (
+        f"MixtralForCausalLM from {tmp_path}: 63,904 parameters in bfloat16, 124.8 KiB on this "
+        "rank of 1; use_cache off\n"
+        "  read by byte range: 17 tensors\n"
+        "  converted: model.layers.0.mlp.experts.gate_up_proj, "
+        "model.layers.0.mlp.experts.down_proj, model.layers.1.mlp.experts.gate_up_proj, "
+        "model.layers.1.mlp.experts.down_proj\n"
+        "  cast: model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, "
+        "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight and 17 more"
+    )
