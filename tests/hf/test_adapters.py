@@ -28,7 +28,7 @@ from shardwise.hf.adapters import (
     load_adapter,
     save_adapter,
 )
-from tests.copies import said, seeded
+from tests.copies import equal, said, seeded
 from tests.nets import Batch, tokens
 from tests.parity.plain import ADAMW, Recipe, one_by_one
 from tests.parity.sharded import How, assert_equal, on_threads
@@ -353,6 +353,27 @@ def test_a_frozen_base_is_gathered_once_within_a_budget_of_bytes() -> None:
     for sent, trained, schedule in on_ranks(lora(), rank):
         assert sent <= 2 * trained // WORLD  # forward and backward; nothing of the base
         assert "less, by what stays gathered" in schedule.splitlines()[0]
+
+
+def test_a_checkpoint_of_the_adapter_alone_is_enough_to_go_on(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module, first: int) -> tuple[dict[str, Tensor], set[str]]:
+        sharded = sw.shard(model, comm=comm)
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(params, lr=1e-2)
+        loaded = sharded.resume(tmp_path, optimizer, sw.Training(), strict=False)
+        for number in range(first, 3):
+            loss_of(model, labelled(number, 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 0:
+                wanted = is_adapters(sharded)
+                sharded.save(tmp_path / "step-1", optimizer, sw.Training(), names=wanted)
+        return sharded.state_dict(), set(loaded.missing if loaded else ())
+
+    expected = on_ranks(lora(), partial(rank, first=0))[0][0]
+    resumed, missing = on_ranks(lora(), partial(rank, first=1), seed=9)[0]
+    assert missing == {name for name in expected if "lora" not in name}
+    assert equal(resumed, expected)
 
 
 # --- the order of changes -------------------------------------------------------------------------

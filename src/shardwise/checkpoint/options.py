@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ class SaveOptions:
         keep_best: ``"lowest"`` or ``"highest"``: the checkpoint with that ``Training.metric``
             stays, however old.
         files: further small files for the folder: name → text or bytes.
+        names: which of the model's tensors are stored, by name, such as those of an adapter;
+            ``None`` = all. What is loaded of them is then not ``strict``.
         snapshot_bytes: host memory that a rank may use to save in the background; what does not
             fit is copied as the writing goes on, and ``save_async`` returns later. ``None``: see
             ``budget_of``.
@@ -73,6 +75,7 @@ class SaveOptions:
     save_total_limit: int | None = None
     keep_best: str | None = None
     files: Mapping[str, str | bytes] = field(default_factory=dict)
+    names: Callable[[str], bool] | None = None
     snapshot_bytes: int | None = None
     copied_by: str = "return"
     when_busy: str = "wait"

@@ -123,6 +123,9 @@ def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, 
 def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
     options = request.options
     shards, aliases = weights(sharded.buckets, sharded.model)
+    if (wanted := options.names) is not None:
+        shards = [shard for shard in shards if wanted(shard.entry.name)]
+        aliases = {alias: name for alias, name in aliases.items() if wanted(name)}
     live = options.is_live
     groups = {MODEL: [s.clone() if live and s.entry.everywhere else s for s in shards]}
     small = {**_model_config(sharded.model), **_checked(options.files)}
