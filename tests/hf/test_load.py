@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
+from shardwise.hf.targets import trainable_line
 from tests.copies import equal
 from tests.hf.folders import ARCHITECTURES, CHAT_TEMPLATE, VOCABULARY, tiny
 from tests.nets import tokens
@@ -139,3 +141,38 @@ def test_it_says_what_was_read(tmp_path: Path) -> None:
         "  cast: model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, "
         "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight and 17 more"
     )
+
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "LoRA": ("llama", {}, {"target_modules": "all-linear"}),
+    "DoRA": ("gpt2", {}, {"target_modules": ["c_attn"], "use_dora": True}),
+    "beside experts": ("mixtral", {}, {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}),
+    "tied tokens": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 9]},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("architecture", "shape", "options"), ADAPTERS.values(), ids=ADAPTERS)
+def test_with_an_adapter_it_is_what_peft_makes_of_the_folder(
+    architecture: str, shape: Any, options: Any, world: int, tmp_path: Path
+) -> None:
+    folder = tiny(architecture, tmp_path, **shape)
+    lora = peft.LoraConfig(r=3, task_type="CAUSAL_LM", **options)
+    base = plain(folder)
+    torch.manual_seed(7)
+    wanted = peft.get_peft_model(base, copy.deepcopy(lora))
+    torch.manual_seed(7)
+
+    def rank(comm: Comm) -> tuple[dict[str, Tensor], str]:
+        loaded = sw.hf.load(folder, lora=lora, comm=comm)
+        return loaded.model.state_dict(), str(loaded)
+
+    for state, text in run_threads(world, rank):
+        assert equal(state, wanted.state_dict())
+        assert text.endswith(trainable_line(*wanted.get_nb_trainable_parameters()))

@@ -3,8 +3,9 @@
 1. open        config, headers of the files: what is stored
 2. build       the model on the meta device
 3. map         which stored tensors make which of the model; everything that does not fit
-4. shard       the units, without values but for what no file has
-5. read        each rank the byte ranges that it holds
+4. adapt       with adapters of peft, where they are wanted
+5. shard       the units, without values but for what no file has
+6. read        each rank the byte ranges that it holds; then the adapters' values
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,10 +29,15 @@ from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.comm.connect import comm_for
 from shardwise.comm.protocol import Comm
 from shardwise.hf import weights
+from shardwise.hf.adapters import add_adapter, init_adapter
 from shardwise.hf.file_map import FileMap, map_files
 from shardwise.hf.folder import config_of, locate, tokenizer_of
 from shardwise.hf.report import Report
+from shardwise.hf.targets import Matches, trainable_line
 from shardwise.sharded import Sharded, shard
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 __all__ = ["LoadedModel", "load"]
 
@@ -43,10 +49,11 @@ class LoadedModel:
     """A model of the hub, sharded. ``print`` it.
 
     Attributes:
-        model: of ``transformers``, in training mode.
+        model: of ``transformers``, in training mode, or peft's ``PeftModel`` around it.
         tokenizer: of ``transformers``; ``None`` if the folder has none.
         folder: where it was read.
         report: what of the files was read, converted, and left out.
+        matches: which modules the adapter's targets are.
     """
 
     model: Any
@@ -54,9 +61,14 @@ class LoadedModel:
     tokenizer: Any
     folder: Path
     report: Report
+    matches: Matches | None = None
 
     def __str__(self) -> str:
-        return str(self.report)
+        if self.matches is None:
+            return str(self.report)
+        numel = self.sharded.numel
+        line = trainable_line(numel(trainable_only=True), numel())
+        return f"{self.report}\n{self.matches}\n{line}"
 
 
 def load(
@@ -65,6 +77,7 @@ def load(
     revision: str | None = None,
     cache_dir: str | Path | None = None,
     dtype: torch.dtype | None = None,
+    lora: LoraConfig | None = None,
     comm: Comm | None = None,
     **shard_arguments: Any,
 ) -> LoadedModel:
@@ -79,11 +92,13 @@ def load(
         revision: of the hub's name: a branch, a tag or a commit.
         cache_dir: the hub's cache, instead of the usual one.
         dtype: of the weights; ``None`` = as the folder says.
+        lora: an adapter to train on the frozen model; its values are drawn as peft does, by rank 0.
         comm: the ranks; ``None`` = from the launcher's environment, or one.
         shard_arguments: of ``sw.shard``: ``strategy=…``, ``wrap=…``, ``precision=…``.
 
     Raises:
-        ConfigError: there is no such folder, or transformers has no such model.
+        ConfigError: there is no such folder, transformers has no such model, or a target of the
+            adapter matches nothing.
         CheckpointError: the files lack tensors of the model, or hold them in another shape.
     """
     comm = comm_for(comm, shard_arguments.get("mesh"))
@@ -93,16 +108,16 @@ def load(
         )
         folder, reader, model, file_map = opened
         comm.agree({f"what is stored in {folder.name}": _digest(reader)})
-        sharded = shard(
-            model,
-            comm=comm,
-            init=initialiser(model),
-            load_later=file_map.tensors,
-            **shard_arguments,
-        )
+        init, own, matches = initialiser(model), _tensors(model), None
+        if lora is not None:
+            model, matches = raise_on_all(comm, "adapters", lambda: add_adapter(model, lora))
+        later = file_map.tensors | (_tensors(model) - own)
+        sharded = shard(model, comm=comm, init=init, load_later=later, **shard_arguments)
         raise_on_all(comm, "reading a model", lambda: weights.read(reader, file_map, sharded))
+    if lora is not None:
+        init_adapter(sharded)
     report = Report.of(sharded, file_map, str(source))
-    return LoadedModel(model, sharded, tokenizer_of(folder), folder, report)
+    return LoadedModel(model, sharded, tokenizer_of(folder), folder, report, matches)
 
 
 def _open(
@@ -154,6 +169,10 @@ def initialiser(model: nn.Module) -> Callable[[nn.Module], None]:
             owners[module]._init_weights(module)
 
     return init
+
+
+def _tensors(model: nn.Module) -> frozenset[torch.Tensor]:
+    return frozenset({*model.parameters(), *model.buffers()})
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:
