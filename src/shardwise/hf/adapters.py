@@ -151,7 +151,9 @@ def _fill(layer: Any, adapter: str, config: LoraConfig) -> None:
         for value, original in zip(added.parameters(), originals, strict=True):
             value.copy_(original)
     else:
-        rows = layer.get_base_layer().weight[layer.token_indices[adapter]]
+        table = layer.get_base_layer().weight
+        rows, is_new = table[layer.token_indices[adapter]], ~table.any(dim=1)
+        rows[is_new[layer.token_indices[adapter]]] = table[~is_new].mean(dim=0)
         layer.trainable_tokens_delta[adapter].copy_(rows)
         layer.trainable_tokens_original[adapter].copy_(rows)
 

@@ -14,9 +14,10 @@ import hashlib
 import re
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from shardwise.hf import weights
 from shardwise.hf.adapters import add_adapter, init_adapter
 from shardwise.hf.file_map import FileMap, map_files
 from shardwise.hf.folder import config_of, locate, tokenizer_of
+from shardwise.hf.new_tokens import add_tokens
 from shardwise.hf.report import Report
 from shardwise.hf.targets import Matches, trainable_line
 from shardwise.sharded import Sharded, shard
@@ -78,6 +80,7 @@ def load(
     cache_dir: str | Path | None = None,
     dtype: torch.dtype | None = None,
     lora: LoraConfig | None = None,
+    new_tokens: Sequence[str] = (),
     comm: Comm | None = None,
     **shard_arguments: Any,
 ) -> LoadedModel:
@@ -93,6 +96,8 @@ def load(
         cache_dir: the hub's cache, instead of the usual one.
         dtype: of the weights; ``None`` = as the folder says.
         lora: an adapter to train on the frozen model; its values are drawn as peft does, by rank 0.
+        new_tokens: what the tokenizer gets besides; the adapter trains their embeddings, which
+            begin at the mean of the others.
         comm: the ranks; ``None`` = from the launcher's environment, or one.
         shard_arguments: of ``sw.shard``: ``strategy=…``, ``wrap=…``, ``precision=…``.
 
@@ -108,16 +113,24 @@ def load(
         )
         folder, reader, model, file_map = opened
         comm.agree({f"what is stored in {folder.name}": _digest(reader)})
-        init, own, matches = initialiser(model), _tensors(model), None
+        tokenizer, matches = tokenizer_of(folder), None
+
+        def adapted(lora: LoraConfig) -> tuple[Any, Matches]:
+            if new_tokens:
+                ids = add_tokens(model, tokenizer, new_tokens, file_map.direct)
+                lora = replace(lora, trainable_token_indices=ids)
+            return add_adapter(model, lora)
+
+        init, own = initialiser(model), _tensors(model)
         if lora is not None:
-            model, matches = raise_on_all(comm, "adapters", lambda: add_adapter(model, lora))
+            model, matches = raise_on_all(comm, "adding an adapter", partial(adapted, lora))
         later = file_map.tensors | (_tensors(model) - own)
         sharded = shard(model, comm=comm, init=init, load_later=later, **shard_arguments)
         raise_on_all(comm, "reading a model", lambda: weights.read(reader, file_map, sharded))
     if lora is not None:
         init_adapter(sharded)
     report = Report.of(sharded, file_map, str(source))
-    return LoadedModel(model, sharded, tokenizer_of(folder), folder, report, matches)
+    return LoadedModel(model, sharded, tokenizer, folder, report, matches)
 
 
 def _open(

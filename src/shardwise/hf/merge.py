@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def merged_weights(source: CheckpointReader, folder: Path) -> dict[str, Make]:
     with torch.device("meta"):
         settings = hf.AutoConfig.from_pretrained(source.folder, local_files_only=True)
         base: Any = hf.AutoModelForCausalLM.from_config(settings)
+        _check_rows(config.trainable_token_indices or (), base, folder)
         names = defaultdict[nn.Parameter, list[str]](list)
         for name, param in base.named_parameters(remove_duplicate=False):
             names[param].append(name)
@@ -65,6 +67,17 @@ def merged_weights(source: CheckpointReader, folder: Path) -> dict[str, Make]:
         for param, makes in makers.items()
         for name in _stored(names[param], len(makes), source)
     }
+
+
+def _check_rows(indices: Any, base: Any, folder: Path) -> None:
+    """Raises ``CheckpointError`` where the adapter has tokens that the base has no rows for."""
+    tables = indices.values() if isinstance(indices, dict) else [indices]
+    last, rows = max(chain(*tables), default=0), len(base.get_input_embeddings().weight)
+    if last >= rows:
+        raise CheckpointError(
+            f"the adapter in {folder} trains token {last}, and the base has rows for {rows}. Make "
+            f"room first: model.resize_token_embeddings({last + 1}), model.save_pretrained(…)."
+        )
 
 
 def _made(

@@ -7,6 +7,7 @@ one expert at a time, and only those that lie in this rank's shard.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -29,8 +30,9 @@ def read(reader: CheckpointReader, file_map: FileMap, sharded: ShardedModel) -> 
     for shard in param_shards(sharded.buckets):
         values[shard.member.param] = shard.value.detach().view(-1), shard.start
     requests = [
-        request_for(place, values[tensor][1], values[tensor][0])
+        request_for(place, start, part[: max(0, prod(place.stored.shape) - start)])
         for tensor, place in file_map.direct.items()
+        for part, start in [values[tensor]]
     ]
     read_into(reader, requests, sharded.comm.rank, sharded.comm.size)
     for conversion in file_map.conversions:

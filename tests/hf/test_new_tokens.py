@@ -1,0 +1,80 @@
+"""Tokens that a vocabulary lacks: their embeddings are trained, saved and used without us."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.comm.protocol import Comm
+from shardwise.hf.adapters import save_adapter
+from shardwise.hf.merge import merged_weights
+from tests.copies import said
+from tests.hf.folders import END, VOCABULARY, tiny
+from tests.ranks import run_threads
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+NEW = [f"<tool {number}>" for number in range(21)]
+"""The tiny vocabulary has room for 20 tokens."""
+
+
+def lora() -> peft.LoraConfig:
+    return peft.LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+
+def logits(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(input_ids=ids).logits
+    return out.clone()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("count", [2, 21], ids=["in room that there is", "in rows of their own"])
+def test_they_are_trained_and_their_adapter_is_pefts(
+    count: int, tied: bool, tmp_path: Path
+) -> None:
+    folder = tiny("llama", tmp_path / "base", tie_word_embeddings=tied)
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor, int]:
+        loaded = sw.hf.load(folder, lora=lora(), new_tokens=NEW[:count], comm=comm)
+        batch = torch.tensor([loaded.tokenizer.encode("a" + "b".join(NEW[:count]))])
+        before = logits(loaded.model, batch)
+        params = [param for param in loaded.model.parameters() if param.requires_grad]
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        loaded.model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        save_adapter(loaded.sharded, tmp_path / "adapter")
+        assert before.isfinite().all()
+        return batch, logits(loaded.model, batch), len(loaded.tokenizer)
+
+    (batch, told, length), other = run_threads(2, rank)
+    assert torch.equal(told, other[1])
+    assert batch.max() == 299 + count
+    base: Any = hf.AutoModelForCausalLM.from_pretrained(folder)
+    if length > VOCABULARY:
+        base.resize_token_embeddings(length)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logits(loaded, batch), told)
+
+
+def test_what_is_no_new_token_is_refused(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path)
+    load = partial(sw.hf.load, folder, lora=lora(), new_tokens=[END])
+    assert f"{END!r} cannot be added to the tokenizer: it has it" in said(sw.ConfigError, load)
+
+
+def test_rows_that_the_base_lacks_are_not_merged(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path / "base")
+    save_adapter(sw.hf.load(folder, lora=lora(), new_tokens=NEW).sharded, tmp_path / "adapter")
+    with CheckpointReader.open(folder) as source:
+        text = said(sw.CheckpointError, lambda: merged_weights(source, tmp_path / "adapter"))
+    assert "trains token 320, and the base has rows for 320" in text
