@@ -85,13 +85,15 @@ def train(sharded: sw.Sharded, rank: int, count: int = 4) -> None:
         optimizer.zero_grad()
 
 
-def on_ranks(config: peft.LoraConfig, fn: Any, seed: int = 0) -> list[Any]:
-    models = [adapted(config, seed) for _ in range(WORLD)]
-    return run_threads(WORLD, lambda comm: fn(comm, models[comm.rank]), timeout=60)
+def on_ranks(config: peft.LoraConfig, fn: Any, seed: int = 0, world: int = WORLD) -> list[Any]:
+    models = [adapted(config, seed) for _ in range(world)]
+    return run_threads(world, lambda comm: fn(comm, models[comm.rank]), timeout=60)
 
 
-def saved(config: peft.LoraConfig, folder: Path) -> tuple[dict[str, Tensor], Tensor]:
-    """Train on two ranks and save the adapter as peft does: its whole state, and an answer."""
+def saved(
+    config: peft.LoraConfig, folder: Path, world: int = WORLD
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Train on all ranks and save the adapter as peft does: its whole state, and an answer."""
 
     def rank(comm: Comm, model: Any) -> tuple[dict[str, Tensor], Tensor]:
         sharded = sw.shard(model, comm=comm)
@@ -99,18 +101,19 @@ def saved(config: peft.LoraConfig, folder: Path) -> tuple[dict[str, Tensor], Ten
         save_adapter(sharded, folder)
         return sharded.state_dict(), answer(model)
 
-    found: tuple[dict[str, Tensor], Tensor] = on_ranks(config, rank)[0]
+    found: tuple[dict[str, Tensor], Tensor] = on_ranks(config, rank, world=world)[0]
     return found
 
 
 CONFIGS = {"linears": lora(), "and the head": lora(modules_to_save=["lm_head"])}
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_adapters_folder_is_complete_and_plain_peft_loads_it(
-    config: peft.LoraConfig, tmp_path: Path
+    config: peft.LoraConfig, world: int, tmp_path: Path
 ) -> None:
-    states, told = saved(config, tmp_path)
+    states, told = saved(config, tmp_path, world)
     stored = load_file(tmp_path / "adapter_model.safetensors")
     plain = adapted(config)
     expected = get_peft_model_state_dict(plain, state_dict=states, save_embedding_layers=False)
