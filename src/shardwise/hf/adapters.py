@@ -82,8 +82,8 @@ def add_adapter(
     config, matches = copy.deepcopy(config), match_targets(config, model)
     for warning in matches.warnings:
         log.warning(warning)
-    weights = [*(config.target_modules or ()), *(config.modules_to_save or ())]
-    if _ties_embeddings(model) and {"embed_tokens", "lm_head"} & set(weights):
+    matched = {path.rpartition(".")[2] for row in matches.rows for path in row.paths}
+    if _ties_embeddings(model) and matched & {"embed_tokens", "lm_head"}:
         config.ensure_weight_tying = True
     on_meta = any(param.is_meta for param in model.parameters())
     with torch.device("meta") if on_meta else nullcontext():
