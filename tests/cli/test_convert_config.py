@@ -10,14 +10,19 @@ import yaml
 
 from shardwise.cli import main
 from shardwise.train.recipe import read_recipe
+from tests.dialects.test_docs import document
 from tests.dialects.test_interpret import ASKED_V1, GAUDI
 
 
 def convert(
-    capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str, code: int = 0
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    *arguments: str,
+    code: int = 0,
+    strict: bool = True,
 ) -> str:
     with pytest.raises(SystemExit) as caught:
-        main(["convert-config", *arguments, *(() if code else ("--strict",))])
+        main(["convert-config", *(["--strict"] * (strict and not code)), *arguments])
     out, error = capsys.readouterr()
     assert caught.value.code == code, error
     return out + error
@@ -77,3 +82,50 @@ def test_what_cannot_be_followed_writes_nothing(
     assert "is contradictory: units by size need a min_num_params" in text
     assert not (here / "c.recipe.yaml").exists()
     assert "nearest is 'accelerate'" in convert(capsys, here, "c.yaml", "--to", "acelerate", code=1)
+
+
+def test_the_first_documents_command_is_a_recipe(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "finetune.sh").write_text(document("finetune.sh"), "utf-8")
+    convert(capsys, here, "finetune.sh", strict=False)
+    text = (here / "finetune.recipe.yaml").read_text("utf-8")
+    assert "# Start: shardwise train finetune.recipe.yaml --nproc 8\n" in text
+    tree = yaml.safe_load(text)
+    assert tree["run"] == {
+        "folder": "./lora_out",
+        "epochs": 2,
+        "log_every": 1,
+        "throughput_warmup": 3,
+        "eval_every": "epoch",
+        "eval_delay": 2,
+    }
+    assert tree["batch"] == {"rows": 5 * 2 * 8, "micro": 5}
+    assert tree["optimizer"]["schedule"] == "constant"
+    assert tree["optimizer"]["lr"] == 4e-4
+    assert tree["checkpoint"]["save_every"] == 0
+    assert tree["sharding"]["strategy"] == "full_shard"  # of the file that the command names
+    assert tree["sharding"]["wrap"] == ["GaudiLlamaDecoderLayer"]
+    assert read_recipe(here / "finetune.recipe.yaml").run.epochs == 2
+
+
+def test_a_program_and_a_command_after_two_hyphens(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "run.py").write_text(document("run.py"), "utf-8")
+    convert(capsys, here, "run.py", strict=False)
+    tree = yaml.safe_load((here / "run.recipe.yaml").read_text("utf-8"))
+    assert tree["batch"] == {"rows": 16 * 8, "micro": 16}
+    assert tree["checkpoint"] == {"save_every": 100, "save_total_limit": 2}
+    decay = {"schedule": "linear", "warmup": 2, "floor": 0.0, "weight_decay": 0.0}
+    assert tree["optimizer"].items() >= decay.items()
+    assert tree["sharding"]["precision"] == {"compute": "bfloat16"}
+    words = ("python", "t.py", "--learning_rate", "1e-4", "--max_steps", "30", "--seed=7")
+    convert(capsys, here, "--to", "transformers", "--", *words)
+    back = yaml.safe_load((here / "command.transformers.yaml").read_text("utf-8"))
+    assert (back["max_steps"], back["seed"], back["lr_scheduler_type"]) == (30, 7, "linear")
+    assert "num_train_epochs" not in back
+
+
+def test_a_file_that_is_not_there_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.sh: No such file" in convert(capsys, here, "nowhere.sh", code=1)

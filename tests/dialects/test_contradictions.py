@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.dialects import read
-from shardwise.dialects.contradictions import CONTRADICTIONS, UNREAD
+from shardwise.dialects.contradictions import CONTRADICTIONS, NOTES, UNREAD
 
 SIZES = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": 2, "PARALLELISM_CONFIG_DP_SHARD_SIZE": 2}
 YAML_SIZES = {"parallelism_config": {f"{key}".lower(): size for key, size in SIZES.items()}}
@@ -70,6 +70,48 @@ def test_a_size_that_no_policy_reads_is_ignored() -> None:
     tree = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_min_num_params": 10**8}
     entry = read(tree).entries[1]
     assert (entry.status, entry.text) == ("ignored", UNREAD[0].sentence)
+
+
+TRAINING: list[tuple[Any, str, str, dict[str, Any]]] = [
+    (UNREAD[1], "ignored", "warmup_ratio", {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}),
+    (
+        *(UNREAD[2], "ignored", "TrainingArguments.fp16"),
+        {
+            "BitsAndBytesConfig.bnb_4bit_compute_dtype": "torch.bfloat16",
+            "TrainingArguments.fp16": 1,
+        },
+    ),
+    (UNREAD[3], "ignored", "eval_delay", {"eval_delay": 2}),
+    (NOTES[0], "used", "eval_delay", {"eval_delay": 3, "eval_strategy": "epoch"}),
+    (NOTES[1], "translated", "gradient_accumulation_steps", {"gradient_accumulation_steps": 4}),
+    (
+        NOTES[2],
+        "ignored",
+        "BitsAndBytesConfig.load_in_4bit",
+        {"BitsAndBytesConfig.load_in_4bit": 1},
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "status", "key", "tree"), TRAINING)
+def test_what_training_leaves_unread_or_surprises_is_said(
+    rule: Any, status: str, key: str, tree: dict[str, Any]
+) -> None:
+    dialect = "script" if "." in key else "command"
+    epochs = "TrainingArguments.num_train_epochs" if "." in key else "num_train_epochs"
+    report = read({epochs: 3, **tree}, dialect)
+    (entry,) = (entry for entry in report.entries if entry.key == key)
+    assert rule.sentence in entry.text
+    assert entry.status == status
+
+
+def test_what_is_only_of_gaudi_is_off_elsewhere_too_or_is_said() -> None:
+    names = ("use_lazy_mode", "pipelining_fwd_bwd", "use_fused_rope", "use_habana")
+    as_here = read(dict.fromkeys(names[:3], "False") | {"use_habana": True}, "command")
+    assert {entry.status for entry in as_here.entries} == {"used"}
+    other = read(dict.fromkeys(names[:3], "True"), "command")
+    assert {entry.status for entry in other.entries} == {"ignored"}
+    assert all("Gaudi" in entry.text for entry in other.entries)
 
 
 def test_keys_of_one_meaning_may_say_the_same_only() -> None:

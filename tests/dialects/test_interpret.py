@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -195,7 +196,8 @@ def test_every_key_is_in_the_report_once_and_in_its_order(
 ) -> None:
     dialect = data.draw(st.sampled_from(sorted(DIALECTS)))
     report = read(tree, dialect)
-    keys = [key for key in tree if key.startswith(tuple(DIALECTS[dialect].only) or "")]
+    only = DIALECTS[dialect].only or ["*"]
+    keys = [key for key in tree if any(fnmatchcase(key, pattern) for pattern in only)]
     assert [entry.key for entry in report.entries] == keys
     assert {e.status for e in report.entries} <= {"used", "translated", "ignored", "contradictory"}
     assert report.policy == report.policy.settled()
@@ -361,8 +363,9 @@ def test_a_file_is_of_the_dialect_that_knows_most_of_its_keys() -> None:
     assert guess({"fsdp": "full_shard", "fsdp_config": {"version": 1}}).name == "transformers"
     assert guess({"sharding": {"strategy": "zero1"}}).name == "recipe"
     assert guess({"sharding_strategy": 1}).name == "fsdp_config"
-    with pytest.raises(ConfigError, match="has any of the keys learning_rate"):
-        guess({"learning_rate": 1})
+    assert guess({"learning_rate": 1}).name == "transformers"
+    with pytest.raises(ConfigError, match="has any of the keys learning"):
+        guess({"learning": 1})
 
 
 # --- round trips -----------------------------------------------------------------------------

@@ -118,6 +118,14 @@ def test_every_key_that_transformers_reads_has_a_row() -> None:
     assert unknown(DIALECTS["transformers"], {f"fsdp.{word}" for word in words}) == set()
 
 
+def test_every_argument_of_trainer_has_a_row() -> None:
+    keys = fields_of(source("transformers", "training_args.py"), "TrainingArguments")
+    assert len(keys) > 100
+    assert unknown(DIALECTS["transformers"], keys) == set()
+    assert unknown(DIALECTS["command"], keys) == set()
+    assert unknown(DIALECTS["script"], {f"TrainingArguments.{key}" for key in keys}) == set()
+
+
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 def test_rows_have_fields_that_a_policy_has(dialect: Dialect) -> None:
     assert {row.field for row in dialect.rows} <= {item.name for item in fields(Policy)}

@@ -5,6 +5,10 @@ A mark at the end of a line is no part of the document: ``D3 D18`` after ``#``.
 
 from __future__ import annotations
 
+import re
+
+MARK = re.compile(r"  # ((?:D\d+ ?)+)$")
+
 DOCUMENTS = {
     "fsdp_example.py": """\
 import argparse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import pytest
 from shardwise.cli import main
 from shardwise.errors import ConfigError
 from shardwise.lint import DEFECTS, lint
-from tests.lint.documents import DOCUMENTS, REPAIRED
+from tests.lint.documents import DOCUMENTS, MARK, REPAIRED
 
 ROOT = Path(__file__).parents[2]
-MARK = re.compile(r"  # ((?:D\d+ ?)+)$")
 PROGRAMS = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "recipes").glob("*.yaml")])
 
 

@@ -1,9 +1,14 @@
-"""``shardwise convert-config FILE``: what each key of another library means here, and a recipe."""
+"""``shardwise convert-config FILE``: what each key of another library means here, and a recipe.
+
+A file may be a configuration, a program, or a command line; or the command follows after ``--``.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,7 @@ import yaml
 from shardwise.cli.format_names import escape
 from shardwise.cli.tables import table
 from shardwise.dialects import DIALECTS, Policy, Report, read, write
+from shardwise.dialects.settings import Setting, of_command, of_program
 from shardwise.errors import ConfigError, nearest
 
 __all__ = ["ConvertOptions", "run_convert_config"]
@@ -30,13 +36,18 @@ class ConvertOptions:
     overwrite: bool = False
 
 
-def run_convert_config(path: Path, options: ConvertOptions) -> None:
+def run_convert_config(words: Sequence[str], options: ConvertOptions) -> None:
     """Print the report, and write the configuration in the other dialect.
+
+    Args:
+        words: a file, or a command.
 
     Raises:
         ConfigError: keys contradict each other, or with ``strict`` one is not used; then nothing
             is written.
     """
+    path = Path(words[0] if len(words) == 1 else "command")
+    text = path.read_text("utf-8") if len(words) == 1 else shlex.join(words)
     for name in filter(None, (options.source, options.to)):
         if name not in DIALECTS:
             near = nearest(name, DIALECTS)[0]
@@ -44,7 +55,8 @@ def run_convert_config(path: Path, options: ConvertOptions) -> None:
     output = options.output or Path(f"{path.stem}.{options.to}{_suffix(options.to)}")
     if output.exists() and not options.overwrite:
         raise ConfigError(f"{output} exists; name another --output, or pass --overwrite.")
-    report = read(_load(path), options.source)
+    tree, source = _load(path, text)
+    report = read(tree, options.source or source)
     click.echo(f"{escape(path)}: {report.dialect.title}")
     rows = [(e.status, e.key, json.dumps(e.value, default=str), e.text) for e in report.entries]
     for line in table(rows, left=4):
@@ -73,9 +85,24 @@ def _dump(tree: dict[str, Any], dialect: str) -> str:
     return yaml.safe_dump(tree, sort_keys=False)
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """The tree of a JSON or YAML file, or of lines ``NAME=value``."""
-    text = path.read_text("utf-8")
+def _load(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
+    """What is set, and its dialect, if that is known before its keys are."""
+    if path.suffix == ".py":
+        return _by_key(of_program(ast.parse(text, str(path)))), "script"
+    if path.suffix not in (".json", ".yaml", ".yml") and (given := _by_key(of_command(text))):
+        file = path.parent / str(given.get("fsdp_config"))
+        if file.is_file():
+            given["fsdp_config"] = _tree(file, file.read_text("utf-8"))
+        return given, "command"
+    return _tree(path, text), None
+
+
+def _by_key(settings: Iterator[Setting]) -> dict[str, Any]:
+    return {setting.key: setting.value for setting in settings}
+
+
+def _tree(path: Path, text: str) -> dict[str, Any]:
+    """Of JSON, YAML, or lines ``NAME=value``."""
     try:
         tree = yaml.safe_load(text)  # JSON, too
     except yaml.YAMLError as error:

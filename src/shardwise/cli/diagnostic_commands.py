@@ -17,7 +17,14 @@ CONVERT_CONFIG = """\
 Say what each key of FILE means here, and write a recipe.
 
 FILE is Accelerate's YAML, fsdp_config.json of transformers or Gaudi, arguments of transformers'
-Trainer, or lines such as FSDP_VERSION=2. If keys contradict each other, nothing is written.
+Trainer, lines such as FSDP_VERSION=2, a command line of a fine-tuning script, or a program (.py,
+which is not run). If keys contradict each other, nothing is written.
+
+\b
+Examples:
+  shardwise convert-config fsdp_config.json --to accelerate
+  shardwise convert-config run.sh --output recipe.yaml
+  shardwise convert-config -- python run_clm.py --learning_rate 4e-4 --num_train_epochs 2
 """
 
 
@@ -27,17 +34,17 @@ Trainer, or lines such as FSDP_VERSION=2. If keys contradict each other, nothing
     short_help="Convert another library's sharding options.",
     context_settings=CONTEXT_SETTINGS,
 )
-@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("words", nargs=-1, required=True, metavar="FILE | -- COMMAND")
 @click.option("--from", "source", help="The dialect of FILE, if not by its keys.")
 @click.option("--to", default="recipe", show_default=True, help="The dialect to write.")
 @click.option("--output", type=click.Path(path_type=Path), help="The file to write.")
 @click.option("--strict", is_flag=True, help="A key that is not used is an error.")
 @click.option("--overwrite", is_flag=True, help="Replace the file to write.")
-def convert_config(file: Path, **options: Any) -> None:
+def convert_config(words: tuple[str, ...], **options: Any) -> None:
     """The command; its help is ``CONVERT_CONFIG``."""
     from shardwise.cli.convert_config import ConvertOptions, run_convert_config
 
-    run_convert_config(file, ConvertOptions(**options))
+    run_convert_config(words, ConvertOptions(**options))
 
 
 # --- doctor ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardwise.dialects.policy import Policy
 
-__all__ = ["CONTRADICTIONS", "UNREAD", "Rule"]
+__all__ = ["CONTRADICTIONS", "NOTES", "UNREAD", "Rule"]
 
 
 class Rule(NamedTuple):
@@ -50,7 +50,9 @@ CONTRADICTIONS = (
     ),
     Rule(
         *("activation_offload", "it needs activation checkpointing, which is off"),
-        lambda p: p.activation_offload and not p.activation_checkpointing,
+        lambda p: (
+            p.activation_offload and not (p.activation_checkpointing or p.gradient_checkpointing)
+        ),
     ),
     Rule(
         *("replicate", "this strategy has one axis; two need a strategy that shards"),
@@ -82,5 +84,35 @@ UNREAD = (
     Rule(
         *("min_num_params", "only SIZE_BASED_WRAP reads it"),
         lambda p: p.min_num_params and p.wrap in ("auto", "none"),
+    ),
+    Rule(
+        *("warmup", "the schedule constant has no warm-up; constant_with_warmup has"),
+        lambda p: p.warmup and p.schedule == "constant",
+    ),
+    Rule(
+        *("mixed_precision", "4-bit products are computed in bfloat16, and so is the rest"),
+        lambda p: p.mixed_precision == "fp16" and p.quantized_compute == "bfloat16",
+    ),
+    Rule(
+        *("eval_delay", "there is no validation before the end"),
+        lambda p: p.eval_delay and not p.eval_every and p.eval_strategy not in ("steps", "epoch"),
+    ),
+)
+NOTES = (
+    Rule(
+        *("activation_checkpointing", "the model's own gradient checkpointing is on"),
+        lambda p: p.gradient_checkpointing and p.activation_checkpointing is False,
+    ),
+    Rule(
+        *("eval_delay", "the only validation is after the last epoch"),
+        lambda p: p.eval_strategy == "epoch" and (p.eval_delay or 0) >= (p.epochs or 3),
+    ),
+    Rule(
+        *("accumulation", "of one rank: times the ranks that you start"),
+        lambda p: p.accumulation and not p.processes,
+    ),
+    Rule(
+        *("quantized_bits", "the type is not set, so it is fp4; nf4 loses less"),
+        lambda p: p.quantized_bits == 4 and not p.quantized_type,
     ),
 )

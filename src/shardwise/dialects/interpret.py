@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 from shardwise.checkpoint.state_dict import StateDict
-from shardwise.dialects.contradictions import CONTRADICTIONS, UNREAD
+from shardwise.dialects.contradictions import CONTRADICTIONS, NOTES, UNREAD
 from shardwise.dialects.keys import flatten, nest
 from shardwise.dialects.policy import Policy
 from shardwise.dialects.rows import DIALECTS, Dialect, Outside, Row
@@ -122,23 +124,30 @@ def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
         ConfigError: see ``strict``; no dialect knows the keys.
     """
     chosen = DIALECTS[dialect] if dialect else guess(tree)
-    only = tuple(chosen.only) or ""  # an environment has other programs' variables, too
-    flat = {key: raw for key, raw in flatten(tree, chosen.words) if key.startswith(only)}
+    # An environment has other programs' variables, too, and a program has other calls.
+    only = chosen.only or ("*",)
+    known = (item for item in flatten(tree, chosen.words) if any(map(partial(_is, item[0]), only)))
+    flat = dict(known)
     matches = {key: _match(chosen, key, raw) for key, raw in flat.items()}
     given = [match for match in matches.values() if isinstance(match, _Given)]
     version = next((one.value for one in given if one.row.field == "fsdp_version"), None)
     winners = _winners(given, version or chosen.version)
     named = Policy(**{field: winner.value for field, winner in winners.items()})
+    policy = _completed(named, chosen.defaults).settled()
     entries = (
-        (_overruled(match, winners[match.row.field]) or _judge(match, named))
+        (_overruled(match, winners[match.row.field]) or _judge(match, named, policy))
         if isinstance(match, _Given)
         else match
         for match in matches.values()
     )
-    report = Report(chosen, named.settled(), tuple(entries))
+    report = Report(chosen, policy, tuple(entries))
     if strict:
         report.check(strict)
     return report
+
+
+def _is(key: str, pattern: str) -> bool:
+    return fnmatchcase(key, pattern)
 
 
 def _match(dialect: Dialect, key: str, raw: Any) -> _Given | Entry:
@@ -161,7 +170,7 @@ def _match(dialect: Dialect, key: str, raw: Any) -> _Given | Entry:
 def _outside(key: str, raw: Any, value: Any, outside: Outside) -> Entry:
     word = str(value).lower()
     is_off = word in _OFF_WORDS and "true" not in outside.harmless
-    harmless = value is None or is_off or word in outside.harmless
+    harmless = value is None or is_off or {word, "*"} & {*outside.harmless}
     return Entry(key, raw, "used" if harmless else "ignored", outside.because)
 
 
@@ -184,16 +193,26 @@ def _overruled(one: _Given, winner: _Given) -> Entry | None:
     return Entry(one.key, one.raw, "contradictory", text)
 
 
-def _judge(one: _Given, named: Policy) -> Entry:
-    """The entry of a key whose value the policy has."""
+def _completed(named: Policy, defaults: Mapping[str, Any]) -> Policy:
+    """With the library's defaults of training, where anything of training is named."""
+    if (named.lr, named.epochs, named.steps, named.micro) == (None,) * 4:
+        return named
+    absent = {name: v for name, v in defaults.items() if getattr(named, name) is None}
+    return replace(named, **absent)
+
+
+def _judge(one: _Given, named: Policy, policy: Policy) -> Entry:
+    """The entry of a key: of what is ``named``, and of the ``policy`` that it means."""
     for status, rules in (("contradictory", CONTRADICTIONS), ("ignored", UNREAD)):
         for rule in rules:
             if rule.field == one.row.field and rule.broken(named):
                 return Entry(one.key, one.raw, status, rule.sentence)
     if always := [outside for outside in _OURS.outsiders if outside.key == one.row.field]:
         return _outside(one.key, one.raw, one.value, always[0])
-    status, text = _placed(one, dict(_flat(named.settled(), _OURS)))
-    return Entry(one.key, one.raw, status, f"{text} ({one.row.note})" if one.row.note else text)
+    status, text = _placed(one, dict(_flat(policy, _OURS)))
+    notes = [rule.sentence for rule in NOTES if rule.field == one.row.field and rule.broken(named)]
+    note = "; ".join([*filter(None, [one.row.note]), *notes])
+    return Entry(one.key, one.raw, status, f"{text} ({note})" if note else text)
 
 
 def _placed(one: _Given, flat: Mapping[str, Any]) -> tuple[str, str]:

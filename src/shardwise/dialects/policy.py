@@ -1,4 +1,4 @@
-"""What a sharding configuration says, whoever wrote it: one frozen record between all dialects.
+"""What a configuration says, whoever wrote it: one frozen record between all dialects.
 
 Every dialect is read into these fields and written from them, so n dialects need n tables and not
 n² converters. Values are plain, so that they compare and print; only ``mesh``, ``init``,
@@ -51,6 +51,7 @@ class Policy:
     state_dict_offload: bool | None = None
     state_dict_rank0: bool | None = None
     activation_checkpointing: bool | None = None
+    gradient_checkpointing: bool | None = None  # of the model itself, and not by FSDP
     activation_offload: bool | None = None
     compile: bool | None = None
     compile_backend: str | None = None  # "no": not compiled
@@ -62,11 +63,59 @@ class Policy:
     machine_rank: int | None = None
     address: str | None = None
     port: int | None = None
+    # training, where a dialect has it
+    model: str | None = None  # a folder, or a name of the hub
+    dataset: str | None = None
+    data_format: str | None = None
+    data_split: str | None = None
+    validation: float | None = None  # fraction held out
+    context: int | None = None
+    packing: Any = None
+    folder: str | None = None
+    micro: int | None = None  # rows of one rank's forward pass
+    accumulation: int | None = None
+    rows: int | None = None  # micro × accumulation × processes
+    optimizer: str | None = None
+    lr: float | None = None
+    schedule: str | None = None
+    floor: float | None = None
+    warmup: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    epochs: float | None = None
+    steps: int | None = None
+    seed: int | None = None
+    log_every: int | None = None
+    throughput_warmup: int | None = None
+    eval_strategy: str | None = None  # "no", "steps" or "epoch"
+    eval_steps: int | None = None
+    eval_every: int | str | None = None  # what both say: 0, steps or "epoch"
+    eval_delay: float | None = None
+    save_strategy: str | None = None
+    save_steps: int | None = None
+    save_every: int | str | None = None
+    save_limit: int | None = None
+    resume: str | None = None
+    adapter_rank: int | None = None
+    adapter_alpha: float | None = None
+    adapter_dropout: float | None = None
+    adapter_bias: str | None = None
+    adapter_targets: Any = None
+    rslora: bool | None = None
+    dora: bool | None = None
+    modules_to_save: tuple[str, ...] | None = None
+    quantized_bits: int | None = None
+    quantized_type: str | None = None
+    double_quantized: bool | None = None
+    quantized_compute: str | None = None
 
     def settled(self) -> Policy:
         """With what its fields imply, and without what they leave unread. Idempotent."""
         policy = self
-        for implied in (_mesh, _offload, _units, _compile, _dtypes):
+        for implied in (_mesh, _offload, _units, _compile, _dtypes, _training, _intervals):
             policy = replace(policy, **implied(policy))
         return policy
 
@@ -105,6 +154,42 @@ def _compile(p: Policy) -> dict[str, Any]:
 def _dtypes(p: Policy) -> dict[str, Any]:
     """``mixed_precision: bf16`` is bf16 compute; sums of gradients stay as wide as the shards."""
     words = {long: short for short, long in _SHORT.items()}
+    if p.mixed_precision == "fp16" and p.quantized_compute == "bfloat16":
+        p = replace(p, mixed_precision="bf16")
     mixed = p.mixed_precision or words.get(p.compute or "", "no")
     compute = p.compute or _SHORT.get(mixed)
     return {"compute": compute, "mixed_precision": None if mixed == "no" else mixed}
+
+
+def _training(p: Policy) -> dict[str, Any]:
+    """A batch over all ranks, and no key that another leaves unread."""
+    constant, samples = str(p.schedule).startswith("constant"), str(p.dataset)
+    rows = p.micro and p.accumulation and p.micro * p.accumulation * (p.processes or 1)
+    is_alpaca = samples.startswith("hf://") and "alpaca" in samples
+    return {
+        "activation_checkpointing": p.gradient_checkpointing or p.activation_checkpointing,
+        "gradient_checkpointing": None,
+        "rows": p.rows or rows,
+        "floor": None if constant else p.floor,
+        "warmup": None if p.schedule == "constant" else p.warmup,
+        "betas": p.betas or (p.beta1 and p.beta2 and (p.beta1, p.beta2)),
+        "epochs": None if p.steps else p.epochs,
+        "data_format": p.data_format or ("alpaca" if is_alpaca else None),
+        "quantized_type": p.quantized_type if p.quantized_bits == 4 else None,
+        "adapter_alpha": p.adapter_alpha if p.adapter_rank else None,
+    }
+
+
+def _intervals(p: Policy) -> dict[str, Any]:
+    """A strategy and its number of steps as one value, as a recipe has it."""
+    every = _interval(p.eval_strategy, p.eval_steps or p.log_every, p.eval_every)
+    return {
+        "eval_every": every,
+        "save_every": _interval(p.save_strategy, p.save_steps, p.save_every),
+        "eval_delay": p.eval_delay if every else None,
+    }
+
+
+def _interval(strategy: str | None, steps: int | None, known: int | str | None) -> int | str | None:
+    words: dict[str | None, int | str | None] = {"no": 0, "epoch": "epoch", "steps": steps}
+    return words.get(strategy, known)

@@ -6,15 +6,16 @@
     tpu_*                      -                   no,false       why there is no such field
 
 A converter goes both ways, and is followed by the version of FSDP that has the key. In the last
-form the third column has the values with which that changes nothing, ``.`` for none. A key may
-have several rows: a value is read by the first that knows it.
+form the third column has the values with which that changes nothing, ``.`` for none and ``*`` for
+any. A key may have several rows: a value is read by the first that knows it. A table may extend
+another, whose keys are then its own.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib.resources import files
@@ -87,6 +88,25 @@ def _as_reshard(strategy: str) -> bool:
     return _ON_TWO_AXES.get(strategy, strategy) == "full_shard"
 
 
+def _number(value: Any) -> float:
+    """Whole numbers stay whole: ``2`` warm-up steps, and ``0.03`` of them."""
+    number = float(value)
+    return int(number) if number.is_integer() else number
+
+
+def _of_the_hub(value: Any) -> str:
+    """``OWNER/NAME`` as a recipe names a data set of the hub; a path stays as it is."""
+    name = str(value)
+    is_path = "://" in name or Path(name).suffix or name.startswith((".", "/", "~"))
+    return name if is_path else f"hf://datasets/{name}"
+
+
+_SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
+    **{name: name for name in ("paged_adamw_8bit", "adamw")},
+}
 _ON_TWO_AXES = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
 _FIVE = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _SWITCH = {True: True, False: False, "yes": True, "no": False, "on": True, "off": False}
@@ -97,12 +117,23 @@ _CONVERTERS = {
     "flag": _choice(_SWITCH),
     "on": _choice({True: True}),
     "whole": Converter(_whole),
-    "number": Converter(float),
+    "number": Converter(_number),
+    "steps": Converter(lambda value: None if float(value) < 0 else _whole(value)),
+    "percent": Converter(lambda value: float(value) / 100, lambda value: value * 100),
+    "hub": Converter(_of_the_hub, lambda value: value.removeprefix("hf://datasets/")),
+    "schedule": _choice({name: name for name in _SCHEDULES}),
+    "optimizer": _choice(_OPTIMIZERS),
+    "strategy_of": _choice({name: name for name in ("no", "steps", "epoch")}),
+    "four": _choice({True: 4, False: None}),
+    "eight": _choice({True: 8, False: None}),
+    "quantized": _choice({"fp4": "fp4", "nf4": "nf4"}),
+    "packing": _choice({True: "concatenate", False: True}),
     "text": Converter(str),
     "object": Converter(lambda value: value),
     "names": Converter(_names, ",".join),
     "list": Converter(_names, list),
     "pair": Converter(tuple),
+    "list_of": Converter(tuple, list),
     "strategy": _choice({name.upper(): name for name in _FIVE} | dict(enumerate(_FIVE, 1))),
     "ours": _choice({name: name for name in (*_FIVE, "zero1", "hybrid_full")}),
     "reshard": _choice({True: "full_shard", False: "shard_grad_op"})._replace(write=_as_reshard),
@@ -192,7 +223,8 @@ class Dialect:
         version: of FSDP, where a configuration does not say it.
         words: a key whose value is a list of words, each of which is a key.
         constants: what is always written.
-        only: beginnings of its keys; others are not part of it, and not in the report.
+        defaults: field → what its library takes where a training does not say it.
+        only: patterns of its keys; others are not part of it, and not in the report.
         call: these are arguments of a call, so they come in no file.
     """
 
@@ -204,6 +236,7 @@ class Dialect:
     version: int = 1
     words: str = ""
     constants: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Sequence[str] = ()
     call: bool = False
 
@@ -211,11 +244,15 @@ class Dialect:
     def load(cls, name: str, text: str) -> Dialect:
         """The dialect of a file in ``tables``."""
         data = tomllib.loads(text)
-        rows = tuple(_table(data.pop("rows")))
-        outsiders = tuple(row for row in rows if isinstance(row, Outside))
-        return cls(
-            name, rows=tuple(r for r in rows if isinstance(r, Row)), outsiders=outsiders, **data
-        )
+        rows = [*_table(data.pop("rows"))]
+        if base := data.pop("extends", ""):
+            under = data.pop("under", "")  # what its keys begin with here
+            extended = tomllib.loads(_text(base))
+            rows += [_renamed(row, under) for row in _table(extended["rows"])]
+            data["defaults"] = extended["defaults"] | data.get("defaults", {})
+        others = tuple(row for row in rows if isinstance(row, Outside))
+        own = tuple(row for row in rows if isinstance(row, Row))
+        return cls(name, rows=own, outsiders=others, **data)
 
     @cached_property
     def by_key(self) -> dict[str, list[Row]]:
@@ -239,8 +276,18 @@ class Dialect:
         )
 
 
-DIALECTS = {
-    Path(file.name).stem: Dialect.load(Path(file.name).stem, file.read_text("utf-8"))
-    for file in sorted(files("shardwise.dialects").joinpath("tables").iterdir(), key=str)
-}
+_TABLES = files("shardwise.dialects").joinpath("tables")
+
+
+def _text(name: str) -> str:
+    return _TABLES.joinpath(f"{name}.toml").read_text("utf-8")
+
+
+def _renamed(row: Row | Outside, under: str) -> Row | Outside:
+    key = under + row.key
+    return replace(row, key=key) if isinstance(row, Row) else row._replace(key=key)
+
+
+_NAMES = sorted(Path(file.name).stem for file in _TABLES.iterdir())
+DIALECTS = {name: Dialect.load(name, _text(name)) for name in _NAMES}
 """All of them; a new one is a file in the folder ``tables``."""

@@ -99,7 +99,11 @@ def _options(words: list[tuple[str, int]], prefix: str) -> Iterator[Setting]:
 
 
 def of_program(tree: ast.Module) -> Iterator[Setting]:
-    """Keywords and first arguments of calls, calls themselves, and assigned attributes."""
+    """Keywords and first arguments of calls, calls themselves, and assigned attributes, by line."""
+    yield from sorted(_of_calls(tree), key=lambda setting: setting.line)
+
+
+def _of_calls(tree: ast.Module) -> Iterator[Setting]:
     constants = {
         node.targets[0].id: node.value
         for node in ast.walk(tree)
