@@ -128,4 +128,4 @@ def test_a_program_and_a_command_after_two_hyphens(
 
 
 def test_a_file_that_is_not_there_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nowhere.sh: No such file" in convert(capsys, here, "nowhere.sh", code=1)
+    assert "nowhere.sh cannot be used: No such file" in convert(capsys, here, "nowhere.sh", code=1)
