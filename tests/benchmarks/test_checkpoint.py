@@ -61,7 +61,7 @@ def test_all_of_the_state_is_in_the_files(rows: Rows) -> None:
 
 @pytest.mark.spawn
 def test_memory_is_watched_while_ranks_save_and_load(tmp_path: Path) -> None:
-    large = Size(0.05)  # more than a forked process may have free on its heap
+    large = Size(0.005)  # more than a forked process may have free on its heap
     extra = extra_memory("full", large, 2, tmp_path)
     assert set(extra) == {"save", "load"}
     assert all(nbytes > 0 for nbytes in extra.values())
