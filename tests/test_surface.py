@@ -423,7 +423,9 @@ def test_what_is_imported_is_declared() -> None:
     extras = declared()
     assert {"torch", "yaml"} <= extras[""]
     in_package = set().union(*map(third_party, SOURCES))
-    optional = set().union(*(extras[name] for name in ("train", "data", "hf", "peft", "bnb")))
+    optional = set().union(
+        *(extras[name] for name in ("train", "data", "hf", "peft", "bnb", "trainer"))
+    )
     assert in_package - extras[""] - optional == set()
     in_tests = set().union(*map(third_party, read(ROOT / "tests")))
     assert in_tests - set().union(*extras.values()) == set()

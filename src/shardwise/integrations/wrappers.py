@@ -56,8 +56,8 @@ def refuse_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
             f"{applied} was put around a {type(module).__name__} that is sharded: it would "
             "overwrite every rank's shards with rank 0's, and averaged gradients with its own. "
             "Train the model without it. accelerate's prepare() and transformers' Trainer wrap "
-            "every model under a launcher: prepare only the data and write the loop, or leave "
-            "shard() out."
+            "every model under a launcher: leave shard() out, and import Accelerator or Trainer "
+            "from shardwise.integrations.accelerate or shardwise.integrations.transformers."
         )
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
@@ -22,13 +21,13 @@ from shardwise.memory.sharding import Sharding, sharding_of
 BLOCK = 256  # elements for each scale, in all versions of bitsandbytes so far
 SCALES = frozenset({"absmax1", "absmax2"})  # one for each block
 TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}  # what the 256 codes mean; in no checkpoint
-_KINDS = {"AdamW8bit", "PagedAdamW8bit"}
 
 
-def is_blockwise(optimizer: Optimizer) -> bool:
-    """Is it an 8-bit AdamW of bitsandbytes? By name, so that none has to be imported."""
-    kinds = type(optimizer).__mro__
-    return any(k.__module__ == "bitsandbytes.optim.adamw" and k.__name__ in _KINDS for k in kinds)
+def is_blockwise(optimizer: Any) -> bool:
+    """Is it bitsandbytes' ``AdamW8bit``, or ``AdamW(optim_bits=8)``, which transformers makes?"""
+    # By name, so that none has to be imported.
+    modules = {kind.__module__ for kind in type(optimizer).__mro__}
+    return "bitsandbytes.optim.adamw" in modules and optimizer.args.optim_bits == 8
 
 
 def blocks(numel: int) -> int:
@@ -67,6 +66,7 @@ def check_blocks(optimizer: Any, shardings: Iterable[Sharding]) -> None:
 def make_state(optimizer: Any, own: Iterable[nn.Parameter]) -> None:
     """Make the state of parameters that have none, as for the whole parameter."""
     ids, args = {id(param) for param in own}, optimizer.args
+    optimizer.check_overrides()  # such as embeddings in 32 bits
     least = args.min_8bit_size
     for number, group in enumerate(optimizer.param_groups):
         for at, param in enumerate(group["params"]):

@@ -1,0 +1,172 @@
+"""``Accelerator`` of accelerate that shards models in place of DDP and FSDP.
+
+    from shardwise.integrations.accelerate import Accelerator
+
+It keeps accelerate's process group, data loaders, autocast and gradient scaler. ``prepare`` calls
+``shard()`` where accelerate would wrap the model in another module, so the model keeps its class
+and its ``save_pretrained``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import Tensor, nn
+
+from shardwise.comm.connect import connect, over
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
+from shardwise.integrations import handover
+from shardwise.precision import Precision
+from shardwise.sharded import Sharded, shard
+
+__all__ = ["Accelerator"]
+
+log = logging.getLogger("shardwise")
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_OTHER_ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+Model = tuple[Sharded, list[Any]]  # with its optimizers
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """``accelerate.Accelerator``, with models sharded by ``shard()``.
+
+    Args:
+        sharding: arguments of ``shard()``, such as ``{"strategy": "shard_grad_op"}``; each comes
+            before that of the plug-in.
+        fsdp_plugin: its settings are read; ``None`` = those of ``accelerate launch``.
+        options: what ``accelerate.Accelerator`` takes.
+
+    Raises:
+        ConfigError: another ``Accelerator`` of this process uses FSDP, DeepSpeed or Megatron-LM,
+            or settings contradict each other.
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
+    def __init__(
+        self, sharding: Mapping[str, Any] | None = None, fsdp_plugin: Any = None, **options: Any
+    ) -> None:
+        launched = handover.launched_settings(os.environ)
+        plugin = handover.shard_settings(fsdp_plugin, "plugin") if fsdp_plugin else launched
+        self.sharding = {**plugin, **(sharding or {})}
+        self._own: WeakSet[nn.Module] = WeakSet()
+        with handover.without_fsdp():
+            super().__init__(**options)
+        if self.distributed_type in _OTHER_ENGINES:
+            raise ConfigError(
+                f"accelerate is set up for {self.distributed_type.value} already: an Accelerator "
+                "made before this one has that plug-in, and all of a process share one state. "
+                "Leave the other Accelerator and its plug-in out."
+            )
+        compiler = self.state.dynamo_plugin
+        if compiler.backend != DynamoBackend.NO:  # unit by unit: hooks are between the units
+            self.sharding.setdefault("compile", compiler.backend.value.lower())
+            compiler.backend = DynamoBackend.NO
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Shard ``model`` in place; one that ``shard()`` was called on is taken as it is.
+
+        Raises:
+            ConfigError: another ``Accelerator`` or ``device_map`` owns the model.
+        """
+        if model not in self._own:
+            handover.check_own(model, self.device)
+            # In evaluation mode accelerate adds autocast to the forward, and wraps nothing.
+            super().prepare_model(model, device_placement=False, evaluation_mode=True)
+            self._shard(model)
+            self._own.add(model)
+        if model not in self._models:
+            self._models.append(model)
+        return model
+
+    def _shard(self, model: nn.Module) -> None:
+        arguments = dict(self.sharding)
+        if handover.handle_of(model) is not None:
+            if arguments:
+                log.warning("the model is sharded already: %s have no effect", sorted(arguments))
+            return
+        if self.native_amp and self.mixed_precision in _DTYPES:
+            arguments.setdefault("precision", Precision(compute=_DTYPES[self.mixed_precision]))
+        shard(model, comm=_comm(self.device.type, dist.group.WORLD), **arguments)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulate gradients on this rank in backward passes inside the block."""
+        with handle(model).no_sync():
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip the norm of these gradients over all ranks; returns the norm before, 0-dim."""
+        self.unscale_gradients()
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        owner = next(m for m in self._models if any(p is params[0] for p in m.parameters()))
+        return handle(owner).clip_grad_norm_(max_norm, norm_type, params)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Whole tensors on rank 0, nothing elsewhere. A collective."""
+        return handle(model).state_dict(rank0_only=True)
+
+    def save_state(self, output_dir: str | None = None, **options: Any) -> str:
+        """As accelerate does, with a sharded checkpoint of each model. A collective."""
+        with self._without_models() as models:
+            folder: str = super().save_state(output_dir, **options)
+        for number, (sharded, optimizers) in enumerate(models):
+            sharded.save(Path(folder) / f"model-{number}", optimizers)
+        return folder
+
+    def load_state(self, input_dir: str, **options: Any) -> None:
+        """Load what ``save_state`` wrote at any number of ranks. A collective."""
+        with self._without_models() as models:
+            super().load_state(input_dir, **options)
+        for number, (sharded, optimizers) in enumerate(models):
+            sharded.load(Path(input_dir) / f"model-{number}", optimizers)
+
+    @contextmanager
+    def _without_models(self) -> Iterator[list[Model]]:
+        """Yields the models, which accelerate does not see inside the block."""
+        models, optimizers = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield [(handle(m), [o.optimizer for o in optimizers if _steps(o, m)]) for m in models]
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+@cache
+def _comm(device: str, group: Any) -> Comm:
+    """One for all models over accelerate's process group, as accelerate has one state."""
+    return over(group, device) if group else connect(device)
+
+
+def handle(model: nn.Module) -> Sharded:
+    """The handle of a model that was prepared."""
+    sharded = handover.handle_of(model)
+    if sharded is None:
+        raise ConfigError(f"this {type(model).__name__} is not sharded: prepare() it first.")
+    return sharded
+
+
+def _steps(optimizer: Any, model: nn.Module) -> bool:
+    own = set(map(id, model.parameters()))
+    return any(id(param) in own for group in optimizer.param_groups for param in group["params"])

@@ -1,0 +1,89 @@
+"""What other libraries hand over: settings of FSDP, and models that they have placed or wrapped.
+
+Each of them wraps a model in DDP or FSDP itself. Their classes that are here shard it instead, so
+one owner is left: what another has done to the model before is an error that names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.dialects import read, shard_arguments
+from shardwise.errors import ConfigError
+from shardwise.sharded import Sharded
+
+__all__ = ["check_own", "handle_of", "launched_settings", "shard_settings", "without_fsdp"]
+
+log = logging.getLogger("shardwise")
+
+_USE_FSDP = "ACCELERATE_USE_FSDP"
+
+
+def handle_of(model: nn.Module) -> Sharded | None:
+    """The handle of a model that ``shard()`` was called on."""
+    handle = getattr(model.__dict__.get("__deepcopy__"), "__self__", None)
+    return handle if isinstance(handle, Sharded) else None
+
+
+def check_own(model: nn.Module, device: torch.device) -> None:
+    """Raises ``ConfigError`` for a model that another ``Accelerator`` or ``device_map`` owns."""
+    kind = type(model).__name__
+    if getattr(model, "_is_accelerate_prepared", False):
+        raise ConfigError(
+            f"this {kind} was prepared by another Accelerator, and would be prepared twice. Leave "
+            "accelerator.prepare_model() out: a Trainer prepares its model itself."
+        )
+    if getattr(model, "is_parallelizable", False) or getattr(model, "model_parallel", False):
+        log.warning(
+            "is_parallelizable and model_parallel of %s are ignored: they split a model by layers "
+            "over the devices of one process, and here each rank has a shard of every layer.",
+            kind,
+        )
+    placed = getattr(model, "hf_device_map", None) or {}
+    here = {device.index, str(device)}  # a device is a number there, or a word such as "disk"
+    elsewhere = [name or "the model" for name, d in placed.items() if not {d, str(d)} & here]
+    if elsewhere:
+        raise ConfigError(
+            f"device_map put {len(elsewhere)} of {len(placed)} parts of this {kind} elsewhere than "
+            f"on {device}, the device of this rank: {', '.join(elsewhere[:3])}. It splits one "
+            "model over the devices of one process; here each rank has one device, and a shard of "
+            "every part. Leave device_map out."
+        )
+
+
+def shard_settings(settings: Any, dialect: str) -> dict[str, Any]:
+    """Settings of FSDP as arguments of ``shard()``; those without effect are logged.
+
+    Raises:
+        ConfigError: settings contradict each other.
+    """
+    report = read(settings, dialect)
+    for key, value, status, text in report.entries:
+        if status == "ignored":
+            log.warning("%s: %s has no effect: %s", key, value, text)
+    return shard_arguments(report)
+
+
+def launched_settings(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Those of ``accelerate launch`` with a file that asks for FSDP; else none."""
+    if environment.get(_USE_FSDP, "false").lower() != "true":
+        return {}
+    return shard_settings(environment, "environment")
+
+
+@contextmanager
+def without_fsdp() -> Iterator[None]:
+    """Inside the block accelerate builds no FSDP plug-in, whatever its launcher has set."""
+    before = os.environ.pop(_USE_FSDP, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_USE_FSDP] = before

@@ -1,0 +1,149 @@
+"""``Trainer`` of transformers that shards its model in place of DDP and FSDP.
+
+    from shardwise.integrations.transformers import Trainer
+
+Its loop, arguments, callbacks and files are those of ``transformers.Trainer``. What is replaced is
+the ``Accelerator``, and how a sharded model and its optimizer get into those files: whole, by
+rank 0, so a plain ``Trainer`` resumes from them, and this one at any number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import by_name, numbered
+from shardwise.checkpoint.collectives import raise_on_all
+from shardwise.hf.adapters import is_adapters
+from shardwise.integrations import handover
+from shardwise.integrations.accelerate import Accelerator, handle
+from shardwise.sharded import Sharded
+
+__all__ = ["Trainer"]
+
+log = logging.getLogger("shardwise")
+
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # as transformers names them
+BLOCKSIZE = 256  # elements that an 8-bit optimizer of bitsandbytes scales together
+
+
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer``, with a sharded model.
+
+    A trainer derived from transformers' is combined with it, this one first:
+    ``class MyTrainer(Trainer, TheirTrainer)``.
+    """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def sharding(self) -> dict[str, Any]:
+        """The arguments of ``shard()``, from ``TrainingArguments``; override it for others."""
+        return arguments_of(self.args)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_args = super()._build_accelerator_args(**kwargs)
+        return dict(self._accelerator_args)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make transformers' ``Accelerator``, and ours of the same arguments, which is used."""
+        plugin, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None
+        with handover.without_fsdp():
+            super().create_accelerator_and_postprocess()
+        self.args.fsdp_plugin_args = plugin
+        options = {**self._accelerator_args, "fsdp_plugin": None}
+        self.accelerator = Accelerator(self.sharding(), **options)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Not before it is sharded: the whole model may not fit."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a folder for ``from_pretrained``. A collective."""
+        self._whole = whole_states(self.model, rank0_only=not self.args.save_on_each_node)
+        super().save_model(output_dir, _internal_call)
+        self._whole = None
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, self._whole)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder, optimizer = Path(output_dir), self.optimizer.optimizer
+        states = handle(self.model).optimizer_state_dict(optimizer, rank0_only=True)
+        if self.args.should_save:
+            torch.save(numbered(states), folder / OPTIMIZER)
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            files = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / SCHEDULER
+            load_state(handle(self.model), self.optimizer.optimizer, self.lr_scheduler, files)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Of a step, as transformers estimates them, for the whole model."""
+        return whole_flops(handle(self.model), inputs)
+
+
+def arguments_of(args: transformers.TrainingArguments) -> dict[str, Any]:
+    """``fsdp`` and ``fsdp_config``, or the variables of ``accelerate launch``, for ``shard()``."""
+    arguments = handover.launched_settings(os.environ)
+    if args.fsdp:
+        settings = {"fsdp": True, "fsdp_config": args.fsdp_config}
+        arguments = handover.shard_settings(settings, "transformers")
+    if "8bit" in args.optim:
+        arguments["blocksize"] = BLOCKSIZE
+    return arguments
+
+
+def whole_states(model: nn.Module, rank0_only: bool) -> dict[str, Tensor] | None:
+    """What ``save_pretrained`` is given: the whole model, or its adapters. A collective.
+
+    ``None`` for a model that is not sharded yet.
+    """
+    sharded = handover.handle_of(model)
+    if sharded is None:
+        return None
+    adapters = [is_adapters(sharded, name) for name in getattr(model, "peft_config", ())]
+
+    def wanted(name: str) -> bool:
+        return not adapters or any(is_wanted(name) for is_wanted in adapters)
+
+    return sharded.state_dict(rank0_only=rank0_only, names=wanted)
+
+
+def load_state(
+    sharded: Sharded, optimizer: Optimizer, scheduler: Any, files: tuple[Path, Path]
+) -> None:
+    """Give an optimizer, from rank 0's file, and a scheduler their states. A collective."""
+    if not sharded.all(all(path.is_file() for path in files)):
+        log.warning("%s is not there on every rank: the optimizer starts anew.", files[0])
+        return
+    name = {id(param): name for name, param in sharded.model.named_parameters()}
+    names = [name[id(param)] for group in optimizer.param_groups for param in group["params"]]
+
+    def read() -> dict[str, Any]:
+        if sharded.comm.rank:
+            return {}
+        return by_name(torch.load(files[0], map_location="cpu", weights_only=True), names)
+
+    states = raise_on_all(sharded.comm, "reading an optimizer's state", read)
+    sharded.load_optimizer_state_dict(optimizer, states)
+    scheduler.load_state_dict(torch.load(files[1], weights_only=True))
+
+
+def whole_flops(sharded: Sharded, inputs: dict[str, Any]) -> int:
+    """6 for each token and parameter, as transformers has it, which would count the shards."""
+    ids = inputs.get(getattr(sharded.model, "main_input_name", "input_ids"))
+    modules = sharded.model.modules()
+    embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+    members = (member for bucket in sharded.buckets for member in bucket.members)
+    numel = sum(member.numel for member in members if id(member.param) not in embeddings)
+    return 0 if ids is None else 6 * numel * ids.numel()

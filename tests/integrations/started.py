@@ -1,0 +1,43 @@
+"""Programs of other libraries on several ranks, each a process, as a launcher starts them.
+
+They are forked from one process that has imported these libraries: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.forked import forked
+from tests.ranks import free_port
+
+__all__ = ["on_ranks"]
+
+
+@forked
+def on_ranks(module: str, imports: str, jobs: list[tuple[int, str]], folder: Path) -> None:
+    """Run ``python -m module JOB FOLDER`` on as many ranks as each job says, after ``imports``."""
+    exec(imports, {})
+    for world, job in jobs:
+        port = str(free_port())
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", module, job, str(folder)],
+                env={**os.environ, **_launched(rank, world, port)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        for rank, text in zip(ranks, said, strict=True):
+            assert rank.returncode == 0, text
+
+
+def _launched(rank: int, world: int, port: str) -> dict[str, str]:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    return {name: str(value) for name, value in numbers.items()} | group

@@ -1,0 +1,204 @@
+"""transformers' Trainer with our engine: the numbers, files and refusals of its drop-in.
+
+One process of transformers' own Trainer is compared with two and three ranks of ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator as TheirAccelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from peft import PeftModel
+from safetensors.torch import load_file
+
+import shardwise as sw
+from shardwise.integrations.accelerate import Accelerator, handle
+from shardwise.integrations.transformers import Trainer, arguments_of
+from tests.integrations import trainer_runs as jobs
+from tests.integrations.started import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+Runs = dict[str, dict[str, Any]]
+STARTED = [
+    (1, "plain,paged,lora"),
+    (2, "full,resumed,from_plain,paged,lora,bf16,evaluated"),
+    (3, "full,further"),
+    (1, "to_plain"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Runs:
+    module = jobs.__name__
+    on_ranks(module=module, imports=f"import {module}", jobs=STARTED, folder=folder)
+    return {path.stem: torch.load(path, weights_only=False) for path in folder.glob("*.pt")}
+
+
+def near(one: dict[str, Any], other: dict[str, Any], tolerance: float = 1e-6) -> None:
+    """Equal parameters, and equal numbers in the log where both have them."""
+    torch.testing.assert_close(one["params"], other["params"], rtol=0, atol=tolerance)
+    names = "loss", "grad_norm", "learning_rate", "total_flos"
+    for name in names:
+        logged = [[line[name] for line in run["log"] if name in line] for run in (one, other)]
+        assert logged[0] == pytest.approx(logged[1], rel=1e-4), name
+
+
+# --- the numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_train_as_one_process_of_transformers_does(runs: Runs, world: int) -> None:
+    """With accumulation, clipping, a schedule, and means over unequal counts of tokens."""
+    near(runs[f"full-{world}"], runs["plain-1"])
+    assert min(line["grad_norm"] for line in runs["plain-1"]["log"] if "loss" in line) > 0.5
+
+
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(runs: Runs) -> None:
+    """Model, optimizer, schedule, data position and, by its dropout, each rank's generator."""
+    for run in (runs["resumed-2"], runs["paged-2"], runs["lora-2"]):
+        assert run["whole"]["params"].keys() == run["again"]["params"].keys()
+        for name, value in run["whole"]["params"].items():
+            assert torch.equal(value, run["again"]["params"][name]), name
+
+
+def test_checkpoints_go_to_transformers_and_back_and_to_other_numbers_of_ranks(runs: Runs) -> None:
+    near(runs["from_plain-2"], {**runs["plain-1"], "log": runs["from_plain-2"]["log"]})
+    near(runs["further-3"], runs["to_plain-1"])
+
+
+def test_limits_of_saving_hold(runs: Runs) -> None:
+    assert runs["full-2"]["files"] == ["checkpoint-4", "final"]
+
+
+def test_an_8_bit_optimizer_is_that_of_one_process(runs: Runs) -> None:
+    """``paged_adamw_8bit``: up to what rounding in the mean of gradients does to 8 bits."""
+    near(runs["paged-2"]["whole"], runs["paged-1"]["whole"], tolerance=1e-3)
+
+
+def test_an_adapter_is_saved_as_peft_does_and_the_best_is_loaded(runs: Runs, folder: Path) -> None:
+    near(runs["lora-2"]["whole"], runs["lora-1"]["whole"])
+    saved = folder / "lora-2" / "whole" / "final"
+    assert set(load_file(saved / "adapter_model.safetensors")) == set(
+        runs["lora-2"]["whole"]["params"]
+    )
+    assert not (saved / "model.safetensors").exists()
+    PeftModel.from_pretrained(jobs.llama(), str(saved))
+
+
+def test_mixed_precision_and_settings_of_fsdp_are_ours(runs: Runs) -> None:
+    run = runs["bf16-2"]
+    assert (run["strategy"], run["compute"]) == ("shard_grad_op", "torch.bfloat16")
+    losses = [[line["loss"] for line in r["log"] if "loss" in line] for r in (run, runs["plain-1"])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[0] != losses[1]
+
+
+def test_a_model_is_evaluated_before_and_after_it_is_trained_twice(runs: Runs) -> None:
+    first, last = runs["evaluated-2"]["losses"]
+    assert last < first
+
+
+# --- what it is given ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """One process, and nothing of accelerate's state before or after."""
+    reset()
+    yield monkeypatch
+    reset()
+
+
+def reset() -> None:
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def made(folder: Path, model: Any = None, **changed: Any) -> Any:
+    args = jobs.arguments(folder, **changed)
+    return Trainer(model=model or jobs.llama(), args=args, train_dataset=jobs.rows())
+
+
+def test_words_of_fsdp_and_8_bit_optimizers_are_arguments_of_shard(tmp_path: Path) -> None:
+    settings = {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+    options = {"fsdp": "shard_grad_op auto_wrap", "fsdp_config": settings, "optim": "adamw_8bit"}
+    given = arguments_of(jobs.arguments(tmp_path, **options))
+    assert str(given.pop("wrap")) == "by_class(LlamaDecoderLayer)"
+    assert given == {"strategy": "shard_grad_op", "blocksize": 256}
+    assert arguments_of(jobs.arguments(tmp_path)) == {}
+
+
+def test_what_accelerate_launch_was_told_is_followed(
+    tmp_path: Path, alone: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+    }
+    for name, value in (told | {"FSDP_STATE_DICT_TYP": "x"}).items():
+        alone.setenv(name, value)
+    trainer = made(tmp_path)
+    assert trainer.accelerator.sharding == {"strategy": "shard_grad_op"}
+    assert "FSDP_STATE_DICT_TYP: x has no effect: there is no such key" in caplog.text
+    assert not trainer.is_fsdp_enabled
+
+
+def test_a_model_of_another_accelerator_is_refused(tmp_path: Path, alone: Any) -> None:
+    model = TheirAccelerator(cpu=True).prepare_model(jobs.llama())
+    with pytest.raises(sw.ConfigError, match=r"prepared by another Accelerator, .* twice\. Leave"):
+        made(tmp_path, model).train()
+
+
+def test_an_accelerator_with_a_plug_in_beside_it_is_refused(alone: Any) -> None:
+    """accelerate keeps one state for a process; on accelerators the plug-in is in it."""
+    TheirAccelerator(cpu=True)
+    for state in (PartialState, AcceleratorState):
+        state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=None)
+    with pytest.raises(sw.ConfigError, match="set up for FSDP already: an Accelerator made before"):
+        Accelerator(cpu=True)
+
+
+def test_device_map_is_refused_with_the_reason(tmp_path: Path, alone: Any) -> None:
+    model: Any = jobs.llama()
+    model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
+    with pytest.raises(sw.ConfigError, match=r"1 of 2 parts .* lm_head.* Leave device_map out"):
+        made(tmp_path, model).train()
+
+
+def test_flags_of_model_parallelism_are_ignored_with_the_reason(
+    tmp_path: Path, alone: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = jobs.llama()
+    model.is_parallelizable = model.model_parallel = True
+    made(tmp_path, model, max_steps=1, save_strategy="no").train()
+    assert "is_parallelizable and model_parallel of LlamaForCausalLM are ignored" in caplog.text
+
+
+def test_a_model_that_is_sharded_already_is_trained_as_it_is(tmp_path: Path, alone: Any) -> None:
+    model = jobs.llama()
+    sharded = sw.shard(model, "zero1")
+    trainer = made(tmp_path, model, max_steps=1, save_strategy="no")
+    trainer.train()
+    assert handle(trainer.model) is sharded
+
+
+def test_without_its_optimizer_a_checkpoint_is_resumed_with_a_warning(
+    tmp_path: Path, alone: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    made(tmp_path, max_steps=2, save_only_model=True).train()
+    made(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+    assert "optimizer.pt is not there on every rank: the optimizer starts anew" in caplog.text
