@@ -18,7 +18,7 @@ from shardwise.train.folder import Folder
 from shardwise.train.loop import train
 from shardwise.train.records import Evaluated, PreparedSamples, Record, Stepped
 from shardwise.train.samples import read_samples, tokenize_split
-from shardwise.train.streams import StreamedRows
+from shardwise.train.streams import StreamBatches, StreamedRows
 from tests.hf.folders import tiny_tokenizer
 from tests.train.tiny import WORDS, tiny_recipe
 
@@ -66,28 +66,24 @@ def test_rows_without_an_answer_and_those_that_are_too_long_are_named(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "message"),
+    ("rows", "context", "message"),
     [
-        ([*ROWS[:30], {"prompt": 7, "completion": "x"}], {}, "row 31: column 'prompt' is int"),
-        ([row | {"completion": ""} for row in ROWS], {}, "has no samples for training: 48 rows"),
-        (ROWS[:1], {}, "has no samples for training: 0 rows .* 1 for validation"),
+        ([*ROWS[:30], {"prompt": 7, "completion": "x"}], 32, "row 31: column 'prompt' is int"),
+        ([row | {"completion": ""} for row in ROWS], 32, "has no samples for training: 40 rows"),
+        (ROWS[:1], 32, "has no samples for training: 0 rows .* 1 for validation"),
         (
             [row | {"prompt": "if " * 40} for row in ROWS],
-            {"context": 8},
-            "no answer begins within the first 8 tokens .* all 2 of them. Raise data.context.",
+            8,
+            "no answer begins within the first 8 tokens .* all 40 of them. Raise data.context.",
         ),
     ],
 )
 def test_data_that_cannot_be_trained_on(
-    tmp_path: Path, rows: list[dict[str, Any]], options: dict[str, Any], message: str
+    tmp_path: Path, rows: list[dict[str, Any]], context: int, message: str
 ) -> None:
-    some = config(tmp_path, rows, **options)
-
-    def tokenized() -> None:
-        tokenize_split(read_samples(some)[1], tiny_tokenizer(), some)
-
+    source = f"data.source={written(tmp_path / 'bad.jsonl', rows)}"
     with pytest.raises(ConfigError, match=message):
-        tokenized()
+        prepared(tmp_path, 1, source, f"data.context={context}")
 
 
 # --- in a run --------------------------------------------------------------------------------
@@ -163,3 +159,97 @@ def test_a_run_on_samples_is_the_same_on_two_ranks(tmp_path: Path) -> None:
     assert losses(2) == pytest.approx(one := losses(1), rel=1e-5)
     assert len(one) == 6  # four steps and two validations
     assert one[-1] < one[1]
+
+
+# --- streamed --------------------------------------------------------------------------------
+
+
+def streamed(folder: Path, *overrides: str) -> tuple[str, ...]:
+    """A recipe's values: two streams of two windows each, and a tokenizer."""
+    tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    held_out = written(folder / "b.jsonl", ROWS[:3])
+    return (
+        f"data.validation_source={held_out}",
+        f"tokenizer.source={folder / 'tokenizer'}",
+        "tokenizer.end=<|im_end|>",
+        "data.streaming.streams=2",
+        "data.streaming.shuffle=13",
+        *overrides,
+    )
+
+
+Taken = list[tuple[list[int], list[int]]]
+
+
+def take(source: StreamedRows, world: int, steps: int, positions: Any = ()) -> tuple[Taken, Any]:
+    """Ids and targets of every row of ``steps`` global batches, and the positions after them."""
+    ranks = [StreamBatches(source, rank, world) for rank in range(world)]
+    found: Taken = []
+    for rank in ranks:
+        rank.start(positions)
+    for _ in range(steps):
+        assert not any(rank.ended() for rank in ranks)
+        batches = [batch for rank in ranks for batch in rank.step(0)]
+        found += [
+            ([i for i in ids if i], [t for t in targets if t != IGNORED])
+            for batch in batches
+            for ids, targets in zip(batch.ids.tolist(), batch.targets.tolist(), strict=True)
+        ]
+    after = [position for rank in ranks for position in rank.positions()]
+    for rank in ranks:
+        rank.close()
+    return found, json.loads(json.dumps(after))
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_streamed_samples_go_on_at_their_position_at_any_number_of_ranks(
+    tmp_path: Path, packing: str
+) -> None:
+    values = streamed(tmp_path, f"data.packing={packing}", "batch.rows=2")
+    (data,) = prepared(tmp_path, 1, *values)
+    source = data.training
+    assert isinstance(source, StreamedRows)
+    whole, _ = take(source, 1, 9)
+    first, positions = take(source, 1, 4)
+    rest, _ = take(source, 2, 5, positions)
+    assert first + rest == whole
+
+
+def test_each_streamed_sample_is_trained_on_once_in_an_epoch(tmp_path: Path) -> None:
+    (data,) = prepared(tmp_path, 1, *streamed(tmp_path, "data.packing=false", "batch.rows=2"))
+    source = data.training
+    assert isinstance(source, StreamedRows)
+    found, _ = take(source, 1, 25)
+    texts = sorted(source.tokenizer.decode(targets) for _, targets in found)
+    assert texts == sorted(row["completion"] for row in ROWS)  # without the end token's text
+
+
+def test_a_run_on_streamed_samples_is_the_same_on_two_ranks(tmp_path: Path) -> None:
+    """Ranks count together what is trained on, since each knows its own rows only."""
+
+    def losses(world: int) -> list[float]:
+        found: list[float] = []
+
+        def emit(record: Record) -> None:
+            if isinstance(record, Stepped):
+                found.append(record.loss)
+
+        values = streamed(tmp_path, f"run.folder={tmp_path}/{world}", "sample.tokens=0")
+        threads.run(world, lambda comm: train(recipe(tmp_path, *values), comm, emit))
+        return found
+
+    assert losses(2) == pytest.approx(losses(1), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.validation_source=null", "name those for validation with data.validation_source"),
+        ("data.packing=concatenate", "packing is concatenate, and streamed samples are not"),
+        ("tokenizer.source=null", "no tokenizer can be trained .* with tokenizer.source"),
+        ("data.streaming.streams=null", "streaming has settings and no streams"),
+    ],
+)
+def test_what_cannot_be_streamed(tmp_path: Path, change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepared(tmp_path, 1, *streamed(tmp_path, change))

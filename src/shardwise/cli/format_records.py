@@ -97,7 +97,8 @@ def _streamed(r: Streamed) -> list[str]:
     whole = "each has shards of its own"
     if r.shards % r.streams:
         whole = f"each reads all shards and takes every {r.streams}th document"
-    head = f"first {_size(r.nbytes)} (data.max_bytes): {r.validation:,} tokens for validation"
+    before = f"first {_size(r.nbytes)} (data.max_bytes): " if r.nbytes else ""
+    head = f"{before}{r.validation:,} tokens for validation"
     return [
         _labelled("text", f"{r.source}: {count(r.shards, 'shard')}, read while training"),
         _labelled("streams", f"{r.streams}, {first}{each}; {whole}"),

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from shardwise.errors import ConfigError
 from shardwise.train.data_config import BatchConfig
@@ -33,6 +34,7 @@ __all__ = [
     "Rows",
     "accumulation",
     "evenly_spaced",
+    "joined",
     "permutation",
     "rank_batches",
 ]
@@ -62,11 +64,31 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same, on ``device``."""
-        positions, segments = (
-            None if tensor is None else tensor.to(device)
-            for tensor in (self.positions, self.segments)
-        )
-        return MicroBatch(self.ids.to(device), self.targets.to(device), positions, segments)
+        moved: list[Any] = [None if t is None else t.to(device) for t in self.tensors]
+        return MicroBatch(*moved)
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        return self.ids, self.targets, self.positions, self.segments
+
+    def split(self, parts: int) -> list[MicroBatch]:
+        """The rows in ``parts`` equal parts."""
+        chunks = ([None] * parts if t is None else t.chunk(parts) for t in self.tensors)
+        return [MicroBatch(*tensors) for tensors in zip(*chunks, strict=True)]
+
+
+def joined(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """The rows of all ``batches``; without packing they may differ in length, and are padded."""
+    length = max(batch.ids.shape[1] for batch in batches)
+    columns = zip(*(batch.tensors for batch in batches), strict=True)
+    fills = (0, IGNORED, 0, 0)
+    tensors: list[Any] = [
+        None
+        if column[0] is None
+        else torch.cat([F.pad(t, (0, length - t.shape[1]), value=fill) for t in column])
+        for column, fill in zip(columns, fills, strict=True)
+    ]
+    return MicroBatch(*tensors)
 
 
 class RowSource(Protocol):

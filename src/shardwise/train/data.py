@@ -168,23 +168,24 @@ def _report(
 ) -> Prepared | PreparedSamples | Streamed:
     training, validation = data.training, data.validation
     vocabulary, origin = data.tokenizer.get_vocab_size(), read.tokenizer.origin
-    if isinstance(read, SampleData):
-        assert not isinstance(training, StreamedRows)
+    if isinstance(read, SampleData) and not isinstance(training, StreamedRows):
         return read.report((training, validation), vocabulary, seconds)
-    corpus = read.corpus
     if isinstance(training, StreamedRows):
+        corpus = None if isinstance(read, SampleData) else read.corpus
         return Streamed(
-            source=corpus.name,
-            shards=corpus.files,
+            source=corpus.name if corpus else training.recipe.data.source,
+            shards=training.text.shards,
             streams=training.streams,
             ranks=ranks,
             shuffle=training.recipe.data.streaming.shuffle,
-            nbytes=corpus.nbytes,
+            nbytes=corpus.nbytes if corpus else 0,
             validation=data.tokens[1],
             vocabulary=vocabulary,
             origin=origin,
             seconds=seconds,
         )
+    assert isinstance(read, _RankZeroData)
+    corpus = read.corpus
     assert isinstance(training, Rows)
     assert isinstance(validation, Rows)
     return Prepared(

@@ -18,7 +18,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 """The columns of each format of samples."""
 OF_SAMPLES = ("split", "columns", "packing", "loss_on", "validation_source")
-OF_TEXT = ("field", "max_bytes", "streaming")
+OF_TEXT = ("field", "max_bytes")
 
 
 class StreamingConfig(Section):
@@ -106,7 +106,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _streaming_is_complete(self) -> Self:
         if self.format != "text":
-            return self
+            return self._samples_are_streamed()
         if self.streaming.streams is None:
             if self.source.startswith(HUB):
                 raise ConfigError(
@@ -119,6 +119,21 @@ class DataConfig(Section):
             raise ConfigError(
                 "streaming needs data.max_bytes: so much text is read before training, for the "
                 "tokenizer and the validation rows; 20_000_000 is enough for both."
+            )
+        return self
+
+    def _samples_are_streamed(self) -> Self:
+        if self.streaming.streams is None and self.streaming != StreamingConfig():
+            raise ConfigError("streaming has settings and no streams; set streaming.streams.")
+        if self.streaming.streams and self.validation_source is None:
+            raise ConfigError(
+                "streaming reads samples while the model trains, so none can be set aside before; "
+                "name those for validation with data.validation_source."
+            )
+        if self.streaming.streams and self.packing == "concatenate":
+            raise ConfigError(
+                "packing is concatenate, and streamed samples are not; set data.packing true or "
+                "false, or leave data.streaming out."
             )
         return self
 

@@ -8,7 +8,7 @@ losses whenever micro-batches have different numbers of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.sharded import Sharded
 from shardwise.train import language_model
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, RowSource
+from shardwise.train.collectives import all_gather_floats
 from shardwise.train.config import OptimizerConfig, Recipe
 from shardwise.train.learning_rate import learning_rate
 from shardwise.train.streams import StreamBatches, StreamedRows
@@ -47,7 +48,8 @@ class Job:
         Returns:
             This rank's part of the mean loss, which is the sum over ranks. Gradients are unscaled.
         """
-        micro_batches, targets = self.batches.step(step), self.batches.targets(step) or 1
+        micro_batches = self.batches.step(step)
+        targets = self._targets(step, micro_batches) or 1
         rank_loss = torch.zeros((), device=self.sharded.comm.device)
         for number, batch in enumerate(micro_batches, start=1):
             with self.sharded.accumulate(last=number == len(micro_batches)):
@@ -57,6 +59,14 @@ class Job:
                 rank_loss += loss.detach()
         self.scaler.unscale_(self.optimizer)
         return float(rank_loss)
+
+    def _targets(self, step: int, own: Sequence[MicroBatch]) -> int:
+        """Tokens that all ranks train on in a step."""
+        targets = self.batches.targets(step)
+        if targets is not None:
+            return targets
+        count = sum(int((batch.targets != IGNORED).sum()) for batch in own)
+        return int(all_gather_floats(self.sharded.comm, [count], "tokens to train on").sum())
 
     def clip_and_set_lr(self, step: int) -> tuple[float, float]:
         """Clip the gradients of step ``step``, and set its learning rate.

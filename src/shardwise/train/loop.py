@@ -35,7 +35,6 @@ from shardwise.train.footprint import footprint
 from shardwise.train.job import Job, build
 from shardwise.train.length import in_steps, is_multiple, notes
 from shardwise.train.memory_estimate import check_memory
-from shardwise.train.packed import SampleRows
 from shardwise.train.packing_check import check_packing
 from shardwise.train.recipe import flatten
 from shardwise.train.records import (
@@ -120,7 +119,7 @@ def train(
         check_memory(recipe, comm.device, comm.size, data.tokenizer.get_vocab_size())
         with logger.busy("building the model"):
             job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
-            if isinstance(data.training, SampleRows) and data.training.packed:
+            if recipe.data.format != "text" and recipe.data.packing is True:
                 check_packing(job.model, data.tokenizer.get_vocab_size(), comm.device)
         logger.log(_built_record(job, data))
         for note in notes(recipe):

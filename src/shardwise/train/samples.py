@@ -6,6 +6,7 @@ the rest of the data. No sample is left out, cut or padded without being counted
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -38,7 +39,10 @@ __all__ = [
     "read_sample_data",
     "read_samples",
     "tokenize_split",
+    "window_rows",
 ]
+
+logger = logging.getLogger(__name__)
 
 Arrays = tuple[NDArray[Any], ...]
 
@@ -124,6 +128,11 @@ def read_sample_data(
         folder: of the run, which is not changed.
         busy: as for ``data.prepare``.
     """
+    if recipe.data.streaming.streams and recipe.tokenizer.source is None:
+        raise ConfigError(
+            "data.streaming reads samples while the model trains, so no tokenizer can be trained "
+            "on them before; name one with tokenizer.source."
+        )
     with busy("reading samples"):
         training, validation = read_samples(recipe.data)
     with busy("training the tokenizer"):
@@ -131,11 +140,21 @@ def read_sample_data(
         tokenizer_file = bpe.load_or_train(folder, texts, recipe.tokenizer)
     with busy("tokenizing"):
         tokenizer = bpe.of_transformers(tokenizer_file.text, recipe.tokenizer)
-        tokenized = (
-            tokenize_split(training, tokenizer, recipe.data),
-            tokenize_split(validation, tokenizer, recipe.data),
+        first = TokenizedSplit(tokenize([], tokenizer, recipe.data.context).examples, (0, 0), ())
+        if not recipe.data.streaming.streams:
+            first = tokenize_split(training, tokenizer, recipe.data)
+            _check_answers(first, training, recipe.data)
+        second = tokenize_split(validation, tokenizer, recipe.data)
+        _check_answers(second, validation, recipe.data)
+    return SampleData(recipe, tokenizer_file, (first, second))
+
+
+def _check_answers(tokenized: TokenizedSplit, split: SampleSplit, config: DataConfig) -> None:
+    if not len(tokenized.examples):
+        raise ConfigError(
+            f"data.source {split.source}: no answer begins within the first {config.context} "
+            f"tokens of its sample, in all {len(split.samples)} of them. Raise data.context."
         )
-    return SampleData(recipe, tokenizer_file, tokenized)
 
 
 def read_samples(config: DataConfig) -> tuple[SampleSplit, SampleSplit]:
@@ -144,8 +163,9 @@ def read_samples(config: DataConfig) -> tuple[SampleSplit, SampleSplit]:
     Raises:
         ConfigError: the data cannot be read, or a row is malformed; with its number.
     """
-    rows = list(enumerate(read_rows(config.source, config.split), start=1))
-    source = config.validation_source
+    is_streamed, source = config.streaming.streams is not None, config.validation_source
+    read = [] if is_streamed else read_rows(config.source, config.split)
+    rows = list(enumerate(read, start=1))
     if source is not None:
         held_out = list(enumerate(read_rows(source, config.split), start=1))
     else:
@@ -153,7 +173,7 @@ def read_samples(config: DataConfig) -> tuple[SampleSplit, SampleSplit]:
         held_out, rows = rows[:count], rows[count:]
     splits = _split(config.source, rows, config), _split(source or config.source, held_out, config)
     for name, split in zip(("training", "validation"), splits, strict=True):
-        if not split.samples:
+        if not split.samples and not (is_streamed and name == "training"):
             raise ConfigError(
                 f"data.source {split.source} has no samples for {name}: {len(rows)} rows are for "
                 f"training, {len(held_out)} for validation, and {len(split.empty)} of these have "
@@ -185,8 +205,7 @@ def tokenize_split(
     """The samples of ``split`` as tokens.
 
     Raises:
-        ConfigError: a sample cannot be written as text, with its row; or none has a token to
-            train on.
+        ConfigError: a sample cannot be written as text; with its row.
     """
     written = []
     for number, one in zip(split.numbers, split.samples, strict=True):
@@ -196,16 +215,29 @@ def tokenize_split(
             raise ConfigError(f"data.source {split.source}, row {number}: {error}") from error
     tokenized = tokenize(written, tokenizer, config.context)
     too_long = [split.numbers[index] for index in tokenized.left_out]
-    if not len(tokenized.examples):
-        raise ConfigError(
-            f"data.source {split.source}: no answer begins within the first {config.context} "
-            f"tokens of its sample, in all {len(too_long)} of them. Raise data.context."
-        )
     reasons = {
         "empty answer": split.empty,
         f"no answer within data.context {config.context}": too_long,
     }
     return TokenizedSplit(tokenized.examples, tokenized.cut, tuple(_left_out(reasons)))
+
+
+def window_rows(
+    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> SampleRows:
+    """The samples of a few rows that were streamed, in rows; what is lost is logged.
+
+    Raises:
+        ConfigError: a row is malformed; with its number among these.
+    """
+    split = _split(f"{config.source}, streamed window", enumerate(rows, start=1), config)
+    tokenized = tokenize_split(split, tokenizer, config)
+    lost = [f"left out {out}" for out in tokenized.left_out]
+    if tokenized.cut[0]:
+        lost.append(f"{tokenized.cut[0]} samples cut by {tokenized.cut[1]:,} tokens")
+    if lost:
+        logger.warning("Of %d streamed samples: %s.", len(rows), "; ".join(lost))
+    return SampleRows(tokenized.examples, config.context, packed=bool(config.packing))
 
 
 def _left_out(reasons: dict[str, list[int]]) -> Iterator[LeftOut]:

@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.train.data_config import HUB
 
-__all__ = ["hub_dataset", "read_rows"]
+__all__ = ["hub_dataset", "read_rows", "stream_rows"]
 
 BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 BUILDERS |= {".arrow": "arrow", ".csv": "csv"}
@@ -38,6 +38,23 @@ def read_rows(source: str, split: str) -> list[dict[str, Any]]:
             f"data.source {source}, split {split!r}, cannot be read: {problem} Repair it, or name "
             "another source or data.split."
         ) from error
+
+
+def stream_rows(source: str, split: str) -> tuple[Any, str]:
+    """The rows as an ``IterableDataset``, and names and sizes of the files that hold them.
+
+    Raises:
+        ConfigError: there is no such source.
+    """
+    if source.startswith(HUB):
+        dataset = hub_dataset(source, split, streaming=True)
+        return dataset, f"{source} {split} {dataset.num_shards}"
+    path = Path(source).expanduser()
+    dataset = _local(path, source, split)
+    if isinstance(dataset, _library().Dataset):
+        dataset = dataset.to_iterable_dataset()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return dataset, "\n".join(f"{file.name} {file.stat().st_size}" for file in files)
 
 
 def hub_dataset(source: str, split: str, streaming: bool) -> Any:

@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.corpus import STDLIB, Corpus, Split, is_held_out, readable, source_files
 from shardwise.train.data_config import HUB, DataConfig
 from shardwise.train.formats import documents
-from shardwise.train.sources import hub_dataset
+from shardwise.train.sources import hub_dataset, stream_rows
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StreamedText:
-    """A source as a stream of documents.
+    """A source as a stream of documents, or of rows that hold samples.
 
     Attributes:
         config: of the recipe.
@@ -90,7 +90,9 @@ def open_text(config: DataConfig) -> StreamedText:
         ConfigError: there is no such source, or `datasets` is not installed.
     """
     datasets = _library()
-    if config.source.startswith(HUB):
+    if config.format != "text":
+        dataset, content = stream_rows(config.source, config.split)
+    elif config.source.startswith(HUB):
         dataset = hub_dataset(config.source, "train", streaming=True)
         content = f"{config.source} {dataset.num_shards}"
     else:

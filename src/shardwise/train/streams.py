@@ -10,7 +10,8 @@ every number of ranks that divides the streams.
     world 2    ── 0 ──   ── 1 ──      each rank two
 
 A stream is read in windows of ``shuffle`` documents. A window is permuted as a whole, encoded and
-cut into rows; tokens that do not fill a row begin the next window. A rolling shuffle buffer would
+cut into rows; tokens that do not fill a row begin the next window. Samples of a window are packed
+among themselves. A rolling shuffle buffer would
 have to be saved with its content. Here a position is the dataset's at the beginning of the window,
 the tokens left over, and the rows taken since.
 """
@@ -22,23 +23,25 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from shardwise.errors import ConfigError
-from shardwise.train.batches import MicroBatch, Rows, accumulation, permutation
+from shardwise.train.batches import MicroBatch, Rows, RowSource, accumulation, joined, permutation
 from shardwise.train.config import Recipe
 from shardwise.train.corpus import is_held_out, readable
 from shardwise.train.records import count
+from shardwise.train.samples import window_rows
 from shardwise.train.streamed_text import StreamedText
-from shardwise.train.tokenizer import Tokens, encode
+from shardwise.train.tokenizer import Tokens, encode, of_transformers
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Position", "StreamBatches", "StreamedRows", "streams_per_rank"]
 
@@ -83,6 +86,31 @@ class StreamedRows:
 
         return split_dataset_by_node(self.text.dataset, rank=number, world_size=self.streams)
 
+    def documents(self, dataset: IterableDataset) -> Iterator[Any]:
+        """The texts, or the rows of samples, in ``dataset``."""
+        is_text = self.recipe.data.format == "text"
+        return self.text.texts(dataset) if is_text else iter(dataset)
+
+    def rows(self, documents: Sequence[Any], window: int, before: Sequence[int]) -> RowSource:
+        """A window's rows.
+
+        Args:
+            documents: of the window.
+            window: its number.
+            before: tokens that are left over from the window before.
+        """
+        context = self.recipe.data.context
+        if self.recipe.data.format == "text":
+            tokens = self.tokens(documents, window)
+            return Rows(np.concatenate([np.array(before, np.int32), tokens]), context)
+        order = permutation(len(documents), self.recipe.run.seed, window)
+        shuffled = [documents[index] for index in order]
+        return window_rows(shuffled, self._of_transformers, self.recipe.data)
+
+    @cached_property
+    def _of_transformers(self) -> PreTrainedTokenizerBase:
+        return of_transformers(self.tokenizer.to_str(), self.recipe.tokenizer)
+
     def tokens(self, texts: Sequence[str], window: int) -> Tokens:
         """The documents that are not held out, permuted and encoded, as one stream."""
         share = self.recipe.data.validation
@@ -95,7 +123,7 @@ class StreamedRows:
 class Window(NamedTuple):
     """Rows that were read together, and the position of the first of them."""
 
-    rows: Rows
+    rows: RowSource
     position: Position
 
 
@@ -129,7 +157,8 @@ class Stream:
         while missing:
             rows = self._windows[0].rows
             size = min(missing, len(rows) - self._row)
-            parts.append(rows.take(np.arange(self._row, self._row + size)))
+            if size:
+                parts.append(rows.take(np.arange(self._row, self._row + size)))
             self._row, missing = self._row + size, missing - size
             if missing:
                 self._windows.popleft()
@@ -147,32 +176,33 @@ class Stream:
         position, data = self._first, self._source.recipe.data
         with readable(data.source):
             while position["epoch"] < (data.streaming.epochs or math.inf):
-                dataset = self._source.dataset(self._number)
+                dataset, tokens = self._source.dataset(self._number), 0
+                is_whole = position["dataset"] is None
                 if position["dataset"] is not None:
                     dataset.load_state_dict(position["dataset"])
-                texts = self._source.text.texts(dataset)
-                while documents := list(islice(texts, data.streaming.shuffle)):
+                all_documents = self._source.documents(dataset)
+                while documents := list(islice(all_documents, data.streaming.shuffle)):
                     window = self._window(documents, position)
                     yield window
+                    tokens += len(window.rows.arrays[0])
                     position = self._after(window, dataset.state_dict())
-                if not position["tokens"]:  # what is left over always has a token
+                if is_whole and not tokens:
                     raise self._without_text()
                 position = position | {"dataset": None, "epoch": position["epoch"] + 1}
 
-    def _window(self, documents: Sequence[str], position: Position) -> Window:
+    def _window(self, documents: Sequence[Any], position: Position) -> Window:
         # A number of its own for each window of each stream.
         seed = position["window"] * self._source.streams + self._number
-        tokens = self._source.tokens(documents, seed)
-        left = np.array(position["tokens"], np.int32)
-        context = self._source.recipe.data.context
-        return Window(Rows(np.concatenate([left, tokens]), context), position | {"row": 0})
+        rows = self._source.rows(documents, seed, position["tokens"])
+        return Window(rows, position | {"row": 0})
 
     def _after(self, window: Window, dataset: Mapping[str, Any]) -> Position:
         rows, position = window
+        left = rows.stream[len(rows) * rows.context :].tolist() if isinstance(rows, Rows) else []
         return position | {
             "dataset": dict(dataset),
             "window": position["window"] + 1,
-            "tokens": rows.stream[len(rows) * rows.context :].tolist(),
+            "tokens": left,
         }
 
     def _without_text(self) -> ConfigError:
@@ -215,14 +245,12 @@ class StreamBatches:
     def step(self, _step: int) -> list[MicroBatch]:
         """This rank's micro-batches of the next step."""
         parts = [part for stream in self._streams for part in stream.take(self._rows)]
-        ids, targets = torch.cat([p.ids for p in parts]), torch.cat([p.targets for p in parts])
-        pairs = zip(ids.chunk(self.accumulation), targets.chunk(self.accumulation), strict=True)
-        return [MicroBatch(*pair) for pair in pairs]
+        return joined(parts).split(self.accumulation)
 
-    def targets(self, _step: int) -> int:
-        """Tokens that all ranks train on in a step."""
+    def targets(self, _step: int) -> int | None:
+        """Tokens that all ranks train on in a step; of samples a rank knows its own only: None."""
         recipe = self._source.recipe
-        return recipe.batch.rows * recipe.data.context
+        return recipe.batch.rows * recipe.data.context if recipe.data.format == "text" else None
 
     def ended(self) -> bool:
         """Has one of this rank's streams fewer rows left than a step takes of it?"""
