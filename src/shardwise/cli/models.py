@@ -70,9 +70,12 @@ def _example() -> Named:
 
 def _decoder(path: str) -> Named:
     from shardwise.train.decoder import Decoder
+    from shardwise.train.model_folder import locate
     from shardwise.train.recipe import read_recipe
 
     recipe = read_recipe(path, (), ())
+    if recipe.model.source is not None:
+        return _hugging_face(locate(recipe))
     with torch.device("meta"):
         model = Decoder(recipe.model, recipe.tokenizer.vocabulary, recipe.data.context)
     return Named(model, torch.zeros(recipe.batch.micro, recipe.data.context, dtype=torch.int64))

@@ -207,4 +207,4 @@ def keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Key]:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from keys(kind, f"{prefix}{name}.")
         else:
-            yield Key(prefix + name, field.default, field.description or "")
+            yield Key(prefix + (field.alias or name), field.default, field.description or "")

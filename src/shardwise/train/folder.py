@@ -37,7 +37,11 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 # Metrics first: a partly moved run must not look like a finished one.
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.cache.json")
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.cache.json", "chat_template.jinja"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    "tokenizer.model",
+)
 RESULTS = (
     METRICS,
     "loss.png",
@@ -163,8 +167,11 @@ class Folder:
         return path
 
     def write_text(self, name: str, text: str) -> None:
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, content: bytes) -> None:
         with self.atomic_write(name) as path:
-            path.write_text(text, "utf-8")
+            path.write_bytes(content)
 
     def write_json(self, name: str, value: object) -> None:
         self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

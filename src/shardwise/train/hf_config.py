@@ -10,6 +10,7 @@ import json
 import torch
 
 from shardwise.precision import dtype_name
+from shardwise.train import model_folder
 from shardwise.train.data import Data
 from shardwise.train.job import Job
 from shardwise.train.model_config import ModelConfig
@@ -20,14 +21,16 @@ __all__ = ["WEIGHTS", "config_files", "config_texts", "llama_config"]
 WEIGHTS = "model.safetensors"
 
 
-def config_texts(job: Job, data: Data) -> dict[str, str]:
-    """The texts of the config files by name, without ``tokenizer.json``."""
+def config_texts(job: Job, data: Data) -> dict[str, bytes]:
+    """The config files by name, without ``tokenizer.json``; of ``model.from``, all of them."""
     recipe, tokenizer = job.recipe, data.tokenizer
     dtype = next(job.model.parameters()).dtype
+    if recipe.model.source is not None:
+        return model_folder.files(recipe, dtype)
     size, end = tokenizer.get_vocab_size(), end_id(tokenizer, recipe.tokenizer.end)
     files = config_files(recipe.model, size, recipe.data.context, end, dtype)
     files["tokenizer_config.json"] = transformers_config(recipe.data.context, recipe.tokenizer.end)
-    return {name: json.dumps(value, indent=2) for name, value in files.items()}
+    return {name: json.dumps(value, indent=2).encode() for name, value in files.items()}
 
 
 def config_files(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm
 from shardwise.sharded import Sharded, shard
+from shardwise.train import model_folder
 from shardwise.train.batches import MicroBatch
 from shardwise.train.config import Recipe
 from shardwise.train.decoder import Decoder, initialiser
@@ -21,8 +22,14 @@ __all__ = ["build", "logits"]
 def build(recipe: Recipe, comm: Comm, vocabulary: int) -> Sharded:
     """The sharded model of ``recipe``, for ``vocabulary`` token ids. A collective.
 
-    Every rank draws the same weights from the seed, unit by unit, and keeps its shard.
+    Of a folder each rank reads what it holds. Else every rank draws the same weights from the seed,
+    unit by unit, and keeps its shard.
+
+    Raises:
+        ConfigError: the folder's model has fewer token ids, or takes shorter rows.
     """
+    if recipe.model.source is not None:
+        return model_folder.load(recipe, comm, vocabulary)
     with torch.device("meta"):
         model = Decoder(recipe.model, vocabulary, recipe.data.context)
     init = initialiser(torch.Generator(comm.device).manual_seed(recipe.run.seed))

@@ -35,6 +35,7 @@ from shardwise.train.footprint import footprint
 from shardwise.train.job import Job, build
 from shardwise.train.length import in_steps, is_multiple, notes
 from shardwise.train.memory_estimate import check_memory
+from shardwise.train.model_folder import with_tokenizer
 from shardwise.train.packing_check import check_packing
 from shardwise.train.recipe import flatten
 from shardwise.train.records import (
@@ -110,6 +111,7 @@ def train(
             steps = finished_steps(Path(recipe.run.folder).expanduser()) or recipe.run.steps
             logger.log(Complete(recipe.run.folder, steps))
             return Outcome(steps)
+        recipe = with_tokenizer(recipe)
         check_memory(recipe, comm.device, comm.size)
         _seed(recipe.run.seed + comm.rank)
         data = prepare(recipe, comm, logger.folder, logger.busy)

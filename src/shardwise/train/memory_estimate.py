@@ -16,7 +16,9 @@ import torch
 from shardwise.comm.environment import local_size
 from shardwise.comm.mesh import shape_of
 from shardwise.errors import ConfigError
+from shardwise.precision import dtype_name
 from shardwise.strategies import placement_of
+from shardwise.train import model_folder
 from shardwise.train.config import Recipe
 
 __all__ = ["StateBytes", "check_memory", "machine_memory", "state_bytes"]
@@ -53,8 +55,8 @@ def check_memory(
         memories["in host memory"] = (local_ranks, here.host, machine_memory())
     for where, (count, needed, available) in memories.items():
         if needed > available:
-            numel = recipe.model.parameters(vocabulary)
-            stored = recipe.sharding.precision.stored or "float32"
+            numel = parameter_count(recipe, vocabulary)
+            stored = dtype_name(_stored(recipe))
             raise ConfigError(
                 f"the model has at least {numel:,} parameters: with gradients and AdamW's two "
                 f"moments in {stored}, {recipe.sharding.strategy} over {ranks:,} ranks takes "
@@ -65,11 +67,24 @@ def check_memory(
             )
 
 
+def parameter_count(recipe: Recipe, vocabulary: int) -> int:
+    """Of the model; of ``model.from``, as many as are stored, whatever the vocabulary."""
+    if recipe.model.source is not None:
+        return model_folder.numel(recipe)
+    return recipe.model.parameters(vocabulary)
+
+
+def _stored(recipe: Recipe) -> torch.dtype:
+    """The dtype in which parameters are kept."""
+    own = torch.float32 if recipe.model.source is None else model_folder.dtype_of(recipe)
+    stored: torch.dtype | None = recipe.sharding.precision.arguments()["stored"]
+    return stored or own
+
+
 def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -> StateBytes:
     """A lower bound of the bytes of ``local_ranks`` of ``ranks`` ranks in one memory."""
     placement, offload = placement_of(recipe.sharding.strategy), recipe.sharding.offload
-    stored = recipe.sharding.precision.arguments()["stored"] or torch.float32
-    whole = recipe.model.parameters(vocabulary) * stored.itemsize
+    whole = parameter_count(recipe, vocabulary) * _stored(recipe).itemsize
     shape = shape_of(placement, ranks, recipe.sharding.mesh, local_size(os.environ))
     split = (shape.shard if shape else ranks) if placement.splits else 1
     pieces = whole * local_ranks // (ranks if placement.splits_copies else split)

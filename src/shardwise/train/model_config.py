@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from shardwise.errors import ConfigError
-from shardwise.train.section import Positive, Section
+from shardwise.train.section import DtypeName, Positive, Section
+
+OF_A_FOLDER = ("from", "revision", "dtype")
 
 
 class ModelConfig(Section):
-    """The shape of the decoder."""
+    """A folder of `transformers`, or the shape of the decoder."""
 
+    source: str | None = Field(
+        None,
+        alias="from",
+        min_length=1,
+        description="a folder or a name on the hub; with it, no other key but the next two",
+    )
+    revision: str | None = Field(
+        None, min_length=1, description="with a name on the hub: a branch, tag or commit"
+    )
+    dtype: DtypeName | None = Field(
+        None, description="of the weights that are read; null = as the folder says"
+    )
     width: Positive = Field(256, description="hidden size")
     layers: Positive = Field(4, description="number of blocks")
     heads: Positive = Field(4, description="query heads; they divide width")
@@ -32,6 +47,28 @@ class ModelConfig(Section):
         block = attention + 3 * self.width * self.hidden + 2 * self.width
         tables = vocabulary * self.width * (1 if self.tied else 2)
         return tables + self.layers * block + self.width
+
+    @model_serializer(mode="wrap")
+    def _keys_with_an_effect(self, serialise: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        """Without a folder its keys have none, and with one all others."""
+        values = serialise(self)
+        return {key: values[key] for key in values if (key in OF_A_FOLDER) is bool(self.source)}
+
+    @model_validator(mode="after")
+    def _from_a_folder_or_a_shape(self) -> Self:
+        fields = type(self).model_fields
+        given = [name for name, field in fields.items() if getattr(self, name) != field.default]
+        if self.source is None and given and (others := {*given} & {*OF_A_FOLDER}):
+            raise ConfigError(
+                f"{' and '.join(sorted(others))} are of a folder that is read, and model.from "
+                "names none."
+            )
+        if self.source is not None and (others := {*given} - {"source", *OF_A_FOLDER}):
+            raise ConfigError(
+                f"model.from reads the model in {self.source}, whose config.json says its shape; "
+                f"remove {', '.join(sorted(others))}."
+            )
+        return self
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> Self:

@@ -41,8 +41,8 @@ def export(
     try:
         job.sharded.save_file(Path(recipe.run.folder).expanduser() / WEIGHTS)
         if logger.folder is not None:
-            for name, text in config_texts(job, data).items():
-                logger.folder.write_text(name, text)
+            for name, content in config_texts(job, data).items():
+                logger.folder.write_bytes(name, content)
     except (OSError, CheckpointError) as error:
         raise _export_error(error, recipe.run.steps, save_error) from error
     if logger.folder is not None:

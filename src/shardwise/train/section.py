@@ -46,7 +46,12 @@ class Section(BaseModel):
     """Base of all sections: no unknown keys, no changes, no infinities."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        validate_by_name=True,
+        serialize_by_alias=True,  # a key may be a word that Python keeps for itself
     )
 
     @model_validator(mode="before")

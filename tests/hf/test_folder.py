@@ -1,0 +1,82 @@
+"""A folder or a name of the hub: every way in which it cannot be had says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.hf.folder import config_of, locate
+from tests.hf.folders import tiny
+
+
+def test_a_name_of_the_hub_that_is_not_in_the_cache_says_how_to_get_it(tmp_path: Path) -> None:
+    """Tests have no network: HF_HUB_OFFLINE is set."""
+    with pytest.raises(ConfigError) as caught:
+        locate("meta-llama/Llama-2-70b-hf", "main", tmp_path)
+    assert str(caught.value) == (
+        "'meta-llama/Llama-2-70b-hf' at revision 'main' is no folder here and not in the hub's "
+        "cache, and the hub is not reached: HF_HUB_OFFLINE is set, or there is no network. Name a "
+        "local folder; or run `hf download meta-llama/Llama-2-70b-hf` where there is a network, "
+        "and take the cache (HF_HOME) with you."
+    )
+
+
+def test_a_name_that_is_in_the_cache_needs_no_network(tmp_path: Path) -> None:
+    cached = tmp_path / "models--owner--name"
+    tiny("llama", cached / "snapshots" / "0123abcd")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123abcd", "utf-8")
+    assert locate("owner/name", None, tmp_path) == cached / "snapshots" / "0123abcd"
+
+
+def test_a_gated_model_says_where_its_terms_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def gated(*_: object, **__: object) -> str:
+        raise errors.GatedRepoError.__new__(errors.GatedRepoError)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", gated)
+    with pytest.raises(ConfigError, match="Accept them at https://huggingface"):
+        locate("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("./nowhere", "there is no folder nowhere"),
+        ("/no/such/folder", "there is no folder /no/such/folder"),
+        ("a name with spaces", "is no folder here, and was not fetched from the hub: "),
+    ],
+)
+def test_what_names_nothing_is_refused(source: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        locate(source)
+    assert text in str(caught.value)
+
+
+def test_a_folder_without_a_config_is_no_model_s(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config.json, so it is no model's folder"):
+        locate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model_type": "new"}, "describes no model of this version of transformers"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "are quantised by 'gptq'"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_as_it_is_is_refused(
+    tmp_path: Path, changes: dict[str, object], text: str
+) -> None:
+    path = tiny("llama", tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        config_of(tmp_path)
+    assert text in str(caught.value)

@@ -1,0 +1,139 @@
+"""``model.from``: a folder of the hub is trained, and the run's folder is one as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+
+from shardwise.comm.local import LocalComm
+from shardwise.errors import ConfigError
+from shardwise.train.config import Recipe
+from shardwise.train.memory_estimate import state_bytes
+from shardwise.train.model_folder import load, with_tokenizer
+from shardwise.train.recipe import read_recipe, to_yaml
+from tests.hf.folders import CHAT_TEMPLATE, END, tiny
+from tests.train.runs import Watched, losses
+from tests.train.tiny import text_folder
+
+RECIPE = """\
+model: {from: HUB}
+data: {source: TEXT, context: 16, validation: 0.2}
+batch: {rows: 12, micro: 2}
+optimizer: {lr: 1e-3, warmup: 2, eps: 1e-4}
+sample: {prompt: "def", tokens: 4}
+run: {folder: RUN, steps: 4, eval_every: 2, eval_rows: 7, device: cpu}
+"""
+
+
+def recipe_of(path: Path, *overrides: str) -> Recipe:
+    text = RECIPE.replace("HUB", str(path / "hub")).replace("TEXT", str(text_folder(path / "text")))
+    (path / "r.yaml").write_text(text.replace("RUN", str(path / "run")), "utf-8")
+    return read_recipe(path / "r.yaml", overrides)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def test_a_folder_is_trained_and_the_run_s_folder_is_one(tmp_path: Path, watched: Watched) -> None:
+    tiny("llama", tmp_path / "hub")
+    recipe = recipe_of(tmp_path, "sharding.precision.stored=bfloat16")
+    watched.run(recipe, 2)
+    run = tmp_path / "run"
+    theirs: Any = hf.AutoModelForCausalLM
+    model, info = theirs.from_pretrained(run, output_loading_info=True)
+    assert not any(info.values())
+    assert model.dtype is torch.bfloat16
+    before = load_file(tmp_path / "hub" / "model.safetensors")
+    assert all(
+        not torch.equal(value, before[n])
+        for n, value in load_file(run / "model.safetensors").items()
+        if value.ndim > 1
+    )
+    tokenizer = hf.AutoTokenizer.from_pretrained(run)
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (run / name).read_bytes() == (tmp_path / "hub" / name).read_bytes()
+    trained = theirs.from_pretrained(run / "checkpoints" / "latest")
+    assert type(trained) is type(model)
+    first, *_, last = losses(recipe)
+    assert last < first
+
+
+def test_a_run_goes_on_from_its_checkpoint_at_another_number_of_ranks(
+    tmp_path: Path, watched: Watched
+) -> None:
+    tiny("llama", tmp_path / "hub")
+    whole = recipe_of(tmp_path, f"run.folder={tmp_path / 'whole'}")
+    watched.run(whole, 1)
+    watched.killed(recipe_of(tmp_path, "checkpoint.save_every=2"), 2, at=(4, 1, 1))
+    watched.run(recipe_of(tmp_path, "checkpoint.save_every=2"), 3)
+    assert losses(recipe_of(tmp_path))[-1] == pytest.approx(losses(whole)[-1], rel=1e-5)
+
+
+# --- what is checked --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            ["model.width=64", "model.layers=2"],
+            "whose config.json says its shape; remove layers, width.",
+        ),
+        (["model.from=null", "model.revision=main"], "revision are of a folder that is read, and"),
+        (["model.dtype=int3"], "model.dtype is 'int3'; it must be"),
+    ],
+)
+def test_keys_that_would_have_no_effect_are_refused(
+    tmp_path: Path, overrides: list[str], text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe_of(tmp_path, *overrides)
+    assert text in str(caught.value)
+
+
+def test_a_recipe_is_written_with_the_keys_that_have_an_effect(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "model.dtype=bf16")
+    text = to_yaml(recipe)
+    assert text.startswith(
+        f"model:\n  from: {tmp_path / 'hub'}\n  revision: null\n  dtype: bfloat16\ntokenizer:"
+    )
+    (tmp_path / "again.yaml").write_text(text, "utf-8")
+    assert read_recipe(tmp_path / "again.yaml") == recipe
+
+
+def test_the_tokenizer_is_the_folder_s_unless_the_recipe_names_one(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path / "hub")
+    own = with_tokenizer(recipe_of(tmp_path)).tokenizer
+    assert (own.source, own.end) == (str(folder), END)
+    other = with_tokenizer(recipe_of(tmp_path, "tokenizer.source=x", "tokenizer.end=y")).tokenizer
+    assert (other.source, other.end) == ("x", "y")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match="holds no tokenizer; name one in tok"):
+        with_tokenizer(recipe_of(tmp_path))
+
+
+def test_a_model_that_is_too_small_for_the_data_is_refused(tmp_path: Path) -> None:
+    tiny("llama", tmp_path / "hub")
+    with pytest.raises(ConfigError, match="the tokenizer has 321 token ids, and the model in"):
+        load(recipe_of(tmp_path), LocalComm(), 321)
+    with pytest.raises(ConfigError, match="takes rows of 64 tokens at most; set data"):
+        load(recipe_of(tmp_path, "data.context=65"), LocalComm(), 300)
+
+
+@pytest.mark.parametrize(("override", "itemsize"), [([], 4), (["model.dtype=bf16"], 2)])
+def test_its_memory_is_that_of_what_is_stored(
+    tmp_path: Path, override: list[str], itemsize: int
+) -> None:
+    tiny("llama", tmp_path / "hub")
+    of_one = state_bytes(recipe_of(tmp_path, *override), 1, 1, 300)
+    assert of_one.device == 4 * 36_000 * itemsize
