@@ -16,18 +16,6 @@ OF_A_FOLDER = ("from", "revision", "dtype")
 class ModelConfig(Section):
     """A folder of `transformers`, or the shape of the decoder."""
 
-    source: str | None = Field(
-        None,
-        alias="from",
-        min_length=1,
-        description="a folder or a name on the hub; with it, no other key but the next two",
-    )
-    revision: str | None = Field(
-        None, min_length=1, description="with a name on the hub: a branch, tag or commit"
-    )
-    dtype: DtypeName | None = Field(
-        None, description="of the weights that are read; null = as the folder says"
-    )
     width: Positive = Field(256, description="hidden size")
     layers: Positive = Field(4, description="number of blocks")
     heads: Positive = Field(4, description="query heads; they divide width")
@@ -36,6 +24,18 @@ class ModelConfig(Section):
     tied: bool = Field(True, description="tie output head to embedding")
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
+    source: str | None = Field(
+        None,
+        alias="from",
+        min_length=1,
+        description="a folder or a name on the hub, in place of the keys before",
+    )
+    revision: str | None = Field(
+        None, min_length=1, description="with a name on the hub: a branch, tag or commit"
+    )
+    dtype: DtypeName | None = Field(
+        None, description="of the weights that are read; null = as the folder says"
+    )
 
     @property
     def head_size(self) -> int:
