@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 Runs = dict[str, dict[str, Any]]
 STARTED = [
-    (1, "plain,paged,lora"),
-    (2, "full,resumed,from_plain,paged,lora,bf16,evaluated"),
+    (1, "plain,paged,lora,loop"),
+    (2, "full,resumed,from_plain,paged,lora,bf16,evaluated,loop"),
     (3, "full,further"),
     (1, "to_plain"),
 ]
@@ -109,6 +109,16 @@ def test_mixed_precision_and_settings_of_fsdp_are_ours(runs: Runs) -> None:
 def test_a_model_is_evaluated_before_and_after_it_is_trained_twice(runs: Runs) -> None:
     first, last = runs["evaluated-2"]["losses"]
     assert last < first
+
+
+def test_a_loop_over_accelerate_is_that_of_one_process_and_goes_on_from_its_state(
+    runs: Runs,
+) -> None:
+    alone, two = runs["loop-1"], runs["loop-2"]
+    assert (alone["strategy"], two["strategy"]) == ("zero1", "zero1")
+    torch.testing.assert_close(two["params"], alone["params"], rtol=0, atol=1e-5)
+    for run in (alone, two):
+        assert all(torch.equal(value, run["again"][name]) for name, value in run["params"].items())
 
 
 # --- what it is given ------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.integrations.accelerate import handle
+from shardwise.integrations.accelerate import Accelerator, handle
 from shardwise.integrations.transformers import Trainer
 
 RANK, WORLD = (
@@ -166,6 +166,33 @@ def evaluated(folder: Path) -> Result:
     return {"losses": [first, one.evaluate()["eval_loss"]], **result(one, folder)}
 
 
+def loop(folder: Path) -> Result:
+    """A loop of one's own over accelerate; then again from the state that it saved."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator({"strategy": "zero1"}, cpu=True, gradient_accumulation_steps=2)
+    model: Any = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    samples: Any = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows()]
+    loader: Any = torch.utils.data.DataLoader(samples, batch_size=BATCH // WORLD // 2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def epoch() -> dict[str, Tensor]:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return accelerator.get_state_dict(model)
+
+    epoch()
+    accelerator.save_state(str(folder))
+    once = epoch()
+    accelerator.load_state(str(folder))
+    return {"params": once, "again": epoch(), "strategy": handle(model).placement.name}
+
+
 def main(job: str, root: str) -> None:
     warnings.simplefilter("ignore")
     hf.logging.set_verbosity_error()
@@ -176,7 +203,7 @@ def main(job: str, root: str) -> None:
             torch.save(found, Path(root) / f"{name}-{WORLD}.pt")
 
 
-JOBS = (plain, full, resumed, from_plain, to_plain, further, paged, lora, bf16, evaluated)
+JOBS = (plain, full, resumed, from_plain, to_plain, further, paged, lora, bf16, evaluated, loop)
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

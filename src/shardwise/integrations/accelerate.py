@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from shardwise.comm.connect import connect, over
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
+from shardwise.hf.quantized import adopt
 from shardwise.integrations import handover
 from shardwise.precision import Precision
 from shardwise.sharded import Sharded, shard
@@ -104,6 +105,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if arguments:
                 log.warning("the model is sharded already: %s have no effect", sorted(arguments))
             return
+        if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+            log.info("%s", adopt(model))
         if self.native_amp and self.mixed_precision in _DTYPES:
             arguments.setdefault("precision", Precision(compute=_DTYPES[self.mixed_precision]))
         shard(model, comm=_comm(self.device.type, dist.group.WORLD), **arguments)
