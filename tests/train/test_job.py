@@ -14,7 +14,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.train.batches import Batches, Rows, RowSource
 from shardwise.train.config import Recipe
 from shardwise.train.decoder import Decoder, initialiser
-from shardwise.train.job import Job, build, parameter_groups
+from shardwise.train.job import Job, build
 from shardwise.train.learning_rate import learning_rate
 from shardwise.train.packed import Examples, SampleRows
 from tests.train.tiny import tiny_recipe
@@ -205,18 +205,3 @@ def test_prefetch_and_precision_reach_the_engine(tmp_path: Path) -> None:
     assert options.prefetch.backward == 0
     assert options.bucketing == "layer"
     assert options.precision.average == "predivide"
-
-
-def test_only_matrices_decay() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    decays, stays = parameter_groups(model.parameters(), 0.1)
-    assert decays == {"params": [model[0].weight], "weight_decay": 0.1}
-    assert stays["weight_decay"] == 0.0
-    assert len(stays["params"]) == 3  # type: ignore[arg-type]
-
-
-def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
-    model = nn.Linear(2, 3)
-    model.bias.requires_grad_(False)
-    (group,) = parameter_groups(model.parameters(), 0.1)
-    assert group["params"] == [model.weight]

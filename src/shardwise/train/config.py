@@ -27,6 +27,9 @@ _CONSTANT: dict[object, dict[str, Any]] = {  # what these schedules say of other
 class OptimizerConfig(Section):
     """AdamW with linear warm-up, and decay to a fraction of the peak."""
 
+    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = Field(
+        "adamw", description="adamw_8bit, paged_adamw_8bit: bitsandbytes', with moments in 8 bits"
+    )
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
         "cosine", description="after the warm-up; linear, constant, constant_with_warmup"

@@ -8,7 +8,7 @@ losses whenever micro-batches have different numbers of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,12 @@ from shardwise.sharded import Sharded
 from shardwise.train import language_model
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, RowSource
 from shardwise.train.collectives import all_gather_floats
-from shardwise.train.config import OptimizerConfig, Recipe
+from shardwise.train.config import Recipe
 from shardwise.train.learning_rate import learning_rate
+from shardwise.train.optimizer import optimizer_of
 from shardwise.train.streams import StreamBatches, StreamedRows
 
-__all__ = ["Job", "build", "parameter_groups"]
+__all__ = ["Job", "build"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Job:
 def build(recipe: Recipe, comm: Comm, rows: RowSource | StreamedRows, vocabulary: int) -> Job:
     """Build the sharded model, its optimizer and its batches. A collective."""
     sharded = language_model.build(recipe, comm, vocabulary)
-    optimizer = _optimizer(sharded.model.parameters(), recipe.optimizer)
+    optimizer = optimizer_of(sharded.model.parameters(), recipe.optimizer)
     scaler, batches = _scaler(recipe, comm.device.type), _batches(rows, recipe, comm)
     return Job(recipe, sharded.model, sharded, optimizer, batches, scaler)
 
@@ -114,26 +115,3 @@ def _batches(rows: RowSource | StreamedRows, recipe: Recipe, comm: Comm) -> Batc
     if isinstance(rows, StreamedRows):
         return StreamBatches(rows, comm.rank, comm.size)
     return Batches(rows, recipe.batch, recipe.run.seed, comm.rank, comm.size)
-
-
-def parameter_groups(
-    parameters: Iterable[nn.Parameter], weight_decay: float
-) -> list[dict[str, object]]:
-    """Two parameter groups: matrices with weight decay, and norms without.
-
-    Decaying a norm's scale would shrink its output, not regularise it. A shard has the number of
-    dimensions of its parameter, so the rule holds for shards.
-    """
-    trained = [param for param in parameters if param.requires_grad]
-    groups: list[dict[str, object]] = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    groups = parameter_groups(parameters, config.weight_decay)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)

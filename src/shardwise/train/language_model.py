@@ -14,6 +14,7 @@ from shardwise.train import model_folder
 from shardwise.train.batches import MicroBatch
 from shardwise.train.config import Recipe
 from shardwise.train.decoder import Decoder, initialiser
+from shardwise.train.optimizer import blocksize_of
 from shardwise.train.shard_arguments import shard_arguments
 
 __all__ = ["build", "logits"]
@@ -33,7 +34,8 @@ def build(recipe: Recipe, comm: Comm, vocabulary: int) -> Sharded:
     with torch.device("meta"):
         model = Decoder(recipe.model, vocabulary, recipe.data.context)
     init = initialiser(torch.Generator(comm.device).manual_seed(recipe.run.seed))
-    return shard(model, comm=comm, init=init, **shard_arguments(recipe.sharding))
+    blocksize, options = blocksize_of(recipe.optimizer), shard_arguments(recipe.sharding)
+    return shard(model, comm=comm, init=init, blocksize=blocksize, **options)
 
 
 def logits(model: nn.Module, batch: MicroBatch) -> Tensor:

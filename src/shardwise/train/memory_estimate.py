@@ -88,14 +88,15 @@ def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -
     shape = shape_of(placement, ranks, recipe.sharding.mesh, local_size(os.environ))
     split = (shape.shard if shape else ranks) if placement.splits else 1
     pieces = whole * local_ranks // (ranks if placement.splits_copies else split)
+    moments = MOMENTS * pieces // (1 if recipe.optimizer.name == "adamw" else stored.itemsize)
     # Parameters that stay gathered may be one copy in memory shared by the ranks of a machine.
     stays_whole = placement.splits and not placement.frees
     parameters = whole if stays_whole else whole * local_ranks // split
     if "parameters" in offload and placement.frees:
         parameters = 0
-    in_host = pieces * ("gradients" in offload) + (1 + MOMENTS) * pieces * ("optimizer" in offload)
+    in_host = pieces * ("gradients" in offload) + (pieces + moments) * ("optimizer" in offload)
     on_device = pieces * ("gradients" not in offload)
-    on_device += MOMENTS * pieces * ("optimizer" not in offload)
+    on_device += moments * ("optimizer" not in offload)
     return StateBytes(parameters + on_device, in_host)
 
 

@@ -1,0 +1,63 @@
+"""The optimizer of a recipe: AdamW, of torch in 32 bits or of bitsandbytes in 8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.optim.blockwise import BLOCK
+from shardwise.train.config import OptimizerConfig
+
+__all__ = ["blocksize_of", "optimizer_of", "parameter_groups"]
+
+
+def parameter_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices with weight decay, and norms without.
+
+    Decaying a norm's scale would shrink its output, not regularise it. A shard has the number of
+    dimensions of its parameter, so the rule holds for shards.
+    """
+    trained = [param for param in parameters if param.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def blocksize_of(config: OptimizerConfig) -> int:
+    """Of ``sw.shard``: the elements that have a scale in common; 0 = none."""
+    return 0 if config.name == "adamw" else BLOCK
+
+
+def optimizer_of(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that are trained.
+
+    Raises:
+        ConfigError: it is bitsandbytes', which is not installed.
+    """
+    groups = parameter_groups(parameters, config.weight_decay)
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    try:
+        from bitsandbytes import optim
+    except ImportError as error:
+        raise ConfigError(
+            f"optimizer.name is {config.name}, of bitsandbytes, which is not there ({error}). Run "
+            "pip install shardwise[bnb], or write optimizer.name: adamw."
+        ) from error
+    on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
+    pages = config.name == "paged_adamw_8bit" and not on_cpu  # there it would warn in each step
+    kind = optim.PagedAdamW8bit if pages else optim.AdamW8bit
+    of_8_bits: torch.optim.Optimizer = kind(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps
+    )
+    return of_8_bits

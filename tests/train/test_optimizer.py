@@ -1,0 +1,81 @@
+"""The recipe's optimizer: which parameters decay, and AdamW in 32 and in 8 bits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from threading import Lock
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.comm import threads
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
+from shardwise.train.job import Job, build
+from shardwise.train.optimizer import optimizer_of, parameter_groups
+from tests.train.test_job import VOCABULARY, rows
+from tests.train.tiny import tiny_recipe
+
+#: bitsandbytes' CPU kernels sometimes err where two threads call them at once.
+ONE_AT_A_TIME = Lock()
+
+
+def test_only_matrices_decay() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    decays, stays = parameter_groups(model.parameters(), 0.1)
+    assert decays == {"params": [model[0].weight], "weight_decay": 0.1}
+    assert stays["weight_decay"] == 0.0
+    assert len(stays["params"]) == 3
+
+
+def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
+    model = nn.Linear(2, 3)
+    model.bias.requires_grad_(False)
+    (group,) = parameter_groups(model.parameters(), 0.1)
+    assert group["params"] == [model.weight]
+
+
+def step(job: Job, number: int) -> float:
+    rank_loss = job.forward_backward(number)
+    job.clip_and_set_lr(number)
+    with ONE_AT_A_TIME:
+        job.update()
+    job.optimizer.zero_grad()
+    return rank_loss
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
+def test_moments_of_8_bits_are_kept_saved_and_resumed_bit_for_bit(
+    tmp_path: Path, name: str
+) -> None:
+    """On CPU nothing is paged. The first run takes four steps, the second resumes after two."""
+    pytest.importorskip("bitsandbytes")
+    recipe = tiny_recipe(tmp_path, f"optimizer.name={name}", "model.width=64", "model.hidden=96")
+
+    def rank(comm: Comm, first: int) -> tuple[list[float], set[torch.dtype]]:
+        job = build(recipe, comm, rows(), VOCABULARY)
+        if first:
+            job.sharded.load(tmp_path / "half", job.optimizer)
+        losses = []
+        for number in range(first, 4):
+            losses.append(step(job, number))
+            if number == 1:
+                job.sharded.save(tmp_path / "half", job.optimizer)
+        states = job.optimizer.state.values()
+        return losses, {state["state1"].dtype for state in states if state}
+
+    whole, resumed = (threads.run(2, lambda comm: rank(comm, first)) for first in (0, 2))  # noqa: B023
+    for (losses, dtypes), (again, _) in zip(whole, resumed, strict=True):
+        assert losses[2:] == again
+        assert torch.uint8 in dtypes
+
+
+def test_without_bitsandbytes_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    config = tiny_recipe(tmp_path, "optimizer.name=adamw_8bit").optimizer
+    with pytest.raises(ConfigError, match=r"pip install shardwise\[bnb\]"):
+        optimizer_of(nn.Linear(2, 2).parameters(), config)
