@@ -22,7 +22,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.explain.memory import table_of
 from shardwise.hf.adapters import save_adapter
 from shardwise.hf.preparation import check_compute, prepare, quantized_layers
-from shardwise.hf.quantized import adopt, quantize, quantize_shard
+from shardwise.hf.quantized import adopt, quantize, quantize_codes, share_scales
 from shardwise.integrations.peft import ORDER
 from shardwise.tracing.blueprint import draw
 from tests.copies import clones, equal, said, seeded
@@ -211,7 +211,7 @@ def shards_of(comm: Comm, values: dict[str, Tensor], config: Any, **options: Any
             ranges.append((first, last))  # noqa: B023
             return values[f"{name}.weight"].reshape(-1)[first:last]  # noqa: B023
 
-        quantize_shard(layer, read)
+        share_scales(layer, quantize_codes(layer, read))
         ((first, last),) = ranges
         own = layer.weight.numel() * layer.block // layer.nbytes_of(layer.block)
         is_cut = "bucketing" in options or config.load_in_8bit  # inside blocks

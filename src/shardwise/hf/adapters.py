@@ -26,6 +26,7 @@ from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.checkpoint.disk import explained, make_folder, sync_folder
 from shardwise.checkpoint.folder import new_token
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.hf.preparation import quantized_layers
 from shardwise.hf.targets import Matches, match_targets
 from shardwise.integrations.peft import ORDER
 from shardwise.memory.sharding import sharding_of
@@ -78,6 +79,11 @@ def add_adapter(
         raise ConfigError(
             f"init_lora_weights={config.init_lora_weights!r} computes the adapter from the base "
             f"model's weights, and changes them. Choose one of {', '.join(map(repr, INITIAL))}."
+        )
+    if config.use_dora and quantized_layers(model):
+        raise ConfigError(
+            "use_dora=True takes norms of the frozen weights, which peft finds in parameters of "
+            "bitsandbytes alone; here they are sharded bytes. Leave it out, or the quantisation."
         )
     config, matches = copy.deepcopy(config), match_targets(config, model)
     for warning in matches.warnings:

@@ -34,6 +34,8 @@ from shardwise.hf.adapters import add_adapter, init_adapter
 from shardwise.hf.file_map import FileMap, map_files
 from shardwise.hf.folder import config_of, locate, tokenizer_of
 from shardwise.hf.new_tokens import add_tokens
+from shardwise.hf.quantized import Quantized
+from shardwise.hf.quantized_weights import QuantizedWeights
 from shardwise.hf.report import Report
 from shardwise.hf.targets import Matches, trainable_line
 from shardwise.sharded import Sharded, shard
@@ -56,6 +58,7 @@ class LoadedModel:
         folder: where it was read.
         report: what of the files was read, converted, and left out.
         matches: which modules the adapter's targets are.
+        quantized: which layers, and their bytes before and after.
     """
 
     model: Any
@@ -64,13 +67,15 @@ class LoadedModel:
     folder: Path
     report: Report
     matches: Matches | None = None
+    quantized: Quantized | None = None
 
     def __str__(self) -> str:
-        if self.matches is None:
-            return str(self.report)
-        numel = self.sharded.numel
-        line = trainable_line(numel(trainable_only=True), numel())
-        return f"{self.report}\n{self.matches}\n{line}"
+        lines: list[object] = [self.report, self.quantized, self.matches]
+        if self.matches is not None:
+            packed = 0 if self.quantized is None else self.quantized.packed
+            numel = self.sharded.numel
+            lines.append(trainable_line(numel(trainable_only=True), numel() + packed))
+        return "\n".join(map(str, filter(None, lines)))
 
 
 def load(
@@ -81,6 +86,7 @@ def load(
     dtype: torch.dtype | None = None,
     lora: LoraConfig | None = None,
     new_tokens: Sequence[str] = (),
+    quantization: Any = None,
     comm: Comm | None = None,
     **shard_arguments: Any,
 ) -> LoadedModel:
@@ -98,6 +104,8 @@ def load(
         lora: an adapter to train on the frozen model; its values are drawn as peft does, by rank 0.
         new_tokens: what the tokenizer gets besides; the adapter trains their embeddings, which
             begin at the mean of the others.
+        quantization: a ``transformers.BitsAndBytesConfig``. The model is then frozen, and what is
+            not quantised is cast as by ``prepare_model_for_kbit_training``.
         comm: the ranks; ``None`` = from the launcher's environment, or one.
         shard_arguments: of ``sw.shard``: ``strategy=…``, ``wrap=…``, ``precision=…``.
 
@@ -113,24 +121,18 @@ def load(
         )
         folder, reader, model, file_map = opened
         comm.agree({f"what is stored in {folder.name}": _digest(reader)})
-        tokenizer, matches = tokenizer_of(folder), None
-
-        def adapted(lora: LoraConfig) -> tuple[Any, Matches]:
-            if new_tokens:
-                ids = add_tokens(model, tokenizer, new_tokens, file_map.direct)
-                lora = replace(lora, trainable_token_indices=ids)
-            return add_adapter(model, lora)
-
-        init, own = initialiser(model), _tensors(model)
-        if lora is not None:
-            model, matches = raise_on_all(comm, "adding an adapter", partial(adapted, lora))
-        later = file_map.tensors | (_tensors(model) - own)
+        quantized, file_map = QuantizedWeights.of(model, quantization, file_map)
+        tokenizer, init, own = tokenizer_of(folder), initialiser(model), _tensors(model)
+        adapted = partial(_adapted, model, lora, new_tokens, tokenizer, file_map)
+        model, matches = raise_on_all(comm, "adding an adapter", adapted)
+        later = file_map.tensors | quantized.tensors | (_tensors(model) - own)
         sharded = shard(model, comm=comm, init=init, load_later=later, **shard_arguments)
-        raise_on_all(comm, "reading a model", lambda: weights.read(reader, file_map, sharded))
+        read = partial(_read, reader, file_map, quantized, sharded)
+        quantized.share(raise_on_all(comm, "reading a model", read))
     if lora is not None:
         init_adapter(sharded)
     report = Report.of(sharded, file_map, str(source))
-    return LoadedModel(model, sharded, tokenizer, folder, report, matches)
+    return LoadedModel(model, sharded, tokenizer, folder, report, matches, quantized.table)
 
 
 def _open(
@@ -144,6 +146,26 @@ def _open(
         dtype = dtype_of(next(iter(stored.values())).stored.dtype)
     model = _on_meta(config, dtype or config.dtype, folder)
     return folder, reader, model, map_files(model, stored, str(folder))
+
+
+def _adapted(
+    model: Any, lora: LoraConfig | None, tokens: Sequence[str], tokenizer: Any, file_map: FileMap
+) -> tuple[Any, Matches | None]:
+    """The model with the adapter, if there is to be one, and what its targets matched."""
+    if lora is None:
+        return model, None
+    if tokens:
+        ids = add_tokens(model, tokenizer, tokens, file_map.direct)
+        lora = replace(lora, trainable_token_indices=ids)
+    return add_adapter(model, lora)
+
+
+def _read(
+    reader: CheckpointReader, file_map: FileMap, quantized: QuantizedWeights, sharded: Sharded
+) -> list[torch.Tensor]:
+    """Fill the shards, and return the absmax of this rank's blocks of quantised weights."""
+    weights.read(reader, file_map, sharded)
+    return quantized.read(reader, sharded.comm)
 
 
 def _on_meta(config: Any, dtype: torch.dtype, folder: Path) -> Any:

@@ -22,7 +22,7 @@ from shardwise.hf.preparation import check_config, check_devices, check_order, q
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.printed import size
 
-__all__ = ["Quantized", "Read", "adopt", "quantize", "quantize_shard", "report"]
+__all__ = ["Quantized", "Read", "adopt", "quantize", "quantize_codes", "report", "share_scales"]
 
 CONV1D = "transformers.pytorch_utils.Conv1D"
 """GPT-2's linear layer, whose weight is ``[in, out]``."""
@@ -38,6 +38,7 @@ class Quantized:
     Attributes:
         form: ``"nf4"``, ``"fp4"`` or ``"int8"``, and what it computes in.
         layers: how many.
+        packed: elements of their weights that are no elements of a parameter now.
         before: bytes of their weights in the dtype that was, or will be, quantised.
         codes: bytes of their weights now.
         scales: bytes of their scales.
@@ -48,6 +49,7 @@ class Quantized:
 
     form: str
     layers: int
+    packed: int
     before: int
     codes: int
     scales: int
@@ -73,9 +75,9 @@ class Quantized:
 def quantize(model: nn.Module, config: Any) -> Quantized:
     """Replace a model's linear layers by quantised ones, in place.
 
-    Their values are quantised at once, or, on the meta device, by ``quantize_shard`` when they are
-    loaded. As in transformers the head and tied layers stay as they are, or else the layers that
-    ``config.llm_int8_skip_modules`` names.
+    Their values are quantised at once, or, on the meta device, after ``shard()`` by
+    ``quantize_codes`` and ``share_scales``. As in transformers the head and tied layers stay as
+    they are, or else the layers that ``config.llm_int8_skip_modules`` names.
 
     Args:
         model: of transformers, or any other.
@@ -147,37 +149,50 @@ def adopt(model: nn.Module) -> Quantized:
 # --- after it is sharded ----------------------------------------------------------------------
 
 
-def quantize_shard(layer: Any, read: Read) -> None:
-    """Quantise this rank's blocks of a sharded layer's weight. A collective.
-
-    Each rank quantises its own blocks. Their absmax, a 64th of the elements, are gathered, since
-    the mean of all of them is subtracted before they are quantised, too.
+def quantize_codes(layer: Any, read: Read) -> Tensor:
+    """Quantise the blocks of a layer's weight that this rank holds. No communication.
 
     Args:
         layer: a ``Linear4bit`` or ``Linear8bit`` of a sharded model.
         read: gives this rank's values, in the dtype that is quantised, on the layer's device.
+
+    Returns:
+        The blocks' absmax, for ``share_scales``; of a block that is cut, on the first rank alone.
     """
-    weight, scales = sharding_of(layer.weight), sharding_of(layer.scales)
-    assert weight is not None, "shard() comes before"
-    assert scales is not None, "shard() comes before"
-    per = layer.nbytes_of(layer.block)  # bytes of a block's codes
+    weight, per = _sharding(layer.weight), layer.nbytes_of(layer.block)
     first, last = weight.start // per, -(-weight.stop // per)
     values = read(first * layer.block, min(last * layer.block, layer.values))
     codes, absmax = layer.codes(values)
-    # A block that a boundary cuts is quantised by both ranks, and its absmax sent by the first.
-    sent = [_blocks_begun(weight, shard, per) for shard in range(weight.layout.world)]
-    own = absmax[sent[weight.position][0] - first : sent[weight.position][1] - first]
-    sizes = [stop - start for start, stop in sent]
-    padded = own.new_empty(max(sizes), device=weight.axes[0].device)
-    padded[: own.numel()] = own
+    begin = weight.start - first * per
+    _put(layer.weight, codes[begin : begin + weight.stop - weight.start])
+    start, stop = _blocks_begun(weight, weight.position, per)
+    return absmax[start - first : stop - first]
+
+
+def share_scales(layer: Any, absmax: Tensor) -> None:
+    """Fill a layer's scales from what ``quantize_codes`` gave on each rank. A collective.
+
+    All ranks get all absmax, a 64th of the elements, for a moment: bitsandbytes subtracts the mean
+    of all of them before it quantises them, too.
+    """
+    weight, scales = _sharding(layer.weight), _sharding(layer.scales)
+    per, shards = layer.nbytes_of(layer.block), range(weight.layout.world)
+    blocks = [_blocks_begun(weight, shard, per) for shard in shards]
+    sizes = [stop - start for start, stop in blocks]
+    padded = absmax.new_empty(max(sizes), device=weight.axes[0].device)
+    padded[: absmax.numel()] = absmax
     rows = gather_rows(padded, weight.axes, Label("scales", weight.name))
     whole = torch.cat([row[:n] for row, n in zip(rows.unbind(), sizes, strict=True)])
-    begin = weight.start - first * per
-    with torch.no_grad():
-        _put(layer.weight, codes[begin : begin + weight.stop - weight.start])
-        _put(layer.scales, layer.packed(whole)[scales.start : scales.stop])
+    _put(layer.scales, layer.packed(whole)[scales.start : scales.stop])
 
 
+def _sharding(param: nn.Parameter) -> Sharding:
+    sharding = sharding_of(param)
+    assert sharding is not None, "shard() comes before"
+    return sharding
+
+
+@torch.no_grad()
 def _put(param: nn.Parameter, part: Tensor) -> None:
     param.copy_(part.view(param.shape))
 
@@ -199,6 +214,7 @@ def report(model: nn.Module, config: Any = None) -> Quantized:
     return Quantized(
         ", ".join(dict.fromkeys(layer.kind for layer in layers.values())),
         len(layers),
+        sum(layer.values for layer in layers.values()) - codes - scales,
         sum(layer.values * layer.values_dtype.itemsize for layer in layers.values()),
         codes,
         scales,
