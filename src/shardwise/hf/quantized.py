@@ -166,7 +166,8 @@ def quantize_codes(layer: Any, read: Read) -> Tensor:
     begin = weight.start - first * per
     _put(layer.weight, codes[begin : begin + weight.stop - weight.start])
     start, stop = _blocks_begun(weight, weight.position, per)
-    return absmax[start - first : stop - first]
+    own: Tensor = absmax[start - first : stop - first]
+    return own
 
 
 def share_scales(layer: Any, absmax: Tensor) -> None:

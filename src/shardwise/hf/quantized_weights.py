@@ -55,8 +55,8 @@ class QuantizedWeights:
         values = {name: weights[f"{name}.weight"] for name in layers}
         if made := [name for name, weight in values.items() if weight not in direct]:
             raise ConfigError(
-                f"{made[0]!r} is made of several stored tensors, so its blocks cannot be read. Name "
-                "it in llm_int8_skip_modules (model.quantization.skip)."
+                f"{made[0]!r} is made of several stored tensors, so no blocks of it can be read. "
+                "Name it in llm_int8_skip_modules (model.quantization.skip)."
             )
         places = {layer: direct.pop(values[name]) for name, layer in layers.items()}
         return cls(places, table), replace(file_map, direct=direct)
