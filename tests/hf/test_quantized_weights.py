@@ -79,7 +79,7 @@ def test_an_adapter_on_it_is_trained_and_answers_in_peft(tmp_path: Path) -> None
     assert "sharded bytes" in refused
 
 
-def plain_linears(folder: Path) -> list[torch.nn.Parameter]:
+def plain_linears(folder: Path) -> list[torch.Tensor]:
     model: Any = hf.AutoModelForCausalLM.from_pretrained(folder)
     named = model.model.named_modules()
     return [m.weight for _, m in named if isinstance(m, torch.nn.Linear)]
