@@ -84,11 +84,12 @@ def _stored(recipe: Recipe) -> torch.dtype:
 def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -> StateBytes:
     """A lower bound of the bytes of ``local_ranks`` of ``ranks`` ranks in one memory."""
     placement, offload = placement_of(recipe.sharding.strategy), recipe.sharding.offload
-    whole = parameter_count(recipe, vocabulary) * _stored(recipe).itemsize
+    stored = _stored(recipe).itemsize
+    whole = parameter_count(recipe, vocabulary) * stored
     shape = shape_of(placement, ranks, recipe.sharding.mesh, local_size(os.environ))
     split = (shape.shard if shape else ranks) if placement.splits else 1
     pieces = whole * local_ranks // (ranks if placement.splits_copies else split)
-    moments = MOMENTS * pieces // (1 if recipe.optimizer.name == "adamw" else stored.itemsize)
+    moments = MOMENTS * pieces // (1 if recipe.optimizer.name == "adamw" else stored)
     # Parameters that stay gathered may be one copy in memory shared by the ranks of a machine.
     stays_whole = placement.splits and not placement.frees
     parameters = whole if stays_whole else whole * local_ranks // split

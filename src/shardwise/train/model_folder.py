@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.sharded import Sharded
 from shardwise.train.config import Recipe
 from shardwise.train.model_config import TokenizerConfig
+from shardwise.train.optimizer import blocksize_of
 from shardwise.train.shard_arguments import shard_arguments
 
 __all__ = ["dtype_of", "files", "load", "locate", "numel", "with_tokenizer"]
@@ -61,6 +62,7 @@ def load(recipe: Recipe, comm: Comm, vocabulary: int) -> Sharded:
         revision=config.revision,
         dtype=dtype_of(recipe),
         comm=comm,
+        blocksize=blocksize_of(recipe.optimizer),
         **shard_arguments(recipe.sharding),
     )
     text = loaded.model.config.get_text_config()
