@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.cli.format_records import format_record
 from shardwise.comm import threads
+from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
 from shardwise.train.batches import IGNORED, RowSource
@@ -16,10 +17,11 @@ from shardwise.train.data import Data, prepare
 from shardwise.train.data_config import DataConfig
 from shardwise.train.folder import Folder
 from shardwise.train.loop import train
+from shardwise.train.recipe import read_recipe
 from shardwise.train.records import Evaluated, PreparedSamples, Record, Stepped
 from shardwise.train.samples import read_samples, tokenize_split
 from shardwise.train.streams import StreamBatches, StreamedRows
-from tests.hf.folders import tiny_tokenizer
+from tests.hf.folders import tiny, tiny_tokenizer
 from tests.train.tiny import WORDS, tiny_recipe
 
 ROWS: list[dict[str, Any]] = [
@@ -159,6 +161,36 @@ def test_a_run_on_samples_is_the_same_on_two_ranks(tmp_path: Path) -> None:
     assert losses(2) == pytest.approx(one := losses(1), rel=1e-5)
     assert len(one) == 6  # four steps and two validations
     assert one[-1] < one[1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_a_folder_of_the_hub_is_tuned_on_messages(tmp_path: Path, architecture: str) -> None:
+    """By its own chat template; one that does not keep packed samples apart is refused."""
+    tiny(architecture, tmp_path / "hub")
+    roles = {"user": "prompt", "assistant": "completion"}
+    chats: list[dict[str, Any]] = [
+        {"messages": [{"role": role, "content": row[name]} for role, name in roles.items()]}
+        for row in ROWS
+    ]
+    path = tmp_path / "tuned.yaml"
+    path.write_text(
+        f"model: {{from: {tmp_path / 'hub'}}}\n"
+        f"data: {{source: {written(tmp_path / 'a.jsonl', chats)}, format: messages, context: 64}}\n"
+        "batch: {rows: 4, micro: 2}\noptimizer: {lr: 1e-2, warmup: 0}\nsample: {tokens: 0}\n"
+        f"run: {{folder: {tmp_path / 'run'}, steps: 4, device: cpu}}\n"
+    )
+    found: list[float] = []
+
+    def emit(record: Record) -> None:
+        if isinstance(record, Stepped):
+            found.append(record.loss)
+
+    if architecture == "opt":
+        with pytest.raises(ConfigError, match=r"OPTForCausalLM changes its logits by up to"):
+            train(read_recipe(path), LocalComm(), emit)
+    else:
+        threads.run(2, lambda comm: train(read_recipe(path), comm, emit))
+        assert found[-1] < found[0]
 
 
 # --- streamed --------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from shardwise.train.batches import IGNORED, RowSource
 from shardwise.train.data import Data, prepare
 from shardwise.train.data_config import DataConfig
 from shardwise.train.folder import Folder
+from shardwise.train.model_folder import with_tokenizer
 from shardwise.train.packed import SampleRows
 from shardwise.train.streams import StreamedRows
 
@@ -55,6 +56,7 @@ def run_data_show(recipe: Recipe, number: int) -> None:
     Raises:
         ConfigError: there is no such row, or text is streamed.
     """
+    recipe = with_tokenizer(recipe)
     data = prepare(recipe, LocalComm(), Folder(Path(recipe.run.folder).expanduser()))
     rows, console = data.training, Console(highlight=False, soft_wrap=True)
     if isinstance(rows, StreamedRows):
