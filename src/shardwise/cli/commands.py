@@ -45,6 +45,7 @@ Any value of the recipe can be overridden: --optimizer.lr 3e-4 or optimizer.lr=3
 Examples:
   shardwise train recipes/demo.yaml --nproc 2
   shardwise train recipes/demo.yaml --run.steps 50 --sharding.precision bf16
+  shardwise train recipes/llama2-70b-lora.yaml --rehearse
   torchrun --nproc-per-node 2 -m shardwise.cli train recipes/demo.yaml
 
 \b
@@ -112,12 +113,22 @@ def _rank_and_step(
     help="Rehearse a crash: this rank kills itself at this step, once.",
 )
 @click.option(
+    "--rehearse",
+    is_flag=True,
+    help="Run a small copy on two CPU ranks and on one, and compare; needs no other machine.",
+)
+@click.option(
     "-v", "--verbose", is_flag=True, help="Print each rank's local rank, device and host."
 )
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
-def train(recipe: str, overrides: tuple[str, ...], **processes: Any) -> None:
+def train(recipe: str, overrides: tuple[str, ...], rehearse: bool, **processes: Any) -> None:
     """The command; its help is ``TRAIN``."""
     parsed = _recipe(recipe, overrides)
+    if rehearse:
+        from shardwise.cli.rehearse import run_rehearsal
+
+        run_rehearsal(parsed)
+        return
     from shardwise.cli.train import LaunchOptions, run_train
 
     run_train(parsed, (recipe, *overrides), LaunchOptions(**processes))
@@ -129,9 +140,8 @@ def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
     from shardwise.train.recipe import read_recipe
 
     try:
-        return read_recipe(
-            path, overrides, ("--nproc", "--restarts", "--kill-rank", "--verbose", "--help")
-        )
+        processes = ("--nproc", "--restarts", "--kill-rank", "--rehearse")
+        return read_recipe(path, overrides, (*processes, "--verbose", "--help"))
     except ConfigError as error:
         if write_error_file(error):
             sys.exit(1)

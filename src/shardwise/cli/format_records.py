@@ -118,7 +118,7 @@ def _built(r: Built) -> list[str]:
     epochs = "" if r.epochs is None else f", {r.epochs:.2f} epochs"
     share = r.warmup / r.steps
     warmup = f", warm-up in the first {r.warmup} ({share:.1%})" if r.warmup else ""
-    first = f"the first {count(r.untimed, 'step')}, " if r.untimed else ""
+    first = f"the first {r.untimed} steps, " if r.untimed > 1 else "the first step, " * r.untimed
     untimed = f"{first}validation and saving"
     return [
         _labelled("model", f"{r.parameters:,} parameters, {r.strategy} over {ranks}"),

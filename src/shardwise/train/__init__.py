@@ -9,6 +9,7 @@ In reading order:
     decoder       the model                          learning_rate step → learning rate
     job           model, shards, optimizer: one step loop          all steps
     length        epochs as steps                    results       what a finished run writes
+    rehearsal     a recipe in small, and its proof   rehearsal_files what it reads
     validation    the same rows at every world size  sample        text from a sharded model
     start         new, resumed or finished           requests      to save or to stop
     checkpoints   saving and resuming                run_logger    rank 0's folder, log and output

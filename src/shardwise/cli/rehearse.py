@@ -1,0 +1,53 @@
+"""``shardwise train RECIPE --rehearse``: the recipe in small, on two ranks and on one, compared."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from shardwise.cli.tables import table
+from shardwise.errors import ShardwiseError
+from shardwise.train.config import Recipe
+from shardwise.train.recipe import to_yaml
+from shardwise.train.rehearsal import RANKS, Rehearsal
+
+__all__ = ["run_rehearsal"]
+
+
+def run_rehearsal(recipe: Recipe) -> None:
+    """Print what is smaller, run it twice, and print what that proves.
+
+    Raises:
+        ShardwiseError: a run failed, or they differ.
+    """
+    folder = Path(f"{recipe.run.folder}-rehearsal").expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    rehearsal = Rehearsal(recipe, folder)
+    changes = [*rehearsal.changes()]
+    click.echo(f"rehearsal of {recipe.run.folder}: the same path on {RANKS} CPU ranks, in small:")
+    for line in table([list(change) for change in changes], ["key", "recipe", "here"], left=3):
+        click.echo(line)
+    click.echo("")
+    for ranks in (RANKS, 1):
+        path = folder / f"ranks-{ranks}.yaml"
+        path.write_text(to_yaml(rehearsal.small(ranks)), "utf-8")
+        _run(path, ranks)
+    click.echo("")
+    for sentence in rehearsal.proof():
+        click.echo(f"proved    {sentence}")
+
+
+def _run(path: Path, ranks: int) -> None:
+    """Run a recipe; the run on one rank is only compared, so its output is not shown."""
+    command = [sys.executable, "-m", "shardwise.cli", "train", str(path), "--nproc", str(ranks)]
+    # The command is this program.
+    is_quiet = ranks == 1
+    done = subprocess.run(command, capture_output=is_quiet, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        raise ShardwiseError(
+            f"the rehearsal on {ranks} rank{'s' * (ranks > 1)} failed with status "
+            f"{done.returncode}. {done.stderr or 'Its message is above.'}"
+        )

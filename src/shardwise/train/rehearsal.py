@@ -1,0 +1,145 @@
+"""A recipe in small: the same path, with a tiny model of its kind, a few samples and steps.
+
+1. shrink      the recipe; with a base model and samples that are made beside it
+2. (run it)    on two ranks, and again on one
+3. prove       both have the same losses, and plain transformers and peft load what was written
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.comm.local import LocalComm
+from shardwise.errors import ShardwiseError
+from shardwise.train import rehearsal_files
+from shardwise.train.config import Recipe
+from shardwise.train.data import prepare
+from shardwise.train.folder import METRICS, Folder
+from shardwise.train.recipe import flatten
+from shardwise.train.validation import Validation
+
+__all__ = ["Rehearsal"]
+
+Tree = dict[str, Any]
+RANKS = 2
+_TEXT = {"data.source": "stdlib", "data.field": "text", "data.max_bytes": 300_000}
+_STREAMS = {"data.streaming.streams": 4, "data.streaming.shuffle": 4}
+_DECODER = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 176}
+_BATCH = {"batch.rows": 8, "batch.micro": 2, "data.context": 64}
+_RUN = {"run.device": "cpu", "run.steps": 6, "run.log_every": 1, "run.eval_rows": 8}
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A recipe, and what is small in its rehearsal.
+
+    Attributes:
+        recipe: as it was written.
+        folder: of everything that the rehearsal reads and writes.
+    """
+
+    recipe: Recipe
+    folder: Path
+
+    def small(self, ranks: int = RANKS) -> Recipe:
+        """The recipe of the run on so many ranks; what it reads is there."""
+        given = flatten(self.recipe.model_dump())
+        runs = {"run.folder": str(self.folder / f"ranks-{ranks}"), **_RUN}
+        new = {"run.overwrite": True, "checkpoint.resume": "never", "run.throughput_warmup": 1}
+        less: Tree = {"sharding.mesh": None, "sharding.compile": False, "sample.tokens": 8}
+        if given.get("adapter.dropout"):  # each number of ranks would draw other numbers
+            less["adapter.dropout"] = 0.0
+        small = {**_BATCH, **runs, **new, **less, **self._model(given), **self._data(given)}
+        for key in ("checkpoint.save_every", "run.eval_every", "optimizer.warmup"):
+            small[key] = min(given[key], 2) if isinstance(given[key], int) else given[key]
+        tree = self.recipe.model_dump()
+        for key, value in small.items():
+            section = tree
+            *names, last = key.split(".")
+            for name in names:
+                section = section[name]
+            section[last] = value
+        return Recipe.model_validate(tree)
+
+    def _model(self, given: Tree) -> Tree:
+        if source := given.get("model.from"):
+            return {"model.from": str(rehearsal_files.base(source, self.folder / "base"))}
+        return {"tokenizer.vocabulary": 512, **{f"model.{k}": v for k, v in _DECODER.items()}}
+
+    def _data(self, given: Tree) -> Tree:
+        if given["data.format"] == "text":
+            return _TEXT | (_STREAMS if given["data.streaming.streams"] else {})
+        path = rehearsal_files.samples(given["data.format"], self.folder)
+        held_out = {"data.validation": 0.25, "data.validation_source": None}
+        return {"data.source": str(path), "data.columns": {}, "data.context": 256, **held_out}
+
+    def changes(self) -> Iterator[tuple[str, str, str]]:
+        """Each key that is smaller or elsewhere: its name, and both values."""
+        before, after = flatten(self.recipe.model_dump()), flatten(self.small().model_dump())
+        for key, value in after.items():
+            if value != before.get(key):
+                yield key, str(before.get(key)), str(value)
+
+    def proof(self) -> Iterator[str]:
+        """What both runs show, a sentence each.
+
+        Raises:
+            ShardwiseError: one of them does not hold.
+        """
+        compute = self.recipe.sharding.precision.compute
+        tolerance = 1e-4 if compute in (None, "float32", "float64") else 3e-2
+        sharded, whole = (_losses(self.folder / f"ranks-{ranks}") for ranks in (RANKS, 1))
+        apart = max(abs(a - b) / b for a, b in zip(sharded, whole, strict=True))
+        _check(apart, tolerance, f"the losses of {RANKS} ranks and of one process")
+        yield (
+            f"{len(whole)} losses of {RANKS} ranks equal those of one process: at most {apart:.1e} "
+            f"apart, relative (limit {tolerance:g})"
+        )
+        recipe = self.small()
+        found, written = self._loaded(recipe)
+        again = _validation_loss(recipe, found)
+        _check(
+            abs(again - sharded[-1]) / sharded[-1], tolerance, f"the last validation and {written}"
+        )
+        yield f"{written} has the validation loss {again:.4f}; the run's last was {sharded[-1]:.4f}"
+
+    def _loaded(self, recipe: Recipe) -> tuple[torch.nn.Module, str]:
+        """The model that the run wrote, without any code of ours, and what it is."""
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        given, folder = flatten(recipe.model_dump()), Path(recipe.run.folder)
+        if given.get("adapter.rank") is None:
+            return AutoModelForCausalLM.from_pretrained(folder), "the model in plain transformers"
+        from peft import PeftModel
+
+        base = AutoModelForCausalLM.from_pretrained(given["model.from"])
+        return PeftModel.from_pretrained(base, folder / "adapter"), "the adapter in plain peft"
+
+
+def _losses(folder: Path) -> list[float]:
+    """Of each step and validation, in order."""
+    lines = folder.joinpath(METRICS).read_text("utf-8").splitlines()
+    return [record["loss"] for line in lines if "loss" in (record := json.loads(line))]
+
+
+def _validation_loss(recipe: Recipe, model: torch.nn.Module) -> float:
+    comm = LocalComm()
+    data = prepare(recipe, comm, Folder(Path(recipe.run.folder)))
+    rows, micro = recipe.run.eval_rows, recipe.batch.micro
+    return Validation(data.validation, rows, micro).evaluate(model, comm, 0).loss
+
+
+def _check(apart: float, tolerance: float, what: str) -> None:
+    if not apart <= tolerance:
+        raise ShardwiseError(
+            f"the rehearsal failed: {what} are {apart:.1e} apart, relative, and the limit is "
+            f"{tolerance:g}. Both runs are kept; compare their metrics.jsonl."
+        )

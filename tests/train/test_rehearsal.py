@@ -1,0 +1,85 @@
+"""A rehearsal: what is small in it, and that what it proves can fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.comm.local import LocalComm
+from shardwise.errors import ShardwiseError
+from shardwise.train.config import Recipe
+from shardwise.train.data import prepare
+from shardwise.train.folder import Folder
+from shardwise.train.packed import SampleRows
+from shardwise.train.recipe import read_recipe, to_yaml
+from shardwise.train.rehearsal import Rehearsal
+from shardwise.train.rehearsal_files import samples
+from tests.cli.test_train import run as run_command
+from tests.train.runs import Watched
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_has_a_small_one_that_reads_what_is_there(tmp_path: Path, path: Path) -> None:
+    rehearsal = Rehearsal(read_recipe(path), tmp_path)
+    small, alone = rehearsal.small(), rehearsal.small(1)
+    assert small.run.device == "cpu"
+    assert small.model_dump() | {"run": None} == alone.model_dump() | {"run": None}
+    assert small.data.source == "stdlib" or Path(small.data.source).is_file()
+    (tmp_path / "small.yaml").write_text(to_yaml(small), "utf-8")
+    assert read_recipe(tmp_path / "small.yaml") == small
+    changed = {name: (before, after) for name, before, after in rehearsal.changes()}
+    assert changed["run.folder"][1] == str(tmp_path / "ranks-2")
+    assert all(before != after for before, after in changed.values())
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
+    """Of the demo, on two threads and on one."""
+    demo = next(path for path in RECIPES if path.stem == "demo")
+    rehearsal = Rehearsal(read_recipe(demo, ["sample.tokens=0"]), tmp_path)
+    for ranks in (2, 1):
+        Watched(monkeypatch).run(rehearsal.small(ranks), ranks)
+    return rehearsal
+
+
+def test_both_runs_have_the_same_losses_and_transformers_loads_the_model(run: Rehearsal) -> None:
+    losses, model = run.proof()
+    assert losses.startswith("9 losses of 2 ranks equal those of one process: at most ")
+    assert float(losses.split("at most ")[1].split()[0]) < 1e-5
+    assert model.startswith("the model in plain transformers has the validation loss ")
+    path = run.folder / "ranks-1" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    last = next(line for line in reversed(lines) if line["record"] == "evaluated")
+    last["loss"] *= 1.001
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    with pytest.raises(ShardwiseError, match=r"losses of 2 ranks and of one process are 1\.0e-03"):
+        next(run.proof())
+
+
+@pytest.mark.parametrize("kind", ["alpaca", "completion"])
+def test_samples_are_read_as_the_format_says(tmp_path: Path, kind: str) -> None:
+    path = samples(kind, tmp_path)
+    data = {"source": str(path), "format": kind, "context": 256, "validation": 0.25}
+    recipe = Recipe.model_validate({"data": data, "tokenizer": {"vocabulary": 400}})
+    rows = prepare(recipe, LocalComm(), Folder(tmp_path)).training
+    assert isinstance(rows, SampleRows)
+    every = np.arange(len(rows))
+    assert 0 < rows.targets(every) < len(rows) * 256
+
+
+@pytest.mark.spawn
+@pytest.mark.prove
+def test_the_command_says_what_is_small_runs_twice_and_proves(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    done = run_command("shardwise", "train", str(RECIPES[0]), "--rehearse", f"run.folder={folder}")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"rehearsal of {folder}: the same path on 2 CPU ranks, in small:"
+    assert ["model.width", "256", "64"] in [line.split() for line in lines]
+    assert sum(line.startswith("proved ") for line in lines) == 2
+    assert sum(line.startswith("done ") for line in lines) == 1  # of the run on two ranks
