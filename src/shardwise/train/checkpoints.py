@@ -22,6 +22,7 @@ from shardwise.checkpoint.folder import steps
 from shardwise.checkpoint.training_state import NAME as TRAINING_FILE
 from shardwise.checkpoint.training_state import Document
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from shardwise.hf.adapters import is_adapters
 from shardwise.train.collectives import broadcast_text
 from shardwise.train.config import CheckpointConfig
 from shardwise.train.data import Data
@@ -83,6 +84,8 @@ class Checkpoints:
         self._job, self._data, self._log = job, data, log
         self._folder = Path(job.recipe.run.folder).expanduser() / CHECKPOINTS
         self._saving: tuple[int, Saving] | None = None
+        has_adapter = job.recipe.adapter.rank is not None
+        self._stored = is_adapters(job.sharded) if has_adapter else None  # which tensors
         self.save_error = ""
 
     # ---- resume ------------------------------------------------------------------------------
@@ -127,7 +130,9 @@ class Checkpoints:
 
     def _load_newest(self, folder: Path) -> Loaded | None:
         try:
-            return self._job.sharded.resume(folder, self._job.optimizer, self._restored())
+            training, strict = self._restored(), self._stored is None
+            report = self._job.sharded.resume(folder, self._job.optimizer, training, strict=strict)
+            return report and self._checked(report)
         except DamagedCheckpoint as error:  # all of them
             if self._job.recipe.run.overwrite and folder == self._folder:
                 return None
@@ -145,7 +150,20 @@ class Checkpoints:
         if document is None:
             raise _not_of_a_run(path)
         self._check_document(path, document)
-        return self._job.sharded.load(path, self._job.optimizer, self._restored())
+        training, strict = self._restored(), self._stored is None
+        report = self._job.sharded.load(path, self._job.optimizer, training, strict=strict)
+        return self._checked(report)
+
+    def _checked(self, report: Loaded) -> Loaded:
+        """What was loaded, which may lack the frozen base of an adapter and nothing else."""
+        stored = self._stored or (lambda _: True)
+        lost = [*filter(stored, report.missing), *report.misshapen, *report.unexpected]
+        if lost:
+            raise CheckpointError(
+                f"{_relative(report.path)} does not hold this run's adapter: {len(lost)} tensors "
+                f"do not fit, such as {lost[0]}. Resume with the adapter section it was saved with."
+            )
+        return report
 
     def _restored(self) -> Training:
         """What of the training state is restored by loading."""
@@ -299,6 +317,7 @@ class Checkpoints:
         return {
             "save_total_limit": config.save_total_limit,
             "keep_best": "lowest" if config.keep_best else None,
+            "names": self._stored,
             "files": {FILE: self._data.tokenizer.to_str(), **config_texts(self._job, self._data)},
         }
 

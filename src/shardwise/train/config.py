@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, Field, model_validator
 
 from shardwise.errors import ConfigError
+from shardwise.train.adapter_config import AdapterConfig
 from shardwise.train.data_config import BatchConfig, DataConfig
 from shardwise.train.model_config import ModelConfig, TokenizerConfig
 from shardwise.train.section import DeviceName, Positive, Section
@@ -140,6 +141,7 @@ class Recipe(Section):
     """Everything that defines a run, except the number of processes."""
 
     model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import CheckpointError
+from shardwise.hf.adapters import save_adapter
 from shardwise.train.batches import evenly_spaced
 from shardwise.train.config import Recipe
 from shardwise.train.data import Data
@@ -26,6 +27,9 @@ from shardwise.train.tokenizer import end_id
 
 __all__ = ["export", "files_of", "result_files"]
 
+ADAPTER = "adapter"
+"""The folder in which peft finds a run's adapter."""
+
 
 def export(
     job: Job, data: Data, logger: RunLogger, tokens_per_second: float, save_error: str
@@ -39,7 +43,11 @@ def export(
         text = sample(job.model, data.tokenizer, recipe.sample, context, generator, end)
         logger.log(Sampled(recipe.sample.prompt, text))
     try:
-        job.sharded.save_file(Path(recipe.run.folder).expanduser() / WEIGHTS)
+        folder = Path(recipe.run.folder).expanduser()
+        if recipe.adapter.rank is None:
+            job.sharded.save_file(folder / WEIGHTS)
+        else:
+            save_adapter(job.sharded, folder / ADAPTER)
         if logger.folder is not None:
             for name, content in config_texts(job, data).items():
                 logger.folder.write_bytes(name, content)

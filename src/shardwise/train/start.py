@@ -49,6 +49,7 @@ __all__ = [
 
 IDENTITY_KEYS = (
     "model",
+    "adapter",
     "tokenizer.vocabulary",
     "tokenizer.end",
     "data.format",
