@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from shardwise.cli.format_names import escape
 from shardwise.cli.tables import table
 from shardwise.train.records import (
     Built,
@@ -121,6 +122,7 @@ def _built(r: Built) -> list[str]:
     first = f"the first {r.untimed} steps, " if r.untimed > 1 else "the first step, " * r.untimed
     untimed = f"{first}validation and saving"
     return [
+        *(_labelled("", escape(line)) for line in r.report.splitlines()),
         _labelled("model", f"{r.parameters:,} parameters, {r.strategy} over {ranks}"),
         _labelled(
             "batch", f"global batch {r.rows} = micro-batch {r.micro} × {accumulation} × {ranks}"

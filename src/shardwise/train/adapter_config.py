@@ -28,9 +28,6 @@ class AdapterConfig(Section):
     modules_to_save: tuple[str, ...] = Field(
         (), description="names of modules that are trained as a whole and saved with the adapter"
     )
-    new_tokens: tuple[str, ...] = Field(
-        (), description="tokens that the tokenizer gets and whose embeddings are trained"
-    )
     init: Literal["default", "gaussian"] = Field(
         "default", description="of the first matrix: Kaiming uniform, or normal"
     )

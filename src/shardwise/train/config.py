@@ -152,6 +152,15 @@ class Recipe(Section):
     run: RunConfig = RunConfig()
 
     @model_validator(mode="after")
+    def _an_adapter_has_a_base(self) -> Self:
+        if self.adapter.rank is not None and self.model.source is None:
+            raise ConfigError(
+                f"adapter.rank is {self.adapter.rank} and model.from is null: an adapter is "
+                "trained on a model that is read and stays as it is. Name it in model.from."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rates_rise_before_they_fall(self) -> Self:
         if self.run.epochs is None:
             self.check_warmup(self.run.steps)

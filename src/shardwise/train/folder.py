@@ -7,6 +7,7 @@ file keeps a second run from writing to the same folder; the system releases it 
       recipe.yaml  metrics.jsonl  tokenizer.json …    during the run
       checkpoints/step-100  checkpoints/latest        to resume from
       model.safetensors  config.json  loss.png …      at the end
+      adapter/                                        in place of a model that has an adapter
       save  stop                                      requests, made by the user
       replaced-1/                                     an earlier run, until this one has saved
       .replacing/                                     an earlier run that is being moved
@@ -30,11 +31,12 @@ from shardwise.checkpoint.disk import MODE, make_folder
 from shardwise.checkpoint.folder import LATEST, remove, remove_stale_partials, steps
 from shardwise.errors import ConfigError
 
-__all__ = ["CHECKPOINTS", "METRICS", "RECIPE", "Folder", "errors_naming", "locate"]
+__all__ = ["ADAPTER", "CHECKPOINTS", "METRICS", "RECIPE", "Folder", "errors_naming", "locate"]
 
 RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+ADAPTER = "adapter"  # as peft writes it
 LOCK = ".lock"
 # Metrics first: a partly moved run must not look like a finished one.
 TOKENIZER = (
@@ -134,7 +136,7 @@ class Folder:
         with Folder(replaced_run).atomic_write(RECIPE) as copy:  # the folder always has a recipe
             shutil.copyfile(self.path / RECIPE, copy)
         try:
-            for name in (*RESULTS, CHECKPOINTS):
+            for name in (*RESULTS, ADAPTER, CHECKPOINTS):
                 if (self.path / name).exists():
                     (self.path / name).rename(replaced_run / name)
             yield
@@ -156,6 +158,7 @@ class Folder:
         for path in sorted(self.path.glob(f"{REPLACED}[0-9]*")):
             for name in (*RESULTS, RECIPE):
                 (path / name).unlink(missing_ok=True)
+            shutil.rmtree(path / ADAPTER, ignore_errors=True)
             _remove_checkpoints(path / CHECKPOINTS)
             with contextlib.suppress(OSError):  # not empty
                 path.rmdir()

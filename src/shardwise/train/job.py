@@ -38,6 +38,7 @@ class Job:
     optimizer: torch.optim.Optimizer
     batches: Batches | StreamBatches
     scaler: torch.amp.GradScaler  # of the loss; does nothing where it is not enabled
+    report: str = ""  # of a model that was read: what of the files, and of an adapter's targets
 
     @property
     def tokens_per_step(self) -> int:
@@ -97,10 +98,10 @@ class Job:
 
 def build(recipe: Recipe, comm: Comm, rows: RowSource | StreamedRows, vocabulary: int) -> Job:
     """Build the sharded model, its optimizer and its batches. A collective."""
-    sharded = language_model.build(recipe, comm, vocabulary)
+    sharded, report = language_model.build(recipe, comm, vocabulary)
     optimizer = optimizer_of(sharded.model.parameters(), recipe.optimizer)
     scaler, batches = _scaler(recipe, comm.device.type), _batches(rows, recipe, comm)
-    return Job(recipe, sharded.model, sharded, optimizer, batches, scaler)
+    return Job(recipe, sharded.model, sharded, optimizer, batches, scaler, report)
 
 
 def _scaler(recipe: Recipe, device: str) -> torch.amp.GradScaler:

@@ -20,8 +20,8 @@ from shardwise.train.shard_arguments import shard_arguments
 __all__ = ["build", "logits"]
 
 
-def build(recipe: Recipe, comm: Comm, vocabulary: int) -> Sharded:
-    """The sharded model of ``recipe``, for ``vocabulary`` token ids. A collective.
+def build(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
+    """The sharded model of ``recipe``, for ``vocabulary`` token ids; and a report. A collective.
 
     Of a folder each rank reads what it holds. Else every rank draws the same weights from the seed,
     unit by unit, and keeps its shard.
@@ -35,7 +35,7 @@ def build(recipe: Recipe, comm: Comm, vocabulary: int) -> Sharded:
         model = Decoder(recipe.model, vocabulary, recipe.data.context)
     init = initialiser(torch.Generator(comm.device).manual_seed(recipe.run.seed))
     blocksize, options = blocksize_of(recipe.optimizer), shard_arguments(recipe.sharding)
-    return shard(model, comm=comm, init=init, blocksize=blocksize, **options)
+    return shard(model, comm=comm, init=init, blocksize=blocksize, **options), ""
 
 
 def logits(model: nn.Module, batch: MicroBatch) -> Tensor:

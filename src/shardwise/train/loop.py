@@ -160,6 +160,7 @@ def _built_record(job: Job, data: Data) -> Built:
         epochs=None if isinstance(training, StreamedRows) else trained / len(training),
         warmup=recipe.optimizer.warmup_steps(recipe.run.steps),
         untimed=recipe.run.throughput_warmup,
+        report=job.report,
     )
 
 

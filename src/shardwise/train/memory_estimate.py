@@ -89,6 +89,8 @@ def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -
     shape = shape_of(placement, ranks, recipe.sharding.mesh, local_size(os.environ))
     split = (shape.shard if shape else ranks) if placement.splits else 1
     pieces = whole * local_ranks // (ranks if placement.splits_copies else split)
+    if recipe.adapter.rank is not None:  # whose gradients and moments are few
+        pieces = 0
     moments = MOMENTS * pieces // (1 if recipe.optimizer.name == "adamw" else stored)
     # Parameters that stay gathered may be one copy in memory shared by the ranks of a machine.
     stays_whole = placement.splits and not placement.frees

@@ -52,8 +52,8 @@ def with_tokenizer(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"tokenizer": known})
 
 
-def load(recipe: Recipe, comm: Comm, vocabulary: int) -> Sharded:
-    """See ``language_model.build``."""
+def load(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
+    """See ``language_model.build``; and what was read, and what an adapter's targets match."""
     from shardwise import hf
 
     config = recipe.model
@@ -61,6 +61,7 @@ def load(recipe: Recipe, comm: Comm, vocabulary: int) -> Sharded:
         config.source or "",
         revision=config.revision,
         dtype=dtype_of(recipe),
+        lora=recipe.adapter.config(),
         comm=comm,
         blocksize=blocksize_of(recipe.optimizer),
         **shard_arguments(recipe.sharding),
@@ -77,7 +78,7 @@ def load(recipe: Recipe, comm: Comm, vocabulary: int) -> Sharded:
             f"data.context is {recipe.data.context:,}, and the model in {config.source} takes rows "
             f"of {longest:,} tokens at most; set data.context {longest}, or less."
         )
-    return loaded.sharded
+    return loaded.sharded, str(loaded)
 
 
 def numel(recipe: Recipe) -> int:

@@ -165,6 +165,7 @@ class Built:
             length is not known.
         warmup: steps in which the learning rate rises.
         untimed: first steps that tokens/s leaves out.
+        report: lines about a model that was read, and what an adapter's targets match.
     """
 
     parameters: int
@@ -178,6 +179,7 @@ class Built:
     epochs: float | None
     warmup: int = 0
     untimed: int = 0
+    report: str = ""
 
 
 @dataclass(frozen=True)

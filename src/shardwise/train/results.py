@@ -12,10 +12,11 @@ import torch
 
 from shardwise.errors import CheckpointError
 from shardwise.hf.adapters import save_adapter
+from shardwise.printed import size
 from shardwise.train.batches import evenly_spaced
 from shardwise.train.config import Recipe
 from shardwise.train.data import Data
-from shardwise.train.folder import Folder
+from shardwise.train.folder import ADAPTER, Folder
 from shardwise.train.hf_config import WEIGHTS, config_texts
 from shardwise.train.job import Job
 from shardwise.train.plot import plot_loss
@@ -26,9 +27,6 @@ from shardwise.train.streams import StreamedRows
 from shardwise.train.tokenizer import end_id
 
 __all__ = ["export", "files_of", "result_files"]
-
-ADAPTER = "adapter"
-"""The folder in which peft finds a run's adapter."""
 
 
 def export(
@@ -43,14 +41,7 @@ def export(
         text = sample(job.model, data.tokenizer, recipe.sample, context, generator, end)
         logger.log(Sampled(recipe.sample.prompt, text))
     try:
-        folder = Path(recipe.run.folder).expanduser()
-        if recipe.adapter.rank is None:
-            job.sharded.save_file(folder / WEIGHTS)
-        else:
-            save_adapter(job.sharded, folder / ADAPTER)
-        if logger.folder is not None:
-            for name, content in config_texts(job, data).items():
-                logger.folder.write_bytes(name, content)
+        _save_model(job, data, logger)
     except (OSError, CheckpointError) as error:
         raise _export_error(error, recipe.run.steps, save_error) from error
     if logger.folder is not None:
@@ -58,6 +49,18 @@ def export(
         for name, text in result_files(recipe, data, records, tokens_per_second).items():
             logger.folder.write_text(name, text)
         _plot(logger, logger.folder, recipe.sharding.strategy, comm.size)
+
+
+def _save_model(job: Job, data: Data, logger: RunLogger) -> None:
+    """The whole model with its configuration; or an adapter alone, whose base is `model.from`."""
+    folder = Path(job.recipe.run.folder).expanduser()
+    if job.recipe.adapter.rank is not None:
+        save_adapter(job.sharded, folder / ADAPTER)
+        return
+    job.sharded.save_file(folder / WEIGHTS)
+    if logger.folder is not None:
+        for name, content in config_texts(job, data).items():
+            logger.folder.write_bytes(name, content)
 
 
 def _export_error(error: Exception, steps: int, last_error: str) -> CheckpointError:
@@ -77,7 +80,10 @@ def files_of(logger: RunLogger) -> tuple[str, ...]:
     if logger.folder is None:
         return ()
     files = (path.name for path in logger.folder.path.iterdir() if path.is_file())
-    return tuple(sorted(name for name in files if not name.startswith(".")))
+    adapter = [path for path in (logger.folder.path / ADAPTER).glob("*") if path.is_file()]
+    nbytes = sum(path.stat().st_size for path in adapter)
+    shown = [f"{ADAPTER}/ ({size(nbytes)})"] if adapter else []
+    return tuple(sorted(name for name in (*files, *shown) if not name.startswith(".")))
 
 
 def _plot(logger: RunLogger, folder: Folder, strategy: str, ranks: int) -> None:

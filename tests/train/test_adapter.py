@@ -1,0 +1,84 @@
+"""A run whose recipe has an adapter: the base is read, the adapter alone is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+
+from shardwise.comm import threads
+from shardwise.train.config import Recipe
+from shardwise.train.loop import train
+from shardwise.train.recipe import read_recipe
+from shardwise.train.records import Built, Finished, Record
+from tests.hf.folders import tiny
+from tests.train.tiny import text_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+RECIPE = """\
+model: {from: BASE}
+adapter: {rank: 2, targets: [q_proj, down_proj]}
+data: {source: TEXT, context: 16, validation: 0.2}
+batch: {rows: 4, micro: 1}
+optimizer: {lr: 1e-2, warmup: 1, eps: 1e-4}
+checkpoint: {save_every: 2}
+sample: {tokens: 0}
+run: {folder: RUN, steps: 4, eval_rows: 4, device: cpu}
+"""
+
+
+def recipe(path: Path, *overrides: str) -> Recipe:
+    if not (path / "base").exists():
+        tiny("llama", path / "base")
+        text_folder(path / "text")
+    words = {"BASE": "base", "TEXT": "text", "RUN": "run"}
+    text = RECIPE
+    for word, name in words.items():
+        text = text.replace(word, str(path / name))
+    (path / "tiny.yaml").write_text(text, "utf-8")
+    return read_recipe(path / "tiny.yaml", overrides)
+
+
+def run(recipe: Recipe, world: int) -> list[Record]:
+    records: list[Record] = []
+    threads.run(world, lambda comm: train(recipe, comm, records.append), 60)
+    return records
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "run" / "adapter" / "adapter_model.safetensors")
+
+
+def test_it_saves_what_plain_peft_loads_and_says_what_matched(tmp_path: Path) -> None:
+    records = run(recipe(tmp_path), 2)
+    (built,) = [record for record in records if isinstance(record, Built)]
+    (finished,) = [record for record in records if isinstance(record, Finished)]
+    lines = built.report.splitlines()
+    assert "q_proj           2  model.layers.*.self_attn.q_proj" in lines
+    assert lines[-1].startswith("trainable params: 768 || all params: ")
+    assert [name for name in finished.files if name.startswith("adapter/ (")]
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    base: Any = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
+    assert all(value.any() for value in weights(tmp_path).values())  # B begins at zero
+    stored = load_file(tmp_path / "run" / "checkpoints" / "step-4" / "model.safetensors")
+    assert {name for name in stored if "lora" not in name} == set()
+
+
+def test_it_goes_on_from_a_checkpoint_of_the_adapter_alone(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for path in (first, second):
+        path.mkdir()
+    run(recipe(first), 2)
+    run(recipe(second, "--run.steps", "2"), 2)
+    run(recipe(second), 2)
+    expected, resumed = weights(first), weights(second)
+    assert {
+        name for name, value in expected.items() if not torch.equal(value, resumed[name])
+    } == set()
