@@ -26,7 +26,7 @@ model: {from: BASE}
 adapter: {rank: 2, targets: [q_proj, down_proj]}
 data: {source: TEXT, context: 16, validation: 0.2}
 batch: {rows: 4, micro: 1}
-optimizer: {lr: 1e-2, warmup: 1, eps: 1e-4}
+optimizer: {lr: 1e-2, schedule: constant, eps: 1e-4}
 checkpoint: {save_every: 2}
 sample: {tokens: 0}
 run: {folder: RUN, steps: 4, eval_rows: 4, device: cpu}
@@ -61,7 +61,7 @@ def test_it_saves_what_plain_peft_loads_and_says_what_matched(tmp_path: Path) ->
     (finished,) = [record for record in records if isinstance(record, Finished)]
     lines = built.report.splitlines()
     assert "q_proj           2  model.layers.*.self_attn.q_proj" in lines
-    assert lines[-1].startswith("trainable params: 768 || all params: ")
+    assert lines[-1].startswith("trainable params: 576 || all params: ")
     assert [name for name in finished.files if name.startswith("adapter/ (")]
     assert not (tmp_path / "run" / "model.safetensors").exists()
     base: Any = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")

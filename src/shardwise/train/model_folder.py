@@ -57,6 +57,8 @@ def load(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
     from shardwise import hf
 
     config = recipe.model
+    if comm.rank == 0:
+        torch.manual_seed(recipe.run.seed)  # an adapter's values depend on nothing else
     loaded = hf.load(
         config.source or "",
         revision=config.revision,
