@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
+from shardwise.cli.format_records import format_record
 from shardwise.comm import threads
 from shardwise.train.config import Recipe
 from shardwise.train.loop import train
@@ -59,9 +60,9 @@ def test_it_saves_what_plain_peft_loads_and_says_what_matched(tmp_path: Path) ->
     records = run(recipe(tmp_path), 2)
     (built,) = [record for record in records if isinstance(record, Built)]
     (finished,) = [record for record in records if isinstance(record, Finished)]
-    lines = built.report.splitlines()
+    lines = [line.strip() for line in format_record(built)]
     assert "q_proj           2  model.layers.*.self_attn.q_proj" in lines
-    assert lines[-1].startswith("trainable params: 576 || all params: ")
+    assert "trainable params: 576 || all params: 36,576 || trainable%: 1.5748" in lines
     assert [name for name in finished.files if name.startswith("adapter/ (")]
     assert not (tmp_path / "run" / "model.safetensors").exists()
     base: Any = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -48,7 +48,7 @@ def test_by_default_there_is_none_and_with_a_rank_every_linear_layer_has_one() -
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"alpha": 16}, "adapter.rank is null, so there is no adapter and alpha would have no eff"),
+        ({"alpha": 32}, "rank is null, so there is no adapter, and alpha has no effect"),
         ({"rank": 0}, "greater than 0"),
         ({"rank": 4, "dropout": 1}, "less than 1"),
         ({"rank": 4, "init": "pissa"}, "'default' or 'gaussian'"),

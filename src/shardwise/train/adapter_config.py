@@ -34,10 +34,11 @@ class AdapterConfig(Section):
 
     @model_validator(mode="after")
     def _rank_is_given(self) -> Self:
-        if self.rank is None and self.model_fields_set - {"rank"}:
-            given = ", ".join(sorted(self.model_fields_set - {"rank"}))
+        fields = type(self).model_fields
+        given = [name for name, field in fields.items() if getattr(self, name) != field.default]
+        if self.rank is None and given:
             raise ConfigError(
-                f"adapter.rank is null, so there is no adapter and {given} would have no effect; "
+                f"rank is null, so there is no adapter, and {', '.join(given)} has no effect; "
                 "set adapter.rank to a number such as 8, or remove the section."
             )
         return self
