@@ -141,8 +141,8 @@ class Recipe(Section):
     """Everything that defines a run, except the number of processes."""
 
     model: ModelConfig = ModelConfig()
-    adapter: AdapterConfig = AdapterConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
+    adapter: AdapterConfig = AdapterConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
