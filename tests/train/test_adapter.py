@@ -34,6 +34,11 @@ run: {folder: RUN, steps: 4, eval_rows: 4, device: cpu}
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.train.results.plot_loss", lambda _, __, path: path.touch())
+
+
 def recipe(path: Path, *overrides: str) -> Recipe:
     if not (path / "base").exists():
         tiny("llama", path / "base")
