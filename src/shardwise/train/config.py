@@ -17,6 +17,7 @@ from shardwise.train.data_config import BatchConfig, DataConfig
 from shardwise.train.model_config import ModelConfig, TokenizerConfig
 from shardwise.train.section import DeviceName, Positive, Section
 from shardwise.train.sharding_config import ShardingConfig
+from shardwise.train.trackers import LoggingConfig
 
 NotNegative = Annotated[int, Field(ge=0)]
 _CONSTANT: dict[object, dict[str, Any]] = {  # what these schedules say of other keys
@@ -150,6 +151,7 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     run: RunConfig = RunConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
     def _an_adapter_has_a_base(self) -> Self:

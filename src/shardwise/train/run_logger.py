@@ -22,6 +22,7 @@ from shardwise.train.recipe import to_yaml
 from shardwise.train.records import Busy, Emit, Finished, Record, Saved, Warned
 from shardwise.train.requests import FileRequests, Request
 from shardwise.train.start import FIRST_ATTEMPT, Attempt, Start, decide_start, holds_run
+from shardwise.train.trackers import Trackers
 
 __all__ = ["RunLogger"]
 
@@ -45,6 +46,7 @@ class RunLogger:
         self._emit, self._warnings = emit, warnings
         if folder is not None:
             self.metrics_log = MetricsLog(folder.path / METRICS)
+            self._trackers = Trackers(recipe.logging, folder.path, self.log)
             self._file_requests = FileRequests(folder.path)
             self._file_requests.poll()  # existing files were meant for an earlier run
 
@@ -75,6 +77,8 @@ class RunLogger:
             except BaseException:
                 logger.log(None)
                 raise
+            finally:
+                logger._trackers.close()
             logger.log(None)
 
     def log(self, record: Record | None) -> None:
@@ -92,6 +96,7 @@ class RunLogger:
         if record is not None:
             self.metrics_log(record)
             self._emit(record)
+            self._trackers.log(record)
         if isinstance(record, Saved | Finished):
             self._remove_replaced()
 
@@ -136,6 +141,7 @@ class RunLogger:
             for name, text in files.items():
                 folder.write_text(name, text)
             self.metrics_log.start(step)
+        self._trackers.open()
         folder.launch_id = self._attempt.launch_id
         self.clear_requests()
 

@@ -6,6 +6,7 @@ place, one type and one description.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, get_args
 
 from pydantic import (
@@ -41,6 +42,8 @@ DeviceName = Annotated[
     BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
 ]
 
+_SECRET = re.compile(r"://[^/\s@]*:[^/\s@]+@|\bhf_\w{20,}")  # of a URL's user; of the hub
+
 
 class Section(BaseModel):
     """Base of all sections: no unknown keys, no changes, no infinities."""
@@ -58,6 +61,16 @@ class Section(BaseModel):
     @classmethod
     def _empty(cls, value: object) -> object:
         return {} if value is None else value  # in YAML, a section whose lines are all comments
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_secret_is_written(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, str) and _SECRET.search(value):
+            raise ConfigError(
+                f"{info.field_name} holds what looks like a secret, and the recipe is written into "
+                "the run's folder; put it into an environment variable, such as HF_TOKEN."
+            )
+        return value
 
     @field_validator("*", mode="before")
     @classmethod
