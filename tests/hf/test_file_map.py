@@ -59,11 +59,14 @@ def test_what_does_not_fit_is_an_error_on_every_rank(
         assert line in text
 
 
-def test_what_only_the_files_have_is_left_out_and_reported(tmp_path: Path) -> None:
+def test_what_only_the_files_have_is_left_out_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = changed(tiny("llama", tmp_path), lambda s: s.update({"extra": torch.zeros(2)}))
     old = "model.layers.0.self_attn.rotary_emb.inv_freq"  # of former versions; no news to anybody
     changed(folder, lambda s: s.update({old: torch.zeros(4)}))
     assert "  in the files, left out: extra" in str(sw.hf.load(folder)).splitlines()
+    assert "in the files, left out: extra" in caplog.text
 
 
 @pytest.mark.parametrize("kept", ["lm_head.weight", "transformer.wte.weight"])
@@ -76,6 +79,27 @@ def test_a_tied_weight_is_read_by_either_name(tmp_path: Path, kept: str) -> None
     changed(folder, rename)
     after = sw.hf.load(folder).model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_tied_weight_that_is_stored_twice_must_be_the_same_one(tmp_path: Path) -> None:
+    def twice(last: float) -> Callable[[Stored], object]:
+        def change(stored: Stored) -> None:
+            stored["lm_head.weight"] = stored["transformer.wte.weight"].clone()
+            stored["lm_head.weight"][-1, -1] += last
+
+        return change
+
+    folder = changed(tiny("gpt2", tmp_path), twice(0.0))
+    text = str(sw.hf.load(folder))
+    assert "lm_head.weight = transformer.wte.weight" in text
+    assert "left out" not in text
+    changed(folder, twice(1.0))
+
+    def rank(comm: Comm) -> str:
+        return said(sw.CheckpointError, lambda: sw.hf.load(folder, comm=comm))
+
+    for text in run_threads(2, rank):  # the difference lies in rank 1's part
+        assert "the files hold two different ones. Set tie_word_embeddings to false" in text
 
 
 def test_of_experts_each_rank_reads_those_in_its_shards(

@@ -68,6 +68,9 @@ def trained(comm: Comm, folder: Path, out: Path) -> tuple[list[float], dict[str,
 
 
 @pytest.mark.parametrize(
+    "world", [2, 3, *(pytest.param(world, marks=pytest.mark.prove) for world in (1, 4, 5))]
+)
+@pytest.mark.parametrize(
     "architecture",
     [
         pytest.param(name, marks=[] if name in OFTEN else pytest.mark.prove)
@@ -75,12 +78,12 @@ def trained(comm: Comm, folder: Path, out: Path) -> tuple[list[float], dict[str,
     ],
 )
 def test_it_trains_as_in_one_process_and_loads_in_transformers(
-    architecture: str, tmp_path: Path
+    architecture: str, world: int, tmp_path: Path
 ) -> None:
     folder, out = tiny(architecture, tmp_path / "hub"), tmp_path / "out"
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors"))
-    expected = one_by_one(recipe(folder), 2)
-    ranks = run_threads(2, trained, folder, out)
+    expected = one_by_one(recipe(folder), world)
+    ranks = run_threads(world, trained, folder, out)
     assert [losses for losses, _ in ranks] == expected.losses
     for (_, state), wanted in zip(ranks, expected.states, strict=True):
         assert state.keys() == wanted.keys()

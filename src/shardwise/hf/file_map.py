@@ -90,6 +90,7 @@ class FileMap:
         direct: those that are stored as they are, parts of which can be read.
         conversions: what makes the others.
         tied: further name → the name by which the tensor is stored.
+        twice: further names of ``tied`` that are stored, too → both places.
         initialised: names of tensors that no file has, and the model initialises on purpose.
         unexpected: stored names that the model does not have.
         cast: names of tensors that are stored in another dtype.
@@ -98,6 +99,7 @@ class FileMap:
     direct: dict[Tensor, TensorLocation]
     conversions: tuple[Conversion, ...]
     tied: Mapping[str, str]
+    twice: Mapping[str, tuple[TensorLocation, TensorLocation]]
     initialised: Sequence[str]
     unexpected: Sequence[str]
     cast: Sequence[str]
@@ -145,9 +147,13 @@ def map_files(model: Any, stored: Mapping[str, TensorLocation], folder: str) -> 
         else:
             made[name][0].targets[name] = (tensor, tensor.numel())
     initialised = sorted({*misfits["missing"]} - {*missing})
-    return FileMap(
-        direct, tuple(conversions), tied, initialised, sorted(left_out), tuple(misfits["cast"])
-    )
+    cast = tuple(misfits["cast"])
+    twice = {
+        alias: (stored[names[alias]], stored[names[name]])
+        for alias, name in tied.items()
+        if alias in names and name in names
+    }
+    return FileMap(direct, tuple(conversions), tied, twice, initialised, sorted(left_out), cast)
 
 
 def _assign(

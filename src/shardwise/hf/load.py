@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import threading
 import zlib
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 __all__ = ["LoadedModel", "load"]
+
+log = logging.getLogger("shardwise")
 
 _GLOBALS = threading.Lock()  # transformers and torch change them: default dtype, random generator
 
@@ -112,7 +115,8 @@ def load(
     Raises:
         ConfigError: there is no such folder, transformers has no such model, or a target of the
             adapter matches nothing.
-        CheckpointError: the files lack tensors of the model, or hold them in another shape.
+        CheckpointError: the files lack tensors of the model, hold them in another shape, or hold a
+            tied one twice with different values.
     """
     comm = comm_for(comm, shard_arguments.get("mesh"))
     with ExitStack() as stack:
@@ -121,6 +125,8 @@ def load(
         )
         folder, reader, model, file_map = opened
         comm.agree({f"what is stored in {folder.name}": _digest(reader)})
+        compare = partial(weights.check_twice, reader, file_map, comm.rank, comm.size)
+        raise_on_all(comm, "comparing tied weights", compare)
         quantized, file_map = QuantizedWeights.of(model, quantization, file_map)
         tokenizer, init, own = tokenizer_of(folder), initialiser(model), _tensors(model)
         adapted = partial(_adapted, model, lora, new_tokens, tokenizer, file_map)
@@ -132,6 +138,8 @@ def load(
     if lora is not None:
         init_adapter(sharded)
     report = Report.of(sharded, file_map, str(source))
+    if comm.rank == 0 and (file_map.initialised or file_map.unexpected):
+        log.warning("not all tensors of the files and of the model have a counterpart: %s", report)
     return LoadedModel(model, sharded, tokenizer, folder, report, matches, quantized.table)
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.local_shards import ShardedModel, param_shards
+from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.read_requests import read_into, request_for
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
+from shardwise.errors import CheckpointError
 from shardwise.hf.file_map import Conversion, FileMap
 
-__all__ = ["read"]
+__all__ = ["check_twice", "read"]
 
 Parts = Mapping[Tensor, tuple[Tensor, int]]
 """This rank's part of a tensor of the model, and which element of the whole its first one is."""
@@ -39,6 +42,27 @@ def read(reader: CheckpointReader, file_map: FileMap, sharded: ShardedModel) -> 
         _convert(reader, conversion, values)
     for bucket in sharded.buckets:
         bucket.expire()
+
+
+def check_twice(reader: CheckpointReader, file_map: FileMap, rank: int, world: int) -> None:
+    """Compare this rank's part of tensors that are stored by two names. No communication.
+
+    Raises:
+        CheckpointError: they differ, and the model has one tensor for both.
+    """
+    for alias, (one, other) in file_map.twice.items():
+        nbytes = one.stored.stop - one.stored.start
+        for first in range(nbytes * rank // world, nbytes * (rank + 1) // world, BLOCK):
+            size = min(BLOCK, nbytes - first)
+            pieces = np.empty((2, size), np.uint8)
+            for place, piece in zip((one, other), pieces, strict=True):
+                reader.read_into(place.file, place.stored.start + first, piece)
+            if one.stored.shape != other.stored.shape or (pieces[0] != pieces[1]).any():
+                raise CheckpointError(
+                    f"{file_map.tied[alias]} and {alias} are one tensor of the model, since its "
+                    "config ties them, and the files hold two different ones. Set "
+                    "tie_word_embeddings to false in config.json, or remove one from the files."
+                )
 
 
 def _convert(reader: CheckpointReader, conversion: Conversion, values: Parts) -> None:
