@@ -70,6 +70,8 @@ def test_what_is_no_new_token_is_refused(tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path)
     load = partial(sw.hf.load, folder, lora=lora(), new_tokens=[END])
     assert f"{END!r} cannot be added to the tokenizer: it has it" in said(sw.ConfigError, load)
+    without = partial(sw.hf.load, folder, new_tokens=NEW[:1])
+    assert "<tool 0>, and lora is None: an adapter trains" in said(sw.ConfigError, without)
 
 
 def test_rows_that_the_base_lacks_are_not_merged(tmp_path: Path) -> None:

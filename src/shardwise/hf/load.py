@@ -30,6 +30,7 @@ from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.comm.connect import comm_for
 from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
 from shardwise.hf import weights
 from shardwise.hf.adapters import add_adapter, init_adapter
 from shardwise.hf.file_map import FileMap, map_files
@@ -160,6 +161,11 @@ def _adapted(
     model: Any, lora: LoraConfig | None, tokens: Sequence[str], tokenizer: Any, file_map: FileMap
 ) -> tuple[Any, Matches | None]:
     """The model with the adapter, if there is to be one, and what its targets matched."""
+    if lora is None and tokens:
+        raise ConfigError(
+            f"new_tokens are {', '.join(tokens)}, and lora is None: an adapter trains their "
+            "embeddings. Pass lora=peft.LoraConfig(…)."
+        )
     if lora is None:
         return model, None
     if tokens:
