@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import peft
@@ -26,11 +25,15 @@ from shardwise.hf.quantized import adopt, quantize, quantize_codes, share_scales
 from shardwise.integrations.peft import ORDER
 from shardwise.tracing.blueprint import draw
 from tests.copies import clones, equal, said, seeded
+from tests.hf.quantising import ONE_AT_A_TIME, quantising_one_at_a_time
 from tests.nets import tokens
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, assert_gradients, averaged
 
-pytestmark = [  # peft asks transformers for what this one has renamed
+one_at_a_time = quantising_one_at_a_time
+pytestmark = [
+    pytest.mark.usefixtures("one_at_a_time"),
+    # peft asks transformers for what this one has renamed
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU"),
@@ -39,8 +42,6 @@ pytestmark = [  # peft asks transformers for what this one has renamed
 bnb: Any = pytest.importorskip("bitsandbytes")
 functional = bnb.functional
 
-#: bitsandbytes' CPU kernels that quantise sometimes err where two threads call them at once.
-ONE_AT_A_TIME = Lock()
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 
 

@@ -17,11 +17,16 @@ from shardwise.hf.preparation import prepare
 from shardwise.hf.quantized import quantize
 from tests.copies import equal, said
 from tests.hf.folders import tiny
+from tests.hf.quantising import quantising_one_at_a_time
 from tests.nets import tokens
 from tests.ranks import run_threads
 
 pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+one_at_a_time = quantising_one_at_a_time
+pytestmark = [
+    pytest.mark.usefixtures("one_at_a_time"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
 
 
 def bits(**options: Any) -> Any:

@@ -154,6 +154,22 @@ class Recipe(Section):
     logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
+    def _a_quantised_base_has_an_adapter(self) -> Self:
+        quantization, computed = self.model.quantization, self.sharding.precision.compute
+        if quantization.bits is not None and self.adapter.rank is None:
+            raise ConfigError(
+                f"model.quantization.bits is {quantization.bits} and adapter.rank is null: codes "
+                "are not trained, so nothing would be. Set adapter.rank to a number such as 8."
+            )
+        if quantization.bits == 4 and {quantization.compute, computed} == {"float16", "bfloat16"}:
+            raise ConfigError(
+                f"sharding.precision computes in {computed}, and model.quantization.compute is "
+                f"{quantization.compute}: each layer would cast its input and output, and have the "
+                "range of the one and the precision of the other. Set both alike."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _an_adapter_has_a_base(self) -> Self:
         if self.adapter.rank is not None and self.model.source is None:
             raise ConfigError(

@@ -86,6 +86,8 @@ def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -
     placement, offload = placement_of(recipe.sharding.strategy), recipe.sharding.offload
     stored = _stored(recipe).itemsize
     whole = parameter_count(recipe, vocabulary) * stored
+    if (bits := recipe.model.quantization.bits) is not None:  # of all weights, at least
+        whole = whole * bits // (8 * stored)
     shape = shape_of(placement, ranks, recipe.sharding.mesh, local_size(os.environ))
     split = (shape.shard if shape else ranks) if placement.splits else 1
     pieces = whole * local_ranks // (ranks if placement.splits_copies else split)

@@ -8,9 +8,10 @@ from typing import Any, Self
 from pydantic import Field, model_serializer, model_validator
 
 from shardwise.errors import ConfigError
+from shardwise.train.quantization_config import QuantizationConfig
 from shardwise.train.section import DtypeName, Positive, Section
 
-OF_A_FOLDER = ("from", "revision", "dtype")
+OF_A_FOLDER = ("from", "revision", "dtype", "quantization")
 
 
 class ModelConfig(Section):
@@ -35,6 +36,9 @@ class ModelConfig(Section):
     )
     dtype: DtypeName | None = Field(
         None, description="of the weights that are read; null = as the folder says"
+    )
+    quantization: QuantizationConfig = Field(
+        QuantizationConfig(), description="of the linear layers of a frozen model"
     )
 
     @property

@@ -64,6 +64,7 @@ def load(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
         revision=config.revision,
         dtype=dtype_of(recipe),
         lora=recipe.adapter.config(),
+        quantization=config.quantization.config(),
         comm=comm,
         blocksize=blocksize_of(recipe.optimizer),
         **shard_arguments(recipe.sharding),
