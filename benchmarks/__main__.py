@@ -8,6 +8,7 @@ import click
 
 import benchmarks.checkpoint.run
 import benchmarks.faults.run
+import benchmarks.finetune.run
 import benchmarks.gpu.run
 import benchmarks.mutants.run
 import benchmarks.scorecard.run
@@ -26,7 +27,7 @@ def main(context: click.Context) -> None:
         follow(benchmarks.step.run.run(benchmarks.step.run.SHORT, log))
 
 
-for name in ("step", "gpu", "checkpoint", "faults", "mutants", "scorecard"):
+for name in ("step", "gpu", "checkpoint", "faults", "finetune", "mutants", "scorecard"):
     module = getattr(benchmarks, name).run
     main.add_command(command(name, module.Config, module.run))
 
