@@ -6,12 +6,12 @@ import gc
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.finetune.engines import ENGINES, job_of, take_steps
 from benchmarks.finetune.setup import Setup, four_bits
@@ -32,9 +32,10 @@ class Run:
 
     losses: list[float]  # of every step, over all ranks
     ends: list[float]  # seconds, when each step was done
+    work: list[float]  # seconds of processor time, then
     peak: int  # most bytes resident since the model was not there yet
     start: int  # bytes resident then
-    tensors: int  # bytes of tensors between two steps
+    shared: int  # bytes of the peak that all ranks have together
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,27 @@ def measure(worker: Worker, name: str, setup: Setup) -> None:
     with worker.group():
         batches = setup.batches(setup.splits()[0], worker.rank)
         _import_all()
-        losses, ends, held = list[float](), list[float](), [0]
+        losses, ends, work = list[float](), list[float](), list[float]()
 
         def lap(loss: float) -> None:
             losses.append(loss)
             ends.append(perf_counter())
-            if len(ends) == setup.steps:
-                held.append(tensor_bytes())
+            work.append(process_time())
 
         gc.collect()
         trim()
         Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak begins anew
-        start = 1024 * proc_number("/proc/self/status", "VmRSS:")
+        start, _, _ = resident()
         dist.barrier()
         ENGINES[name](setup, batches, lap)
-        peak = 1024 * proc_number("/proc/self/status", "VmHWM:")
-        worker.send(Run(losses, ends, peak, start, held[-1]))
+        _, peak, shared = resident()
+        worker.send(Run(losses, ends, work, peak, start, shared))
+
+
+def resident() -> list[int]:
+    """Bytes of this process in memory: now, at most, and of those now that others map, too."""
+    fields = ("VmRSS:", "VmHWM:", "RssShmem:")
+    return [1024 * proc_number("/proc/self/status", field) for field in fields]
 
 
 def _import_all() -> None:
@@ -76,14 +82,6 @@ def _import_all() -> None:
         import_module(name)
     for name in ("AutoModelForCausalLM", "LlamaForCausalLM", "Trainer"):
         getattr(import_module("transformers"), name)
-
-
-def tensor_bytes() -> int:
-    """Bytes of all tensors that Python knows; views of one storage count once."""
-    kinds = (Tensor, nn.Parameter)
-    tensors = [each for each in gc.get_objects() if type(each) in kinds and not each.is_meta]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def tune(worker: Worker, setup: Setup, bits: int, folder: str, prompt: str) -> None:
@@ -98,7 +96,7 @@ def tune(worker: Worker, setup: Setup, bits: int, folder: str, prompt: str) -> N
         save_adapter(sharded, folder)
         batch = rows.take(validation.indices[:2])
         with torch.no_grad():
-            ours = logits(job.model.eval(), batch)
+            ours = logits(job.model, batch)
         if worker.rank == 0:
             theirs, text = _in_peft(setup, bits, folder, batch, prompt)
             difference, trained = (
@@ -119,12 +117,14 @@ def _in_peft(
 
     options: dict[str, Any] = {"quantization_config": four_bits()} if bits == 4 else {}
     base = transformers.AutoModelForCausalLM.from_pretrained(setup.base, **options)
-    model = peft.PeftModel.from_pretrained(base, folder).eval()
+    model = peft.PeftModel.from_pretrained(base, folder).train()
+    with torch.no_grad():  # for evaluation bitsandbytes computes in bfloat16 where a CPU has it
+        theirs = logits(model, batch)
     tokenizer = transformers.AutoTokenizer.from_pretrained(setup.base)
     given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
-        answer = model.generate(**given, max_new_tokens=80, repetition_penalty=PENALTY)[0]
+        answer = model.eval().generate(**given, max_new_tokens=80, repetition_penalty=PENALTY)[0]
         text: Any = tokenizer.decode(
             answer[given["input_ids"].shape[1] :], skip_special_tokens=True
         )
-        return logits(model, batch), text
+    return theirs, text

@@ -36,8 +36,8 @@ TUNED = (
 )  # fmt: skip
 SIDE = (
     Column("engine"), Column("tokens/s", ",.0f", drawn=True), Column("least", ",.0f"),
-    Column("most", ",.0f"), Column("first loss", ".4f"), Column("last loss", ".4f"),
-    Column("MiB peak", ".1f"), Column("− start", ".1f"), Column("tensors", ".1f"),
+    Column("most", ",.0f"), Column("CPU ms", ",.0f"), Column("first loss", ".4f"),
+    Column("last loss", ".4f"), Column("MiB peak", ".1f"), Column("− start", ".1f"),
 )  # fmt: skip
 NOTES = """
 loss        of validation, the mean over the tokens of answers, in nats; right: the share of them
@@ -45,10 +45,11 @@ loss        of validation, the mean over the tokens of answers, in nats; right: 
 of peft     the largest difference of logits when transformers loads the base and peft the adapter
 tokens/s    places of all rows ÷ the median step of a run, without its first 4; a step lasts until
             its slowest rank is done; the median over rounds, and the least and the largest of them
+CPU ms      processor time of a step, both ranks together: what others do on the machine counts less
 last loss   mean of the last 4 steps, which are the same rows for every engine
 MiB peak    resident set of the rank with most, from before the model is loaded until the end;
+            memory that both share counts half in each;
             − start: without what was resident then: Python, torch, transformers, peft
-tensors     MiB that Python knows between two steps; DDP's buckets, which C++ holds, are not counted
 trainer_…   transformers' Trainer, peft, accelerate. Asked for FSDP2 on CPUs, accelerate drops it
             without a word and trains with DDP; here it is told that it has a device that it takes
 """.strip().splitlines()
@@ -137,20 +138,31 @@ def side_table(runs: Mapping[str, Sequence[Sequence[Run]]], setup: Setup) -> Tab
 def row_of(rounds: Sequence[Sequence[Run]], tokens: int) -> dict[str, float]:
     """From every round's ranks; ``tokens``: of a step."""
     seconds = [median(step_seconds(ranks)) for ranks in rounds]
+    work = [sum(median(laps(run.work)) for run in ranks) for ranks in rounds]
+    peaks = [max(run.peak - _elsewhere(run, len(ranks)) for run in ranks) for ranks in rounds]
+    own = [max(r.peak - r.start - _elsewhere(r, len(ranks)) for r in ranks) for ranks in rounds]
     losses = rounds[0][0].losses
-    peaks = [max(run.peak for run in ranks) / MIB for ranks in rounds]
-    own = [max(run.peak - run.start for run in ranks) / MIB for ranks in rounds]
     return {
         "tokens/s": tokens / median(seconds), "least": tokens / max(seconds),
-        "most": tokens / min(seconds), "first loss": losses[0], "last loss": fmean(losses[-LAST:]),
-        "MiB peak": median(peaks), "− start": median(own),
-        "tensors": max(run.tensors for run in rounds[0]) / MIB,
+        "most": tokens / min(seconds), "CPU ms": 1e3 * median(work),
+        "first loss": losses[0], "last loss": fmean(losses[-LAST:]),
+        "MiB peak": median(peaks) / MIB, "− start": median(own) / MIB,
     }  # fmt: skip
+
+
+def _elsewhere(run: Run, ranks: int) -> float:
+    """Bytes of shared memory that count with the other ranks."""
+    return run.shared * (1 - 1 / ranks)
 
 
 def step_seconds(ranks: Sequence[Run]) -> list[float]:
     """Of each timed step, by the rank that took longest."""
-    return slowest([[b - a for a, b in pairwise(run.ends[WARM_UP:])] for run in ranks], float)
+    return slowest([laps(run.ends) for run in ranks], float)
+
+
+def laps(times: Sequence[float]) -> list[float]:
+    """Between one step's end and the next one's, after the warm-up."""
+    return [after - before for before, after in pairwise(times[WARM_UP:])]
 
 
 def check(runs: Mapping[str, Sequence[Sequence[Run]]]) -> None:
