@@ -85,6 +85,7 @@ def run(config: Config, log: Log) -> Iterator[Report]:
     )
     rivals = ", ".join(f"{name} {version(name)}" for name in RIVALS)
     report = Report(this_machine(), (*settings, rivals), notes=tuple(NOTES))
+    yield report
     if config.steps:
         tuned = dict[int, Tuned]()
         for bits in config.bits:
