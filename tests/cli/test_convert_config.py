@@ -42,7 +42,9 @@ def test_gaudis_file_becomes_a_recipe(here: Path, capsys: pytest.CaptureFixture[
     words = "translated fsdp_sharding_strategy 1 sharding.strategy: full_shard"
     assert " ".join(lines[5].split()).startswith(words)
     recipe = read_recipe(here / "fsdp_config.recipe.yaml")
-    assert recipe.sharding.wrap == ["GaudiLlamaDecoderLayer"]
+    assert recipe.sharding.wrap == ["LlamaDecoderLayer"]  # what a recipe's model is made of
+    says = "GaudiLlamaDecoderLayer is optimum-habana's LlamaDecoderLayer of transformers\n"
+    assert says in (here / "fsdp_config.recipe.yaml").read_text("utf-8")
     assert recipe.sharding.prefetch.forward == 0
     text = convert(capsys, here, "fsdp_config.json", code=1)
     assert "fsdp_config.recipe.yaml exists; name another --output, or pass --overwrite." in text
@@ -105,7 +107,7 @@ def test_the_first_documents_command_is_a_recipe(
     assert tree["optimizer"]["lr"] == 4e-4
     assert tree["checkpoint"]["save_every"] == 0
     assert tree["sharding"]["strategy"] == "full_shard"  # of the file that the command names
-    assert tree["sharding"]["wrap"] == ["GaudiLlamaDecoderLayer"]
+    assert tree["sharding"]["wrap"] == ["LlamaDecoderLayer"]
     assert read_recipe(here / "finetune.recipe.yaml").run.epochs == 2
 
 
