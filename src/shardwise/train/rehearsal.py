@@ -21,6 +21,7 @@ from shardwise.train import rehearsal_files
 from shardwise.train.config import Recipe
 from shardwise.train.data import prepare
 from shardwise.train.folder import METRICS, Folder
+from shardwise.train.model_folder import with_tokenizer
 from shardwise.train.recipe import flatten
 from shardwise.train.validation import Validation
 
@@ -132,7 +133,7 @@ def _losses(folder: Path) -> list[float]:
 
 def _validation_loss(recipe: Recipe, model: torch.nn.Module) -> float:
     comm = LocalComm()
-    data = prepare(recipe, comm, Folder(Path(recipe.run.folder)))
+    data = prepare(with_tokenizer(recipe), comm, Folder(Path(recipe.run.folder)))
     rows, micro = recipe.run.eval_rows, recipe.batch.micro
     return Validation(data.validation, rows, micro).evaluate(model, comm, 0).loss
 
