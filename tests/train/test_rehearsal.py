@@ -20,6 +20,8 @@ from shardwise.train.rehearsal_files import samples
 from tests.cli.test_train import run as run_command
 from tests.train.runs import Watched
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 
@@ -37,27 +39,33 @@ def test_every_recipe_has_a_small_one_that_reads_what_is_there(tmp_path: Path, p
     assert all(before != after for before, after in changed.values())
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
-    """Of the demo, on two threads and on one."""
-    demo = next(path for path in RECIPES if path.stem == "demo")
-    rehearsal = Rehearsal(read_recipe(demo, ["sample.tokens=0"]), tmp_path)
+@pytest.fixture(params=["llama2-70b-lora", pytest.param("demo", marks=pytest.mark.prove)])
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Rehearsal:
+    """Of a recipe, on two threads and on one."""
+    path = next(path for path in RECIPES if path.stem == request.param)
+    rehearsal = Rehearsal(read_recipe(path, ["sample.tokens=0"]), tmp_path)
     for ranks in (2, 1):
         Watched(monkeypatch).run(rehearsal.small(ranks), ranks)
     return rehearsal
 
 
-def test_both_runs_have_the_same_losses_and_transformers_loads_the_model(run: Rehearsal) -> None:
+def test_both_runs_have_the_same_losses_and_other_libraries_load_the_result(
+    run: Rehearsal,
+) -> None:
     losses, model = run.proof()
-    assert losses.startswith("9 losses of 2 ranks equal those of one process: at most ")
-    assert float(losses.split("at most ")[1].split()[0]) < 1e-5
-    assert model.startswith("the model in plain transformers has the validation loss ")
+    assert "losses of 2 ranks equal those of one process: at most " in losses
+    is_half = run.recipe.sharding.precision.compute == "bfloat16"
+    assert float(losses.split("at most ")[1].split()[0]) < (1e-2 if is_half else 1e-5)
+    loaded = "the adapter in plain peft" if is_half else "the model in plain transformers"
+    assert model.startswith(f"{loaded} has the validation loss ")
     path = run.folder / "ranks-1" / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     last = next(line for line in reversed(lines) if line["record"] == "evaluated")
-    last["loss"] *= 1.001
+    last["loss"] *= 1.05
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    with pytest.raises(ShardwiseError, match=r"losses of 2 ranks and of one process are 1\.0e-03"):
+    with pytest.raises(ShardwiseError, match=r"losses of 2 ranks and of one process are 4\.\de-02"):
         next(run.proof())
 
 
