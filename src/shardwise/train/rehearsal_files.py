@@ -29,7 +29,12 @@ _CHAT = (
 
 
 def base(source: str, folder: Path) -> Path:
-    """A folder with random weights of the kind of ``source``; a Llama, if that is not here."""
+    """A folder with random weights of the kind of ``source``; a Llama, if that is not here.
+
+    It is made once.
+    """
+    if folder.joinpath("tokenizer_config.json").exists():  # written last
+        return folder
     import torch
     import transformers as hf
     from tokenizers import Tokenizer
