@@ -53,7 +53,8 @@ class Rehearsal:
         given = flatten(self.recipe.model_dump())
         runs = {"run.folder": str(self.folder / f"ranks-{ranks}"), **_RUN}
         new = {"run.overwrite": True, "checkpoint.resume": "never", "run.throughput_warmup": 1}
-        less: Tree = {"sharding.mesh": None, "sharding.compile": False, "sample.tokens": 8}
+        less: Tree = {"sharding.mesh": None, "sharding.compile": False}
+        less["sample.tokens"] = min(given["sample.tokens"], 8)
         if given.get("adapter.dropout"):  # each number of ranks would draw other numbers
             less["adapter.dropout"] = 0.0
         small = {**_BATCH, **runs, **new, **less, **self._model(given), **self._data(given)}
@@ -121,7 +122,8 @@ class Rehearsal:
             return AutoModelForCausalLM.from_pretrained(folder), "the model in plain transformers"
         from peft import PeftModel
 
-        base = AutoModelForCausalLM.from_pretrained(given["model.from"])
+        options = {"quantization_config": recipe.model.quantization.config()}
+        base = AutoModelForCausalLM.from_pretrained(given["model.from"], **options)
         return PeftModel.from_pretrained(base, folder / "adapter"), "the adapter in plain peft"
 
 

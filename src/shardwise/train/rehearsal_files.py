@@ -14,7 +14,7 @@ __all__ = ["base", "samples"]
 _MODULES = ("bisect", "colorsys", "fnmatch", "heapq", "keyword", "shlex", "shutil", "statistics")
 _SHAPE = {
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 128,  # with blocks of 64, whatever the quantisation packs
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -38,9 +38,11 @@ def base(source: str, folder: Path) -> Path:
     import torch
     import transformers as hf
     from tokenizers import Tokenizer
+    from transformers.utils import logging
 
     from shardwise.train import tokenizer as bpe
 
+    logging.disable_progress_bar()
     try:
         kind = hf.AutoConfig.from_pretrained(source, local_files_only=True).model_type
     except (OSError, ValueError):
