@@ -1,0 +1,89 @@
+"""A strategy of Lightning Fabric that shards models in place of DDP and FSDP.
+
+    Fabric(strategy=ShardwiseStrategy(sharding={"strategy": "shard_grad_op"}), devices=2)
+
+It starts processes and their group as Fabric's DDP does; ``setup`` shards the model in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning_fabric.strategies.ddp import DDPStrategy
+from lightning_fabric.strategies.strategy import _BackwardSyncControl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import numbered
+from shardwise.comm.connect import connect
+from shardwise.errors import ConfigError
+from shardwise.integrations.handover import handle_of
+from shardwise.sharded import Sharded, shard
+
+__all__ = ["ShardwiseStrategy"]
+
+
+class ShardwiseStrategy(DDPStrategy):
+    """Fabric's processes, with models sharded by ``shard()``.
+
+    Args:
+        sharding: arguments of ``shard()``.
+        options: what ``DDPStrategy`` takes.
+    """
+
+    def __init__(self, sharding: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.sharding = dict(sharding or {})
+        self._backward_sync_control = _Accumulation()
+        self._models: list[Sharded] = []
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Not before it is sharded: the whole model may not fit."""
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Shard ``module`` in place. A collective."""
+        sharded = handle_of(module)
+        if sharded is None:
+            sharded = shard(module, comm=connect(self.root_device.type), **self.sharding)
+        self._models.append(sharded)
+        return module
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the norm of the gradients over all ranks; returns the norm before, 0-dim."""
+        norm = handle(module).clip_grad_norm_(float(max_norm), float(norm_type))
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}.")
+        return norm
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any | Tensor]:
+        """Whole tensors on rank 0, nothing elsewhere. A collective."""
+        return handle(module).state_dict(rank0_only=True)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Whole state on rank 0, as a plain optimizer keeps it. A collective."""
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        (owner,) = (s for s in self._models if any(id(p) in params for p in s.model.parameters()))
+        states = owner.optimizer_state_dict(optimizer, rank0_only=True)
+        return numbered(states) if states else {}
+
+
+class _Accumulation(_BackwardSyncControl):
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return handle(module).no_sync() if enabled else nullcontext()
+
+
+def handle(module: nn.Module) -> Sharded:
+    """The handle of a module that was set up."""
+    sharded = handle_of(module)
+    if sharded is None:
+        raise ConfigError(f"this {type(module).__name__} is not sharded: fabric.setup() it first.")
+    return sharded
