@@ -27,12 +27,9 @@ from tests.integrations.started import on_ranks
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 Runs = dict[str, dict[str, Any]]
-STARTED = [
-    (1, "plain,paged,lora,loop"),
-    (2, "full,resumed,from_plain,paged,lora,bf16,evaluated,loop"),
-    (3, "full,further"),
-    (1, "to_plain"),
-]
+STARTED = [(1, "plain,paged,lora,loop"), (2, "full,resumed,paged,lora,loop")]
+PROVED = [(2, "from_plain,bf16,evaluated"), (3, "full,further"), (1, "to_plain")]
+prove = pytest.mark.prove
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> Runs:
+def runs(folder: Path, request: pytest.FixtureRequest) -> Runs:
     module = jobs.__name__
-    on_ranks(module=module, imports=f"import {module}", jobs=STARTED, folder=folder)
+    started = STARTED + PROVED * bool(request.config.getoption("prove"))
+    on_ranks(module=module, imports=f"import {module}", jobs=started, folder=folder)
     return {path.stem: torch.load(path, weights_only=False) for path in folder.glob("*.pt")}
 
 
@@ -59,7 +57,7 @@ def near(one: dict[str, Any], other: dict[str, Any], tolerance: float = 1e-6) ->
 # --- the numbers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=prove)])
 def test_ranks_train_as_one_process_of_transformers_does(runs: Runs, world: int) -> None:
     """With accumulation, clipping, a schedule, and means over unequal counts of tokens."""
     near(runs[f"full-{world}"], runs["plain-1"])
@@ -74,6 +72,7 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(runs: Runs) -> None:
             assert torch.equal(value, run["again"]["params"][name]), name
 
 
+@prove
 def test_checkpoints_go_to_transformers_and_back_and_to_other_numbers_of_ranks(runs: Runs) -> None:
     near(runs["from_plain-2"], {**runs["plain-1"], "log": runs["from_plain-2"]["log"]})
     near(runs["further-3"], runs["to_plain-1"])
@@ -98,6 +97,7 @@ def test_an_adapter_is_saved_as_peft_does_and_the_best_is_loaded(runs: Runs, fol
     PeftModel.from_pretrained(jobs.llama(), str(saved))
 
 
+@prove
 def test_mixed_precision_and_settings_of_fsdp_are_ours(runs: Runs) -> None:
     run = runs["bf16-2"]
     assert (run["strategy"], run["compute"]) == ("shard_grad_op", "torch.bfloat16")
@@ -106,6 +106,7 @@ def test_mixed_precision_and_settings_of_fsdp_are_ours(runs: Runs) -> None:
     assert losses[0] != losses[1]
 
 
+@prove
 def test_a_model_is_evaluated_before_and_after_it_is_trained_twice(runs: Runs) -> None:
     first, last = runs["evaluated-2"]["losses"]
     assert last < first
