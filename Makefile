@@ -1,7 +1,7 @@
 # Six verbs. Each builds .venv by itself, once, from pyproject.toml and constraints.txt.
 #
 #   make demo    train a small language model, sharded over two CPU processes
-#   make test    the whole test suite in two processes; `make test ARGS="-k layout"` runs a part of it,
+#   make test    the whole test suite in three processes (some tests wait); `make test ARGS="-k layout"` runs a part of it,
 #                `make test JOBS=8` runs it in more, and JOBS=0 in one, as a debugger wants it
 #   make prove   the same tests with every combination of their parameters, where make test shows each value once
 #   make check   format, lint, types, import arrows and line budgets, documentation: `make -k check` goes on
@@ -19,7 +19,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
