@@ -24,7 +24,7 @@ from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import loss, odd_convnet, odd_convnet_batch, tied_decoder, tied_decoder_batch
 from tests.parity.plain import mean_in_rank_order, put_gradients
 from tests.parity.sharded import distance
-from tests.ranks import run_processes, run_sharing
+from tests.ranks import run_processes, run_sharing, run_threads
 from tests.steps import STRATEGIES, assert_at_rest
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -305,9 +305,12 @@ def test_a_scaler_unscales_and_skips_without_data(strategy: str) -> None:
         assert max(distance(state[name], expected[name]) for name in expected) < 1e-6
 
 
-def test_requires_grad_that_changes_changes_without_data_too() -> None:
+@pytest.mark.parametrize("begins_frozen", [False, True])
+def test_requires_grad_that_changes_changes_without_data_too(begins_frozen: bool) -> None:
+    """Also where that is the first of which a rank with data tells one that has none."""
+
     def freeze(model: nn.Module, step: int) -> None:
-        model.get_submodule("blocks.0").requires_grad_(step % 2 == 0)
+        model.get_submodule("blocks.0").requires_grad_(step % 2 == begins_frozen)
 
     def losses(model: nn.Module, step: int) -> Iterator[list[Tensor]]:
         freeze(model, step)
@@ -328,6 +331,18 @@ def test_requires_grad_that_changes_changes_without_data_too() -> None:
 
     expected = one_process(seeded(tied_decoder), sgd, max(COUNTS), losses)
     assert all(equal(state, expected) for state in on_ranks(len(COUNTS), tied_decoder, rank))
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_units_are_recomputed_without_data_too(sharing: bool) -> None:
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        options = sw.ActivationCheckpointing(offload=sharing)
+        train(sw.shard(models[comm.rank], comm=comm, activation_checkpointing=options), sgd)
+        return models[comm.rank].state_dict()
+
+    models = [seeded(tied_decoder) for _ in COUNTS]
+    states = (run_sharing if sharing else run_threads)(len(COUNTS), rank)
+    assert all(equal(state, by_one_process(sgd)) for state in states)
 
 
 @prove

@@ -32,7 +32,7 @@ from tests.nets import (
     mostly_frozen_batch,
     numbers,
 )
-from tests.ranks import run_threads
+from tests.ranks import run_sharing, run_threads
 from tests.steps import (
     STRATEGIES,
     assert_at_rest,
@@ -98,6 +98,24 @@ def test_without_prefetch_a_unit_is_gathered_once_for_both_recomputation_and_gra
     taken = play(decoder(), [train] * 2, BATCHES, **options)
     plain = play(decoder(), [train] * 2, BATCHES, prefetch=sw.Prefetch(forward=0, backward=0))
     assert units_of(taken[1].done, Op.GATHER) == units_of(plain[1].done, Op.GATHER)
+
+
+def test_recomputing_only_reads_parameters() -> None:
+    """torch detaches what it recomputes with; to keep what is written costs a copy and fences."""
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sharded = sw.shard(model, comm=comm, activation_checkpointing=True)
+        written = list[bool]()
+        sharded.runtime.listeners.append(
+            lambda _: written.extend(bucket.is_written() for bucket in sharded.buckets)
+        )
+        train(model, BATCHES[comm.rank])
+        assert written
+        assert not any(written)
+
+    models = [decoder() for _ in range(2)]
+    run_sharing(2, rank)
 
 
 def test_repeated_units_are_checkpointed_and_the_others_are_not() -> None:

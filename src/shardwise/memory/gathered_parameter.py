@@ -8,7 +8,8 @@ So while its unit is whole a parameter is of this class. The methods that write,
 hand its memory out (``data``, ``detach``), tell the bucket first. Every other operation sees a
 plain parameter, since torch's own dispatch to subclasses is disabled, and costs nothing. Functions
 that write without a method (``torch._foreach_add_``) change the parameter's version, which the
-bucket looks at before the unit is freed.
+bucket looks at before the unit is freed. So does what was detached in a backward pass, where
+``torch.utils.checkpoint`` detaches every parameter that it recomputes with, and only reads it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.torch_internals import NO_TORCH_FUNCTION, get_data, set_data
+from shardwise.torch_internals import NO_TORCH_FUNCTION, get_data, graph_task, set_data
 
 __all__ = ["GatheredParameter"]
 
@@ -46,6 +47,12 @@ class GatheredParameter(nn.Parameter):
         self.before_write()
         set_data(self, value)
 
+    def detach(self) -> Tensor:
+        """The whole values, without their history."""
+        if graph_task() == -1:
+            self.before_write()
+        return Tensor.detach(self)
+
 
 def _told_before(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name)
@@ -59,10 +66,10 @@ def _told_before(name: str) -> Callable[..., Any]:
 
 
 def _writing() -> list[str]:
-    """The names of the methods that write to their tensor, or hand its memory out."""
+    """The names of the methods that write to their tensor."""
     named = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")]
     in_place = [name for name in named if name not in _WRITES_NOTHING]
-    return [*in_place, *(f"__i{name}__" for name in _BINARY), "__setitem__", "detach"]
+    return [*in_place, *(f"__i{name}__" for name in _BINARY), "__setitem__"]
 
 
 for _name in _writing():
