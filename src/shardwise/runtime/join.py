@@ -99,7 +99,7 @@ class Join:
         is_call = kind < Kind.EVENT
         if self.has_left or not (is_call or self.left):
             return []
-        extra = list(numbers()) if self.left or kind is Kind.STEP else []
+        extra = list(numbers())  # a rank may have left since the last message
         digest = zlib.crc32(repr(extra).encode()) if kind is Kind.STEP else 0
         rows = self._gather([kind, *values, *[0] * (3 - len(values)), digest, len(extra)])
         calls = rows.tolist() if is_call else []
