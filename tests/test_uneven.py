@@ -333,6 +333,31 @@ def test_requires_grad_that_changes_changes_without_data_too(begins_frozen: bool
     assert all(equal(state, expected) for state in on_ranks(len(COUNTS), tied_decoder, rank))
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_no_gradient_of_a_step_without_data_is_left(strategy: str, to_none: bool) -> None:
+    """So another epoch may follow, in which a rank has data that had none at the end of this."""
+
+    def losses(model: nn.Module, step: int) -> Iterator[list[Tensor]]:
+        for rank in range(len(COUNTS)):
+            for batch in batches(rank)[step % max(COUNTS) :][:1]:
+                yield [loss(model, batch)]
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sharded = sw.shard(model, strategy, comm=comm)
+        optimizer = sgd(list(model.parameters()))
+        for _ in range(2):
+            with sharded.join(optimizer):
+                for batch in batches(comm.rank):
+                    loss(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=to_none)
+        return model.state_dict()
+
+    expected = one_process(seeded(tied_decoder), sgd, 2 * max(COUNTS), losses)
+    assert all(equal(state, expected) for state in on_ranks(len(COUNTS), tied_decoder, rank))
+
+
 @pytest.mark.parametrize("sharing", [False, True])
 def test_units_are_recomputed_without_data_too(sharing: bool) -> None:
     def rank(comm: Comm) -> dict[str, Tensor]:

@@ -162,6 +162,8 @@ class _Follower:
         try:
             while (message := self._joined.hear()) is not None:
                 self._carry_out(message)
+            has_gradient = self._joined.of_last(self._runtime.trained.has_gradient())
+            self._agree_gradients(has_gradient, self._stepped)
         finally:
             self._runtime.facts.reduces = reduces
 

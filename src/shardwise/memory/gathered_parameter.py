@@ -47,18 +47,13 @@ class GatheredParameter(nn.Parameter):
         self.before_write()
         set_data(self, value)
 
-    def detach(self) -> Tensor:
-        """The whole values, without their history."""
-        if graph_task() == -1:
-            self.before_write()
-        return Tensor.detach(self)
-
 
 def _told_before(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name)
 
     def write(self: GatheredParameter, *args: Any, **kwargs: Any) -> Any:
-        self.before_write()
+        if name != "detach" or graph_task() == -1:
+            self.before_write()
         return method(self, *args, **kwargs)
 
     write.__name__ = name
@@ -66,10 +61,10 @@ def _told_before(name: str) -> Callable[..., Any]:
 
 
 def _writing() -> list[str]:
-    """The names of the methods that write to their tensor."""
+    """The names of the methods that write to their tensor, or hand its memory out."""
     named = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")]
     in_place = [name for name in named if name not in _WRITES_NOTHING]
-    return [*in_place, *(f"__i{name}__" for name in _BINARY), "__setitem__"]
+    return [*in_place, *(f"__i{name}__" for name in _BINARY), "__setitem__", "detach"]
 
 
 for _name in _writing():

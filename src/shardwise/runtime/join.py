@@ -81,6 +81,7 @@ class Join:
         self.has_left, self.missed_steps = False, 0
         self.share = Share()
         self._samples = self._passes = 0.0  # since gradients were reduced last
+        self._last = comm.rank  # the rank that this one was told by last
 
     # ---- messages --------------------------------------------------------------------------
 
@@ -118,11 +119,16 @@ class Join:
         at = next((rank for rank, row in enumerate(rows) if row[0] != Kind.LEFT), None)
         if at is None:
             return None
+        self._last = at
         kind, *values, _, size = map(int, rows[at][:6])
         if kind == Kind.TRAIN:
             self._weigh(rows)
         numbers = self._gather([0.0] * size)[at, :size].tolist() if size else []
         return Message(Kind(kind), tuple(values), numbers)
+
+    def of_last(self, numbers: Sequence[float]) -> list[float]:
+        """When all have left: those numbers of the rank that had data longest."""
+        return self._gather(numbers)[self._last, : len(numbers)].tolist()
 
     def _gather(self, row: Sequence[float]) -> Tensor:
         """``[ranks, len(row) + 2]``: every rank's, with its samples and passes."""
