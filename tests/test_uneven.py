@@ -305,6 +305,34 @@ def test_a_scaler_unscales_and_skips_without_data(strategy: str) -> None:
         assert max(distance(state[name], expected[name]) for name in expected) < 1e-6
 
 
+def scales_of_two_epochs(comm: Comm, model: nn.Module, is_given: bool) -> list[dict[str, Any]]:
+    """The last step of the first one overflows, and only rank 1 has data for it."""
+    sharded = sw.shard(model, comm=comm)
+    optimizer = sgd(list(model.parameters()))
+    scaler, states = torch.amp.GradScaler("cpu", init_scale=2.0**10), []
+    for factors in ((1.0, torch.inf)[: 1 + comm.rank], (1.0,)):
+        with sharded.join(optimizer, scaler=scaler if is_given else None):
+            for factor in factors:
+                scaler.scale(loss(model, batches(0)[0]) * factor).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        states.append(scaler.state_dict())
+    return states
+
+
+def test_a_scaler_is_the_same_on_all_ranks_after_the_block() -> None:
+    ranks = on_ranks(2, tied_decoder, partial(scales_of_two_epochs, is_given=True))
+    for states in ranks:
+        assert [state["scale"] for state in states] == [2.0**9] * 2
+        assert [state["_growth_tracker"] for state in states] == [0, 1]
+
+
+def test_a_scaler_that_came_apart_is_found() -> None:
+    with pytest.raises(sw.RanksDisagree, match=r"another scale on rank 1 .* scaler=scaler\)"):
+        on_ranks(2, tied_decoder, partial(scales_of_two_epochs, is_given=False))
+
+
 @pytest.mark.parametrize("begins_frozen", [False, True])
 def test_requires_grad_that_changes_changes_without_data_too(begins_frozen: bool) -> None:
     """Also where that is the first of which a rank with data tells one that has none."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.optimizer_state import Given, Optimizers
@@ -33,7 +34,10 @@ class Sharded(Protocol):
 
 @contextmanager
 def join(
-    self: Sharded, optimizer: Given = None, samples: Callable[..., float] | None = None
+    self: Sharded,
+    optimizer: Given = None,
+    samples: Callable[..., float] | None = None,
+    scaler: GradScaler | None = None,
 ) -> Iterator[Join]:
     """Let ranks run out of data at different times. A collective, and so is each step inside.
 
@@ -45,13 +49,15 @@ def join(
         optimizer: those that step in the block, one or several.
         samples: called with what the model is called with, returns how many samples the loss is a
             mean over: ``len``, or a count of tokens. ``None``: all batches are of one size.
+        scaler: has on every rank after the block what it has on those that had data longest.
 
     Yields:
         ``joined.missed_steps``: after the block, steps that this rank took without data.
 
     Raises:
         ConfigError: another optimizer steps in the block, or ranks may call different units.
-        RanksDisagree: ranks that have data do not do the same, or with other learning rates.
+        RanksDisagree: ranks that have data do not do the same, or with other learning rates or
+            scales.
         ScheduleError: what ranks without data could not do as well.
     """
     optimizers = self.admitted("join() was called", optimizer)
@@ -69,7 +75,7 @@ def join(
     try:
         yield joined
         joined.has_left = True
-        _Follower(self, joined).follow()
+        _Follower(self, joined).follow(scaler)
     finally:
         runtime.join = None
         runtime.set_share(Share())
@@ -157,13 +163,17 @@ class _Follower:
         self._resume: Any = None  # what a forward pass without gradients interrupts
         self._stepped = set[int]()  # the parameters whose gradients were used up, by id
 
-    def follow(self) -> None:
+    def follow(self, scaler: GradScaler | None) -> None:
         reduces = self._runtime.facts.reduces
         try:
             while (message := self._joined.hear()) is not None:
                 self._carry_out(message)
-            has_gradient = self._joined.of_last(self._runtime.trained.has_gradient())
-            self._agree_gradients(has_gradient, self._stepped)
+            state = {} if scaler is None else scaler.state_dict()
+            numbers = [*self._runtime.trained.has_gradient(), *state.values()]
+            agreed = self._agree_gradients(self._joined.of_last(numbers), self._stepped)
+            if scaler is not None and state:
+                kinds = zip(state.items(), agreed, strict=True)
+                scaler.load_state_dict({name: type(old)(new) for (name, old), new in kinds})
         finally:
             self._runtime.facts.reduces = reduces
 

@@ -101,7 +101,7 @@ class Join:
         if self.has_left or not (is_call or self.left):
             return []
         extra = list(numbers())  # a rank may have left since the last message
-        digest = zlib.crc32(repr(extra).encode()) if kind is Kind.STEP else 0
+        digest = zlib.crc32(repr(extra).encode()) if kind in (Kind.STEP, Kind.UNSCALE) else 0
         rows = self._gather([kind, *values, *[0] * (3 - len(values)), digest, len(extra)])
         calls = rows.tolist() if is_call else []
         if is_call:
@@ -146,6 +146,12 @@ class Join:
                 raise RanksDisagree(
                     f"inside join() rank {first} is at a call of kind {does[0]!r}, and rank {rank} "
                     f"at {does[1]!r}. Ranks that have data have to do the same, in one order."
+                )
+            if calls[rank][4] != calls[first][4] and calls[rank][0] == Kind.UNSCALE:
+                raise RanksDisagree(
+                    f"a GradScaler has another scale on rank {rank} than on rank {first}: it was "
+                    "updated in an earlier join() while one of them had no data. Pass it to each "
+                    "block: sharded.join(optimizer, scaler=scaler)."
                 )
             if calls[rank][4] != calls[first][4]:
                 raise RanksDisagree(
