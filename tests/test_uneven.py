@@ -305,6 +305,25 @@ def test_a_scaler_unscales_and_skips_without_data(strategy: str) -> None:
         assert max(distance(state[name], expected[name]) for name in expected) < 1e-6
 
 
+@pytest.mark.parametrize("how", ["a scaler", "torch's clipping"])
+def test_what_changes_whole_gradients_unseen_is_an_error_on_a_rank_without_data(how: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, "no_shard", comm=comm)
+        optimizer = sgd(list(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", 2.0**10, enabled=how == "a scaler")
+        with sharded.join(optimizer, scaler=scaler):
+            for batch in batches(0)[: 1 + comm.rank]:
+                scaler.scale(loss(model, batch)).backward()
+                if how == "torch's clipping":
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+    with pytest.raises(Exception, match=r"(?s)changed after backward\(\) .* and not on rank 0"):
+        on_ranks(2, tied_decoder, rank)
+
+
 def scales_of_two_epochs(comm: Comm, model: nn.Module, is_given: bool) -> list[dict[str, Any]]:
     """The last step of the first one overflows, and only rank 1 has data for it."""
     sharded = sw.shard(model, comm=comm)

@@ -9,12 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.optimizer_state import Given, Optimizers
 from shardwise.comm.protocol import Comm
-from shardwise.errors import ConfigError, ScheduleError
+from shardwise.errors import ConfigError, RanksDisagree, ScheduleError
 from shardwise.memory.gradients import Share
+from shardwise.memory.sharding import sharding_of
 from shardwise.runtime.join import Join, Kind, Message
 from shardwise.runtime.runtime import Runtime
 from shardwise.torch_internals import disable_torch_function, get_grad, set_grad, unscale_
@@ -125,9 +127,27 @@ def tell_step(self: Sharded, optimizer: Optimizer, closure: object) -> None:
             "data could not do so as well. Write `with sharded.join(optimizer):`, call backward() "
             "and then optimizer.step()."
         )
+    trained = self.runtime.trained
     joined.send(
-        Kind.STEP, at, numbers=lambda: [*self.runtime.trained.has_gradient(), *_options(optimizer)]
+        Kind.STEP,
+        at,
+        numbers=lambda: [
+            *trained.has_gradient(),
+            *_options(optimizer),
+            *(_replicated_norms(trained.params) if joined.left else ()),
+        ],
     )
+
+
+def _replicated_norms(params: Iterable[Parameter]) -> list[float]:
+    """Norms of the gradients that every rank has whole: torch changes those without our knowing."""
+    with disable_torch_function(), torch.no_grad():
+        gradients = [
+            get_grad(param)
+            for param in params
+            if (sharding := sharding_of(param)) and sharding.placement == "replicated"
+        ]
+        return [float(grad.double().norm()) for grad in gradients if grad is not None]
 
 
 def _options(optimizer: Optimizer, others: Iterator[float] | None = None) -> list[float]:
@@ -223,7 +243,16 @@ class _Follower:
 
     def _step(self, message: Message) -> None:
         optimizer = self._joined.optimizers[message.values[0]]
-        _options(optimizer, iter(self._agree_gradients(message.numbers)))
+        numbers = iter(self._agree_gradients(message.numbers))
+        _options(optimizer, numbers)
+        if list(map(str, numbers)) != list(map(str, _replicated_norms(self._params))):
+            raise RanksDisagree(
+                f"inside join() gradients were changed after backward() on the ranks that have "
+                f"data, and not on rank {self._sharded.comm.rank}, which has none: by a GradScaler "
+                f"or torch's clip_grad_norm_, which ranks with whole parameters do unseen. Clip by "
+                "sharded.clip_grad_norm_(); with a GradScaler choose strategy='zero1', which steps "
+                "on shards."
+            )
         optimizer.step()
         self._stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._joined.missed_steps += 1
