@@ -11,8 +11,10 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
+from shardwise.cli.export import ExportArguments, run_export
 from shardwise.cli.format_records import format_record
 from shardwise.comm import threads
+from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
 from shardwise.train.loop import train
 from shardwise.train.recipe import read_recipe
@@ -75,6 +77,9 @@ def test_it_saves_what_plain_peft_loads_and_says_what_matched(tmp_path: Path) ->
     assert all(value.any() for value in weights(tmp_path).values())  # B begins at zero
     stored = load_file(tmp_path / "run" / "checkpoints" / "step-4" / "model.safetensors")
     assert {name for name in stored if "lora" not in name} == set()
+    with pytest.raises(ConfigError, match=r"step-4 holds an adapter and not the model of its"):
+        run_export(tmp_path / "run", tmp_path / "out", ExportArguments())
+    run_export(tmp_path / "run", tmp_path / "whole", ExportArguments(with_optimizer=True))
 
 
 def test_it_goes_on_from_a_checkpoint_of_the_adapter_alone(tmp_path: Path) -> None:

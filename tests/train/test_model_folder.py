@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from shardwise.comm.local import LocalComm
 from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
 from shardwise.train.memory_estimate import state_bytes
-from shardwise.train.model_folder import load, with_tokenizer
+from shardwise.train.model_folder import dtype_of, load, with_tokenizer
 from shardwise.train.recipe import read_recipe, to_yaml
 from tests.hf.folders import CHAT_TEMPLATE, END, tiny
 from tests.train.runs import Watched, losses
@@ -65,6 +66,17 @@ def test_a_folder_is_trained_and_the_run_s_folder_is_one(tmp_path: Path, watched
     assert type(trained) is type(model)
     first, *_, last = losses(recipe)
     assert last < first
+
+
+def test_without_a_dtype_in_its_config_a_folder_has_that_of_its_files(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path / "hub")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    file = folder / "model.safetensors"
+    save_file({n: value.bfloat16() for n, value in load_file(file).items()}, file, {"format": "pt"})
+    assert dtype_of(recipe_of(tmp_path)) is torch.bfloat16
+    assert dtype_of(recipe_of(tmp_path, "model.dtype=float32")) is torch.float32
 
 
 def test_a_run_goes_on_from_its_checkpoint_at_another_number_of_ranks(

@@ -28,6 +28,7 @@ __all__ = ["ExportArguments", "parse_size", "run_export"]
 FileFormat = Literal["hf", "dcp", "pt"]
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 MAX_SIZE = 1 << 62  # bytes
+PEFT = "base_model.model."  # begins the names in a model with an adapter
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 
 
@@ -175,6 +176,8 @@ def _to_files(path: Path, given: Path, destination: Path, arguments: ExportArgum
     write: Any = export_torch_file if to == "pt" else export
     hidden, label = not sys.stderr.isatty(), f"writing {escape(destination.name)}"
     with CheckpointReader.open(path) as source:
+        if to == "hf" and not options.with_optimizer:
+            _check_whole(source)
         if arguments.merge is not None:
             from shardwise.hf.merge import merged_weights
 
@@ -190,6 +193,17 @@ def _to_files(path: Path, given: Path, destination: Path, arguments: ExportArgum
             result, to, _source_line(source, given), *_tie_warning(source, to)
         ):
             click.echo(line)
+
+
+def _check_whole(source: CheckpointReader) -> None:
+    """Raises ``ConfigError`` for an adapter beside the configuration of its base."""
+    names = [name for name in source.weights() if name.startswith(PEFT)]
+    if names and source.has(CONFIG):
+        raise ConfigError(
+            f"{source.folder} holds an adapter and not the model of its config.json: "
+            f"{len(names):,} tensors such as {names[0]}. For peft, take adapter/ in the run's "
+            "folder; for plain weights, run shardwise export BASE DESTINATION --merge RUN/adapter."
+        )
 
 
 def _source_line(source: CheckpointReader, given: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.checkpoint.safetensors_format import dtype_of as stored_dtype
 from shardwise.comm.protocol import Comm
 from shardwise.convert.export import CONFIG, FROM_A_RUN, with_dtype
 from shardwise.errors import ConfigError
@@ -97,8 +98,12 @@ def dtype_of(recipe: Recipe) -> torch.dtype:
     if recipe.model.dtype is not None:
         named: torch.dtype = getattr(torch, recipe.model.dtype)
         return named
-    configured: torch.dtype | None = config_of(locate(recipe)).dtype
-    return configured or torch.float32
+    folder = locate(recipe)
+    configured: torch.dtype | None = config_of(folder).dtype
+    if configured is not None:
+        return configured
+    with CheckpointReader.open(folder) as reader:  # older folders say it in their files alone
+        return stored_dtype(next(iter(reader.weights().values())).stored.dtype)
 
 
 def files(recipe: Recipe, dtype: torch.dtype) -> dict[str, bytes]:
