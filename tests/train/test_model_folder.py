@@ -116,7 +116,7 @@ def test_a_recipe_is_written_with_the_keys_that_have_an_effect(tmp_path: Path) -
     recipe = recipe_of(tmp_path, "model.dtype=bf16")
     text = to_yaml(recipe)
     assert text.startswith(
-        f"model:\n  from: {tmp_path / 'hub'}\n  revision: null\n  dtype: bfloat16\ntokenizer:"
+        f"model:\n  from: {tmp_path / 'hub'}\n  revision: null\n  dtype: bfloat16\n  quantization:"
     )
     (tmp_path / "again.yaml").write_text(text, "utf-8")
     assert read_recipe(tmp_path / "again.yaml") == recipe
