@@ -55,8 +55,9 @@ class Rehearsal:
         new = {"run.overwrite": True, "checkpoint.resume": "never", "run.throughput_warmup": 1}
         less: Tree = {"sharding.mesh": None, "sharding.compile": False}
         less["sample.tokens"] = min(given["sample.tokens"], 8)
-        if given.get("adapter.dropout"):  # each number of ranks would draw other numbers
-            less["adapter.dropout"] = 0.0
+        if given.get("adapter.rank") is not None:
+            less["adapter.dropout"] = 0.0  # each number of ranks would draw other numbers
+            less["optimizer.lr"] = max(given["optimizer.lr"], 1e-2)  # few steps are to show
         small = {**_BATCH, **runs, **new, **less, **self._model(given), **self._data(given)}
         for key in ("checkpoint.save_every", "run.eval_every", "optimizer.warmup"):
             small[key] = min(given[key], 2) if isinstance(given[key], int) else given[key]
@@ -95,7 +96,7 @@ class Rehearsal:
             ShardwiseError: one of them does not hold.
         """
         compute = self.recipe.sharding.precision.compute
-        tolerance = 1e-4 if compute in (None, "float32", "float64") else 3e-2
+        tolerance = 1e-4 if compute in (None, "float32", "float64") else 1e-3
         sharded, whole = (_losses(self.folder / f"ranks-{ranks}") for ranks in (RANKS, 1))
         apart = max(abs(a - b) / b for a, b in zip(sharded, whole, strict=True))
         _check(apart, tolerance, f"the losses of {RANKS} ranks and of one process")
@@ -104,12 +105,14 @@ class Rehearsal:
             f"apart, relative (limit {tolerance:g})"
         )
         recipe = self.small()
-        found, written = self._loaded(recipe)
-        again = _validation_loss(recipe, found)
+        model, written = self._loaded(recipe)
+        again = _validation_loss(recipe, model)
         _check(
             abs(again - sharded[-1]) / sharded[-1], tolerance, f"the last validation and {written}"
         )
         yield f"{written} has the validation loss {again:.4f}; the run's last was {sharded[-1]:.4f}"
+        if recipe.adapter.rank is not None:
+            yield _adapter_counts(recipe, model, again, 10 * tolerance)
 
     def _loaded(self, recipe: Recipe) -> tuple[torch.nn.Module, str]:
         """The model that the run wrote, without any code of ours, and what it is."""
@@ -138,6 +141,18 @@ def _validation_loss(recipe: Recipe, model: torch.nn.Module) -> float:
     data = prepare(with_tokenizer(recipe), comm, Folder(Path(recipe.run.folder)))
     rows, micro = recipe.run.eval_rows, recipe.batch.micro
     return Validation(data.validation, rows, micro).evaluate(model, comm, 0).loss
+
+
+def _adapter_counts(recipe: Recipe, model: Any, loss: float, least: float) -> str:
+    """The base alone has another loss, so an adapter of zeros would have been noticed."""
+    with model.disable_adapter():
+        base = _validation_loss(recipe, model)
+    if abs(base - loss) < least * base:
+        raise ShardwiseError(
+            f"the rehearsal failed: the validation loss is {loss:.4f} with the adapter and "
+            f"{base:.4f} without it, and less than {least:g} apart, relative, shows nothing."
+        )
+    return f"the base without the adapter has {base:.4f}"
 
 
 def _check(apart: float, tolerance: float, what: str) -> None:
