@@ -63,8 +63,9 @@ def test_the_command_of_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     vars(torch.multiprocessing)["spawn"] = partial(start_processes, start_method="fork")
     printed = run(TOY, *options.split(), folder=tmp_path)
-    ended = [line for line in printed if line == "All done" or line.startswith("Final")]
-    assert sorted(ended) == ["All done"] * 8 + [final_loss(5, 8)]
+    text = "".join(printed)  # eight processes write: a line may begin in another's
+    assert text.count("All done") == 8
+    assert final_loss(5, 8) in text
 
 
 @pytest.mark.parametrize("option", ["-v", "--verbose"])
