@@ -9,9 +9,13 @@ import pytest
 import yaml
 
 from shardwise.cli import main
-from shardwise.train.recipe import read_recipe
+from shardwise.errors import ConfigError
+from shardwise.train.recipe import flatten, read_recipe
 from tests.dialects.test_docs import document
 from tests.dialects.test_interpret import ASKED_V1, GAUDI
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def convert(
@@ -43,8 +47,7 @@ def test_gaudis_file_becomes_a_recipe(here: Path, capsys: pytest.CaptureFixture[
     assert " ".join(lines[5].split()).startswith(words)
     recipe = read_recipe(here / "fsdp_config.recipe.yaml")
     assert recipe.sharding.wrap == ["LlamaDecoderLayer"]  # what a recipe's model is made of
-    says = "GaudiLlamaDecoderLayer is optimum-habana's LlamaDecoderLayer of transformers\n"
-    assert says in (here / "fsdp_config.recipe.yaml").read_text("utf-8")
+    assert "sharding.wrap: ['LlamaDecoderLayer'] (a class Gaudi" in lines[9]
     assert recipe.sharding.prefetch.forward == 0
     text = convert(capsys, here, "fsdp_config.json", code=1)
     assert "fsdp_config.recipe.yaml exists; name another --output, or pass --overwrite." in text
@@ -71,7 +74,11 @@ def test_from_dialect_to_dialect_by_way_of_the_environment(
         capsys, here, "fsdp_config.environment.env", "--to", "fsdp_config", "--output", "b.json"
     )
     back = json.loads((here / "b.json").read_text("utf-8"))
-    assert back == json.loads(GAUDI) | {"fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD"}
+    assert back == json.loads(GAUDI) | {
+        "fsdp_version": 1,
+        "fsdp_sharding_strategy": "FULL_SHARD",
+        "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+    }
 
 
 def test_what_cannot_be_followed_writes_nothing(
@@ -95,7 +102,7 @@ def test_the_first_documents_command_is_a_recipe(
     assert "# Start: shardwise train finetune.recipe.yaml --nproc 8\n" in text
     tree = yaml.safe_load(text)
     assert tree["run"] == {
-        "folder": "./lora_out",
+        "folder": "lora_out",
         "epochs": 2,
         "log_every": 1,
         "throughput_warmup": 3,
@@ -106,6 +113,9 @@ def test_the_first_documents_command_is_a_recipe(
     assert tree["optimizer"]["schedule"] == "constant"
     assert tree["optimizer"]["lr"] == 4e-4
     assert tree["checkpoint"]["save_every"] == 0
+    script = {"rank": 4, "alpha": 16, "dropout": 0.05}  # the last two are not in the command
+    assert tree["adapter"].items() >= script.items()
+    assert tree["data"]["loss_on"] == "all"
     assert tree["sharding"]["strategy"] == "full_shard"  # of the file that the command names
     assert tree["sharding"]["wrap"] == ["LlamaDecoderLayer"]
     assert read_recipe(here / "finetune.recipe.yaml").run.epochs == 2
@@ -127,6 +137,59 @@ def test_a_program_and_a_command_after_two_hyphens(
     back = yaml.safe_load((here / "command.transformers.yaml").read_text("utf-8"))
     assert (back["max_steps"], back["seed"], back["lr_scheduler_type"]) == (30, 7, "linear")
     assert "num_train_epochs" not in back
+
+
+DIFFERENCES = {
+    "llama2-70b-lora": {
+        "optimizer.schedule": "constant reads no warm-up (D3)",
+        "optimizer.warmup": "the same",
+        "run.eval_delay": "two epochs of two leave one validation (D4)",
+        "sharding.compile": "true is the backend of whatever device there is; Gaudi's is hpu_backend",
+        "sharding.wrap": "auto finds the same blocks in any model",
+        "sharding.prefetch.forward": "the order is known before the first step, so it is on",
+    },
+    "llama3-8b-qlora": {
+        "data.source": "the program has a name to be filled in",
+        "data.format": "the same",
+        "data.packing": "the program pads; packed rows compute no padding",
+        "data.context": "the program cuts nothing, and a recipe's rows have a length",
+        "data.validation": "the program validates nothing, and a recipe holds rows out",
+        "batch.rows": "of two ranks",
+        "model.dtype": "null is that of the base's files, which is the same",
+        "model.quantization.type": "fp4 is what the program forgot to choose (D12)",
+        "adapter.targets": "w1, w2, w3 are no modules of this model (D11)",
+    },
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_the_recipes_are_what_the_documents_become_but_for_stated_differences(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    file = "finetune.sh" if name == "llama2-70b-lora" else "run.py"
+    (here / file).write_text(document(file), "utf-8")
+    convert(capsys, here, file, "--output", "converted.yaml", strict=False)
+    ours = read_recipe(RECIPES / f"{name}.yaml")
+    text = (here / "converted.yaml").read_text("utf-8")
+    text = text.replace("source: FILL-IN", "source: samples.jsonl")
+    (here / "converted.yaml").write_text(text.replace("format: FILL-IN", "format: completion"))
+    one, other = (
+        flatten(recipe.model_dump()) for recipe in (ours, read_recipe(here / "converted.yaml"))
+    )
+    assert {key for key in one if one[key] != other.get(key)} == set(DIFFERENCES[name])
+
+
+def test_what_is_to_be_filled_in_is_said_and_no_recipe_before(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "run.py").write_text(document("run.py"), "utf-8")
+    lines = convert(capsys, here, "run.py", strict=False).splitlines()
+    (line,) = (line for line in lines if line.startswith("fill in"))
+    assert "data.source needs a value: this is no file, and no OWNER/NAME of the hub" in line
+    text = (here / "run.recipe.yaml").read_text("utf-8")
+    assert "\n# FILL-IN: data.source needs a value" in text
+    with pytest.raises(ConfigError, match=r"data\.format.*'text', 'completion', 'alpaca'"):
+        read_recipe(here / "run.recipe.yaml")
 
 
 def test_a_file_that_is_not_there_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

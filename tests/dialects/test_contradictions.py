@@ -87,6 +87,8 @@ TRAINING: list[tuple[Any, str, str, dict[str, Any]]] = [
     (NOTES[1], "used", "eval_delay", {"eval_delay": 3, "eval_strategy": "epoch"}),
     (NOTES[2], "translated", "gradient_accumulation_steps", {"gradient_accumulation_steps": 4}),
     (NOTES[3], "translated", FOUR_BITS, {FOUR_BITS: True}),
+    (NOTES[4], "translated", "lora_rank", {"lora_rank": 4}),
+    (UNREAD[4], "ignored", "report_to", {"report_to": ["wandb", "neptune"]}),
 ]
 
 

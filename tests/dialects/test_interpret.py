@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -26,7 +27,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from shardwise.dialects import DIALECTS, Policy, Report, guess, interpret, read, write
-from shardwise.dialects.policy import OFFLOADED
+from shardwise.dialects.policy import FILL_IN, OFFLOADED
+from shardwise.dialects.settings import of_command, of_program
 from shardwise.errors import ConfigError
 from shardwise.strategies import STRATEGIES
 from shardwise.train.config import Recipe
@@ -91,7 +93,8 @@ def test_the_file_of_the_article_on_gaudi_as_it_is_printed() -> None:
     report = read(json.loads(GAUDI), strict=True)
     assert report.dialect.name == "fsdp_config"
     words = "(optimum-habana reads the words after --fsdp instead)"
-    wrap = "sharding.wrap: ['GaudiLlamaDecoderLayer']"
+    wrap = "sharding.wrap: ['LlamaDecoderLayer']"
+    gaudi = "(a class Gaudi… is optimum-habana's, and transformers' own has the rest of its name)"
     assert [
         (key.removeprefix("fsdp_"), status, text) for key, _, status, text in report.entries
     ] == [
@@ -106,12 +109,12 @@ def test_the_file_of_the_article_on_gaudi_as_it_is_printed() -> None:
         ),
         ("sync_module_states", "used", "sharding.sync_module_states: True"),
         ("use_orig_params", "used", "parameters always keep their names and objects"),
-        ("transformer_layer_cls_to_wrap", "translated", wrap),
+        ("transformer_layer_cls_to_wrap", "translated", f"{wrap} {gaudi}"),
         ("activation_checkpointing", "used", "sharding.activation_checkpointing: False"),
     ]
     recipe, elsewhere = report.places()
     sharding = Recipe.model_validate(recipe).sharding
-    assert (sharding.strategy, sharding.wrap) == ("full_shard", ["GaudiLlamaDecoderLayer"])
+    assert (sharding.strategy, sharding.wrap) == ("full_shard", ["LlamaDecoderLayer"])
     assert (sharding.prefetch.when, sharding.prefetch.forward) == ("pre", 0)
     assert elsewhere == {"sharding.sync_module_states": True, "state_dict.kind": "full"}
 
@@ -186,6 +189,7 @@ def test_what_waits_for_the_engine_is_not_there_yet(monkeypatch: pytest.MonkeyPa
 
 
 KEYS = sorted({key for dialect in DIALECTS.values() for key in dialect.by_key})
+STATUSES = {"used", "translated", "ignored", "contradictory", "fill in"}
 VALUES = st.sampled_from([True, False, None, 1, 7, "1e8", "no", "bf16", "Block,Head", "FULL_SHARD"])
 
 
@@ -198,8 +202,9 @@ def test_every_key_is_in_the_report_once_and_in_its_order(
     report = read(tree, dialect)
     only = DIALECTS[dialect].only or ["*"]
     keys = [key for key in tree if any(fnmatchcase(key, pattern) for pattern in only)]
-    assert [entry.key for entry in report.entries] == keys
-    assert {e.status for e in report.entries} <= {"used", "translated", "ignored", "contradictory"}
+    given = [entry for entry in report.entries if entry.status != "default"]
+    assert [entry.key for entry in given] == keys
+    assert {e.status for e in given} <= STATUSES
     assert report.policy == report.policy.settled()
 
 
@@ -271,7 +276,7 @@ def test_a_key_of_the_other_version_gives_way() -> None:
     assert read({**both, "FSDP_VERSION": "1"}).policy.strategy == "shard_grad_op"
     report = read({**both, "FSDP_VERSION": "2"})
     assert report.policy.strategy == "full_shard"
-    text = "it is a key of FSDP1, and FSDP_RESHARD_AFTER_FORWARD is there"
+    text = "it is a key of FSDP1, and FSDP_RESHARD_AFTER_FORWARD is given"
     assert status(report, "FSDP_SHARDING_STRATEGY") == ("ignored", text)
 
 
@@ -348,6 +353,91 @@ def test_the_arguments_of_fsdp2_are_torchs_objects() -> None:
         "contradictory",
         "not a value of this key; choose one of True, False",
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "recipe"),
+    [
+        ("run_lora_clm.py --lora_alpha 32", "lora_rank", {"rank": 8, "alpha": 32, "dropout": 0.05}),
+        ("run_lora_clm.py --do_train", "lora_alpha", {"rank": 8, "alpha": 16, "dropout": 0.05}),
+        ("other.py --lora_alpha 32", "lora_rank", {"rank": 8, "alpha": 32}),
+        ("other.py --lora_rank 4", "lora_alpha", {"rank": 4, "alpha": 8}),
+    ],
+)
+def test_an_absent_option_is_as_in_the_script(
+    command: str, key: str, recipe: dict[str, float]
+) -> None:
+    report = read({one.key: one.value for one in of_command(command)}, "command", strict=True)
+    assert report.places()[0]["adapter"] == recipe
+    whose = "the script's" if "run_lora_clm" in command else "peft's"
+    assert status(report, key)[0] == "default"
+    assert status(report, key)[1].endswith(f"({whose} default)")
+
+
+def test_a_program_without_a_rank_has_that_of_its_library() -> None:
+    program = read({"LoraConfig.lora_alpha": 16, "LoraConfig.target_modules": ["q"]}, "script")
+    assert program.places()[0]["adapter"] == {"rank": 8, "alpha": 16, "targets": ["q"]}
+    assert status(program, "LoraConfig.r") == (
+        "default",
+        "adapter.rank: 8 (LoraConfig's default)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "how", "trackers"),
+    [
+        ("tensorboard", "translated", ["tensorboard"]),
+        (["wandb", "mlflow", "trackio"], "translated", ["wandb", "mlflow", "trackio"]),
+        ("none", "translated", []),
+        (["wandb", "comet_ml"], "ignored", ["wandb"]),
+        ("comet_ml", "ignored", None),
+        ("all", "ignored", None),
+    ],
+)
+def test_trackers_that_a_recipe_has_are_used_and_others_are_named(
+    value: object, how: str, trackers: list[str] | None
+) -> None:
+    report = read({"report_to": value, "run_name": "night"}, "transformers")
+    assert status(report, "report_to")[0] == how
+    assert ("tensorboard, trackio" in status(report, "report_to")[1]) == (how == "ignored")
+    logging = Recipe.model_validate(report.places()[0]).logging
+    assert (list(logging.trackers), logging.name) == (trackers or [], "night")
+
+
+@pytest.mark.parametrize(
+    ("program", "data"),
+    [
+        ('load_dataset("hf_dataset")', {"source": FILL_IN, "format": FILL_IN}),
+        ('load_dataset("me/mine")', {"source": "hf://datasets/me/mine", "format": FILL_IN}),
+        (
+            'load_dataset("me/mine").map(lambda row: f(row["instruction"], row["text"]))',
+            {"source": "hf://datasets/me/mine", "format": "alpaca"},
+        ),
+        (
+            'load_dataset("json", data_files="a.jsonl").map(lambda row: f(row["messages"]))',
+            {"source": "a.jsonl", "format": "messages"},
+        ),
+        (
+            'load_dataset("me/alpaca-de")',
+            {"source": "hf://datasets/me/alpaca-de", "format": "alpaca"},
+        ),
+        ('load_dataset("./notes.txt")', {"source": "./notes.txt"}),
+    ],
+)
+def test_a_data_set_has_the_format_that_the_program_shows_or_one_to_be_filled_in(
+    program: str, data: dict[str, str]
+) -> None:
+    settings = {one.key: one.value for one in of_program(ast.parse(program))}
+    report = read(settings, "script")
+    report.check()
+    assert report.places()[0]["data"] == data
+    missing = [entry.text for entry in report.entries if entry.status == "fill in"]
+    assert [f"data.{name} needs a value" in "".join(missing) for name in ("source", "format")] == [
+        FILL_IN == data.get(name) for name in ("source", "format")
+    ]
+    if missing:
+        with pytest.raises(ConfigError, match="is fill in: data"):
+            report.check(strict=True)
 
 
 def test_the_fields_of_the_plug_in() -> None:

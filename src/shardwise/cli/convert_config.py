@@ -24,8 +24,6 @@ from shardwise.errors import ConfigError, nearest
 
 __all__ = ["ConvertOptions", "run_convert_config"]
 
-GAUDI = "Gaudi"  # begins the classes with which optimum-habana replaces those of transformers
-
 
 @dataclass(frozen=True)
 class ConvertOptions:
@@ -122,14 +120,12 @@ def _recipe(report: Report, source: Path, output: Path) -> Iterator[str]:
     """The recipe, and as comments what a recipe has no key for."""
     tree, elsewhere = report.places()
     yield f"# From {source.name}. Keys that are not here have their default.\n"
+    for entry in report.entries:
+        if entry.status == "fill in":
+            yield f"# FILL-IN: {entry.text} ({entry.key} is {entry.value})\n"
     for place, value in elsewhere.items():
         if not place.startswith("launch."):
             yield f"# Not of a recipe: {place}: {value}\n"
-    wrap = tree.get("sharding", {}).get("wrap")
-    for index, name in enumerate(wrap if isinstance(wrap, list) else ()):
-        if name.startswith(GAUDI):
-            wrap[index] = name.removeprefix(GAUDI)
-            yield f"# sharding.wrap: {name} is optimum-habana's {wrap[index]} of transformers\n"
     if report.policy.processes:
         yield f"# Start: {_launch(report.policy, output)}\n"
     yield yaml.safe_dump(tree, sort_keys=False)

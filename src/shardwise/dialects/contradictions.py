@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from shardwise.dialects.policy import Policy
+from shardwise.dialects.policy import FILL_IN, TRACKERS, Policy
+from shardwise.train.data_config import COLUMNS
 
-__all__ = ["CONTRADICTIONS", "NOTES", "UNREAD", "Rule"]
+__all__ = ["CONTRADICTIONS", "MISSING", "NOTES", "UNREAD", "Rule"]
 
 
 class Rule(NamedTuple):
@@ -97,6 +98,21 @@ UNREAD = (
         *("eval_delay", "there is no validation before the end"),
         lambda p: p.eval_delay and not p.eval_every and p.eval_strategy not in ("steps", "epoch"),
     ),
+    Rule(
+        *("trackers", f"a recipe has no others than {', '.join(TRACKERS)}; it has those of them"),
+        lambda p: {*(p.trackers or ())} - {*TRACKERS},
+    ),
+)
+MISSING = (
+    Rule(
+        *("dataset", "data.source needs a value: this is no file, and no OWNER/NAME of the hub"),
+        lambda p: p.dataset == FILL_IN,
+    ),
+    Rule(
+        "dataset",
+        f"data.format needs a value, since no column is shown: text, {', '.join(COLUMNS)}",
+        lambda p: p.data_format == FILL_IN,
+    ),
 )
 NOTES = (
     Rule(
@@ -114,5 +130,10 @@ NOTES = (
     Rule(
         *("quantized_bits", "the type is not set, so it is fp4; nf4 loses less"),
         lambda p: p.quantized_bits == 4 and not p.quantized_type,
+    ),
+    Rule(
+        "adapter_rank",
+        "without targets peft chooses by the model (of a Llama q_proj, v_proj), and a recipe has all",
+        lambda p: p.adapter_rank and not p.adapter_targets,
     ),
 )

@@ -1,8 +1,9 @@
 """Reading a dialect into a policy, and writing a policy in a dialect, by the same rows.
 
 Every key of the input is one entry of the report: used (it is called the same here, or is so by
-default), translated, ignored with the reason, or contradictory. What a dialect has no words for is
-found by reading back what was written.
+default), translated, ignored with the reason, contradictory, or to be filled in. After them come
+the defaults of the program that was configured. What a dialect has no words for is found by reading
+back what was written.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shardwise.checkpoint.state_dict import StateDict
-from shardwise.dialects.contradictions import CONTRADICTIONS, NOTES, UNREAD
+from shardwise.dialects.contradictions import CONTRADICTIONS, MISSING, NOTES, UNREAD
 from shardwise.dialects.keys import flatten, nest
-from shardwise.dialects.policy import Policy
+from shardwise.dialects.policy import FILL_IN, Policy
 from shardwise.dialects.rows import DIALECTS, Dialect, Outside, Row
 from shardwise.errors import ConfigError, nearest
 from shardwise.options import Options
@@ -34,7 +35,8 @@ class Entry(NamedTuple):
     """What became of one key.
 
     Attributes:
-        status: ``used``, ``translated``, ``ignored`` or ``contradictory``.
+        status: ``used``, ``translated``, ``ignored``, ``contradictory``, ``fill in`` (a recipe needs
+            a value that is not shown), or ``default`` (the key is absent, and has this value).
         text: where it went, or why it did not.
     """
 
@@ -46,7 +48,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """The policy that a configuration means, and each of its keys once, in its order."""
+    """The policy that a configuration means, and each of its keys once, in its order; defaults."""
 
     dialect: Dialect
     policy: Policy
@@ -58,7 +60,7 @@ class Report:
         Raises:
             ConfigError: with all of these keys.
         """
-        fatal = ("contradictory", "ignored") if strict else ("contradictory",)
+        fatal = ("contradictory", "ignored", "fill in") if strict else ("contradictory",)
         wrong = [
             f"{key}: {value} is {status}: {text}"
             for key, value, status, text in self.entries
@@ -69,10 +71,11 @@ class Report:
 
     def places(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What is used, as a recipe, and by its place where a recipe has no key for it."""
-        flat = dict(_flat(self.policy, _OURS))
-        there = {place: value for place, value in flat.items() if is_there(place, value)}
-        recipe = nest({place: value for place, value in there.items() if is_in_recipe(place)})
-        return recipe, {place: v for place, v in there.items() if not is_in_recipe(place)}
+        flat = {
+            place: value for place, value in _flat(self.policy, _OURS) if is_there(place, value)
+        }
+        recipe = nest({place: value for place, value in flat.items() if is_in_recipe(place)})
+        return recipe, {place: v for place, v in flat.items() if not is_in_recipe(place)}
 
 
 class Written(NamedTuple):
@@ -133,14 +136,16 @@ def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
     version = next((one.value for one in given if one.row.field == "fsdp_version"), None)
     winners = _winners(given, version or chosen.version)
     named = Policy(**{field: winner.value for field, winner in winners.items()})
-    policy = _completed(named, chosen.defaults).settled()
+    defaults = _defaults(chosen, flat, named)
+    completed = replace(named, **{name: value for name, (value, _) in defaults.items()})
+    policy = completed.settled()
     entries = (
         (_overruled(match, winners[match.row.field]) or _judge(match, named, policy))
         if isinstance(match, _Given)
         else match
         for match in matches.values()
     )
-    report = Report(chosen, policy, tuple(entries))
+    report = Report(chosen, policy, (*entries, *_assumed(chosen, completed, defaults)))
     if strict:
         report.check(strict)
     return report
@@ -159,9 +164,10 @@ def _match(dialect: Dialect, key: str, raw: Any) -> _Given | Entry:
             return _Given(key, raw, row, value)
         except (ValueError, TypeError, AttributeError) as error:
             problem = problem or f"not a value of this key; {error}"
-    if problem:
+    outside = dialect.outside(key)
+    if problem and (outside is None or outside.key != key):
         return Entry(key, raw, "contradictory", problem)
-    if outside := dialect.outside(key):
+    if outside:
         return _outside(key, raw, raw, outside)
     name = nearest(key, dialect.by_key, limit=1)[0]
     return Entry(key, raw, "ignored", f"there is no such key; did you mean {name}?")
@@ -187,18 +193,47 @@ def _overruled(one: _Given, winner: _Given) -> Entry | None:
     if one.value in (None, winner.value):
         return None
     if one.row.version and one.row.version != winner.row.version:
-        text = f"it is a key of FSDP{one.row.version}, and {winner.key} is there"
+        text = f"it is a key of FSDP{one.row.version}, and {winner.key} is given"
         return Entry(one.key, one.raw, "ignored", text)
     text = f"{winner.key} is {winner.raw}, and both mean one thing; keep one of them"
     return Entry(one.key, one.raw, "contradictory", text)
 
 
-def _completed(named: Policy, defaults: Mapping[str, Any]) -> Policy:
-    """With the library's defaults of training, where anything of training is named."""
-    if (named.lr, named.epochs, named.steps, named.micro) == (None,) * 4:
-        return named
-    absent = {name: v for name, v in defaults.items() if getattr(named, name) is None}
-    return replace(named, **absent)
+def _defaults(
+    dialect: Dialect, flat: Mapping[str, Any], named: Policy
+) -> dict[str, tuple[Any, str]]:
+    """Field → value, and whose default that is, of what a script and its libraries take."""
+    lines = [f"{key} = {raw}" for key, raw in flat.items()]
+    sources = [
+        (source["values"], source["whose"])
+        for source in dialect.implied
+        if all(any(fnmatchcase(line, pattern) for line in lines) for pattern in source["when"])
+    ]
+    if (named.lr, named.epochs, named.steps, named.micro) != (None,) * 4:
+        sources.append((dialect.defaults, "Trainer's default"))
+    if named.dataset and dialect.call and not named.dataset.endswith(".txt"):
+        shown = "alpaca" if "alpaca" in named.dataset else FILL_IN
+        sources.append(({"data_format": shown}, "by the data set's name"))
+    defaults: dict[str, tuple[Any, str]] = {}
+    for values, whose in sources:
+        for name, value in values.items():
+            if getattr(named, name) is None:
+                defaults.setdefault(name, (value, whose))
+    return defaults
+
+
+def _assumed(
+    dialect: Dialect, completed: Policy, defaults: Mapping[str, tuple[Any, str]]
+) -> Iterator[Entry]:
+    """An entry for each default that changes the recipe; its key is ``-`` if it has none."""
+    flat = dict(_flat(completed.settled(), _OURS))
+    for name, (value, whose) in defaults.items():
+        without = replace(completed, **{name: None}).settled()
+        if value == FILL_IN or dict(_flat(without, _OURS)) == flat:
+            continue
+        keys = ((row.key, row.convert.write(value)) for row in dialect.rows if row.field == name)
+        place = next(row.key for row in _OURS.rows if row.field == name and row.key in flat)
+        yield Entry(*next(keys, ("-", value)), "default", f"{place}: {flat[place]} ({whose})")
 
 
 def _judge(one: _Given, named: Policy, policy: Policy) -> Entry:
@@ -207,6 +242,8 @@ def _judge(one: _Given, named: Policy, policy: Policy) -> Entry:
         for rule in rules:
             if rule.field == one.row.field and rule.broken(named):
                 return Entry(one.key, one.raw, status, rule.sentence)
+    if missing := [r.sentence for r in MISSING if r.field == one.row.field and r.broken(policy)]:
+        return Entry(one.key, one.raw, "fill in", "; ".join(missing))
     if always := [outside for outside in _OURS.outsiders if outside.key == one.row.field]:
         return _outside(one.key, one.raw, one.value, always[0])
     status, text = _placed(one, dict(_flat(policy, _OURS)))

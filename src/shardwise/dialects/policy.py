@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["OFFLOADED", "Policy"]
+__all__ = ["FILL_IN", "OFFLOADED", "TRACKERS", "Policy"]
 
 OFFLOADED = ("parameters", "gradients", "optimizer")
+TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow")
+FILL_IN = "FILL-IN"
+"""What a recipe needs and the configuration does not show."""
 _HYBRID = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
 _SHORT = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -65,12 +68,14 @@ class Policy:
     port: int | None = None
     # training, where a dialect has it
     model: str | None = None  # a folder, or a name of the hub
+    model_dtype: str | None = None
     dataset: str | None = None
     data_format: str | None = None
     data_split: str | None = None
     validation: float | None = None  # fraction held out
     context: int | None = None
     packing: Any = None
+    loss_on: str | None = None  # "all" tokens, or those of the "assistant"
     folder: str | None = None
     micro: int | None = None  # rows of one rank's forward pass
     accumulation: int | None = None
@@ -89,6 +94,10 @@ class Policy:
     steps: int | None = None
     seed: int | None = None
     log_every: int | None = None
+    trackers: tuple[str, ...] | None = None
+    project: str | None = None
+    run_name: str | None = None
+    sample_tokens: int | None = None
     throughput_warmup: int | None = None
     eval_strategy: str | None = None  # "no", "steps" or "epoch"
     eval_steps: int | None = None
@@ -163,9 +172,8 @@ def _dtypes(p: Policy) -> dict[str, Any]:
 
 def _training(p: Policy) -> dict[str, Any]:
     """A batch over all ranks, and no key that another leaves unread."""
-    constant, samples = str(p.schedule).startswith("constant"), str(p.dataset)
+    constant, is_text = str(p.schedule).startswith("constant"), p.data_format in (None, "text")
     rows = p.micro and p.accumulation and p.micro * p.accumulation * (p.processes or 1)
-    is_alpaca = samples.startswith("hf://") and "alpaca" in samples
     return {
         "activation_checkpointing": p.gradient_checkpointing or p.activation_checkpointing,
         "gradient_checkpointing": None,
@@ -174,7 +182,9 @@ def _training(p: Policy) -> dict[str, Any]:
         "warmup": None if p.schedule == "constant" else p.warmup,
         "betas": p.betas or (p.beta1 and p.beta2 and (p.beta1, p.beta2)),
         "epochs": None if p.steps else p.epochs,
-        "data_format": p.data_format or ("alpaca" if is_alpaca else None),
+        "packing": None if is_text else p.packing,
+        "loss_on": None if is_text else p.loss_on,
+        "trackers": None if p.trackers is None else tuple(t for t in p.trackers if t in TRACKERS),
         "quantized_type": p.quantized_type if p.quantized_bits == 4 else None,
         "adapter_alpha": p.adapter_alpha if p.adapter_rank else None,
     }

@@ -19,10 +19,12 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from shardwise.dialects.policy import OFFLOADED
+from shardwise.dialects.policy import FILL_IN, OFFLOADED, TRACKERS
+from shardwise.train.data_config import COLUMNS, HUB
+from shardwise.train.sources import BUILDERS
 
 __all__ = ["DIALECTS", "Converter", "Dialect", "Outside", "Row", "fold"]
 
@@ -94,11 +96,35 @@ def _number(value: Any) -> float:
     return int(number) if number.is_integer() else number
 
 
-def _of_the_hub(value: Any) -> str:
-    """``OWNER/NAME`` as a recipe names a data set of the hub; a path stays as it is."""
-    name = str(value)
-    is_path = "://" in name or Path(name).suffix or name.startswith((".", "/", "~"))
-    return name if is_path else f"hf://datasets/{name}"
+def _data_set(value: Any) -> str | None:
+    """A path, or ``OWNER/NAME`` of the hub as a recipe names it; any other name is to be filled in.
+
+    ``None`` for the kind of files that ``load_dataset`` reads: ``data_files`` names them.
+    """
+    if not isinstance(value, str):
+        raise ValueError("write one file, or a folder of them")
+    if value in (*BUILDERS.values(), "text"):
+        return None
+    is_path = "://" in value or Path(value).suffix or value.startswith((".", "/", "~"))
+    return value if is_path else HUB + value if "/" in value else FILL_IN
+
+
+def _format_of(columns: Iterable[str]) -> str:
+    """The format of samples that begins with one of these columns; else ``text``."""
+    return next((name for name in reversed(COLUMNS) if COLUMNS[name][0] in columns), "text")
+
+
+def _trackers(value: Any) -> tuple[str, ...]:
+    """Names that a recipe does not know stay: they are reported."""
+    names = tuple(map(fold, _names(value)))
+    if not {*names} & {*TRACKERS, "none"}:
+        raise ValueError("a recipe has none of them")
+    return tuple(name for name in names if name != "none")
+
+
+def _classes(value: Any) -> tuple[str, ...]:
+    """Names of classes of transformers, where optimum-habana's replace them."""
+    return tuple(name.removeprefix("Gaudi") for name in _names(value))
 
 
 _SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
@@ -120,14 +146,19 @@ _CONVERTERS = {
     "number": Converter(_number),
     "steps": Converter(lambda value: None if float(value) < 0 else _whole(value)),
     "percent": Converter(lambda value: float(value) / 100, lambda value: value * 100),
-    "hub": Converter(_of_the_hub, lambda value: value.removeprefix("hf://datasets/")),
+    "hub": Converter(_data_set, lambda value: value.removeprefix(HUB)),
+    "columns": Converter(_format_of),
+    "loss": _choice({True: "all", False: "assistant"}),
+    "folder": Converter(lambda value: str(PurePath(value))),
+    "trackers": Converter(_trackers, list, ()),
+    "classes": Converter(_classes, ",".join),
     "schedule": _choice({name: name for name in _SCHEDULES}),
     "optimizer": _choice(_OPTIMIZERS),
     "strategy_of": _choice({name: name for name in ("no", "steps", "epoch")}),
     "four": _choice({True: 4, False: None}),
     "eight": _choice({True: 8, False: None}),
     "quantized": _choice({"fp4": "fp4", "nf4": "nf4"}),
-    "packing": _choice({True: "concatenate", False: True}),
+    "packing": _choice({True: "concatenate", False: False}),
     "text": Converter(str),
     "object": Converter(lambda value: value),
     "names": Converter(_names, ",".join),
@@ -224,6 +255,7 @@ class Dialect:
         words: a key whose value is a list of words, each of which is a key.
         constants: what is always written.
         defaults: field → what its library takes where a training does not say it.
+        implied: the same of scripts and calls: ``values``, ``whose`` they are, and ``when``.
         only: patterns of its keys; others are not part of it, and not in the report.
         call: these are arguments of a call, so they come in no file.
     """
@@ -237,6 +269,7 @@ class Dialect:
     words: str = ""
     constants: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    implied: Sequence[Mapping[str, Any]] = ()
     only: Sequence[str] = ()
     call: bool = False
 

@@ -10,9 +10,12 @@ import ast
 import shlex
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+from shardwise.train.data_config import COLUMNS
 
 __all__ = ["Setting", "dotted", "of_command", "of_configuration", "of_program"]
 
@@ -22,7 +25,8 @@ class Setting(NamedTuple):
 
     Attributes:
         key: in a program with its call before it: ``TrainingArguments.bf16``; of a command's
-            launcher ``launch.world_size``, of its environment ``env.PT_HPU_LAZY_MODE``.
+            launcher ``launch.world_size``, of its environment ``env.PT_HPU_LAZY_MODE``; its script
+            is ``launch.script``, and the columns that a program reads are ``columns``.
         line: from 1.
     """
 
@@ -79,6 +83,8 @@ def _of_words(words: list[tuple[str, int]]) -> Iterator[Setting]:
     for word, line in words[:program]:
         name, _, value = word.partition("=")
         yield Setting(f"env.{name}", value, line)
+    for word, line in words[script : script + 1]:
+        yield Setting("launch.script", Path(word).name, line)
     yield from _options(words[program:script], "launch.")
     yield from _options(words[script + 1 :], "")
 
@@ -101,6 +107,13 @@ def _options(words: list[tuple[str, int]], prefix: str) -> Iterator[Setting]:
 def of_program(tree: ast.Module) -> Iterator[Setting]:
     """Keywords and first arguments of calls, calls themselves, and assigned attributes, by line."""
     yield from sorted(_of_calls(tree), key=lambda setting: setting.line)
+    subscripts = (node for node in ast.walk(tree) if isinstance(node, ast.Subscript))
+    lines = {getattr(node.slice, "value", None): node.lineno for node in subscripts}
+    if columns := [name for name in _COLUMNS if name in lines]:
+        yield Setting("columns", columns, lines[columns[0]])
+
+
+_COLUMNS = ("text", *(names[0] for names in COLUMNS.values()))
 
 
 def _of_calls(tree: ast.Module) -> Iterator[Setting]:
