@@ -14,7 +14,6 @@ from shardwise.train.recipe import flatten, read_recipe
 from tests.dialects.test_docs import document
 from tests.dialects.test_interpret import ASKED_V1, GAUDI
 
-
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
@@ -144,7 +143,7 @@ DIFFERENCES = {
         "optimizer.schedule": "constant reads no warm-up (D3)",
         "optimizer.warmup": "the same",
         "run.eval_delay": "two epochs of two leave one validation (D4)",
-        "sharding.compile": "true is the backend of whatever device there is; Gaudi's is hpu_backend",
+        "sharding.compile": "true is the backend of any device; Gaudi's is hpu_backend",
         "sharding.wrap": "auto finds the same blocks in any model",
         "sharding.prefetch.forward": "the order is known before the first step, so it is on",
     },

@@ -433,7 +433,7 @@ def test_a_data_set_has_the_format_that_the_program_shows_or_one_to_be_filled_in
     assert report.places()[0]["data"] == data
     missing = [entry.text for entry in report.entries if entry.status == "fill in"]
     assert [f"data.{name} needs a value" in "".join(missing) for name in ("source", "format")] == [
-        FILL_IN == data.get(name) for name in ("source", "format")
+        data.get(name) == FILL_IN for name in ("source", "format")
     ]
     if missing:
         with pytest.raises(ConfigError, match="is fill in: data"):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.conversations import Messages, Prompted, sample
+from shardwise.train.conversations import Messages, Prompted, check_columns, sample
 from shardwise.train.data_config import DataConfig
 
 ASK, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -62,19 +62,33 @@ def test_sharegpt_is_messages() -> None:
     assert messages(ASK, ANSWER, ASK, ANSWER).answers == ["A", "A"]
 
 
-def test_a_missing_column_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"such as --data.columns '\{output: outputs\}'.$"):
-        sample({"instruction": "Q", "outputs": "A"}, config("alpaca"))
+@pytest.mark.parametrize(
+    ("form", "columns", "fix"),
+    [
+        ("alpaca", "instruction outputs", "say which .* such as '{output: outputs}'."),
+        (
+            "alpaca",
+            "messages id",
+            "instruction is not among the columns messages, id; set .* messages",
+        ),
+        ("messages", "instruction input output", "set data.format alpaca."),
+        ("completion", "id text", "set data.format text."),
+    ],
+)
+def test_columns_that_are_not_there_show_another_format_or_another_name(
+    form: str, columns: str, fix: str
+) -> None:
+    row = dict.fromkeys(columns.split(), "x")
+    with pytest.raises(ConfigError, match=f"^data.format {form} reads .*{fix}"):
+        check_columns([row, row], config(form))
+    check_columns([row, {"prompt": "Q", "completion": "A"}], config("completion"))
+    check_columns([{"q": "Q", "completion": "A"}], config("completion", prompt="q"))
 
 
 @pytest.mark.parametrize(
     ("form", "row", "message"),
     [
-        (
-            "alpaca",
-            {"instruction": "Q", "outputs": "A"},
-            "there is no column 'output'. The columns are instruction, outputs; say which of them ",
-        ),
+        ("alpaca", {"instruction": "Q", "outputs": "A"}, "column 'output' is empty; write a va"),
         ("completion", {"prompt": None, "completion": "A"}, "column 'prompt' is empty; write"),
         ("completion", {"prompt": ["Q"], "completion": "A"}, "column 'prompt' is list, not text;"),
         ("messages", {"messages": "Q"}, "a conversation is 'Q'; it must be a list of {role, con"),

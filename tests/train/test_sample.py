@@ -9,11 +9,13 @@ from torch import nn
 from shardwise.comm import threads
 from shardwise.comm.protocol import Comm
 from shardwise.train import tokenizer as bpe
-from shardwise.train.config import SampleConfig
+from shardwise.train.config import Recipe
 from shardwise.train.decoder import Decoder
 from shardwise.train.job import build
 from shardwise.train.model_config import ModelConfig
+from shardwise.train.records import Sampled
 from shardwise.train.sample import generate, sample
+from tests.hf.folders import END, tiny_tokenizer
 from tests.train.test_job import VOCABULARY, rows
 from tests.train.tiny import documents, tiny_recipe
 
@@ -74,15 +76,54 @@ def test_text_ends_at_the_end_token() -> None:
     model = Decoder(SHAPE, vocabulary=300, context=32)
     with torch.no_grad():  # every logit is 0 but the one that follows from the norm's scale
         model.model.embed_tokens.weight.zero_()
-    config = SampleConfig(prompt="def", tokens=5)  # argmax of equal logits is id 0, the end
-    assert sample(model, tokenizer, config, 32, torch.Generator(), 0) == ""
+    recipe = Recipe.model_validate({"sample": {"prompt": "x", "tokens": 5}})
+    assert sample(model, tokenizer, recipe) == Sampled(
+        "x", ""
+    )  # of equal logits the first, the end
 
 
 def test_the_prompt_is_not_repeated() -> None:
     tokenizer = bpe.load(bpe.train(documents(), 300))
     model = Decoder(SHAPE, vocabulary=300, context=32)
-    config = SampleConfig(prompt="def", tokens=3)
-    text = sample(model, tokenizer, config, 32, torch.Generator(), 0)
-    prompt = torch.tensor(tokenizer.encode("def").ids)
+    recipe = Recipe.model_validate({"sample": {"tokens": 3}, "data": {"context": 32}})
+    prompt = torch.tensor(tokenizer.encode("def ").ids)
     ids = generate(model, prompt, 3, 32, 0.0, torch.Generator())[len(prompt) :].tolist()
-    assert text == tokenizer.decode(ids)
+    assert sample(model, tokenizer, recipe) == Sampled("def ", tokenizer.decode(ids))
+
+
+QUESTION = "Write a function that adds two numbers."
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "asked"),
+    [
+        ("messages", None, f"<|im_start|>user\n{QUESTION}<|im_end|><|im_start|>assistant\n"),
+        ("sharegpt", "Why?", "<|im_start|>user\nWhy?<|im_end|><|im_start|>assistant\n"),
+        ("alpaca", "Why?", "### Instruction:\nWhy?\n\n### Response:"),
+        ("completion", None, "def "),
+    ],
+)
+def test_a_model_is_asked_as_the_samples_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, prompt: str | None, asked: str
+) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    recipe = Recipe.model_validate(
+        {
+            "tokenizer": {"source": str(tmp_path), "end": END},
+            "data": {"format": form, "source": "a.jsonl"},
+            "sample": {"prompt": prompt, "tokens": 2},
+        }
+    )
+    given: list[list[int]] = []
+
+    def answer(_model: object, ids: torch.Tensor, *_: object) -> torch.Tensor:
+        given.append(ids.tolist())
+        return ids
+
+    monkeypatch.setattr("shardwise.train.sample.generate", answer)
+    tokenizer = bpe.load((tmp_path / "tokenizer.json").read_text("utf-8"))
+    shown = sample(Decoder(SHAPE, vocabulary=8, context=8), tokenizer, recipe)
+    assert tokenizer.decode(given[0], skip_special_tokens=False).endswith(asked)
+    assert shown == Sampled(prompt or (QUESTION if form == "messages" else "def "), "")
+    is_chat = form in ("messages", "sharegpt")
+    assert (tokenizer.token_to_id("<|im_start|>") in given[0]) == is_chat

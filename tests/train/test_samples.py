@@ -67,6 +67,12 @@ def test_rows_without_an_answer_and_those_that_are_too_long_are_named(tmp_path: 
     ]
 
 
+def test_a_wrong_format_is_named_before_any_row(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "Q"}]}] * 50
+    with pytest.raises(ConfigError, match=r"a\.jsonl: data.format completion reads .* messages\.$"):
+        read_samples(config(tmp_path, rows))
+
+
 @pytest.mark.parametrize(
     ("rows", "context", "message"),
     [

@@ -133,7 +133,7 @@ NOTES = (
     ),
     Rule(
         "adapter_rank",
-        "without targets peft chooses by the model (of a Llama q_proj, v_proj), and a recipe has all",
+        "without targets peft takes some by model (of a Llama q_proj, v_proj), a recipe takes all",
         lambda p: p.adapter_rank and not p.adapter_targets,
     ),
 )

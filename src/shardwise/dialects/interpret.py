@@ -35,8 +35,8 @@ class Entry(NamedTuple):
     """What became of one key.
 
     Attributes:
-        status: ``used``, ``translated``, ``ignored``, ``contradictory``, ``fill in`` (a recipe needs
-            a value that is not shown), or ``default`` (the key is absent, and has this value).
+        status: ``used``, ``translated``, ``ignored``, ``contradictory``, ``fill in`` (a recipe
+            needs a value that is not shown), or ``default`` (an absent key has this value).
         text: where it went, or why it did not.
     """
 

@@ -104,7 +104,9 @@ class CheckpointConfig(Section):
 class SampleConfig(Section):
     """The text generated at the end."""
 
-    prompt: str = Field("def ", min_length=1, description="beginning of the sample")
+    prompt: str | None = Field(
+        None, min_length=1, description="beginning of the sample, or question; null = one of ours"
+    )
     tokens: int = Field(96, ge=0, description="length of the sample; 0 = no sample")
     temperature: float = Field(0.0, ge=0, description="0 = greedy decoding")
 

@@ -13,13 +13,13 @@ not know, or a missing text, without an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardwise.errors import ConfigError, nearest
 from shardwise.train.data_config import COLUMNS, DataConfig
 
-__all__ = ["Message", "Messages", "Prompted", "Sample", "sample"]
+__all__ = ["Message", "Messages", "Prompted", "Sample", "alpaca", "check_columns", "sample"]
 
 ALPACA = (
     "Below is an instruction that describes a task{input}. Write a response that appropriately "
@@ -69,34 +69,59 @@ def sample(row: Row, config: DataConfig) -> Sample:
     """The sample in ``row``.
 
     Raises:
-        ConfigError: a column is missing, or what it holds cannot be read.
+        ConfigError: a column is empty, or what it holds cannot be read.
     """
     column = {name: config.columns.get(name, name) for name in COLUMNS[config.format]}
     if config.format == "completion":
         return Prompted(_text(row, column["prompt"]), _text(row, column["completion"]))
     if config.format == "alpaca":
         given = _text(row, column["input"]) if row.get(column["input"]) is not None else ""
-        return _alpaca(_text(row, column["instruction"]), given, _text(row, column["output"]))
+        return alpaca(_text(row, column["instruction"]), given, _text(row, column["output"]))
     if config.format == "sharegpt":
         return _messages(_value(row, column["conversations"]), ("from", "value"), SHAREGPT_ROLES)
     roles = {role: role for role in ROLES}
     return _messages(_value(row, column["messages"]), ("role", "content"), roles)
 
 
-def _alpaca(instruction: str, given: str, output: str) -> Prompted:
+def check_columns(rows: Sequence[Row], config: DataConfig) -> None:
+    """Do the columns of a data set fit data.format?
+
+    Raises:
+        ConfigError: a column is in no row; with the format that fits, or the nearest column.
+    """
+    columns = [config.columns.get(name, name) for name in _needed(config.format)]
+    missing = [name for name in columns if rows and not any(name in row for row in rows)]
+    if not missing:
+        return
+    fitting = [name for name in COLUMNS if {*_needed(name)} <= rows[0].keys()]
+    fitting += ["text"] * (config.field in rows[0])
+    near = nearest(missing[0], rows[0])[0]
+    fix = (
+        f"set data.format {fitting[0]}"
+        if fitting
+        else f"say which of them it is with data.columns, such as '{{{missing[0]}: {near}}}'"
+    )
+    raise ConfigError(
+        f"data.format {config.format} reads {' and '.join(columns)}, and {' and '.join(missing)} "
+        f"is not among the columns {', '.join(rows[0])}; {fix}."
+    )
+
+
+def _needed(form: str) -> list[str]:
+    """Columns that a row of the format must have."""
+    return [name for name in COLUMNS[form] if name != "input"]
+
+
+def alpaca(instruction: str, given: str = "", output: str = "") -> Prompted:
+    """The prompt of Stanford Alpaca, with an input or without, and the answer."""
     prompt = ALPACA.format(input=WITH_INPUT if given else "", instruction=instruction)
     return Prompted(prompt + f"### Input:\n{given}\n\n" * bool(given) + "### Response:", output)
 
 
 def _value(row: Row, column: str) -> Any:
-    if row.get(column) is not None:
-        return row[column]
-    if column in row:
+    if row.get(column) is None:
         raise ConfigError(f"column {column!r} is empty; write a value, or remove the row.")
-    raise ConfigError(
-        f"there is no column {column!r}. The columns are {', '.join(row)}; say which of them it is "
-        f"with data.columns, such as --data.columns '{{{column}: {nearest(column, row)[0]}}}'."
-    )
+    return row[column]
 
 
 def _text(row: Row, column: str) -> str:

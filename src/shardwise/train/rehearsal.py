@@ -33,7 +33,8 @@ _TEXT = {"data.source": "stdlib", "data.field": "text", "data.max_bytes": 300_00
 _STREAMS = {"data.streaming.streams": 4, "data.streaming.shuffle": 4}
 _DECODER = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 176}
 _BATCH = {"batch.rows": 8, "batch.micro": 2, "data.context": 64}
-_RUN = {"run.device": "cpu", "run.steps": 6, "run.log_every": 1, "run.eval_rows": 8}
+_RUN = {"run.device": "cpu", "run.log_every": 1, "run.eval_rows": 8}
+_STEPS, _EPOCHS = 6, 3
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Rehearsal:
         """The recipe of the run on so many ranks; what it reads is there."""
         given = flatten(self.recipe.model_dump())
         runs = {"run.folder": str(self.folder / f"ranks-{ranks}"), **_RUN}
+        if given["run.epochs"] is None or given["data.format"] == "text":
+            runs |= {"run.steps": _STEPS, "run.epochs": None}
+        else:
+            runs["run.epochs"] = min(given["run.epochs"], _EPOCHS)
         new = {"run.overwrite": True, "checkpoint.resume": "never", "run.throughput_warmup": 1}
         less: Tree = {"sharding.mesh": None, "sharding.compile": False}
         less["sample.tokens"] = min(given["sample.tokens"], 8)
@@ -83,11 +88,18 @@ class Rehearsal:
         return {"data.source": str(path), "data.columns": {}, "data.context": 256, **held_out}
 
     def changes(self) -> Iterator[tuple[str, str, str]]:
-        """Each key that is smaller or elsewhere: its name, and both values."""
+        """Each key that is smaller or elsewhere: its name, and both values.
+
+        A model or data that are made, and epochs of them, say how large they are.
+        """
         before, after = flatten(self.recipe.model_dump()), flatten(self.small().model_dump())
+        notes = {"model.from": rehearsal_files.MODEL, "run.epochs": rehearsal_files.SAMPLES}
+        if self.recipe.data.format != "text":
+            notes["data.source"] = rehearsal_files.SAMPLES
         for key, value in after.items():
-            if value != before.get(key):
-                yield key, str(before.get(key)), str(value)
+            if value != before.get(key) or (key == "run.epochs" and value is not None):
+                here = [str(value), notes.get(key, "")]
+                yield key, str(before.get(key)), ", ".join(filter(None, here))
 
     def proof(self) -> Iterator[str]:
         """What both runs show, a sentence each.

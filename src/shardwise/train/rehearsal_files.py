@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["base", "samples"]
+__all__ = ["MODEL", "SAMPLES", "base", "samples"]
 
 _MODULES = ("bisect", "colorsys", "fnmatch", "heapq", "keyword", "shlex", "shutil", "statistics")
 _SHAPE = {
@@ -20,7 +20,9 @@ _SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-_COUNT = 40  # samples
+_COUNT = 40
+MODEL = f"random, {_SHAPE['num_hidden_layers']} layers of width {_SHAPE['hidden_size']}"
+SAMPLES = f"{_COUNT} samples"
 _CHAT = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}"
@@ -92,6 +94,6 @@ def _functions() -> list[tuple[str, str]]:
 def _documented(name: str) -> Iterator[tuple[str, str]]:
     text = inspect.getsource(__import__(name))
     for node in ast.parse(text).body:
-        said = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
-        if said:
-            yield said.splitlines()[0], ast.get_source_segment(text, node)[:200]  # type: ignore[index]
+        docstring = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+        if docstring:
+            yield docstring.splitlines()[0], ast.get_source_segment(text, node)[:200]  # type: ignore[index]

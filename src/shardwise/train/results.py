@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from shardwise.errors import CheckpointError
 from shardwise.hf.adapters import save_adapter
 from shardwise.printed import size
@@ -20,11 +18,10 @@ from shardwise.train.folder import ADAPTER, Folder
 from shardwise.train.hf_config import WEIGHTS, config_texts
 from shardwise.train.job import Job
 from shardwise.train.plot import plot_loss
-from shardwise.train.records import Evaluated, Record, Sampled, Stepped, Warned
+from shardwise.train.records import Evaluated, Record, Stepped, Warned
 from shardwise.train.run_logger import RunLogger
 from shardwise.train.sample import sample
 from shardwise.train.streams import StreamedRows
-from shardwise.train.tokenizer import end_id
 
 __all__ = ["export", "files_of", "result_files"]
 
@@ -35,11 +32,7 @@ def export(
     """Write all of it. A collective; rank 0 writes."""
     recipe, comm = job.recipe, job.sharded.comm
     if recipe.sample.tokens:
-        generator = torch.Generator().manual_seed(recipe.run.seed)
-        end = end_id(data.tokenizer, recipe.tokenizer.end)
-        context = recipe.data.context
-        text = sample(job.model, data.tokenizer, recipe.sample, context, generator, end)
-        logger.log(Sampled(recipe.sample.prompt, text))
+        logger.log(sample(job.model, data.tokenizer, recipe))
     try:
         _save_model(job, data, logger)
     except (OSError, CheckpointError) as error:

@@ -13,38 +13,46 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.train.batches import MicroBatch
+from shardwise.train.conversations import alpaca
 from shardwise.train.language_model import logits
+from shardwise.train.records import Sampled
+from shardwise.train.tokenizer import end_id, of_transformers
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from shardwise.train.config import SampleConfig
+    from shardwise.train.config import Recipe
 
 __all__ = ["generate", "sample"]
 
+CODE, QUESTION = "def ", "Write a function that adds two numbers."
 
-def sample(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    config: SampleConfig,
-    context: int,
-    generator: torch.Generator,
-    end: int,
-) -> str:
-    """The model's continuation of ``config.prompt``, without the prompt. A collective.
 
-    Args:
-        context: the longest row that the model takes.
-        generator: on the CPU, with the same state on every rank.
-        end: the id at which the text is cut.
-    """
-    prompt = tokenizer.encode(config.prompt, add_special_tokens=False).ids
-    device = next(model.parameters()).device
-    given = torch.tensor(prompt, device=device)
-    ids = generate(model, given, config.tokens, context, config.temperature, generator)
-    new = ids[len(prompt) :].tolist()
-    text: str = tokenizer.decode(new[: new.index(end)] if end in new else new)
-    return text
+def sample(model: nn.Module, tokenizer: Tokenizer, recipe: Recipe) -> Sampled:
+    """What the model writes after the recipe's prompt, up to the end token. A collective."""
+    config = recipe.sample
+    is_code = recipe.data.format in ("text", "completion")
+    prompt = config.prompt or (CODE if is_code else QUESTION)
+    ids = torch.tensor(
+        _prompt_ids(prompt, tokenizer, recipe), device=next(model.parameters()).device
+    )
+    generator = torch.Generator().manual_seed(recipe.run.seed)  # the same on every rank
+    context = recipe.data.context
+    written = generate(model, ids, config.tokens, context, config.temperature, generator)
+    new, end = written[len(ids) :].tolist(), end_id(tokenizer, recipe.tokenizer.end)
+    return Sampled(prompt, tokenizer.decode(new[: new.index(end)] if end in new else new))
+
+
+def _prompt_ids(prompt: str, tokenizer: Tokenizer, recipe: Recipe) -> list[int]:
+    """The prompt as the format of the recipe's samples has it."""
+    if recipe.data.format in ("messages", "sharegpt"):
+        chat = of_transformers(tokenizer.to_str(), recipe.tokenizer)
+        question = [{"role": "user", "content": prompt}]
+        text = str(chat.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
+        ids: list[int] = chat.encode(text, add_special_tokens=False)
+        return ids
+    text = alpaca(prompt).prompt if recipe.data.format == "alpaca" else prompt
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def generate(

@@ -7,7 +7,7 @@ the rest of the data. No sample is left out, cut or padded without being counted
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.train import tokenizer as bpe
 from shardwise.train.batches import Rows, RowSource
 from shardwise.train.config import Recipe
-from shardwise.train.conversations import Sample, sample
+from shardwise.train.conversations import Sample, check_columns, sample
 from shardwise.train.corpus import MAX_PLACES
 from shardwise.train.data_config import DataConfig
 from shardwise.train.examples import tokenize, write
@@ -183,9 +183,13 @@ def read_samples(config: DataConfig) -> tuple[SampleSplit, SampleSplit]:
 
 
 def _split(
-    source: str, rows: Iterable[tuple[int, dict[str, Any]]], config: DataConfig
+    source: str, rows: Sequence[tuple[int, dict[str, Any]]], config: DataConfig
 ) -> SampleSplit:
     split = SampleSplit(source, [], [], [])
+    try:
+        check_columns([row for _, row in rows], config)
+    except ConfigError as error:
+        raise ConfigError(f"data.source {source}: {error}") from None
     for number, row in rows:
         try:
             one = sample(row, config)
@@ -230,7 +234,7 @@ def window_rows(
     Raises:
         ConfigError: a row is malformed; with its number among these.
     """
-    split = _split(f"{config.source}, streamed window", enumerate(rows, start=1), config)
+    split = _split(f"{config.source}, streamed window", [*enumerate(rows, start=1)], config)
     tokenized = tokenize_split(split, tokenizer, config)
     lost = [f"left out {out}" for out in tokenized.left_out]
     if tokenized.cut[0]:
