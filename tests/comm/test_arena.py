@@ -43,6 +43,7 @@ def test_each_tensor_has_a_storage_of_its_own() -> None:
     # Otherwise saving one would save the whole file.
     arena = Arena.create()
     assert arena.tensor(0, 5, torch.bfloat16).untyped_storage().nbytes() == 10
+    assert heap(set()).allocate(5, torch.bfloat16).untyped_storage().nbytes() == 10
 
 
 def heap(being_read: set[int]) -> Heap:

@@ -60,6 +60,32 @@ def test_hybrid_shard_as_a_word_and_keys_inside_a_call(tmp_path: Path) -> None:
     assert [f.line for f in lint(written(tmp_path, "a.yaml", keys))] == [2]
 
 
+@pytest.mark.parametrize(
+    ("model", "targets", "wrong"),
+    [
+        ("meta-llama/Llama-2-7b-hf", '["q_proj", "w1"]', {"w1": "this model calls it gate_proj"}),
+        (
+            "mistralai/Mistral-7B-v0.1",
+            '["model.layers.0.self_attn.q_proj", "query_key_value"]',
+            {"query_key_value": "this model calls it q_proj, k_proj, v_proj"},
+        ),
+        ("gpt2", '["q_proj", "c_fc"]', {"q_proj": "this model calls it c_attn"}),
+        ("tiiuae/falcon-7b", '["query_key_value", "dense"]', {}),
+        ("meta-llama/Llama-2-7b-hf", '"all-linear"', {}),
+        ("meta-llama/Llama-2-7b-hf", "r'.*(w1|up_proj)'", {}),
+        ("meta-llama/Llama-2-7b-hf", "find_all(model)", {}),
+        ("some/model", '["w1"]', {}),
+    ],
+)
+def test_a_target_that_this_kind_of_model_has_not(
+    tmp_path: Path, model: str, targets: str, wrong: dict[str, str]
+) -> None:
+    text = f'MODEL = "{model}"\nTARGETS = {targets}\nLoraConfig(target_modules=TARGETS)\n'
+    findings = lint(written(tmp_path, "a.py", text))
+    assert {f.fact.split()[0]: f.fix for f in findings} == wrong
+    assert {(f.line, f.defect) for f in findings} <= {(3, "D11")}
+
+
 def test_the_command_prints_file_line_fact_and_fix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,14 +83,15 @@ class Heap:
         """``[numel]``, uninitialised. The block is freed when the storage dies."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        size = -(-numel * dtype.itemsize // PAGE) * PAGE
+        nbytes = numel * dtype.itemsize
+        size = -(-nbytes // PAGE) * PAGE
         offset = self._reusable(size)
         if offset is None:
             offset, self._end = self._end, self._end + size
             self._starts.append(offset)
-        block = self.arena.bytes(offset, size)
+        block = self.arena.bytes(offset, nbytes)
         weakref.finalize(block, self._free[size].append, offset).atexit = False
-        return torch.from_numpy(block)[: numel * dtype.itemsize].view(dtype)
+        return torch.from_numpy(block).view(dtype)
 
     def mark_read_in(self, offset: int, number: int) -> None:
         """Peers will read the block that holds ``offset`` in collective ``number``."""

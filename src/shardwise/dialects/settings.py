@@ -137,7 +137,7 @@ def _of_calls(tree: ast.Module) -> Iterator[Setting]:
 
 
 def _value(node: ast.expr, constants: dict[str, ast.expr]) -> Any:
-    if isinstance(node, ast.Name) and isinstance(constants.get(node.id), ast.Constant):
+    if isinstance(node, ast.Name) and isinstance(constants.get(node.id), ast.Constant | ast.List):
         node = constants[node.id]
     try:
         return ast.literal_eval(node)

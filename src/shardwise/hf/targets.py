@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = ["Match", "Matches", "match_targets", "trainable_line"]
+__all__ = ["Match", "Matches", "instead", "match_targets", "trainable_line"]
 
 FAMILIES = (
     "q_proj query wq q to_q q_lin query_proj",
@@ -192,7 +192,7 @@ def _covered(paths: Iterable[str], layers: Mapping[str, set[str]]) -> dict[str, 
 
 def _unmatched(missing: Iterable[Match], model: nn.Module) -> ConfigError:
     own = _own_names(model)
-    rows = ", ".join(f"{row.target}: 0 modules ({_instead(row.target, own)})" for row in missing)
+    rows = ", ".join(f"{row.target}: 0 modules ({instead(row.target, own)})" for row in missing)
     return ConfigError(
         f"no module of {type(model).__name__} has these names, so nothing would be trained there: "
         f"{rows}. It has {', '.join(own)}. Name some of these as targets, or "
@@ -210,7 +210,7 @@ def _own_names(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(holders))
 
 
-def _instead(target: str, own: list[str]) -> str:
+def instead(target: str, own: list[str]) -> str:
     """What this model calls the projection that ``target`` is elsewhere, or the nearest names."""
     word = target.rpartition(".")[2]
     families = [family.split() for family in FAMILIES if word in family.split()]

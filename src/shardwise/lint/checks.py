@@ -7,12 +7,21 @@ import re
 from collections.abc import Iterator
 
 from shardwise.dialects.settings import dotted
+from shardwise.hf.targets import instead
 from shardwise.lint.source import Hit, Source
 
 __all__ = ["CHECKS"]
 
 _WORLD = re.compile(r"ws|world_?size|n_?procs?", re.IGNORECASE)
 _EPOCHS = 3  # of TrainingArguments
+_GATED = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head embed_tokens"
+_MODULES = {  # a model's name → what it calls the modules that hold a matrix
+    r"(llama|mistral|qwen[23]|gemma)": _GATED,
+    r"(phi-?3)": "qkv_proj o_proj gate_up_proj down_proj lm_head embed_tokens",
+    r"(gpt-?2)": "c_attn c_proj c_fc lm_head wte wpe",
+    r"(pythia|gpt.neox)": "query_key_value dense dense_h_to_4h dense_4h_to_h embed_in embed_out",
+    r"(falcon|bloom)": "query_key_value dense dense_h_to_4h dense_4h_to_h lm_head word_embeddings",
+}
 
 
 def _evaluates_once(source: Source) -> Iterator[Hit]:
@@ -21,6 +30,20 @@ def _evaluates_once(source: Source) -> Iterator[Hit]:
         for setting in source.settings:
             if setting.name == "eval_delay" and float(setting.value) >= float(epochs):
                 yield Hit("D4", setting.line, (setting.value, epochs))
+
+
+def _target_is_no_module(source: Source) -> Iterator[Hit]:
+    """In a file that names models of one kind. A text in a program is an expression of theirs."""
+    kinds = {pattern: re.search(pattern, source.text, re.IGNORECASE) for pattern in _MODULES}
+    named = [(match[1], _MODULES[pattern].split()) for pattern, match in kinds.items() if match]
+    targets = [s for s in source.settings if s.name in ("target_modules", "lora_target_modules")]
+    for setting in targets if len(named) == 1 else ():
+        (model, own), value = named[0], setting.value
+        of_command = [value] if setting.name.startswith("lora") else []
+        for name in value if isinstance(value, list) else of_command:
+            word = str(name).rpartition(".")[2]
+            if word not in own and re.fullmatch(r"[\w.]+", word):
+                yield Hit("D11", setting.line, (name, model, instead(word, own)))
 
 
 def _flag_after_import(source: Source) -> Iterator[Hit]:
@@ -90,6 +113,12 @@ def _keyword(call: ast.Call, name: str) -> ast.expr | None:
 
 
 CHECKS = (
-    *(_evaluates_once, _flag_after_import, _rows_do_not_divide, _workers_have_no_seed),
+    *(
+        _evaluates_once,
+        _target_is_no_module,
+        _flag_after_import,
+        _rows_do_not_divide,
+        _workers_have_no_seed,
+    ),
     _option_is_not_read,
 )
