@@ -176,9 +176,9 @@ def test_what_cannot_be_followed_says_why(tree: Mapping[str, object], field: str
 
 
 def test_what_waits_for_the_engine_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not interpret.is_there("sharding.no_such_option", True)
-    assert all(interpret.is_there("sharding.strategy", name) for name in STRATEGIES)
-    monkeypatch.setattr(interpret, "is_there", lambda place, _: place != "sharding.offload")
+    assert not interpret.is_supported("sharding.no_such_option", True)
+    assert all(interpret.is_supported("sharding.strategy", name) for name in STRATEGIES)
+    monkeypatch.setattr(interpret, "is_supported", lambda place, _: place != "sharding.offload")
     report = read({"fsdp_offload_params": True, "fsdp_sharding_strategy": 1})
     assert status(report, "fsdp_offload_params")[0] == "ignored"
     assert "is not there yet" in status(report, "fsdp_offload_params")[1]
@@ -258,8 +258,8 @@ def test_other_variables_of_an_environment_are_none_of_its_keys() -> None:
 
 
 def test_a_mesh_of_two_sizes_waits_for_the_hybrid_strategies() -> None:
-    there = interpret.is_there("sharding.strategy", "hybrid_shard")
-    assert interpret.is_there("sharding.mesh", (2, 4)) == there
+    hybrid = interpret.is_supported("sharding.strategy", "hybrid_shard")
+    assert interpret.is_supported("sharding.mesh", (2, 4)) == hybrid
 
 
 def test_what_a_dialect_has_no_words_for_is_lost_and_said() -> None:

@@ -89,11 +89,11 @@ def _load(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
     """What is set, and its dialect, if that is known before its keys are."""
     if path.suffix == ".py":
         return _by_key(of_program(ast.parse(text, str(path)))), "script"
-    if path.suffix not in (".json", ".yaml", ".yml") and (given := _by_key(of_command(text))):
-        file = path.parent / str(given.get("fsdp_config"))
+    if path.suffix not in (".json", ".yaml", ".yml") and (options := _by_key(of_command(text))):
+        file = path.parent / str(options.get("fsdp_config"))
         if file.is_file():
-            given["fsdp_config"] = _tree(file, file.read_text("utf-8"))
-        return given, "command"
+            options["fsdp_config"] = _tree(file, file.read_text("utf-8"))
+        return options, "command"
     return _tree(path, text), None
 
 

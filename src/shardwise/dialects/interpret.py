@@ -72,7 +72,7 @@ class Report:
     def places(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What is used, as a recipe, and by its place where a recipe has no key for it."""
         flat = {
-            place: value for place, value in _flat(self.policy, _OURS) if is_there(place, value)
+            place: value for place, value in _flat(self.policy, _OURS) if is_supported(place, value)
         }
         recipe = nest({place: value for place, value in flat.items() if is_in_recipe(place)})
         return recipe, {place: v for place, v in flat.items() if not is_in_recipe(place)}
@@ -90,7 +90,7 @@ class Written(NamedTuple):
     lost: dict[str, tuple[Any, Any]]
 
 
-class _Given(NamedTuple):
+class _Match(NamedTuple):
     key: str
     raw: Any
     row: Row
@@ -110,8 +110,8 @@ def guess(tree: Any) -> Dialect:
     }
     best = max(known, key=lambda name: known[name])
     if not known[best]:
-        some = ", ".join(key for key, _ in list(flatten(tree))[:6])
-        raise ConfigError(f"none of {', '.join(known)} has any of the keys {some}.")
+        first = ", ".join(key for key, _ in list(flatten(tree))[:6])
+        raise ConfigError(f"none of {', '.join(known)} has any of the keys {first}.")
     return DIALECTS[best]
 
 
@@ -132,16 +132,16 @@ def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
     known = (item for item in flatten(tree, chosen.words) if any(map(partial(_is, item[0]), only)))
     flat = dict(known)
     matches = {key: _match(chosen, key, raw) for key, raw in flat.items()}
-    given = [match for match in matches.values() if isinstance(match, _Given)]
-    version = next((one.value for one in given if one.row.field == "fsdp_version"), None)
-    winners = _winners(given, version or chosen.version)
+    matched = [match for match in matches.values() if isinstance(match, _Match)]
+    version = next((match.value for match in matched if match.row.field == "fsdp_version"), None)
+    winners = _winners(matched, version or chosen.version)
     named = Policy(**{field: winner.value for field, winner in winners.items()})
     defaults = _defaults(chosen, flat, named)
     completed = replace(named, **{name: value for name, (value, _) in defaults.items()})
     policy = completed.settled()
     entries = (
         (_overruled(match, winners[match.row.field]) or _judge(match, named, policy))
-        if isinstance(match, _Given)
+        if isinstance(match, _Match)
         else match
         for match in matches.values()
     )
@@ -155,13 +155,13 @@ def _is(key: str, pattern: str) -> bool:
     return fnmatchcase(key, pattern)
 
 
-def _match(dialect: Dialect, key: str, raw: Any) -> _Given | Entry:
+def _match(dialect: Dialect, key: str, raw: Any) -> _Match | Entry:
     """The first row of ``key`` that knows the value; else what is wrong."""
     problem = ""
     for row in dialect.by_key.get(key, ()):
         try:
             value = row.convert.none if raw is None else row.convert.read(raw)
-            return _Given(key, raw, row, value)
+            return _Match(key, raw, row, value)
         except (ValueError, TypeError, AttributeError) as error:
             problem = problem or f"not a value of this key; {error}"
     outside = dialect.outside(key)
@@ -180,23 +180,25 @@ def _outside(key: str, raw: Any, value: Any, outside: Outside) -> Entry:
     return Entry(key, raw, "used" if harmless else "ignored", outside.because)
 
 
-def _winners(given: list[_Given], version: int) -> dict[str, _Given]:
+def _winners(matched: list[_Match], version: int) -> dict[str, _Match]:
     """For each field the first key of this version of FSDP, or else the first key."""
-    winners: dict[str, _Given] = {}
-    for one in sorted(given, key=lambda g: (g.value is None, g.row.version not in (0, version))):
-        winners.setdefault(one.row.field, one)
+    winners: dict[str, _Match] = {}
+    for match in sorted(
+        matched, key=lambda g: (g.value is None, g.row.version not in (0, version))
+    ):
+        winners.setdefault(match.row.field, match)
     return winners
 
 
-def _overruled(one: _Given, winner: _Given) -> Entry | None:
+def _overruled(match: _Match, winner: _Match) -> Entry | None:
     """The entry of a key that says something else than the field's winner."""
-    if one.value in (None, winner.value):
+    if match.value in (None, winner.value):
         return None
-    if one.row.version and one.row.version != winner.row.version:
-        text = f"it is a key of FSDP{one.row.version}, and {winner.key} is given"
-        return Entry(one.key, one.raw, "ignored", text)
+    if match.row.version and match.row.version != winner.row.version:
+        text = f"it is a key of FSDP{match.row.version}, and {winner.key} is given"
+        return Entry(match.key, match.raw, "ignored", text)
     text = f"{winner.key} is {winner.raw}, and both mean one thing; keep one of them"
-    return Entry(one.key, one.raw, "contradictory", text)
+    return Entry(match.key, match.raw, "contradictory", text)
 
 
 def _defaults(
@@ -236,35 +238,37 @@ def _assumed(
         yield Entry(*next(keys, ("-", value)), "default", f"{place}: {flat[place]} ({whose})")
 
 
-def _judge(one: _Given, named: Policy, policy: Policy) -> Entry:
+def _judge(match: _Match, named: Policy, policy: Policy) -> Entry:
     """The entry of a key: of what is ``named``, and of the ``policy`` that it means."""
     for status, rules in (("contradictory", CONTRADICTIONS), ("ignored", UNREAD)):
         for rule in rules:
-            if rule.field == one.row.field and rule.broken(named):
-                return Entry(one.key, one.raw, status, rule.sentence)
-    if missing := [r.sentence for r in MISSING if r.field == one.row.field and r.broken(policy)]:
-        return Entry(one.key, one.raw, "fill in", "; ".join(missing))
-    if always := [outside for outside in _OURS.outsiders if outside.key == one.row.field]:
-        return _outside(one.key, one.raw, one.value, always[0])
-    status, text = _placed(one, dict(_flat(policy, _OURS)))
-    notes = [rule.sentence for rule in NOTES if rule.field == one.row.field and rule.broken(named)]
-    note = "; ".join([*filter(None, [one.row.note]), *notes])
-    return Entry(one.key, one.raw, status, f"{text} ({note})" if note else text)
+            if rule.field == match.row.field and rule.broken(named):
+                return Entry(match.key, match.raw, status, rule.sentence)
+    if missing := [r.sentence for r in MISSING if r.field == match.row.field and r.broken(policy)]:
+        return Entry(match.key, match.raw, "fill in", "; ".join(missing))
+    if always := [outside for outside in _OURS.outsiders if outside.key == match.row.field]:
+        return _outside(match.key, match.raw, match.value, always[0])
+    status, text = _placed(match, dict(_flat(policy, _OURS)))
+    notes = [
+        rule.sentence for rule in NOTES if rule.field == match.row.field and rule.broken(named)
+    ]
+    note = "; ".join([*filter(None, [match.row.note]), *notes])
+    return Entry(match.key, match.raw, status, f"{text} ({note})" if note else text)
 
 
-def _placed(one: _Given, flat: Mapping[str, Any]) -> tuple[str, str]:
+def _placed(match: _Match, flat: Mapping[str, Any]) -> tuple[str, str]:
     """Status and text of a key by its place in ``flat``, our own dialect."""
-    places = [row.key for row in _OURS.rows if row.field == one.row.field]
+    places = [row.key for row in _OURS.rows if row.field == match.row.field]
     place = next((place for place in places if place in flat), places[0])
     value = flat.get(place)
-    if one.value in _OFF and (place not in flat or not is_there(place, value)):
+    if match.value in _OFF and (place not in flat or not is_supported(place, value)):
         return "used", "as it is by default"
     if place not in flat:
         return "ignored", f"{place} has no such value"
-    if not is_there(place, value):
+    if not is_supported(place, value):
         return "ignored", f"{place}: {value} is not there yet"
-    same = one.key.rpartition(".")[2].removeprefix("fsdp_") == place.rpartition(".")[2]
-    return "used" if same and value == one.value else "translated", f"{place}: {value}"
+    is_same_name = match.key.rpartition(".")[2].removeprefix("fsdp_") == place.rpartition(".")[2]
+    return "used" if is_same_name and value == match.value else "translated", f"{place}: {value}"
 
 
 def write(policy: Policy, dialect: str) -> Written:
@@ -299,7 +303,7 @@ def is_in_recipe(place: str) -> bool:
     return place in {key.name for key in keys()}
 
 
-def is_there(place: str, value: object) -> bool:
+def is_supported(place: str, value: object) -> bool:
     """Does the engine have what ``place`` of our dialect names? ``False`` is said as "not yet"."""
     section, _, name = place.partition(".")
     has_two_axes = place == "sharding.mesh" and isinstance(value, tuple)

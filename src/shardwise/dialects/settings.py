@@ -97,8 +97,8 @@ def _options(words: list[tuple[str, int]], prefix: str) -> Iterator[Setting]:
         name, equals, value = word.removeprefix("--").partition("=")
         values = [value] * bool(equals)
         values += [other for other, _ in words[start + 1 : end] if not other.endswith(".py")]
-        given = values[0] if len(values) == 1 else values or True
-        yield Setting(prefix + name, given, line)
+        option = values[0] if len(values) == 1 else values or True
+        yield Setting(prefix + name, option, line)
 
 
 # --- programs --------------------------------------------------------------------------------

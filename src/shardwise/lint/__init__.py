@@ -64,8 +64,9 @@ def _patterns(source: Source) -> Iterator[Hit]:
 def _holds(row: dict[str, str], text: str, names: tuple[str, ...]) -> bool:
     """Do ``when`` and ``unless`` of a row let it count?"""
     when, unless = (re.sub(r"\{0\}", names[0] if names else "", row.get(k, "")) for k in _KEYS)
-    found = re.search(when, text, re.MULTILINE) is not None
-    return found and not (unless and re.search(unless, text, re.MULTILINE))
+    if not re.search(when, text, re.MULTILINE):
+        return False
+    return not (unless and re.search(unless, text, re.MULTILINE))
 
 
 _KEYS = ("when", "unless")

@@ -56,11 +56,11 @@ class Source:
                 settings = of_configuration(text)
             else:
                 settings = of_command(text)
-            given = tuple(settings)
+            keys = tuple(settings)
         except (SyntaxError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{path} cannot be read as its suffix says: {error}") from None
-        as_lines = ((setting.line, f"{setting.key} = {_words(setting)}") for setting in given)
-        return cls(given, (*as_lines, *lines), tree)
+        as_lines = ((setting.line, f"{setting.key} = {_words(setting)}") for setting in keys)
+        return cls(keys, (*as_lines, *lines), tree)
 
     @property
     def text(self) -> str:

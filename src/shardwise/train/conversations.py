@@ -75,8 +75,8 @@ def sample(row: Row, config: DataConfig) -> Sample:
     if config.format == "completion":
         return Prompted(_text(row, column["prompt"]), _text(row, column["completion"]))
     if config.format == "alpaca":
-        given = _text(row, column["input"]) if row.get(column["input"]) is not None else ""
-        return alpaca(_text(row, column["instruction"]), given, _text(row, column["output"]))
+        input_text = _text(row, column["input"]) if row.get(column["input"]) is not None else ""
+        return alpaca(_text(row, column["instruction"]), input_text, _text(row, column["output"]))
     if config.format == "sharegpt":
         return _messages(_value(row, column["conversations"]), ("from", "value"), SHAREGPT_ROLES)
     roles = {role: role for role in ROLES}
@@ -112,10 +112,12 @@ def _needed(form: str) -> list[str]:
     return [name for name in COLUMNS[form] if name != "input"]
 
 
-def alpaca(instruction: str, given: str = "", output: str = "") -> Prompted:
+def alpaca(instruction: str, input_text: str = "", output: str = "") -> Prompted:
     """The prompt of Stanford Alpaca, with an input or without, and the answer."""
-    prompt = ALPACA.format(input=WITH_INPUT if given else "", instruction=instruction)
-    return Prompted(prompt + f"### Input:\n{given}\n\n" * bool(given) + "### Response:", output)
+    prompt = ALPACA.format(input=WITH_INPUT if input_text else "", instruction=instruction)
+    return Prompted(
+        prompt + f"### Input:\n{input_text}\n\n" * bool(input_text) + "### Response:", output
+    )
 
 
 def _value(row: Row, column: str) -> Any:
@@ -140,20 +142,21 @@ def _messages(value: Any, keys: tuple[str, str], roles: Mapping[str, str]) -> Me
             f"a conversation is {value!r:.60}; it must be a list of {{{keys[0]}, {keys[1]}}}."
         )
     messages = [_message(message, number, keys, roles) for number, message in enumerate(value, 1)]
-    asked = False
+    has_question = False
     for number, message in enumerate(messages, start=1):
         if message["role"] == "system" and number > 1:
-            again = messages[0]["role"] == "system"
+            is_second = messages[0]["role"] == "system"
+            which, fix = ("a second", "Join them") if is_second else ("the", "Move it")
             raise ConfigError(
-                f"message {number} is {'a second' if again else 'the'} system message; a chat "
-                f"template has one, at the beginning. {'Join them' if again else 'Move it'} there."
+                f"message {number} is {which} system message; a chat template has one, at the "
+                f"beginning. {fix} there."
             )
-        if message["role"] == "assistant" and not asked:
+        if message["role"] == "assistant" and not has_question:
             raise ConfigError(
                 f"message {number} is the assistant's, and no user's is before it; remove it, or "
                 "write the question that it answers."
             )
-        asked |= message["role"] == "user"
+        has_question |= message["role"] == "user"
     if messages[-1]["role"] != "assistant":
         raise ConfigError(
             f"the last message is the {messages[-1]['role']}'s, so it has no answer to train on; "
@@ -182,5 +185,5 @@ def _message(message: Any, number: int, keys: tuple[str, str], roles: Mapping[st
 def _advice(role: str, roles: Mapping[str, str]) -> str:
     if role in ("tool", "function", "function_call", "observation", "ipython"):
         return "conversations with tools are not supported: remove the row, or that message"
-    other = "; data.format sharegpt reads that one" * (role in SHAREGPT_ROLES)
-    return f"the roles are {', '.join(roles)}{other}"
+    hint = "; data.format sharegpt reads that one" * (role in SHAREGPT_ROLES)
+    return f"the roles are {', '.join(roles)}{hint}"

@@ -38,8 +38,8 @@ def footprint(sharded: Sharded, optimizer: Optimizer, comm: Comm) -> Placed:
     rows = [*_kinds(sharded, optimizer, in_host=False), ("buffers", buffers, buffers)]
     if any(bucket.spec.in_host for bucket in sharded.buckets):
         kinds = _kinds(sharded, optimizer, in_host=True)
-        rows += [(f"{kind} in host memory", here, whole) for kind, here, whole in kinds]
-    local = [here for _, here, _ in rows]
+        rows += [(f"{kind} in host memory", nbytes, whole) for kind, nbytes, whole in kinds]
+    local = [nbytes for _, nbytes, _ in rows]
     per_rank = all_gather_floats(comm, local, "footprint").long().T.tolist()
     counted = zip(rows, per_rank, strict=True)
     return Placed(tuple(Bytes(kind, tuple(ranks), whole) for (kind, _, whole), ranks in counted))
@@ -51,12 +51,12 @@ def _kinds(sharded: Sharded, optimizer: Optimizer, in_host: bool) -> list[tuple[
     staged = [bucket.staged for bucket in sharded.buckets if bucket.spec.in_host and not in_host]
     params = [param for bucket in buckets for param in bucket.params]
     states = (optimizer.state.get(param, {}).values() for param in params)
-    here = (
+    on_this_rank = (
         sum(map(_shard_bytes, buckets)) + storage_bytes(t for t in staged if t is not None),
         storage_bytes(param.grad for param in params if param.grad is not None),
         storage_bytes(value for state in states for value in state if isinstance(value, Tensor)),
     )
-    return list(zip(KINDS, here, _unsharded(buckets, optimizer), strict=True))
+    return list(zip(KINDS, on_this_rank, _unsharded(buckets, optimizer), strict=True))
 
 
 def _shard_bytes(bucket: Bucket) -> int:

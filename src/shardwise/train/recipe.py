@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.config import Key, Recipe, keys
 from shardwise.train.recipe_errors import ValueOrigins, did_you_mean, error_messages, known_keys
 
-__all__ = ["Key", "flatten", "keys", "read_recipe", "to_yaml"]
+__all__ = ["Key", "flatten", "keys", "read_recipe", "set_key", "to_yaml"]
 
 KeyPath = tuple[str, ...]
 Tree = dict[str, Any]
@@ -55,7 +55,7 @@ def read_recipe(
     values = dict(_split(overrides, options))
     for name, text in values.items():
         _check_override(name, options)
-        _set(tree, name.split("."), _value(text), name)
+        set_key(tree, name, _value(text))
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
@@ -191,8 +191,14 @@ def _value(text: str) -> object:
     return None if text in {"null", "~"} else text
 
 
-def _set(tree: Tree, key_path: Sequence[str], value: object, name: str) -> None:
-    for key in key_path[:-1]:
+def set_key(tree: Tree, name: str, value: object) -> None:
+    """Set ``name``, such as ``optimizer.lr``, in a nested mapping.
+
+    Raises:
+        ConfigError: the recipe has a value where the name has a section.
+    """
+    *sections, last = name.split(".")
+    for key in sections:
         section = tree.setdefault(key, {})
         if not isinstance(section, dict):  # such as `precision: bf16`, then --precision.wire
             raise ConfigError(
@@ -200,4 +206,4 @@ def _set(tree: Tree, key_path: Sequence[str], value: object, name: str) -> None:
                 "table, or override it as a whole."
             )
         tree = section
-    tree[key_path[-1]] = value
+    tree[last] = value

@@ -22,7 +22,7 @@ from shardwise.train.config import Recipe
 from shardwise.train.data import prepare
 from shardwise.train.folder import METRICS, Folder
 from shardwise.train.model_folder import with_tokenizer
-from shardwise.train.recipe import flatten
+from shardwise.train.recipe import flatten, set_key
 from shardwise.train.validation import Validation
 
 __all__ = ["Rehearsal"]
@@ -51,39 +51,35 @@ class Rehearsal:
 
     def small(self, ranks: int = RANKS) -> Recipe:
         """The recipe of the run on so many ranks; what it reads is there."""
-        given = flatten(self.recipe.model_dump())
+        flat = flatten(self.recipe.model_dump())
         runs = {"run.folder": str(self.folder / f"ranks-{ranks}"), **_RUN}
-        if given["run.epochs"] is None or given["data.format"] == "text":
+        if flat["run.epochs"] is None or flat["data.format"] == "text":
             runs |= {"run.steps": _STEPS, "run.epochs": None}
         else:
-            runs["run.epochs"] = min(given["run.epochs"], _EPOCHS)
+            runs["run.epochs"] = min(flat["run.epochs"], _EPOCHS)
         new = {"run.overwrite": True, "checkpoint.resume": "never", "run.throughput_warmup": 1}
         less: Tree = {"sharding.mesh": None, "sharding.compile": False}
-        less["sample.tokens"] = min(given["sample.tokens"], 8)
-        if given.get("adapter.rank") is not None:
+        less["sample.tokens"] = min(flat["sample.tokens"], 8)
+        if flat.get("adapter.rank") is not None:
             less["adapter.dropout"] = 0.0  # each number of ranks would draw other numbers
-            less["optimizer.lr"] = max(given["optimizer.lr"], 1e-2)  # few steps are to show
-        small = {**_BATCH, **runs, **new, **less, **self._model(given), **self._data(given)}
+            less["optimizer.lr"] = max(flat["optimizer.lr"], 1e-2)  # few steps are to show
+        small = {**_BATCH, **runs, **new, **less, **self._model(flat), **self._data(flat)}
         for key in ("checkpoint.save_every", "run.eval_every", "optimizer.warmup"):
-            small[key] = min(given[key], 2) if isinstance(given[key], int) else given[key]
+            small[key] = min(flat[key], 2) if isinstance(flat[key], int) else flat[key]
         tree = self.recipe.model_dump()
         for key, value in small.items():
-            section = tree
-            *names, last = key.split(".")
-            for name in names:
-                section = section[name]
-            section[last] = value
+            set_key(tree, key, value)
         return Recipe.model_validate(tree)
 
-    def _model(self, given: Tree) -> Tree:
-        if source := given.get("model.from"):
+    def _model(self, flat: Tree) -> Tree:
+        if source := flat.get("model.from"):
             return {"model.from": str(rehearsal_files.base(source, self.folder / "base"))}
         return {"tokenizer.vocabulary": 512, **{f"model.{k}": v for k, v in _DECODER.items()}}
 
-    def _data(self, given: Tree) -> Tree:
-        if given["data.format"] == "text":
-            return _TEXT | (_STREAMS if given["data.streaming.streams"] else {})
-        path = rehearsal_files.samples(given["data.format"], self.folder)
+    def _data(self, flat: Tree) -> Tree:
+        if flat["data.format"] == "text":
+            return _TEXT | (_STREAMS if flat["data.streaming.streams"] else {})
+        path = rehearsal_files.samples(flat["data.format"], self.folder)
         held_out = {"data.validation": 0.25, "data.validation_source": None}
         return {"data.source": str(path), "data.columns": {}, "data.context": 256, **held_out}
 
@@ -98,8 +94,8 @@ class Rehearsal:
             notes["data.source"] = rehearsal_files.SAMPLES
         for key, value in after.items():
             if value != before.get(key) or (key == "run.epochs" and value is not None):
-                here = [str(value), notes.get(key, "")]
-                yield key, str(before.get(key)), ", ".join(filter(None, here))
+                shown = [str(value), notes.get(key, "")]
+                yield key, str(before.get(key)), ", ".join(filter(None, shown))
 
     def proof(self) -> Iterator[str]:
         """What both runs show, a sentence each.
@@ -118,13 +114,13 @@ class Rehearsal:
         )
         recipe = self.small()
         model, written = self._loaded(recipe)
-        again = _validation_loss(recipe, model)
+        loss = _validation_loss(recipe, model)
         _check(
-            abs(again - sharded[-1]) / sharded[-1], tolerance, f"the last validation and {written}"
+            abs(loss - sharded[-1]) / sharded[-1], tolerance, f"the last validation and {written}"
         )
-        yield f"{written} has the validation loss {again:.4f}; the run's last was {sharded[-1]:.4f}"
+        yield f"{written} has the validation loss {loss:.4f}; the run's last was {sharded[-1]:.4f}"
         if recipe.adapter.rank is not None:
-            yield _adapter_counts(recipe, model, again, 10 * tolerance)
+            yield _adapter_counts(recipe, model, loss, 10 * tolerance)
 
     def _loaded(self, recipe: Recipe) -> tuple[torch.nn.Module, str]:
         """The model that the run wrote, without any code of ours, and what it is."""
@@ -132,13 +128,13 @@ class Rehearsal:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        given, folder = flatten(recipe.model_dump()), Path(recipe.run.folder)
-        if given.get("adapter.rank") is None:
+        flat, folder = flatten(recipe.model_dump()), Path(recipe.run.folder)
+        if flat.get("adapter.rank") is None:
             return AutoModelForCausalLM.from_pretrained(folder), "the model in plain transformers"
         from peft import PeftModel
 
         options = {"quantization_config": recipe.model.quantization.config()}
-        base = AutoModelForCausalLM.from_pretrained(given["model.from"], **options)
+        base = AutoModelForCausalLM.from_pretrained(flat["model.from"], **options)
         return PeftModel.from_pretrained(base, folder / "adapter"), "the adapter in plain peft"
 
 

@@ -136,7 +136,7 @@ def read_sample_data(
     with busy("reading samples"):
         training, validation = read_samples(recipe.data)
     with busy("training the tokenizer"):
-        texts = [text for one in training.samples for text in one.texts]
+        texts = [text for parsed in training.samples for text in parsed.texts]
         tokenizer_file = bpe.load_or_train(folder, texts, recipe.tokenizer)
     with busy("tokenizing"):
         tokenizer = bpe.of_transformers(tokenizer_file.text, recipe.tokenizer)
@@ -192,11 +192,11 @@ def _split(
         raise ConfigError(f"data.source {source}: {error}") from None
     for number, row in rows:
         try:
-            one = sample(row, config)
+            parsed = sample(row, config)
         except ConfigError as error:
             raise ConfigError(f"data.source {source}, row {number}: {error}") from None
-        if all(answer.strip() for answer in one.answers):
-            split.samples.append(one)
+        if all(answer.strip() for answer in parsed.answers):
+            split.samples.append(parsed)
             split.numbers.append(number)
         else:
             split.empty.append(number)
@@ -212,9 +212,9 @@ def tokenize_split(
         ConfigError: a sample cannot be written as text; with its row.
     """
     written = []
-    for number, one in zip(split.numbers, split.samples, strict=True):
+    for number, parsed in zip(split.numbers, split.samples, strict=True):
         try:
-            written.append(write(one, tokenizer, config.loss_on))
+            written.append(write(parsed, tokenizer, config.loss_on))
         except ConfigError as error:
             raise ConfigError(f"data.source {split.source}, row {number}: {error}") from error
     tokenized = tokenize(written, tokenizer, config.context)
