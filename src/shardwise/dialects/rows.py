@@ -8,7 +8,7 @@
 A converter goes both ways, and is followed by the version of FSDP that has the key. In the last
 form the third column has the values with which that changes nothing, ``.`` for none and ``*`` for
 any. A key may have several rows: a value is read by the first that knows it. A table may extend
-another, whose keys are then its own.
+others, whose keys are then its own, behind a prefix; a prefix in capitals makes them capitals.
 """
 
 from __future__ import annotations
@@ -277,15 +277,12 @@ class Dialect:
     def load(cls, name: str, text: str) -> Dialect:
         """The dialect of a file in ``tables``."""
         data = tomllib.loads(text)
-        rows = [*_table(data.pop("rows"))]
-        if base := data.pop("extends", ""):
-            under = data.pop("under", "")  # what its keys begin with here
-            extended = tomllib.loads(_text(base))
-            rows += [_renamed(row, under) for row in _table(extended["rows"])]
-            data["defaults"] = extended["defaults"] | data.get("defaults", {})
+        rows = [*_rows(data)]
+        for base in data.pop("extends", {}):
+            data.setdefault("defaults", tomllib.loads(_text(base)).get("defaults", {}))
         others = tuple(row for row in rows if isinstance(row, Outside))
         own = tuple(row for row in rows if isinstance(row, Row))
-        return cls(name, rows=own, outsiders=others, **data)
+        return cls(name, **data | {"rows": own, "outsiders": others})
 
     @cached_property
     def by_key(self) -> dict[str, list[Row]]:
@@ -316,11 +313,18 @@ def _text(name: str) -> str:
     return _TABLES.joinpath(f"{name}.toml").read_text("utf-8")
 
 
+def _rows(data: Mapping[str, Any]) -> Iterator[Row | Outside]:
+    """Its own, then those of the tables that it extends, with what keys begin with here."""
+    yield from _table(data["rows"])
+    for base, under in data.get("extends", {}).items():
+        yield from (_renamed(row, under) for row in _rows(tomllib.loads(_text(base))))
+
+
 def _renamed(row: Row | Outside, under: str) -> Row | Outside:
-    key = under + row.key
+    key = under + (row.key.upper() if under.isupper() else row.key)
     return replace(row, key=key) if isinstance(row, Row) else row._replace(key=key)
 
 
-_NAMES = sorted(Path(file.name).stem for file in _TABLES.iterdir())
+_NAMES = sorted(Path(file.name).stem for file in _TABLES.iterdir() if file.is_file())
 DIALECTS = {name: Dialect.load(name, _text(name)) for name in _NAMES}
 """All of them; a new one is a file in the folder ``tables``."""

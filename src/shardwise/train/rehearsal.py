@@ -94,8 +94,8 @@ class Rehearsal:
             notes["data.source"] = rehearsal_files.SAMPLES
         for key, value in after.items():
             if value != before.get(key) or (key == "run.epochs" and value is not None):
-                shown = [str(value), notes.get(key, "")]
-                yield key, str(before.get(key)), ", ".join(filter(None, shown))
+                small = f"{value}, {notes[key]}" if value and key in notes else str(value)
+                yield key, str(before.get(key)), small
 
     def proof(self) -> Iterator[str]:
         """What both runs show, a sentence each.
