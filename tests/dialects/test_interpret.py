@@ -26,11 +26,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
-from shardwise.dialects import DIALECTS, Policy, Report, guess, interpret, read, write
+from shardwise.dialects import DIALECTS, Policy, Report, guess, read, write
 from shardwise.dialects.policy import FILL_IN, OFFLOADED
 from shardwise.dialects.settings import of_command, of_program
 from shardwise.errors import ConfigError
-from shardwise.strategies import STRATEGIES
 from shardwise.train.config import Recipe
 from tests.copies import said
 
@@ -175,19 +174,6 @@ def test_what_cannot_be_followed_says_why(tree: Mapping[str, object], field: str
     assert why.startswith(field)
 
 
-def test_what_waits_for_the_engine_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not interpret.is_supported("sharding.no_such_option", True)
-    assert all(interpret.is_supported("sharding.strategy", name) for name in STRATEGIES)
-    monkeypatch.setattr(interpret, "is_supported", lambda place, _: place != "sharding.offload")
-    report = read({"fsdp_offload_params": True, "fsdp_sharding_strategy": 1})
-    assert status(report, "fsdp_offload_params")[0] == "ignored"
-    assert "is not there yet" in status(report, "fsdp_offload_params")[1]
-    assert report.policy.offload == OFFLOADED
-    assert report.places()[0] == {"sharding": {"strategy": "full_shard"}}
-    off = read({"fsdp_offload_params": False})
-    assert off.entries[0].status == "used"
-
-
 KEYS = sorted({key for dialect in DIALECTS.values() for key in dialect.by_key})
 STATUSES = {"used", "translated", "ignored", "contradictory", "fill in"}
 VALUES = st.sampled_from([True, False, None, 1, 7, "1e8", "no", "bf16", "Block,Head", "FULL_SHARD"])
@@ -255,11 +241,6 @@ def test_other_variables_of_an_environment_are_none_of_its_keys() -> None:
     report = read({"PATH": "/bin", "FSDP_VERSION": "2", "FSDP_VERSOIN": "1"}, "environment")
     assert [entry.key for entry in report.entries] == ["FSDP_VERSION", "FSDP_VERSOIN"]
     assert report.entries[1].text.endswith("did you mean FSDP_VERSION?")
-
-
-def test_a_mesh_of_two_sizes_waits_for_the_hybrid_strategies() -> None:
-    hybrid = interpret.is_supported("sharding.strategy", "hybrid_shard")
-    assert interpret.is_supported("sharding.mesh", (2, 4)) == hybrid
 
 
 def test_what_a_dialect_has_no_words_for_is_lost_and_said() -> None:

@@ -19,9 +19,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from shardwise.checkpoint.state_dict import StateDict
 from shardwise.dialects import DIALECTS, Policy
 from shardwise.dialects.keys import flatten
 from shardwise.dialects.rows import Dialect
+from shardwise.options import Options
+from shardwise.train.config import keys
 
 
 def source(package: str, file: str) -> str:
@@ -129,6 +132,16 @@ def test_every_argument_of_trainer_has_a_row() -> None:
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 def test_rows_have_fields_that_a_policy_has(dialect: Dialect) -> None:
     assert {row.field for row in dialect.rows} <= {item.name for item in fields(Policy)}
+
+
+def test_each_place_is_a_key_of_a_recipe_or_an_option() -> None:
+    options = {item.name for item in fields(Options)}
+    state_dict = {item.name for item in fields(StateDict)}
+    for row in DIALECTS["recipe"].rows:
+        section, _, name = row.key.partition(".")
+        known = {"sharding": options, "state_dict": state_dict}.get(section, set())
+        is_key = row.key in {key.name for key in keys()}
+        assert is_key or name in known or section in ("launch", "connect"), row.key
 
 
 def test_each_field_has_a_place_here_or_is_always_so() -> None:

@@ -14,14 +14,11 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
-from shardwise.checkpoint.state_dict import StateDict
 from shardwise.dialects.contradictions import CONTRADICTIONS, MISSING, NOTES, UNREAD
 from shardwise.dialects.keys import flatten, nest
 from shardwise.dialects.policy import FILL_IN, Policy
 from shardwise.dialects.rows import DIALECTS, Dialect, Outside, Row
 from shardwise.errors import ConfigError, nearest
-from shardwise.options import Options
-from shardwise.strategies import placement_of
 from shardwise.train.config import keys
 
 __all__ = ["Entry", "Report", "Written", "guess", "read", "write"]
@@ -71,9 +68,7 @@ class Report:
 
     def places(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What is used, as a recipe, and by its place where a recipe has no key for it."""
-        flat = {
-            place: value for place, value in _flat(self.policy, _OURS) if is_supported(place, value)
-        }
+        flat = dict(_flat(self.policy, _OURS))
         recipe = nest({place: value for place, value in flat.items() if is_in_recipe(place)})
         return recipe, {place: v for place, v in flat.items() if not is_in_recipe(place)}
 
@@ -261,12 +256,11 @@ def _placed(match: _Match, flat: Mapping[str, Any]) -> tuple[str, str]:
     places = [row.key for row in _OURS.rows if row.field == match.row.field]
     place = next((place for place in places if place in flat), places[0])
     value = flat.get(place)
-    if match.value in _OFF and (place not in flat or not is_supported(place, value)):
-        return "used", "as it is by default"
     if place not in flat:
-        return "ignored", f"{place} has no such value"
-    if not is_supported(place, value):
-        return "ignored", f"{place}: {value} is not there yet"
+        is_off = match.value in _OFF
+        return (
+            ("used", "as it is by default") if is_off else ("ignored", f"{place} has no such value")
+        )
     is_same_name = match.key.rpartition(".")[2].removeprefix("fsdp_") == place.rpartition(".")[2]
     return "used" if is_same_name and value == match.value else "translated", f"{place}: {value}"
 
@@ -301,16 +295,3 @@ def _flat(policy: Policy, dialect: Dialect, version: int = 0) -> Iterator[tuple[
 def is_in_recipe(place: str) -> bool:
     """Is it a key of a recipe?"""
     return place in {key.name for key in keys()}
-
-
-def is_supported(place: str, value: object) -> bool:
-    """Does the engine have what ``place`` of our dialect names? ``False`` is said as "not yet"."""
-    section, _, name = place.partition(".")
-    has_two_axes = place == "sharding.mesh" and isinstance(value, tuple)
-    try:
-        if place == "sharding.strategy" or has_two_axes:
-            placement_of("hybrid_shard" if has_two_axes else str(value))
-    except ConfigError:
-        return False
-    options = {item.name for item in fields(StateDict if section == "state_dict" else Options)}
-    return section in ("launch", "connect") or is_in_recipe(place) or name in options
