@@ -66,11 +66,7 @@ def test_sharegpt_is_messages() -> None:
     ("form", "columns", "fix"),
     [
         ("alpaca", "instruction outputs", "say which .* such as '{output: outputs}'."),
-        (
-            "alpaca",
-            "messages id",
-            "instruction is not among the columns messages, id; set .* messages",
-        ),
+        ("alpaca", "messages id", "and no output is among the columns messages, id; .* messages"),
         ("messages", "instruction input output", "set data.format alpaca."),
         ("completion", "id text", "set data.format text."),
     ],

@@ -102,8 +102,8 @@ def check_columns(rows: Sequence[Row], config: DataConfig) -> None:
         else f"say which of them it is with data.columns, such as '{{{missing[0]}: {near}}}'"
     )
     raise ConfigError(
-        f"data.format {config.format} reads {' and '.join(columns)}, and {' and '.join(missing)} "
-        f"is not among the columns {', '.join(rows[0])}; {fix}."
+        f"data.format {config.format} reads {' and '.join(columns)}, and no "
+        f"{' and no '.join(missing)} is among the columns {', '.join(rows[0])}; {fix}."
     )
 
 
