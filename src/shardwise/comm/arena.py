@@ -83,8 +83,7 @@ class Heap:
         """``[numel]``, uninitialised. The block is freed when the storage dies."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        nbytes = numel * dtype.itemsize
-        size = -(-nbytes // PAGE) * PAGE
+        size = -(-(nbytes := numel * dtype.itemsize) // PAGE) * PAGE
         offset = self._reusable(size)
         if offset is None:
             offset, self._end = self._end, self._end + size
