@@ -70,6 +70,19 @@ def test_a_big_bucket_is_a_table_without_a_drawing() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("slots", "numel", "drawn"),
+    [(1, 1, True), (1, 48, True), (1, 49, False), (26, 1, True), (27, 1, False)],
+)
+def test_up_to_48_elements_in_26_slots_are_drawn(slots: int, numel: int, drawn: bool) -> None:
+    layout = solve(specs(*[(numel,)] * slots), world=1, align=1)
+    assert ("rank 0" in str(layout)) is drawn
+
+
+def test_the_parts_of_eight_ranks_are_listed() -> None:
+    assert str(solve(specs((16, 64)), world=8)).endswith("0–7    2, 2, 2, 2, 2, 2, 2, 2")
+
+
 # --- shapes of shards -------------------------------------------------------------------------
 
 
@@ -87,6 +100,11 @@ def test_a_scalar_lives_on_one_rank_and_the_others_hold_nothing() -> None:
 def test_element_atoms_keep_the_number_of_dimensions() -> None:
     layout = solve([Slot("conv", (4, 3, 7, 7))], world=64, align=1, slack=0)
     assert layout.shard_shape(layout.slots[0], 0) == (10, 1, 1, 1)
+
+
+def test_a_rank_in_the_middle_of_a_slot_whose_rows_are_cut_has_a_part_of_it() -> None:
+    layout = solve(specs((2, 6)), world=3, align=1, slack=0)
+    assert [layout.shard_shape(layout.slots[0], rank) for rank in range(3)] == [(4, 1)] * 3
 
 
 def test_a_rank_may_own_no_rows() -> None:

@@ -91,6 +91,7 @@ def test_any_bucket_is_laid_out_whole_aligned_and_within_its_bound(
     assert all(slot.start % align == 0 for slot in layout.slots)
     assert layout.numel <= most(asked, world, align, slack)
     assert layout == solve(asked, world, align, slack)
+    assert layout.over(world) == layout
     for larger in {1, world // 2} if world % 2 == 0 else {1}:
         check(layout.over(larger), asked)
         assert [slot.start for slot in layout.over(larger).slots] == [s.start for s in layout.slots]
@@ -113,6 +114,17 @@ def test_any_parameter_is_chunked_whole(shape: Shape, world: int, atom: int) -> 
     layout = chunk_rows(spec, world)
     check(layout, [spec])
     assert layout.shard_numel % layout.slots[0].row == 0
+
+
+def test_rows_are_kept_for_2_per_cent_of_padding_or_32_elements_per_rank() -> None:
+    """``rows`` of ``row`` elements, of which the last rank has one row less."""
+
+    def keeps(rows: int, row: int, world: int, **slack: int) -> bool:
+        (slot,) = solve(specs((rows, row)), world, align=1, **slack).slots
+        return slot.keeps_rows
+
+    assert [keeps(3, row, world=2) for row in (64, 65)] == [True, False]
+    assert [keeps(rows, 200, world=3, slack=0) for rows in (47, 50)] == [False, True]
 
 
 # --- against brute force ------------------------------------------------------------------------

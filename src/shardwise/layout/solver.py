@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd, lcm
 from typing import NamedTuple
@@ -43,7 +43,7 @@ def solve(wanted: Sequence[Slot], world: int, align: int = 16, slack: int = 32) 
     """
     weights = [slot.numel for slot in wanted]
     if not any(weights):
-        return Layout(tuple(slot.placed(0, 1) for slot in wanted), world, 0)
+        return Layout(tuple(replace(slot, atom=slot.asked_atom) for slot in wanted), world, 0)
     grains = [slot.asked_atom // gcd(slot.asked_atom, align) for slot in wanted]
     pieces = [(-(-weight // align), grain) for weight, grain in zip(weights, grains, strict=True)]
     soft = frozenset(i for i, slot in enumerate(wanted) if not slot.atom and grains[i] > 1)
