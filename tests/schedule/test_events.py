@@ -368,6 +368,17 @@ def test_a_forward_pass_alone_ends_with_everything_free() -> None:
         assert gathered == set()
 
 
+@pytest.mark.parametrize("order", [layers(2), Order(layers(2).forward)])
+@pytest.mark.parametrize("participates", [False, True])
+def test_a_unit_that_may_be_called_again_in_the_forward_pass_is_kept_to_its_end(
+    order: Order, participates: bool
+) -> None:
+    found = listed(order, Policy(everywhere(ZERO2), participates=participates))
+    ops = [event.op for event in found]
+    kept = participates and not order.backward
+    assert (Op.FREE in ops[ops.index(Op.END) :]) is kept
+
+
 @pytest.mark.parametrize("placement", [FULL, ZERO2, ZERO1, DDP])
 @pytest.mark.parametrize("depth", [0, 100, 250, 10**6])
 def test_every_use_lies_between_a_gather_and_a_free(placement: Placement, depth: int) -> None:
@@ -502,16 +513,23 @@ def test_prefetch_refuses_what_cannot_work() -> None:
         Prefetch(limit=0)
 
 
-def test_a_gather_says_whether_its_unit_was_used_before() -> None:
-    gathers = [
-        e for e in listed(layers(2), Policy(everywhere(FULL), Prefetch(0, 0))) if e.op is Op.GATHER
+def test_a_gather_and_a_free_say_whether_their_unit_was_and_will_be_used() -> None:
+    found = listed(layers(2), Policy(everywhere(FULL), Prefetch(0, 0)))
+    reasons = [(e.op, e.unit, e.reason) for e in found if e.op in (Op.GATHER, Op.FREE)]
+    assert reasons == [
+        (Op.GATHER, "root", "first use"),
+        (Op.GATHER, "layers.0", "first use"),
+        (Op.FREE, "layers.0", "not needed soon"),
+        (Op.GATHER, "layers.1", "first use"),
+        (Op.FREE, "layers.1", "last use"),
+        (Op.GATHER, "layers.0", "needed again"),
+        (Op.FREE, "layers.0", "last use"),
+        (Op.FREE, "root", "last use"),
     ]
-    assert [(e.unit, e.reason) for e in gathers] == [
-        ("root", "first use"),
-        ("layers.0", "first use"),
-        ("layers.1", "first use"),
-        ("layers.0", "needed again"),
-    ]
+
+
+def test_a_unit_sends_loads_and_stores_nothing_unless_it_says_so() -> None:
+    assert UnitBytes(gathered=3, gradients=2) == (3, 2, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 # ---- a shard that its copies split further -------------------------------------------------------
@@ -555,6 +573,8 @@ LAYERS = frozenset({"root", "layers.0", "layers.1"})
 def test_a_shard_in_host_memory_is_loaded_before_each_gather_or_once() -> None:
     once = listed(layers(2), policy(0, 0, loads=LAYERS))
     each = listed(layers(2), policy(0, 0, loads=LAYERS, reloads=LAYERS))
+    assert {e.reason for e in once if e.op is Op.LOAD} == {"the optimizer has stepped"}
+    assert {e.reason for e in each if e.op is Op.LOAD} == {"nothing of it is kept"}
     assert table(once, Phase.FORWARD, Op.LOAD, Op.GATHER) == rows("""
         load root
         gather root

@@ -8,21 +8,21 @@ from shardwise.errors import ConfigError
 from shardwise.schedule.placement import Placement
 from shardwise.strategies import placement_of
 
-FOLLOWS = {  # splits, splits copies, resident, frees, words
-    "no_shard": (False, False, True, False, "replicated"),
-    "zero1": (True, False, True, False, "sharded"),
-    "shard_grad_op": (True, False, False, False, "sharded"),
-    "full_shard": (True, False, False, True, "sharded"),
-    "hybrid_shard_zero2": (True, False, False, False, "sharded"),
-    "hybrid_shard": (True, False, False, True, "sharded"),
-    "hybrid_full": (True, True, False, True, "sharded"),
+FOLLOWS = {  # splits, splits copies, resident, frees, hybrid, words
+    "no_shard": (False, False, True, False, False, "replicated"),
+    "zero1": (True, False, True, False, False, "sharded"),
+    "shard_grad_op": (True, False, False, False, False, "sharded"),
+    "full_shard": (True, False, False, True, False, "sharded"),
+    "hybrid_shard_zero2": (True, False, False, False, True, "sharded"),
+    "hybrid_shard": (True, False, False, True, True, "sharded"),
+    "hybrid_full": (True, True, False, True, True, "sharded"),
 }
 
 
 @pytest.mark.parametrize("name", FOLLOWS)
 def test_where_things_live_says_what_is_kept_and_what_is_freed(name: str) -> None:
     one = placement_of(name)
-    found = (one.splits, one.splits_copies, one.resident, one.frees, one.words)
+    found = (one.splits, one.splits_copies, one.resident, one.frees, one.hybrid, one.words)
     assert found == FOLLOWS[name]
 
 

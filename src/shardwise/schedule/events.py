@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -200,13 +201,17 @@ class _Writer:
 
     def __post_init__(self) -> None:
         self.next_use, self.first_use = _uses(self.cues)
-        self.largest = max((unit.gathered for unit in self.nbytes.values()), default=0)
         # Positions of cues. One that is past, or whose unit is gathered by now, is stale.
         self.not_open = list(self.first_use.values())
-        wanted = (unit for unit in self.first_use if self.policy.gathers(unit))
-        self.not_gathered = [self.first_use[unit] for unit in wanted if unit not in self.gathered]
+        first_use = self.first_use.items()
+        self.not_gathered = [at for unit, at in first_use if self.policy.gathers(unit)]
         heapify(self.not_open)
         heapify(self.not_gathered)
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest unit."""
+        return max(unit.gathered for unit in self.nbytes.values())
 
     def add(self, op: Op, unit: str, phase: Phase, reason: str) -> None:
         self.events.append(Event(op, unit, phase, reason))
@@ -310,8 +315,6 @@ def _stays_gathered(policy: Policy, unit: str) -> bool:
 def _prefetch(writer: _Writer, position: int, reason: str) -> None:
     prefetch, cue = writer.policy.prefetch, writer.cues[position]
     budget = prefetch.forward if cue.phase is Phase.FORWARD else prefetch.backward
-    if budget == 0:
-        return
     budget = writer.largest if budget is None else budget
     if cue.unit in writer.ahead:  # used now, so not ahead of its use
         budget += writer.nbytes[cue.unit].gathered
@@ -337,7 +340,7 @@ def _first_to_gather(writer: _Writer, position: int) -> Cue | None:
 
 def _releases(writer: _Writer, position: int, cue: Cue) -> bool:
     policy, placement = writer.policy, writer.policy.placements[cue.unit]
-    if placement.resident or cue.unit not in writer.gathered:
+    if placement.resident:
         return False
     if not placement.frees:
         may_return = policy.participates and cue.phase is Phase.FORWARD
@@ -355,4 +358,4 @@ def _comes_next(writer: _Writer, position: int) -> bool:
 def _is_reduced(writer: _Writer, cue: Cue) -> bool:
     if cue.phase is Phase.FORWARD or not writer.policy.reduces:
         return False
-    return writer.nbytes[cue.unit].gradients > 0
+    return bool(writer.nbytes[cue.unit].gradients)
