@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from mmap import PAGESIZE
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from shardwise.comm.malloc import in_huge_pages
+from shardwise.comm import malloc
+from shardwise.comm.malloc import in_huge_pages, keep_mapped, trim
 from tests.forked import forked
 
 
@@ -82,6 +87,80 @@ def test_large_memory_is_asked_for_in_huge_pages() -> None:
     assert in_huge_pages(small) is small
     if "hg" not in _flags(large.data_ptr() + (4 << 20)):
         pytest.skip("this kernel has no huge pages to advise")
+
+
+def calls_of(
+    monkeypatch: pytest.MonkeyPatch, name: str, accepts: Callable[..., bool] = lambda *_: True
+) -> list[tuple[int, ...]]:
+    """The arguments with which ``name`` is called from now on, of a C library that has no other."""
+    calls: list[tuple[int, ...]] = []
+
+    def called(*given: Any) -> int:
+        calls.append(tuple(getattr(one, "value", one) for one in given))
+        return int(accepts(*given))
+
+    monkeypatch.setattr(malloc, "_libc", SimpleNamespace(**{name: called}))
+    for variable in malloc.USER_SETTINGS:
+        monkeypatch.delenv(variable, raising=False)
+    return calls
+
+
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # of glibc's malloc.h
+
+
+@pytest.mark.parametrize(
+    ("largest", "kept", "expected"),
+    [
+        (1 << 30, True, [(M_MMAP_THRESHOLD, 1 << 30), (M_TRIM_THRESHOLD, 1 << 30)]),
+        (
+            1 << 25,
+            True,
+            [(M_MMAP_THRESHOLD, 1 << 30), (M_MMAP_THRESHOLD, 1 << 25), (M_TRIM_THRESHOLD, 1 << 30)],
+        ),
+        (0, False, [(M_MMAP_THRESHOLD, 1 << 30), (M_MMAP_THRESHOLD, 1 << 25)]),
+    ],
+)
+def test_both_thresholds_are_set_or_none(
+    monkeypatch: pytest.MonkeyPatch, largest: int, kept: bool, expected: list[tuple[int, ...]]
+) -> None:
+    """Once one of them is set, glibc no longer adapts the other."""
+
+    def accepts(option: int, nbytes: int) -> bool:
+        return option == M_TRIM_THRESHOLD or nbytes <= largest
+
+    calls = calls_of(monkeypatch, "mallopt", accepts)
+    assert keep_mapped() is kept
+    assert calls == expected
+    monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so")
+    assert keep_mapped() is False
+    assert calls == expected
+
+
+def test_a_c_library_without_these_calls_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of(monkeypatch, "malloc_trim")
+    assert keep_mapped() is False
+    assert in_huge_pages(torch.empty(1 << 21, dtype=torch.uint8)).nbytes == 1 << 21
+    trim()
+    assert calls == [(0,)]  # down to the last byte
+    calls_of(monkeypatch, "another")
+    trim()
+
+
+def test_from_2_mib_on_all_pages_of_a_tensor_are_asked_to_be_huge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = calls_of(monkeypatch, "madvise")
+    memory = torch.empty((1 << 21) + PAGESIZE, dtype=torch.uint8)
+    in_huge_pages(memory[: (1 << 21) - 1])
+    in_huge_pages(torch.empty(1 << 22, device="meta"))
+    assert calls == []
+    for first in (100, -memory.data_ptr() % PAGESIZE):  # inside a page, and at its beginning
+        tensor = memory[first : first + (1 << 21)]
+        in_huge_pages(tensor)
+        start, nbytes, advice = calls.pop()
+        assert (start % PAGESIZE, advice) == (0, 14)
+        assert start <= tensor.data_ptr() < start + PAGESIZE
+        assert start + nbytes == tensor.data_ptr() + tensor.nbytes
 
 
 def _flags(address: int) -> str:

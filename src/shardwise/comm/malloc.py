@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+from mmap import PAGESIZE
 
 from torch import Tensor
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 KEEP_BYTES = 1 << 30  # bytes: freed memory up to this stays mapped in the process
 OLD_GLIBC_MAX = 1 << 25  # the maximum of older versions of glibc
-PAGE, HUGE, MADV_HUGEPAGE = 4096, 1 << 21, 14
+HUGE, MADV_HUGEPAGE = 1 << 21, 14
 USER_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 _libc = ctypes.CDLL(None)
-_madvise = getattr(_libc, "madvise", None)
-if _madvise is not None:
-    _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def keep_mapped() -> bool:
@@ -43,10 +41,12 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
     For large, long-lived memory. The first write to each page of 4 KiB is a page fault, which
     costs as much as reading and verifying the bytes that a checkpoint loads there.
     """
-    if tensor.is_cpu and tensor.nbytes >= HUGE and _madvise is not None:
-        start = -(-tensor.data_ptr() // PAGE) * PAGE
-        stop = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE
-        _madvise(start, stop - start, MADV_HUGEPAGE)  # a hint; if refused, pages are small
+    madvise = getattr(_libc, "madvise", None)
+    if tensor.is_cpu and tensor.nbytes >= HUGE and madvise is not None:
+        before = tensor.data_ptr() % PAGESIZE  # it has to start on a page
+        start, nbytes = tensor.data_ptr() - before, tensor.nbytes + before
+        # A hint: if it is refused, pages are small.
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), MADV_HUGEPAGE)
     return tensor
 
 
