@@ -18,8 +18,9 @@ def test_two_mappings_of_one_file_show_the_same_bytes() -> None:
     assert theirs.tensor(4096, 3, torch.float32).tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_file_takes_memory_only_where_it_is_touched() -> None:
+def test_a_file_has_a_tebibyte_and_takes_memory_only_where_it_is_touched() -> None:
     arena = Arena.create()
+    assert os.fstat(arena.fd).st_size == 1 << 40
     arena.tensor(1 << 38, 1, torch.uint8).fill_(1)
     assert os.fstat(arena.fd).st_blocks * 512 <= 4 * PAGE
 
@@ -44,6 +45,7 @@ def test_each_tensor_has_a_storage_of_its_own() -> None:
     arena = Arena.create()
     assert arena.tensor(0, 5, torch.bfloat16).untyped_storage().nbytes() == 10
     assert heap(set()).allocate(5, torch.bfloat16).untyped_storage().nbytes() == 10
+    assert arena.tensor(0, 0, torch.bfloat16).shape == (0,)
 
 
 def heap(being_read: set[int]) -> Heap:
@@ -64,7 +66,7 @@ def test_a_block_is_given_out_again_once_its_tensor_and_all_views_are_gone() -> 
 def test_a_block_that_peers_still_read_is_not_given_out() -> None:
     being_read = {7}
     own = heap(being_read)
-    shown = own.allocate(100, torch.float32)
+    _before, shown, _after = (own.allocate(100, torch.float32) for _ in range(3))
     place = shown.data_ptr()
     own.mark_read_in(own.arena.offset_of(shown[3:]) or 0, 7)  # from its middle
     del shown
@@ -103,7 +105,8 @@ def test_a_common_block_is_given_out_again_only_once_all_ranks_have_let_it_go() 
     assert starts(common, 1) == [4]
     common.reuse([2 * PAGE])
     assert common.unused == {PAGE, 4 * PAGE}
-    assert starts(common, 1, 1) == [2, 3]
+    assert starts(common, 3, 2) == [5, 2]  # the first gap is too small for 3, and just fits 2
+    assert [start for start, _ in common._free] == [8 * PAGE]
 
 
 def test_common_blocks_are_merged_so_another_layout_fits_in_the_place_of_the_one_before() -> None:
@@ -126,5 +129,6 @@ def test_a_common_block_lives_as_long_as_a_view_of_it() -> None:
 
 def test_nothing_takes_no_common_block_either() -> None:
     common = SymmetricHeap(Arena.create(), 0)
-    assert common.allocate(0, torch.bfloat16).dtype is torch.bfloat16
+    nothing = common.allocate(0, torch.bfloat16)
+    assert (nothing.shape, nothing.dtype) == ((0,), torch.bfloat16)
     assert common._sizes == {}

@@ -29,7 +29,7 @@ class Arena:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._map = mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._base = np.frombuffer(self._map, np.uint8, 1).ctypes.data
+        self._base = np.frombuffer(self._map, np.uint8).ctypes.data
 
     @classmethod
     def create(cls) -> Arena:
@@ -89,7 +89,7 @@ class Heap:
             offset, self._end = self._end, self._end + size
             self._starts.append(offset)
         block = self.arena.bytes(offset, nbytes)
-        weakref.finalize(block, self._free[size].append, offset).atexit = False
+        weakref.finalize(block, self._free[size].append, offset)
         return torch.from_numpy(block).view(dtype)
 
     def mark_read_in(self, offset: int, number: int) -> None:
@@ -99,7 +99,8 @@ class Heap:
     def _reusable(self, size: int) -> int | None:
         offsets = self._free[size]
         for index, offset in enumerate(offsets):
-            if not self._is_being_read(self._last_read_in.get(offset, -1)):
+            number = self._last_read_in.get(offset)
+            if number is None or not self._is_being_read(number):
                 return offsets.pop(index)
         return None
 
@@ -125,7 +126,7 @@ class SymmetricHeap:
         nbytes = numel * dtype.itemsize
         start = self._take(-(-nbytes // PAGE) * PAGE)
         block = self._arena.bytes(start, nbytes)
-        weakref.finalize(block, self.unused.add, start).atexit = False
+        weakref.finalize(block, self.unused.add, start)
         return torch.from_numpy(block).view(dtype)
 
     def reuse(self, starts: Iterable[int]) -> None:

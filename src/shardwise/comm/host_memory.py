@@ -88,8 +88,7 @@ class HostMemory(Memory):
         with torch.inference_mode(False):
             tensor = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._pins)
         self.nbytes += tensor.nbytes
-        freed = weakref.finalize(tensor.untyped_storage(), self._freed, tensor.nbytes)
-        freed.atexit = False
+        weakref.finalize(tensor.untyped_storage(), self._freed, tensor.nbytes)
         return tensor
 
     def _freed(self, nbytes: int) -> None:
