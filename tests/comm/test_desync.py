@@ -23,7 +23,7 @@ A, B, C, D = (Collective(seq, "all_gather", "gather", f"blocks.{seq}", 1024) for
 B2 = B._replace(unit="blocks.2")
 
 
-def at(*recent: Collective, waits: int = -1, ended: str = "") -> RankProgress:
+def at(*recent: Collective, waits: int | None = None, ended: str = "") -> RankProgress:
     return RankProgress(recent[-1].seq + 1, recent, waits, ended)
 
 

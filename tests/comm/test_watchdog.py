@@ -54,7 +54,7 @@ def group() -> Iterator[Group]:
         one.leave("the test is over")
 
 
-def wait_for(one: Watchdog, collective: Collective, peer: int = -1) -> None:
+def wait_for(one: Watchdog, collective: Collective, peer: int | None = None) -> None:
     one.waits = Wait(collective, time.monotonic(), peer)
 
 
@@ -113,7 +113,7 @@ def in_grid(grid: list[dict[str, Group]], rank: int, name: str) -> tuple[Watchdo
 def test_ranks_that_wait_for_each_other_on_two_axes_are_interrupted_with_one_reason(
     grid: list[dict[str, Group]],
 ) -> None:
-    waits = {0: ("shard", 1), 1: ("replicate", 1), 3: ("shard", 0), 2: ("replicate", -1)}
+    waits = {0: ("shard", 1), 1: ("replicate", 1), 3: ("shard", 0), 2: ("replicate", None)}
     for rank, (name, peer) in waits.items():
         one, _ = in_grid(grid, rank, name)
         one.issue(A)
@@ -137,7 +137,7 @@ def test_a_rank_that_waits_in_the_group_of_all_is_followed_too(
         wait_for(one, A)
     assert grid[0]["shard"].interrupted[0].wait(60)
     # An error of the backend, which comes before the next look, is explained by the same.
-    assert str(theirs.explain(0, RuntimeError("Connection closed by peer"))) == reason(mine)
+    assert str(theirs.explain(RuntimeError("Connection closed by peer"), 0)) == reason(mine)
     assert "rank 1 for rank 0 at gather blocks.0 (collective 0, 1,024 bytes) on all" in reason(mine)
 
 
@@ -286,23 +286,23 @@ def test_a_backend_s_error_is_explained_by_what_the_peer_said_last(group: Group)
     for one in (mine, theirs, third):
         one.issue(A)
     wait_for(mine, A, peer=1)
-    assert str(mine.explain(1, closed)).startswith("rank 1 ended without a reason")
+    assert str(mine.explain(closed, 1)).startswith("rank 1 ended without a reason")
     # Whoever sees the first rank close finds its verdict, and blames nobody else.
-    assert str(third.explain(0, closed)) == reason(mine)
+    assert str(third.explain(closed, 0)) == reason(mine)
 
 
 def test_an_orderly_end_is_not_taken_for_a_crash(group: Group) -> None:
     mine, theirs = group.add(2), group.add(2)
     mine.issue(A)
     theirs.leave("its process ended normally")
-    text = str(mine.explain(1, RuntimeError("Connection closed by peer")))
+    text = str(mine.explain(RuntimeError("Connection closed by peer"), 1))
     assert text.startswith("rank 1 has left (its process ended normally after 0 collectives)")
 
 
 def test_an_error_without_a_peer_keeps_the_backend_s_words(group: Group) -> None:
     mine = group.add(2)
     mine.issue(A)
-    text = str(mine.explain(-1, RuntimeError("unhandled system error")))
+    text = str(mine.explain(RuntimeError("unhandled system error")))
     assert text == "gather blocks.0 failed on rank 0: unhandled system error"
 
 

@@ -136,7 +136,7 @@ class BackendComm(Group):
         try:
             work = call()
         except RuntimeError as error:
-            raise self._watchdog.explain(-1, error) from error
+            raise self._watchdog.explain(error) from error
         assert work is not None  # torch returns None only to ranks outside the group
         return Transfer(partial(self._complete, collective, work), finish)
 
@@ -148,7 +148,7 @@ class BackendComm(Group):
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._watchdog.explain(-1, error) from error
+            raise self._watchdog.explain(error) from error
 
     def average_is_right(self) -> bool:
         """Whether AVG of 1, 2, …, size is (size + 1) / 2, for each of some sizes, on every rank."""

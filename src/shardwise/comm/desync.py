@@ -47,7 +47,7 @@ class RankProgress(NamedTuple):
 
     issued: int = 0  # number of collectives
     recent: tuple[Collective, ...] = ()  # the last of them, oldest first
-    waits: int = -1  # the number of the collective that it waits for
+    waits: int | None = None  # the number of the collective that it waits for
     ended: str = ""  # why it ended, for example "its process ended normally"
 
     @property

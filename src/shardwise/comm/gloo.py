@@ -60,7 +60,7 @@ class GlooComm(MessagesComm):
         self._watchdog.issue(collective)
         group, tag = self._group, collective.tag
         works = self._works[collective.seq] = []
-        peer = -1
+        peer: int | None = None
         try:
             # Receives first: a message whose buffer is known is sent without a handshake.
             for peer, buffer in receives.items():
@@ -68,16 +68,15 @@ class GlooComm(MessagesComm):
             for peer, data in sends.items():
                 works.append((peer, group.send([data], peer, tag)))
         except RuntimeError as error:
-            raise self._watchdog.explain(peer, error) from error
+            raise self._watchdog.explain(error, peer) from error
         return lambda: self._complete(collective)
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
         # With a message to each peer: a connection reports a dead peer, the store does not.
-        sends = dict.fromkeys(self.peers, torch.zeros(1))
-        receives = {peer: torch.empty(1) for peer in self.peers}
+        full = torch.empty(self.size)
 
         def exchange_messages() -> None:
-            self._post(collective, sends, receives)()
+            self._all_gather(collective, full).complete()
 
         return self._watchdog.gather_texts(collective, text, exchange_messages)
 
@@ -98,7 +97,7 @@ class GlooComm(MessagesComm):
                 # would end only at gloo's own timeout.
                 work.wait(IMMEDIATELY) if self._watchdog.failure else work.wait()
             except RuntimeError as error:
-                raise self._watchdog.explain(peer, error) from error
+                raise self._watchdog.explain(error, peer) from error
         self._watchdog.waits = None
         del self._works[collective.seq]
 

@@ -281,7 +281,7 @@ class SharedMemoryComm(Group):
 
     def _is_being_read(self, number: int) -> bool:
         """May a peer still read what this rank published in collective ``number``?"""
-        return number >= 0 and self._unread_peer(number) is not None
+        return self._unread_peer(number) is not None
 
     def _unread_peer(self, number: int) -> int | None:
         """A peer that has not read this rank's data of collective ``number``, or ``None``."""
@@ -322,13 +322,12 @@ class SharedMemoryComm(Group):
             os.sched_yield()
         since, pause = monotonic(), SLEEP
         while (peer := missing()) is not None or self.abort_flag[0]:
-            number = -1 if peer is None else peer
-            self._watchdog.waits = Wait(collective, since, number, for_issue=for_issue)
+            self._watchdog.waits = Wait(collective, since, peer, for_issue=for_issue)
             self._watchdog.raise_if_failed()
             if self.abort_flag[0]:
-                raise self._watchdog.explain(-1, RuntimeError("another rank ended the group"))
+                raise self._watchdog.explain(RuntimeError("another rank ended the group"))
             if peer is not None and self._is_gone(peer):
-                raise self._watchdog.explain(peer, RuntimeError("its process has ended"))
+                raise self._watchdog.explain(RuntimeError("its process has ended"), peer)
             sleep(pause)
             pause = min(MAX_SLEEP, 1.2 * pause)
         self._watchdog.waits = None

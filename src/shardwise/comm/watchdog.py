@@ -43,7 +43,7 @@ class Wait(NamedTuple):
 
     collective: Collective
     since: float  # ``monotonic()`` at its start
-    peer: int = -1  # the rank whose message is missing, or -1 if unknown
+    peer: int | None = None  # the rank whose message is missing, if it is known
     is_complete: Callable[[], bool] = lambda: False  # for work on a stream, which ends unnoticed
     # Does it stop this rank until the peer (or all) has issued the collective, and no longer?
     for_issue: bool = True
@@ -138,12 +138,12 @@ class Watchdog:
                 self.raise_if_failed()
                 for peer in range(self._size):
                     if is_gone(peer) and not self._store.check([keys[peer]]):
-                        raise self.explain(peer, RuntimeError("its process has ended"))
+                        raise self.explain(RuntimeError("its process has ended"), peer)
                 sleep(pause)
                 pause = min(0.05, 2 * pause)
             return [value.decode() for value in self._store.multi_get(keys)]
         except RuntimeError as error:
-            raise self.explain(-1, error) from error
+            raise self.explain(error) from error
         finally:
             self.waits = None
 
@@ -158,8 +158,8 @@ class Watchdog:
             self._interrupt()
         return RanksDisagree(self._where + self.failure)
 
-    def explain(self, peer: int, error: BaseException) -> RanksDisagree:
-        """The failure behind the backend's ``error`` on a message from or to ``peer``."""
+    def explain(self, error: BaseException, peer: int | None = None) -> RanksDisagree:
+        """The failure behind the backend's ``error``, on a message from or to ``peer`` if any."""
         if isinstance(error, RanksDisagree) or self.failure:
             return self.fail(str(error))
         waiting = {self._rank: self._recent[-1] if self.waits is None else self.waits.collective}
@@ -172,7 +172,7 @@ class Watchdog:
             return self.fail(_without_store(error, waiting[self._rank], peer))
         for rank in [peer] if peer in ended else ended:
             return self.fail(desync.rank_left(rank, ended[rank].ended, ended[rank].issued, waiting))
-        if peer >= 0:
+        if peer is not None:
             return self.fail(desync.rank_died(peer, waiting))
         return self.fail(f"{waiting[self._rank]} failed on rank {self._rank}: {error}")
 
@@ -224,9 +224,10 @@ class Watchdog:
             reason = self._read("verdict") or self._deadlock(waits) or desync.diagnose(progress)
         except RuntimeError as error:
             return _without_store(error, collective, waits.peer), ""
-        missing = [waits.peer]
-        if waits.peer < 0:
+        if waits.peer is None:
             missing = desync.missing_ranks(progress, self._size, collective)
+        else:
+            missing = [waits.peer]
         if not reason and age > self._timeout:
             reason = desync.timed_out(missing, age, {self._rank: collective})
         return reason, desync.still_waiting(self._rank, progress, missing, age, collective)
@@ -238,7 +239,7 @@ class Watchdog:
         name, ranks, watchdogs = self._grid
         of_all, awaited = next(iter(watchdogs.values())), waits.collective
         others = [rank for rank in ranks if rank != of_all._rank]
-        peers = [ranks[waits.peer]] if waits.peer >= 0 else others
+        peers = others if waits.peer is None else [ranks[waits.peer]]
         issued = {group: watchdog._issued for group, watchdog in watchdogs.items()}
         own = Blocked(name, peers, awaited.seq, awaited.details, issued)
         of_all._store.set(f"blocked/{of_all._rank}", json.dumps(own))
@@ -250,7 +251,7 @@ class Watchdog:
         text = self._read(f"blocked/{rank}")
         return Blocked(*json.loads(text)) if text else None
 
-    def _publish(self, waits: int = -1, ended: str = "") -> None:
+    def _publish(self, waits: int | None = None, ended: str = "") -> None:
         progress = RankProgress(self._issued, tuple(self._recent.copy()), waits, ended)
         self._store.set(f"cursor/{self._rank}", json.dumps(progress))
 
@@ -280,8 +281,8 @@ def _decode_progress(value: bytes) -> RankProgress:
     return RankProgress(issued, tuple(Collective(*fields) for fields in recent), waits, ended)
 
 
-def _without_store(error: BaseException, collective: Collective, peer: int) -> str:
-    subject = f"rank {peer} is gone, and " if peer >= 0 else ""
+def _without_store(error: BaseException, collective: Collective, peer: int | None) -> str:
+    subject = "" if peer is None else f"rank {peer} is gone, and "
     return (
         f"{subject}the store of the ranks does not answer any more ({error}) while this rank waits "
         f"at {collective.details}. The process that served it, rank 0 or the launcher, has ended. "
