@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
+from shardwise.comm.codec import Codec
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.local import LocalComm
-from shardwise.comm.protocol import Completed, Label, Pending
-from shardwise.comm.reduction import Reduction, sum_in_rank_order
+from shardwise.comm.protocol import Label, Pending
+from shardwise.comm.reduction import Reduction, _sum_decoded, sum_in_rank_order
+from tests.comm.test_backend import Named
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -37,6 +41,34 @@ def test_a_sum_leaves_its_pieces_alone_and_needs_no_graph() -> None:
     assert torch.equal(pieces[1], torch.ones(3))
 
 
+def test_on_cpu_a_sum_is_formed_in_chunks_that_stay_in_the_cache() -> None:
+    n = 3 * 65_536 + 1
+    out, full = torch.empty(n), torch.ones(4, n)
+    with Named() as mode:
+        sum_in_rank_order(out, [full[0], full[1]], 8.0)
+    assert mode.names == ["aten::add.out", "aten::mul_.Tensor"] * 4
+    with Named() as mode:
+        sum_in_rank_order(out, full, 3.0)
+    assert mode.names == ["aten::sum.IntList_out"] * 13 + ["aten::div_.Tensor"]
+    elsewhere = torch.empty(4, n, device="meta")
+    with Named() as mode:
+        sum_in_rank_order(elsewhere[0], elsewhere)
+        sum_in_rank_order(elsewhere[0], [elsewhere[1], elsewhere[2]])
+    assert mode.names == ["aten::sum.IntList_out", "aten::add.out"]
+
+
+def test_a_sum_of_encoded_pieces_does_not_depend_on_what_was_in_its_place() -> None:
+    codec, out = Codec(torch.int8), torch.full((8,), torch.nan)
+    row = codec.encode(torch.ones(8), 1, torch.empty(codec.nbytes(8), dtype=torch.uint8))
+    _sum_decoded(out, codec, 2.0, [row] * 4)
+    assert out.tolist() == [2.0] * 8
+
+
+def test_a_mean_over_a_count_divides_by_what_is_left_of_it_after_the_addends_were_divided() -> None:
+    over_six = Reduction(BF16, FP32, "predivide", before=2.0, after=4.0).over(6.0)
+    assert over_six == Reduction(BF16, FP32, "postdivide", before=2.0, after=3.0)
+
+
 @pytest.mark.parametrize("divisor", [8.0, 3.0])
 def test_a_quotient_is_the_nearest_number(divisor: float) -> None:
     values, out = torch.randn(1000), torch.empty(1000)
@@ -62,6 +94,17 @@ def test_one_rank_alone_is_divided_in_place() -> None:
     assert out.tolist() == [1.0]
 
 
+class Late(NamedTuple):
+    """A sum that is there once it was waited for."""
+
+    out: Tensor
+    sums: list[Tensor]
+
+    def wait(self) -> None:
+        while self.sums:
+            self.out.copy_(self.sums.pop())
+
+
 class Backend(FakeComm):
     """Has a sum of its own: twice this rank's piece, for two ranks that hold the same."""
 
@@ -74,8 +117,7 @@ class Backend(FakeComm):
 
     def reduce_scatter(self, out: Tensor, full: Tensor, average: bool, label: Label) -> Pending:
         self.asked.append(average)
-        out.copy_(full[: out.numel()] * (1 if average else 2))
-        return Completed()
+        return Late(out, [full[: out.numel()] * (1 if average else 2)])
 
 
 @pytest.mark.parametrize(

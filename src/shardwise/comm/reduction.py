@@ -99,14 +99,15 @@ def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: f
     is formed in chunks that stay in the processor's cache. One tensor ``[W, n]`` is summed by one
     kernel, in the kernel's order, since a launch per rank would cost more.
     """
-    size = CHUNK if out.device.type == "cpu" else max(1, out.numel())
+    on_cpu = out.device.type == "cpu"
     with torch.no_grad():
-        if isinstance(pieces, Tensor):
-            size = max(1, size // pieces.shape[0])  # torch.sum makes a wide copy of its input
+        if isinstance(pieces, Tensor):  # of which torch.sum makes a wide copy on CPU
+            size = CHUNK // len(pieces) if on_cpu else out.numel()
             for chunk, rows in zip(out.split(size), pieces.split(size, dim=1), strict=True):
                 torch.sum(rows, dim=0, dtype=out.dtype, out=chunk)
             _divide(out, divisor)
             return
+        size = CHUNK if on_cpu else out.numel()
         chunks = zip(out.split(size), *(piece.split(size) for piece in pieces), strict=True)
         for chunk, *addends in chunks:
             _sum(chunk, addends)
