@@ -6,7 +6,9 @@ a group of one rank over NCCL, is here too, and the same over gloo.
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
 import time
 from datetime import timedelta
 from functools import cache
@@ -191,14 +193,23 @@ def test_a_backend_that_torch_does_not_know_by_name_will_do() -> None:
 
 
 def test_work_that_failed_is_not_over_although_nccl_says_that_it_is_complete() -> None:
-    def over(result: int | None) -> bool:
+    def over(result: int | None, is_completed: bool = True) -> bool:
         future: torch.futures.Future[int] = torch.futures.Future()
         if result is not None:
             future.set_result(result)
-        work = SimpleNamespace(is_completed=lambda: True, get_future_result=lambda: future)
+        work = SimpleNamespace(is_completed=lambda: is_completed, get_future_result=lambda: future)
         return backend._has_succeeded(cast("Any", work))
 
     assert [over(result) for result in (0, 1, 2, 100, None)] == [True, False, False, False, False]
+    assert not over(0, is_completed=False)
+
+
+def test_where_a_backend_knows_no_result_work_that_is_complete_is_over() -> None:
+    def get_future_result() -> None:
+        raise RuntimeError("not supported by this backend")
+
+    work = SimpleNamespace(is_completed=lambda: True, get_future_result=get_future_result)
+    assert backend._has_succeeded(cast("Any", work))
 
 
 def test_the_old_names_serve_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +218,7 @@ def test_the_old_names_serve_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(dist, name, call, raising=False)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
     assert backend._calls() == (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0+cpu"))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     assert backend._calls() == tuple(new.values())
 
 
@@ -252,9 +263,73 @@ def test_a_rank_that_never_starts_is_named_and_its_group_is_aborted(
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     aborted = list[str]()
     group: Any = Aborted(aborted)
+    running = set(threading.enumerate())
     with pytest.raises(RanksDisagree, match="rank 1 has not come within 0 s while rank 0 waits at"):
         BackendComm(group, CPU, HashStore(), has_average=False, timeout=0.1)
     assert aborted == ["aborted"]
+    assert set(threading.enumerate()) <= running
+
+
+def of_one_rank(monkeypatch: pytest.MonkeyPatch, world: int = 1) -> tuple[Any, Any, list[object]]:
+    """Stand-ins: a vendor's group of a rank, that which is made for reductions, what was ended."""
+    group, reductions, ended = Aborted(["all"]), Aborted(["reductions"]), list[object]()
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1 if group else world)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "new_group", lambda **options: reductions)
+    monkeypatch.setattr(dist, "destroy_process_group", ended.append)
+    return group, reductions, ended
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_group_of_all_ranks_has_one_more_for_reductions_which_ends_with_the_comm(
+    monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    """All processes would have to make it, so a part of them has none."""
+    group, reductions, ended = of_one_rank(monkeypatch, world)
+    at_exit: list[object] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    with BackendComm(group, CPU, HashStore(), has_average=False, timeout=60) as comm:
+        assert at_exit == [comm._close_at_exit]
+        assert comm._gather_group is group
+        assert comm._reduce_group is (reductions if world == 1 else group)
+    assert ended == [reductions] * (world == 1)
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+@pytest.mark.parametrize("average", [1.0, 2.0])
+def test_an_average_is_tried_on_small_and_large_sums_where_it_is_claimed(
+    monkeypatch: pytest.MonkeyPatch, claimed: bool, average: float
+) -> None:
+    tried: list[tuple[object, int, int]] = []
+
+    def scatter(out: Tensor, full: Tensor, op: object, group: object) -> None:
+        tried.append((op, out.numel(), full.numel()))
+        out.fill_(average)
+
+    group, _, _ = of_one_rank(monkeypatch)
+    monkeypatch.setattr(
+        backend, "_calls", lambda: backend._Calls(cast("Any", None), cast("Any", scatter))
+    )
+    with BackendComm(group, CPU, HashStore(), has_average=claimed, timeout=60) as comm:
+        assert comm.has_average is (claimed and average == 1.0)
+    assert tried == [(dist.ReduceOp.AVG, n, n) for n in (1, 513, 65_537)] * claimed
+
+
+def test_a_call_that_the_backend_refuses_ends_the_group_and_an_empty_one_is_not_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **options: object) -> Any:
+        raise RuntimeError("no such link")
+
+    group, reductions, _ = of_one_rank(monkeypatch)
+    monkeypatch.setattr(backend, "_calls", lambda: backend._Calls(refuse, refuse))
+    with BackendComm(group, CPU, HashStore(), has_average=False, timeout=60) as comm:
+        comm.all_gather(torch.empty(0), Label("gather")).wait()
+        with pytest.raises(RanksDisagree) as error:
+            comm.all_gather(torch.zeros(1, dtype=torch.uint8), Label("gather", "blocks.3"))
+    assert str(error.value) == "gather blocks.3 failed on rank 0: no such link"
+    assert [group.notes, reductions.notes] == [["all", "aborted"], ["reductions", "aborted"]]
 
 
 class Aborted(NamedTuple):

@@ -6,8 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.accelerators import Backend, row
 from shardwise.comm import connect as connect_module
 from shardwise.comm.backend import BackendComm
-from shardwise.comm.connect import connect, load_backend, over
+from shardwise.comm.connect import comm_for, connect, load_backend, over
+from shardwise.comm.environment import Launch
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
@@ -73,6 +76,67 @@ def test_a_meeting_place_that_nobody_serves_is_named(monkeypatch: pytest.MonkeyP
     with pytest.raises(RanksDisagree, match=f"did not all connect to 127.0.0.1:{port} within 1 s"):
         connect(timeout=1.0)
     assert not dist.is_initialized()
+
+
+def launch_two(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """The environment of one of two ranks, in which no process group is made."""
+    environ = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(connect_module, "_init_process_group", lambda *_: None)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=object()))
+
+
+@pytest.mark.parametrize(
+    ("rank", "agent_has_it", "seconds"),
+    [(0, "", 5.0), (0, "False", 5.0), (1, "", 0.0), (0, "True", 0.0), (1, "True", 0.0)],
+)
+def test_who_serves_the_store_waits_until_the_others_have_read_why_it_closed(
+    monkeypatch: pytest.MonkeyPatch, rank: int, agent_has_it: str, seconds: float
+) -> None:
+    launch_two(monkeypatch, rank)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent_has_it)
+    monkeypatch.setattr(connect_module, "_comm", lambda *given: given[3])
+    shutdown: Any = connect("cpu")
+    assert (shutdown.linger, shutdown.callback) == (seconds, dist.destroy_process_group)
+
+
+def test_a_group_over_which_no_comm_can_be_made_is_destroyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise KeyError("no such host")
+
+    destroyed: list[bool] = []
+    launch_two(monkeypatch, 0)
+    monkeypatch.setattr(connect_module, "_comm", fail)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
+    with pytest.raises(KeyError):
+        connect("cpu")
+    assert destroyed == [True]
+
+
+def test_torch_waits_longer_than_we_do_where_its_own_watchdog_kills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, **options: made.update(options, name=name)
+    )
+    cpu, device = torch.device("cpu"), torch.device("cuda", 1)
+    init = connect_module._init_process_group
+    init(Backend("nccl"), device, 30.0, Launch(1, 2, 1, "::1", 29500))
+    assert made == {
+        "name": "nccl",
+        "init_method": "tcp://[::1]:29500",
+        "rank": 1,
+        "world_size": 2,
+        "timeout": timedelta(seconds=90),
+        "device_id": device,
+    }
+    init(Backend("gloo"), cpu, 30.0, Launch(0, 2, 0, "10.0.0.7", 29500))
+    assert made["init_method"] == "tcp://10.0.0.7:29500"
+    assert (made["timeout"], made["device_id"]) == (timedelta(seconds=30), None)
 
 
 # --- a launched group: made here, ended here -------------------------------------------------
@@ -153,6 +217,7 @@ def use_what_exists(rank: int, world: int, folder: str) -> list[object]:
                 with over(pair, transport=transport) as comm:
                     assert type(comm) is kind
                     seen += [comm.size, comm.rank, sum_of_ranks(comm)]
+            dist.barrier(pair)  # it still works, after each of them has closed
         dist.barrier()  # the world's group still works
     return seen
 
@@ -298,6 +363,53 @@ def test_a_plug_in_that_cannot_be_imported_never_means_the_cpu_in_silence(
         "so its devices cannot be used. Repair or remove that package, or pass "
         'device="cpu".'
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "transport", "can_share", "carrier"),
+    [
+        ("cpu", "auto", True, "memory"),
+        ("cpu", "auto", False, "messages"),
+        ("cpu", "memory", True, "memory"),
+        ("cpu", "messages", True, "messages"),
+        ("cpu", "native", True, "native"),
+        ("cuda", "auto", True, "native"),
+        ("cuda", "native", True, "native"),
+        ("cuda", "messages", True, "messages"),
+    ],
+)
+def test_the_device_and_the_host_choose_the_transport_unless_it_is_passed(
+    monkeypatch: pytest.MonkeyPatch, device: str, transport: str, can_share: bool, carrier: str
+) -> None:
+    stand_ins = {"GlooComm": "messages", "BackendComm": "native", "_own_store": "a store"}
+    for name, made in (stand_ins | {"shared_memory": "memory" if can_share else ""}).items():
+        monkeypatch.setattr(connect_module, name, lambda *_, made=made: made)
+    kept_mapped: list[str] = []
+    monkeypatch.setattr(connect_module, "keep_mapped", lambda: kept_mapped.append(device))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    group: Any = None
+    comm: object = connect_module._comm(group, torch.device(device), 1.0, IMMEDIATE, transport)
+    assert comm == carrier
+    assert kept_mapped == [device] * (device == "cpu")
+
+
+def test_a_comm_comes_before_a_mesh_and_a_device_mesh_before_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connect_module, "connect", lambda: "of the launcher")
+    monkeypatch.setattr(connect_module, "over", lambda mesh: f"over {mesh}")
+    comm: Any = LocalComm()
+    assert comm_for(comm, "a mesh") is comm
+    meshes = (None, (2, 2), [2, 2], "a mesh")
+    made: list[object] = [comm_for(None, mesh) for mesh in meshes]
+    assert made == ["of the launcher"] * 3 + ["over a mesh"]
+
+
+def test_a_grid_is_made_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    with pytest.raises(ConfigError, match="cannot be made a grid of 2 × 2 ranks"):
+        connect_module._new_axes("cpu", 1.0, "auto", 2, 2)
 
 
 def test_a_transport_that_does_not_exist_is_refused_with_those_that_do() -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.accelerators import row
+from shardwise.accelerators import Accelerator, row
+from shardwise.comm import devices
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import _current_device, connect
 from shardwise.comm.devices import (
@@ -99,6 +100,21 @@ def test_a_group_that_exists_computes_on_the_current_device(
     group = "gloo"
     assert _current_device(group, None) == torch.device("cpu")
     assert _current_device(group, "xpu") == torch.device("xpu", 2)
+
+
+def test_a_plug_in_is_imported_only_for_a_device_that_torch_does_not_see_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_available = True
+    module = SimpleNamespace(is_available=lambda: is_available)
+    imported: list[Accelerator] = []
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(devices, "_import_plugin", imported.append)
+    assert device_module(row("xpu")) is module
+    assert imported == []
+    is_available = False
+    assert device_module(row("xpu")) is module
+    assert imported == [row("xpu")]
 
 
 def test_without_its_plug_in_no_variable_is_set_for_a_device(

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import shardwise as sw
 from shardwise.comm import gloo, watchdog
 from shardwise.comm.connect import over
+from shardwise.comm.desync import NO_TAG
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree
 from tests.comm.differences import extra, gather, larger, missing, swapped
@@ -318,26 +320,48 @@ def test_the_end_of_a_process_is_told_to_those_who_wait(transport: str) -> None:
 class Unconnected:
     """In place of gloo's process group: nothing can be sent."""
 
-    def recv(self, *_: object) -> None:
+    def __init__(self) -> None:
+        self.tags: list[int] = []
+
+    def recv(self, buffers: object, peer: int, tag: int) -> None:
+        self.tags.append(tag)
         raise RuntimeError("not connected")
 
 
 def test_no_rank_goes_on_before_all_have_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
+    made: list[tuple[int, float]] = []
+    groups = [Unconnected(), Unconnected()]
 
-    def slow_on_rank_1(store: object, rank: int, size: int, timeout: object) -> Unconnected:
+    def slow_on_rank_1(store: object, rank: int, size: int, timeout: timedelta) -> Unconnected:
         time.sleep(0.2 * rank)
-        made.append(rank)
-        return Unconnected()
+        made.append((rank, timeout.total_seconds()))
+        return groups[rank]
 
     monkeypatch.setattr(gloo, "ProcessGroupGloo", slow_on_rank_1)
     store = HashStore()
 
-    def rank(comm: Comm) -> list[int]:
-        with gloo.GlooComm(comm.rank, 2, store, 60.0):
-            return sorted(made)
+    def rank(threads: Comm) -> list[tuple[int, float]]:
+        with gloo.GlooComm(threads.rank, 2, store, 60.0) as comm:
+            came = sorted(made)
+        assert groups[threads.rank].tags == [NO_TAG]  # which ends what is in flight
+        assert comm._group is None
+        return came
 
-    assert run_threads(2, rank) == [[0, 1]] * 2
+    assert run_threads(2, rank) == [[(0, 120.0), (1, 120.0)]] * 2
+
+
+def test_a_message_that_cannot_be_issued_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "ProcessGroupGloo", lambda *_: Unconnected())
+    store = HashStore()
+
+    def rank(threads: Comm) -> str:
+        with gloo.GlooComm(threads.rank, 2, store, 60.0) as comm:
+            text = error_of(lambda: gather(comm, "blocks.0"))[1] if threads.rank == 0 else ""
+            threads.agree({})  # rank 1 has not left before
+            return text
+
+    text, _ = run_threads(2, rank)
+    assert text.startswith("rank 1 ended without a reason (killed, crashed or disconnected) while")
 
 
 def test_after_a_collective_nothing_is_waited_for_and_nothing_is_kept() -> None:

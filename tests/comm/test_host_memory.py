@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from shardwise.comm.host_memory import HostMemory
+from shardwise.comm.memory import Memory
+from tests.comm.test_backend import Named
 
 CPU = torch.device("cpu")
 
@@ -40,3 +45,64 @@ def test_what_is_made_in_inference_mode_can_be_trained() -> None:
     with torch.inference_mode():
         shard = HostMemory(CPU).shard(3, torch.float32)
     assert not shard.is_inference()
+
+
+def test_a_load_casts_on_the_device() -> None:
+    out, shard = torch.empty(3, dtype=torch.bfloat16, device="meta"), torch.ones(3)
+    calls = {torch.float32: ["aten::_to_copy", "aten::copy_"], torch.bfloat16: ["aten::copy_"]}
+    for dtype, names in calls.items():
+        given = shard.to(dtype)
+        with Named() as mode:
+            HostMemory(CPU).load(out, given)
+        assert mode.names == names
+
+
+class Stream:
+    """In place of an accelerator's stream: takes note of what it is asked for."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other: Stream) -> None:
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: SimpleNamespace) -> None:
+        self.notes.append(f"{self.name} waits for an event of {event.of}")
+
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(of=self.name, device="cuda")
+
+    def synchronize(self) -> None:
+        self.notes.append(f"the host waits for {self.name}")
+
+    def __enter__(self) -> None:
+        self.notes.append("copies")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_beside_an_accelerator_copies_follow_what_was_computed_and_are_waited_for_when_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes: list[str] = []
+    compute, copies = Stream("compute", notes), Stream("copy", notes)
+    monkeypatch.setattr(torch, "Stream", lambda device: copies)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: compute)
+    monkeypatch.setattr(HostMemory, "_new", Memory._new)  # nothing is pinned without a device
+    host = HostMemory(torch.device("cuda"))
+    a_copy = ["copy waits for compute", "copies"]
+
+    host.load(torch.empty(3), torch.ones(3)).wait()
+    assert notes == [*a_copy, "compute waits for an event of copy"]
+    notes.clear()
+    gradients = [torch.ones(3), torch.ones(3)]
+    host.store(gradients[0])
+    assert (notes, host._sources) == (a_copy, gradients[:1])
+    notes.clear()
+    host.store(gradients[1])  # the memory of the one before it may be used again
+    assert notes == ["compute waits for copy", *a_copy]
+    assert [source.data_ptr() for source in host._sources] == [gradients[1].data_ptr()]
+    notes.clear()
+    host.wait()
+    assert (notes, host._sources) == (["the host waits for copy"], [])

@@ -41,10 +41,10 @@ def test_memory_for_what_peers_send_is_used_again_once_the_sum_is_there() -> Non
     first, wait_first = issue(100)
     second, wait_second = issue(1000)
     assert first != second
-    wait_first()
     wait_second()
+    wait_first()
+    assert issue(100)[0] == first  # the smallest that is large enough
     assert issue(500)[0] == second
-    assert issue(100)[0] == first
 
 
 def test_a_larger_buffer_for_what_peers_send_takes_the_place_of_a_smaller_one() -> None:

@@ -159,7 +159,7 @@ def _check_eager(accelerator: Accelerator) -> None:
 
 
 def _is_installed(plugin: str) -> bool:
-    return bool(plugin) and find_spec(plugin.split(".", maxsplit=1)[0]) is not None
+    return bool(plugin) and find_spec(plugin.partition(".")[0]) is not None
 
 
 def _is_available(device: str) -> bool:

@@ -43,7 +43,7 @@ class MessagesComm(Group):
 
     def _exchange(self, collective: Collective, full: Tensor, on_received: OnReceived) -> Transfer:
         pieces = list(rows_of(full, self.size).unbind())
-        nbytes = full.nbytes - pieces[0].nbytes
+        nbytes = full.nbytes - pieces[self.rank].nbytes
         memory = self._scratch.take(nbytes)
         buffers = rows_of(memory[:nbytes].view(full.dtype), self.size - 1).unbind()
         sends = {peer: pieces[peer] for peer in self.peers}
