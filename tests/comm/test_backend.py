@@ -289,11 +289,12 @@ def test_a_group_of_all_ranks_has_one_more_for_reductions_which_ends_with_the_co
     group, reductions, ended = of_one_rank(monkeypatch, world)
     at_exit: list[object] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
     with BackendComm(group, CPU, HashStore(), has_average=False, timeout=60) as comm:
         assert at_exit == [comm._close_at_exit]
         assert comm._gather_group is group
         assert comm._reduce_group is (reductions if world == 1 else group)
-    assert ended == [reductions] * (world == 1)
+    assert (ended, at_exit) == ([reductions] * (world == 1), [])
 
 
 @pytest.mark.parametrize("claimed", [True, False])

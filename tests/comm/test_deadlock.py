@@ -56,6 +56,12 @@ def test_what_a_rank_has_published_before_it_went_on_makes_no_ring() -> None:
         assert deadlock(asks, {**RING, 3: late}.get) == ""
 
 
+def test_a_rank_that_issued_all_before_the_awaited_collective_is_part_of_a_ring() -> None:
+    for issued, is_ring in ((7, True), (8, False)):  # collectives 0 to 6, and 7, too
+        last = at(OTHER_ROW, 2, **{OTHER_COLUMN: issued})
+        assert bool(deadlock(0, {**RING, 3: last}.get)) is is_ring
+
+
 def test_ranks_at_other_numbers_of_one_group_make_no_ring() -> None:
     assert deadlock(0, {0: at(ROW, 1, seq=7), 1: at(ROW, 0, seq=9)}.get) == ""
 

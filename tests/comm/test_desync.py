@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 
 from shardwise.comm.desync import (
@@ -129,6 +131,14 @@ def test_only_the_facts_that_differ_are_listed_with_ranks_and_texts() -> None:
     assert "  a:" not in text
 
 
+@pytest.mark.parametrize(("count", "rest"), [(10, ""), (12, "\n  … and 2 more")])
+def test_the_first_ten_facts_that_differ_are_listed(count: int, rest: str) -> None:
+    names = [f"fact {index:02}" for index in range(count)]
+    text = facts_differ([dict.fromkeys(names, "a"), dict.fromkeys(names, "b")])
+    listed = "\n".join(f"  {name}: rank 0: a; rank 1: b" for name in names[:10])
+    assert f"differ in {count} of their facts:\n{listed}{rest}\nThey" in text
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
@@ -151,6 +161,7 @@ def test_a_tag_depends_on_every_field_and_is_never_the_unused_one() -> None:
         A._replace(unit="blocks.1"),
         A._replace(nbytes=1025),
     ]
+    assert [ctypes.c_int(tag).value for tag in (NO_TAG, NO_TAG + 1)] == [NO_TAG, -NO_TAG - 1]
     tags = {collective.tag for collective in [A, *others]}
     assert len(tags) == 6
     many = {A._replace(seq=seq).tag for seq in range(10_000)}

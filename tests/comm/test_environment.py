@@ -49,6 +49,10 @@ MPIEXEC_HERE = {**MPIEXEC, "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **MASTER}
 
 
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
 @pytest.mark.parametrize(
     ("environ", "launch"),
     [
@@ -61,6 +65,10 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **MASTER}
         (SRUN | {"SLURM_STEP_ID": "1"}, Launch(2, 4, 0, "gpu07", 27531)),
         (SRUN | MASTER, Launch(2, 4, 0, "10.0.0.7", 29500)),
         (SRUN | {"WORLD_SIZE": "4", **MASTER}, Launch(2, 4, 0, "10.0.0.7", 29500)),
+        (without(SRUN, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"), Launch(2, 4, 0, "gpu07", 27573)),
+        (without(SRUN, "SLURM_STEP_NUM_NODES"), Launch(2, 4, 0, "gpu07", 27573)),
+        (without(SRUN, "SLURM_STEP_NODELIST"), Launch(2, 4, 0, "gpu07", 27573)),
+        (without(SRUN | {"SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), None),
         (SRUN_HERE, Launch(2, 4, 0, "127.0.0.1", 27573)),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         (SRUN | {"PMI_RANK": "2", "PMI_SIZE": "4"}, Launch(2, 4, 0, "gpu07", 27573)),
@@ -84,6 +92,10 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **MASTER}
 )
 def test_a_process_knows_who_it_is(environ: dict[str, str], launch: Launch | None) -> None:
     assert read_launch(environ) == launch
+
+
+def test_one_rank_needs_no_address() -> None:
+    assert Launch(rank=0, size=1, local_rank=0) == (0, 1, 0, "", 0)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +145,7 @@ def test_a_lone_rank_may_be_the_number_of_the_machine() -> None:
     ("environ", "line"),
     [
         (MPIRUN, "mpirun -n 4 env MASTER_ADDR=<the host of rank 0> python …"),
+        (without(MPIRUN_HERE, "PMIX_NAMESPACE"), "mpirun -n 4 env MASTER_PORT=29500 python …"),
         (MPIEXEC, "mpiexec -n 4 env MASTER_ADDR=<the host of rank 0> MASTER_PORT=29500 python …"),
         (MPIEXEC_HERE, "mpiexec -n 4 env MASTER_PORT=29500 python …"),
     ],

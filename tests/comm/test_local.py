@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Label
 from shardwise.comm.transport import Shutdown
+from shardwise.errors import ConfigError
 from tests.comm.laws import sum_of
 
 
@@ -50,6 +52,13 @@ def test_what_is_exchanged_comes_back_at_once_and_both_axes_are_itself() -> None
     comm.exchange(full, received.extend, Label("reduce")).wait()
     assert received == [full]
     assert comm.axes(1, 1) == (comm, comm)
+
+
+def test_it_has_no_sum_of_its_own() -> None:
+    comm, full = LocalComm(), torch.ones(2)
+    assert (comm.has_reduce_scatter, comm.has_average) == (False, False)
+    with pytest.raises(ConfigError, match="reduce head: this transport has no reduce_scatter"):
+        comm.reduce_scatter(full, full, False, Label("reduce", "head"))
 
 
 def test_what_comes_after_it_is_called_once() -> None:

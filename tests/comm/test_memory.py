@@ -27,5 +27,6 @@ def test_full_buckets_alone_lie_in_the_common_memory() -> None:
         memory.full(4, torch.float32),
         memory.gradient(4, torch.float32),
     ]
+    assert (memory.shared, Memory(torch.device("cpu")).shared) == (True, False)
     assert [common.offset_of(tensor) is not None for tensor in tensors] == [False, True, False]
     assert [own.offset_of(tensor) is not None for tensor in tensors] == [True, False, True]

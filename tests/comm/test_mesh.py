@@ -34,7 +34,17 @@ def test_a_row_is_a_host_unless_a_shape_is_passed() -> None:
     assert shape_of(HYBRID, 8, None, 4) == Shape(replicate=2, shard=4)
     assert shape_of(HYBRID, 8, (4, 2), 4) == Shape(replicate=4, shard=2)
     assert shape_of(HYBRID, 6, [3, 2], None) == Shape(replicate=3, shard=2)
+    assert shape_of(HYBRID, 8, (1, 8), 4) == Shape(replicate=1, shard=8)
     assert shape_of(FULL, 8, None, 4) is None
+
+
+@pytest.mark.parametrize(("ndim", "shape"), [(2, Shape(4, 2)), (1, Shape(2, 4))])
+def test_a_device_mesh_of_two_axes_is_a_shape(
+    monkeypatch: pytest.MonkeyPatch, ndim: int, shape: Shape
+) -> None:
+    monkeypatch.setattr(DeviceMesh, "ndim", ndim)
+    monkeypatch.setattr(DeviceMesh, "mesh", torch.arange(8).view(4, 2))
+    assert shape_of(HYBRID, 8, DeviceMesh.__new__(DeviceMesh), 4) == shape
 
 
 def test_a_wrong_product_names_both_numbers() -> None:
@@ -73,6 +83,8 @@ def test_it_is_drawn_with_a_row_for_each_copy() -> None:
     assert Shape(2, 6).draw() == (
         "replicate=2 × shard=6\n   0   1   2   3   4   5\n   6   7   8   9  10  11"
     )
+    assert Shape(2, 5).draw() == "replicate=2 × shard=5\n  0  1  2  3  4\n  5  6  7  8  9"
+    assert Shape(1, 11).draw().endswith("\n   0   1   2   3   4   5   6   7   8   9  10")
 
 
 # ---- the axes ------------------------------------------------------------------------------------
@@ -117,6 +129,18 @@ def test_a_rank_without_peers_has_a_place_in_its_grid() -> None:
 def test_what_is_not_split_is_replicated_over_all_ranks_of_the_grid() -> None:
     mesh = Mesh.of(FakeComm(1, 6), splits=False, shape=Shape(2, 3))
     assert (mesh.shard.size, mesh.replicate.size) == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("world", "splits", "sizes"), [(1, False, (1, 1)), (2, False, (1, 2)), (2, True, (2, 1))]
+)
+def test_one_axis_is_all_ranks_and_the_other_is_this_rank_alone(
+    world: int, splits: bool, sizes: tuple[int, int]
+) -> None:
+    comm = FakeComm(0, world)
+    mesh = Mesh.of(comm, splits)
+    assert (mesh.shard.size, mesh.replicate.size) == sizes
+    assert (mesh.shard if splits or world == 1 else mesh.replicate) is comm
 
 
 def test_an_error_on_an_axis_names_its_ranks_by_their_numbers_among_all() -> None:

@@ -22,6 +22,18 @@ def test_pieces_go_straight_from_and_to_their_place() -> None:
         assert (place.data_ptr(), place.numel()) == (full[3 * peer :].data_ptr(), 3)
 
 
+def test_pieces_of_unlike_sizes_are_sent_unless_they_are_empty() -> None:
+    comm = Noted(1, 3)
+    received = comm.all_to_all(torch.arange(4.0), [[0, 0, 1], [2, 1, 1], [0, 3, 0]], Label("send"))
+    (collective, sends, receives) = comm.posts[0]
+    assert collective == (0, "all_to_all", "send", "", 4 * 8)
+    assert {peer: data.tolist() for peer, data in sends.items()} == {0: [0.0, 1.0], 2: [3.0]}
+    assert {peer: place.data_ptr() for peer, place in receives.items()} == {
+        2: received[1:].data_ptr()
+    }
+    assert received[0] == 2.0
+
+
 def test_a_reduction_sends_slices_of_the_buffer_itself() -> None:
     comm, full = Noted(0, 3), torch.arange(6.0)
     start_sum(comm, full)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import platform
 import re
 import resource
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -20,14 +23,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import shardwise as sw
 from shardwise.comm import shared_memory as module
 from shardwise.comm import watchdog
+from shardwise.comm.arena import Arena
 from shardwise.comm.connect import over
 from shardwise.comm.gloo import GlooComm
-from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.protocol import Comm, Label, Pending
 from shardwise.comm.shared_memory import SharedMemoryComm
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.copies import local
 from tests.nets import loss, tied_decoder, tied_decoder_batch
-from tests.ranks import gloo_group, outcomes_of, run_sharing
+from tests.ranks import gloo_group, outcomes_of, run_sharing, run_threads
 from tests.steps import STRATEGIES
 
 pytestmark = pytest.mark.spawn
@@ -247,5 +251,133 @@ def test_rows_are_free_again_once_their_texts_were_read(monkeypatch: pytest.Monk
 def test_no_rank_starts_before_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.01)
     monkeypatch.setattr(watchdog, "FIRST_CHECK", 0.05)
+    running = set(threading.enumerate())
     with pytest.raises(RanksDisagree, match="rank 1 has not come within 0 s while rank 0 waits at"):
         module.shared_memory(HashStore(), 0, 2, 0.1)
+    assert set(threading.enumerate()) <= running
+
+
+# --- which ranks can share memory ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("machine", "system", "supported"),
+    [
+        ("x86_64", "Linux", True),
+        ("AMD64", "Linux", True),
+        ("aarch64", "Linux", False),  # it may show a peer's stores in another order
+        ("x86_64", "Darwin", False),
+    ],
+)
+def test_a_processor_has_to_keep_the_order_of_stores(
+    monkeypatch: pytest.MonkeyPatch, machine: str, system: str, supported: bool
+) -> None:
+    monkeypatch.setattr(module.platform, "machine", lambda: machine)
+    monkeypatch.setattr(module.platform, "system", lambda: system)
+    assert module._is_supported() is supported
+
+
+def test_a_host_is_a_boot_and_a_namespace_of_processes_or_this_process_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert module._host() == f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+    def refuse(path: Path) -> str:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert module._host() == f"{platform.node()} {os.getpid()}"
+
+
+def others_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_host", lambda: threading.current_thread().name)
+
+
+def an_arena_that_rank_1_cannot_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_arena = Arena.open
+
+    def refuse(pid: int, fd: int) -> Arena:
+        if threading.current_thread().name == "rank-1":
+            raise PermissionError("another user's")
+        return open_arena(pid, fd)
+
+    monkeypatch.setattr(Arena, "open", refuse)
+
+
+def another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_is_supported", lambda: False)
+
+
+@pytest.mark.parametrize(
+    "missing", [others_host, an_arena_that_rank_1_cannot_open, another_processor]
+)
+def test_no_rank_shares_memory_that_another_cannot_map_and_nothing_is_left_running(
+    monkeypatch: pytest.MonkeyPatch, missing: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    missing(monkeypatch)
+    running, store = set(threading.enumerate()), HashStore()
+    comms = run_threads(2, lambda comm: module.shared_memory(store, comm.rank, 2, 60.0))
+    assert comms == [None, None]
+    assert set(threading.enumerate()) <= running
+
+
+# --- waiting ------------------------------------------------------------------------------------
+
+
+def gather(comm: Comm, n: int = 1) -> Pending:
+    return comm.all_gather(torch.zeros(comm.size * n), Label("gather"))
+
+
+def test_a_rank_that_waits_is_woken_when_another_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "FIRST_CHECK", 1000.0)  # no watchdog looks by itself
+
+    def rank(comm: SharedMemoryComm) -> str:
+        if comm.rank == 1:
+            sleep(0.1)
+            return str(comm._fail("the test ends it"))
+        with pytest.raises(RanksDisagree) as error:
+            gather(comm).wait()
+        return str(error.value)
+
+    assert run_sharing(2, rank) == ["the test ends it"] * 2
+
+
+def test_what_is_in_flight_when_its_comm_closes_raises() -> None:
+    def rank(comm: Comm) -> str:
+        if comm.rank == 1:
+            return ""
+        pending = gather(comm)
+        comm.close("the test is over")
+        with pytest.raises(RanksDisagree) as error:
+            pending.wait()
+        return str(error.value)
+
+    assert "rank 0's end of this group is closed (the test is over)" in run_sharing(2, rank)[0]
+
+
+def test_after_a_late_rank_nothing_is_waited_for() -> None:
+    def rank(comm: SharedMemoryComm) -> object:
+        sleep(0.05 * comm.rank)
+        gather(comm).wait()
+        return comm._watchdog.waits
+
+    assert run_sharing(2, rank) == [None, None]
+
+
+def test_what_a_peer_has_not_read_yet_is_not_overwritten() -> None:
+    reads = threading.Event()
+
+    def rank(comm: Comm) -> float:
+        data = torch.ones(1000) if comm.rank == 0 else torch.zeros(1000)
+        pending = comm.broadcast(data, 0, Label("broadcast"))  # of a copy, in memory of rank 0
+        if comm.rank == 0:
+            comm.memory.gradient(1000, torch.float32).fill_(7.0)
+            reads.set()
+        assert reads.wait(10)
+        pending.wait()
+        return data.sum().item()
+
+    assert run_sharing(2, rank) == [1000.0] * 2

@@ -176,6 +176,27 @@ def test_messages_are_seen_by_no_dispatch_mode_and_no_version_counter() -> None:
     assert threads.run(2, watched) == [(0, 0)] * 2
 
 
+def test_who_waits_on_an_axis_is_told_that_a_rank_of_it_has_ended() -> None:
+    def rank(comm: Comm) -> str:
+        _, shard = comm.axes(1, 2)
+        if comm.rank == 1:
+            return ""
+        with pytest.raises(RanksDisagree) as error:
+            gather(shard, "blocks.0")
+        return str(error.value)
+
+    text, _ = threads.run(2, rank)
+    assert "of all: rank 1 has left (its thread ended normally after 0 collectives) while" in text
+
+
+def test_a_rank_is_a_thread_that_ends_with_the_process() -> None:
+    def rank(comm: Comm) -> tuple[str, bool]:
+        thread = threading.current_thread()
+        return thread.name, thread.daemon
+
+    assert threads.run(2, rank) == [("rank-0", True), ("rank-1", True)]
+
+
 def test_results_come_in_rank_order() -> None:
     def slow_first(comm: Comm) -> int:
         time.sleep(0.05 * (comm.size - comm.rank))

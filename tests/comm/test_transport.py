@@ -29,6 +29,7 @@ class Noted(MessagesComm):
         self.posts: list[tuple[Collective, Mapping[int, Tensor], Mapping[int, Tensor]]] = []
         self.texts: list[str] = []
         self.left: list[str] = []
+        self.fenced: list[Label] = []
         self._answer = answer
 
     def _post(
@@ -48,13 +49,21 @@ class Noted(MessagesComm):
     def _leave(self, how: str) -> None:
         self.left.append(how)
 
+    def fence(self, label: Label) -> None:
+        self.fenced.append(label)
+        super().fence(label)
+
 
 def test_collectives_are_numbered_as_they_are_issued() -> None:
     comm = Noted(0, 2)
-    comm.broadcast(torch.zeros(1), 1, Label("broadcast"))
+    comm.broadcast(torch.zeros(1), 1, Label("broadcast", "head"))
     comm.agree({})
-    comm.all_gather(torch.zeros(2), Label("gather"))
-    assert [collective.seq for collective, _, _ in comm.posts] == [0, 1, 2]
+    comm.all_gather(torch.zeros(2), Label("gather", "head"))
+    assert [collective for collective, _, _ in comm.posts] == [
+        Collective(0, "broadcast from rank 1", "broadcast", "head", 4),
+        Collective(1, "agree", "agree", "", 0),
+        Collective(2, "all_gather", "gather", "head", 8),
+    ]
 
 
 def test_the_end_of_a_with_block_tells_whether_it_was_an_error() -> None:
@@ -90,6 +99,10 @@ def test_its_axes_are_made_once_for_each_grid_and_end_with_it() -> None:
     comm = Noted(0, 6, shutdown=Shutdown(open_axes=open_axes))
     assert comm.axes(2, 3) == comm.axes(2, 3) == made[0]
     assert comm.axes(3, 2) == made[1]
+    comm.agree({"a": "1"})
+    comm.fence(Label("fence"))
+    axes = [axis for pair in made for axis in pair]
+    assert [(len(axis.texts), axis.fenced) for axis in axes] == [(1, [Label("fence")])] * 4
     comm.close("the test is over")
     assert [axis.left for pair in made for axis in pair] == [["the test is over"]] * 4
 

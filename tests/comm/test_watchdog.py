@@ -212,6 +212,14 @@ def test_ranks_that_are_still_starting_are_given_more_time(
     assert time.monotonic() - since >= 0.5
 
 
+def test_a_rank_publishes_its_last_256_collectives(group: Group) -> None:
+    mine = group.add(2)
+    for seq in range(300):
+        mine.issue(A._replace(seq=seq))
+    mine._publish()
+    assert [c.seq for c in mine._read_progress()[0].recent] == [*range(44, 300)]
+
+
 def test_nothing_is_written_while_nobody_waits_long(group: Group) -> None:
     mine, theirs = group.add(2), group.add(2)
     before = group.store.num_keys()

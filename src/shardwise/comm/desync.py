@@ -67,7 +67,7 @@ def diagnose(progress: Mapping[int, RankProgress]) -> str:
             issued.setdefault(collective.seq, {})[rank] = collective
     for seq, issued_by in sorted(issued.items()):
         if len(set(issued_by.values())) > 1:
-            last_common = [*issued.get(seq - 1, {}).values()] if seq > 0 else []
+            last_common = [*issued.get(seq - 1, {}).values()]
             return mismatch(issued_by, str(last_common[0]) if last_common else "")
     waits_for = {rank: c for rank, one in progress.items() if (c := one.waits_for)}
     for rank, (count, _, _, ended) in progress.items():

@@ -75,7 +75,8 @@ def shared_memory(
 
 def _open_everywhere(watchdog: Watchdog, rank: int) -> tuple[list[Arena] | None, list[int]]:
     """The arenas of all ranks, or ``None`` if a rank could not open them all; and the pids."""
-    arenas = [Arena.create() for _ in range(1 + (rank == 0))] if _is_supported() else []
+    kinds = ("own", "common") if rank == 0 else ("own",)
+    arenas = [Arena.create() for _ in kinds] if _is_supported() else []
     own = json.dumps([_host(), os.getpid(), [arena.fd for arena in arenas]])
     startups = [json.loads(text) for text in watchdog.greet("start", own)]
     hosts = {host for host, _, _ in startups}
@@ -142,7 +143,7 @@ class SharedMemoryComm(Group):
         self._first_used = ROWS  # the first collective whose row may still be in use
         self._pending: list[weakref.ref[InFlight] | None] = [None] * ROWS  # by row
         atexit.register(self._close_at_exit)
-        self._pidfds = {peer: os.pidfd_open(pids[peer]) for peer in self.peers}
+        self._pidfds = [os.pidfd_open(pid) for pid in pids]
 
     # ---- collectives -----------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class SharedMemoryComm(Group):
     def _barrier(self, kind: str, label: Label, nbytes: int) -> Pending:
         """A collective that moves nothing."""
         collective = self._next(kind, label, nbytes)
-        self._post(collective, 0)
+        self._post(collective)
         return self._in_flight(collective, self._transfer(collective, noop), 0)
 
     def _all_gather(self, collective: Collective, full: Tensor) -> Transfer:
@@ -187,7 +188,7 @@ class SharedMemoryComm(Group):
         if self.rank == root:
             self._publish(data, collective)
         else:
-            self._post(collective, 0)
+            self._post(collective)
 
         def finish() -> None:
             if self.rank != root:
@@ -213,7 +214,7 @@ class SharedMemoryComm(Group):
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
         """Every rank's ``text``; also frees common memory that no rank uses any more."""
-        self._post(collective, 0)
+        self._post(collective)
         own = json.dumps([text, sorted(self._common_heap.unused)])
         texts = self._watchdog.gather_texts(collective, own, is_gone=self._is_gone)
         self._mark_read(collective)
@@ -229,7 +230,7 @@ class SharedMemoryComm(Group):
 
     # ---- rows ------------------------------------------------------------------------------
 
-    def _post(self, collective: Collective, offset: int) -> None:
+    def _post(self, collective: Collective, offset: int = 0) -> None:
         self._watchdog.issue(collective)
         if collective.seq >= self._first_used:
             self._free_row(collective)
@@ -243,20 +244,20 @@ class SharedMemoryComm(Group):
         This rank completes its own oldest collective, and waits for ranks that still read the row.
         """
         number, row = collective.seq - ROWS, collective.seq % ROWS
-        if self._rows[self.rank, row, 3] <= number:
+        if self._rows[self.rank, row, 3] < number + 1:
             reference = self._pending[row]
             if pending := reference and reference():
                 pending.wait()
             self._rows[self.rank, row, 3] = number + 1  # also if it was dropped without a wait
         self._wait_until(collective, partial(self._unread_peer, number), for_issue=False)
         read = np.roll(self._rows[:, :, 3].min(axis=0), -row)  # [ROWS], from this row on
-        in_use = np.flatnonzero(read <= np.arange(number, number + ROWS))
+        in_use = np.flatnonzero(read < np.arange(number, number + ROWS) + 1)
         self._first_used = collective.seq + int(in_use[0] if len(in_use) else ROWS)
 
     def _publish(self, data: Tensor, collective: Collective) -> Tensor:
         """Publish ``data`` to the peers, in place if it lies in our arena, else as a copy."""
         if data.numel() == 0:
-            self._post(collective, 0)
+            self._post(collective)
             return data
         arena = self._own[self.rank]
         offset = arena.offset_of(data)
@@ -286,7 +287,7 @@ class SharedMemoryComm(Group):
     def _unread_peer(self, number: int) -> int | None:
         """A peer that has not read this rank's data of collective ``number``, or ``None``."""
         rows = self._rows[:, number % ROWS, 3]
-        return next((peer for peer in self.peers if rows[peer] <= number), None)
+        return next((peer for peer in self.peers if rows[peer] < number + 1), None)
 
     def _missing_peer(self, collective: Collective) -> int | None:
         """A peer that has not issued ``collective``, or ``None``."""
@@ -334,8 +335,6 @@ class SharedMemoryComm(Group):
 
     def _is_gone(self, peer: int) -> bool:
         """Has the peer's process ended? ``explain`` finds the reason if it published one."""
-        if peer == self.rank:
-            return False
         poll = select.poll()  # ``select`` knows no descriptor above 1,023
         poll.register(self._pidfds[peer], select.POLLIN)
         return bool(poll.poll(0))
