@@ -280,6 +280,14 @@ def test_texts_are_shared_by_rank(group: Group) -> None:
     for thread in threads:
         thread.join(60)
     assert texts == {rank: ["from 0", "from 1", "from 2"] for rank in range(3)}
+    assert [(one.waits, one._issued) for one in watches] == [(None, 1)] * 3
+
+
+def test_who_shares_a_text_meets_its_peers_when_it_is_in_the_store(group: Group) -> None:
+    mine = group.add(1)
+    came: list[bool] = []
+    assert mine.gather_texts(A, "a", lambda: came.append(group.store.check(["texts/0/0"]))) == ["a"]
+    assert came == [True]
 
 
 def test_sharing_with_a_rank_that_never_comes_ends_at_the_time_limit(group: Group) -> None:
@@ -307,6 +315,17 @@ def test_an_orderly_end_is_not_taken_for_a_crash(group: Group) -> None:
     assert text.startswith("rank 1 has left (its process ended normally after 0 collectives)")
 
 
+def test_of_several_ranks_that_ended_the_one_that_the_backend_missed_is_named(
+    group: Group,
+) -> None:
+    mine, theirs, third = (group.add(3) for _ in range(3))
+    mine.issue(A)
+    theirs.leave("it raised KeyError('x')")
+    third.leave("its process ended normally")
+    text = str(mine.explain(RuntimeError("Connection closed by peer"), 2))
+    assert text.startswith("rank 2 has left (its process ended normally after 0 collectives)")
+
+
 def test_an_error_without_a_peer_keeps_the_backend_s_words(group: Group) -> None:
     mine = group.add(2)
     mine.issue(A)
@@ -327,14 +346,20 @@ def test_a_store_that_is_gone_is_said_to_be_gone() -> None:
         )
     interrupted = threading.Event()
     mine = Watchdog(TCPStore("127.0.0.1", port), 0, 2, interrupted.set, 60.0)
+    beside = Watchdog(TCPStore("127.0.0.1", port), 0, 2, interrupted.set, 60.0)
     mine.issue(A)
+    beside.issue(A)
     del server
+    text = str(beside.explain(RuntimeError("Connection closed by peer"), 1))
+    assert text.startswith("rank 1 is gone, and the store of the ranks does not answer any more")
+    interrupted.clear()
     wait_for(mine, A, peer=1)
     assert interrupted.wait(60)
     text = reason(mine)
     assert text.startswith("rank 1 is gone, and the store of the ranks does not")
     assert "The process that served it, rank 0 or the launcher, has ended." in text
     mine.leave("the test is over")
+    beside.leave("the test is over")
 
 
 def test_who_serves_the_store_lingers_until_all_have_left(group: Group) -> None:

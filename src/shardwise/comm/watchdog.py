@@ -160,8 +160,8 @@ class Watchdog:
 
     def explain(self, error: BaseException, peer: int | None = None) -> RanksDisagree:
         """The failure behind the backend's ``error``, on a message from or to ``peer`` if any."""
-        if isinstance(error, RanksDisagree) or self.failure:
-            return self.fail(str(error))
+        if self.failure:  # of which ``error`` is a consequence
+            return self.fail(self.failure)
         waiting = {self._rank: self._recent[-1] if self.waits is None else self.waits.collective}
         try:
             # A rank publishes its reason before it closes connections, unless it was killed.
@@ -212,7 +212,7 @@ class Watchdog:
                 log.warning("%s%s", self._where, text)
             while next_warning <= age:
                 next_warning *= 2
-            next_check = min(next_warning, age + min(MAX_CHECK_INTERVAL, age / 4))
+            next_check = min(next_warning, 1.25 * age, age + MAX_CHECK_INTERVAL)
 
     def _check(self, waits: Wait, age: float) -> tuple[str, str]:
         """Why the wait can never complete (or ``""``), and the warning of ``still_waiting``."""
