@@ -212,3 +212,18 @@ def test_what_the_optimizers_of_copies_wrote_is_joined_once_in_a_step() -> None:
     assert not is_due(update, facts)
     facts.forget_pass()
     assert is_due(update, facts)
+
+
+def test_what_a_reduction_left_is_stored_once_after_it_has_settled() -> None:
+    facts, store = Facts(reducing=["a"]), Event(Op.STORE, "a", Phase.BACKWARD)
+    due = [is_due(store, facts)]
+    for op in (Op.SETTLE, Op.STORE):
+        facts.note(Event(op, "a", Phase.BACKWARD))
+        due.append(is_due(store, facts))
+    assert due == [False, True, False]
+
+
+def test_what_was_made_of_an_old_shard_expires() -> None:
+    facts = Facts(updated=set("ab"), loaded=set("ab"))
+    facts.expire("a")
+    assert (facts.updated, facts.loaded) == ({"b"}, {"b"})
