@@ -14,7 +14,7 @@ from shardwise.schedule.events import Cue, Event, Op, Order, Phase, Policy, Unit
 from shardwise.schedule.improvise import Facts, is_due
 from shardwise.setup.order import mirror
 from shardwise.strategies import placement_of
-from tests.schedule.test_events import everywhere
+from tests.schedule.test_events import everywhere, layers, listed
 
 FORWARD = tuple(
     Cue(op, unit, Phase.FORWARD) for unit in ("a", "b", "c") for op in (Op.ENTER, Op.EXIT)
@@ -40,6 +40,13 @@ def test_a_schedule_is_cut_into_one_step_per_cue() -> None:
     assert [step.cue for step in script()] == [*ORDER.forward, *ORDER.backward, END]
 
 
+def test_nothing_is_gathered_after_a_cue_only_before_the_next() -> None:
+    cut = steps(listed(layers(2), Policy(everywhere(placement_of("full_shard")))))
+    assert {event.op for step in cut for event in step.after} == {Op.FREE, Op.REDUCE, Op.SETTLE}
+    cut = steps(listed(layers(2), Policy(everywhere(placement_of("zero1")))))
+    assert cut[0].after == cut[1].after == ()
+
+
 def test_a_step_that_follows_gets_each_cues_events_in_order() -> None:
     cursor, taken = Cursor("train", script()), []
     for cue in (*ORDER.forward, *ORDER.backward, END):
@@ -49,6 +56,8 @@ def test_a_step_that_follows_gets_each_cues_events_in_order() -> None:
     nbytes = {unit: UnitBytes(100, 100) for unit in "abc"}
     assert tuple(taken) == events(ORDER, Policy(everywhere(placement_of("full_shard"))), nbytes)
     assert not cursor.improvised
+    assert cursor.match(enter("a")) is None  # nothing comes after the end
+    assert cursor.improvised
 
 
 def test_from_the_first_surprise_on_there_is_no_answer() -> None:
@@ -107,12 +116,12 @@ def test_no_order_is_learnt_from_a_step_that_follows_or_from_a_backward_pass_alo
 class Rank:
     """Plays calls of units, and back again, as the runtime does; keeps what it carries out."""
 
-    def __init__(self, strategy: str, mode: str) -> None:
+    def __init__(self, strategy: str, mode: str, forward: tuple[Cue, ...] = FORWARD) -> None:
         self.policy = replace(
             Policy(everywhere(placement_of(strategy)), participates=True),
             reduces=mode != "accumulate",
         )
-        order = Order(FORWARD) if mode == "forward" else ORDER
+        order = Order(forward) if mode == "forward" else Order(forward, mirror(forward))
         nbytes = {unit: UnitBytes(100, 100) for unit in "abc"}
         self.listed = events(order, self.policy, nbytes)
         self.cursor = Cursor(mode, steps(self.listed), participates=True)
@@ -152,6 +161,18 @@ def sent(listed: Iterable[Event]) -> list[tuple[Op, str]]:
     """What all ranks have to do in one order."""
     collective = (Op.GATHER, Op.REDUCE, Op.SETTLE)
     return [(event.op, event.unit) for event in listed if event.op in collective]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "full_shard"])
+@pytest.mark.parametrize("calls", ["abc", "aba"])
+def test_a_rank_that_calls_what_is_listed_carries_out_exactly_that(
+    strategy: str, calls: str
+) -> None:
+    forward = tuple(cue for unit in calls for cue in (enter(unit), leave(unit)))
+    for mode in ("train", "accumulate", "forward"):
+        rank = Rank(strategy, mode, forward)
+        rank.play(calls, mode, side_by_side=False)
+        assert [event[:3] for event in rank.carried_out] == [event[:3] for event in rank.listed]
 
 
 CALLS = ["".join(calls) for n in range(4) for calls in product("abc", repeat=n)]
