@@ -251,6 +251,14 @@ def test_never_more_gathers_in_flight_than_the_limit(limit: int) -> None:
     assert most == limit
 
 
+def test_with_one_gather_in_flight_nothing_is_gathered_ahead_of_a_unit_that_computes() -> None:
+    one = listed(layers(3), Policy(everywhere(FULL), Prefetch(10**9, 10**9, limit=1)))
+    shown = (Op.GATHER, Op.ENTER, Op.EXIT)
+    assert table(one, Phase.FORWARD, *shown) == table(
+        listed(layers(3), policy(0, 0)), Phase.FORWARD, *shown
+    )
+
+
 def test_prefetch_depth_is_in_bytes() -> None:
     order = layers(4)
     heavy = {**weights(order), "layers.1": UnitBytes(300, 300)}
