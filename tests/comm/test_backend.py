@@ -297,8 +297,7 @@ def test_a_group_of_all_ranks_has_one_more_for_reductions_which_ends_with_the_co
     assert (ended, at_exit) == ([reductions] * (world == 1), [])
 
 
-@pytest.mark.parametrize("claimed", [True, False])
-@pytest.mark.parametrize("average", [1.0, 2.0])
+@pytest.mark.parametrize(("claimed", "average"), [(True, 1.0), (True, 2.0), (False, 1.0)])
 def test_an_average_is_tried_on_small_and_large_sums_where_it_is_claimed(
     monkeypatch: pytest.MonkeyPatch, claimed: bool, average: float
 ) -> None:
