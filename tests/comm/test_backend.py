@@ -35,8 +35,6 @@ from tests.comm.laws import start_sum, sum_of
 from tests.devices import DEVICES
 from tests.ranks import Outcome, gloo_group, outcomes_of
 
-pytestmark = pytest.mark.spawn
-
 CPU = torch.device("cpu")
 
 
@@ -78,6 +76,7 @@ def try_averages(rank: int, world: int, folder: str) -> list[list[Any]]:
         return [averaging(folder, right), averaging(folder, wrong)]
 
 
+@pytest.mark.spawn
 def test_the_backend_averages_only_if_it_can_on_every_rank() -> None:
     outcomes = outcomes_of(2, try_averages)
     assert [o.error for o in outcomes] == [""] * 2
@@ -110,6 +109,7 @@ def go_wrong(rank: int, world: int, folder: str) -> list[tuple[float, str]]:
     return found
 
 
+@pytest.mark.spawn
 def test_ranks_that_differ_soon_raise() -> None:
     mine, theirs = outcomes_of(2, go_wrong)
     assert (mine.error, theirs.error) == ("", "")
@@ -175,6 +175,7 @@ def summed_wide() -> list[Outcome]:
     return outcomes_of(2, sum_wide)
 
 
+@pytest.mark.spawn
 def test_a_wide_sum_is_one_operation_however_many_ranks_there_are() -> None:
     outcomes = summed_wide()
     assert [o.error for o in outcomes] == [""] * 2
@@ -182,11 +183,13 @@ def test_a_wide_sum_is_one_operation_however_many_ranks_there_are() -> None:
     assert [o.value[0] for o in outcomes] == [["aten::sum.IntList_out", "aten::div_.Tensor"]] * 2
 
 
+@pytest.mark.spawn
 def test_the_reductions_own_group_is_more_patient_than_the_watchdog() -> None:
     outcomes = summed_wide()
     assert [o.value[2] for o in outcomes] == [[150.0]] * 2
 
 
+@pytest.mark.spawn
 def test_a_backend_that_torch_does_not_know_by_name_will_do() -> None:
     outcomes = outcomes_of(2, as_impostor)
     assert [(o.error, o.value) for o in outcomes] == [("", [1.0, 2.0, 1.5])] * 2
@@ -246,6 +249,7 @@ def alone(rank: int, world: int, folder: str, device: str) -> list[Any]:
         return [full.tolist(), summed.tolist(), received[0].tolist()]
 
 
+@pytest.mark.spawn
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_backend_takes_every_call_of_the_engine(device: str) -> None:
     (outcome,) = outcomes_of(1, alone, device)

@@ -32,8 +32,6 @@ from tests.ranks import Outcome, gloo_group, outcomes_of, run_threads
 SOON = 60.0  # seconds: on a busy machine, too, and far below the time limit of half an hour
 TRANSPORTS = ["messages", "memory"]
 
-pytestmark = pytest.mark.spawn
-
 
 def look_soon() -> None:
     """What a rank does after 1.5 seconds of waiting, it does at once."""
@@ -157,6 +155,7 @@ def differences(transport: str) -> list[Outcome]:
     return outcomes_of(2, try_differences, transport)
 
 
+@pytest.mark.spawn
 @pytest.mark.parametrize("difference", DIFFERENCES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_differ_soon_raise_the_same_error(
@@ -190,6 +189,7 @@ def train_longer(rank: int, world: int, folder: str, transport: str) -> tuple[fl
         return error_of(act)
 
 
+@pytest.mark.spawn
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_was_gathered_ahead_does_not_keep_a_rank_from_raising(transport: str) -> None:
     """Connections that closed fail one wait; the next one went on to gloo's own time limit."""
@@ -216,6 +216,7 @@ def be_slow(rank: int, world: int, folder: str, transport: str) -> list[str]:
         return [late]
 
 
+@pytest.mark.spawn
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_slow_rank_is_waited_for_until_the_time_limit(transport: str) -> None:
     (mine, theirs) = outcomes_of(2, be_slow, transport)
@@ -240,6 +241,7 @@ def come_alone(rank: int, world: int, folder: str, transport: str) -> tuple[str,
         return text, threading.active_count() - before
 
 
+@pytest.mark.spawn
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_never_makes_its_end_is_named_and_nothing_is_left_running(
     transport: str,
@@ -260,6 +262,7 @@ def be_killed(rank: int, world: int, folder: str, transport: str) -> tuple[float
         return error_of(lambda: gather(comm, "blocks.3"))
 
 
+@pytest.mark.spawn
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_rank_is_named_within_seconds(transport: str) -> None:
     outcomes = outcomes_of(3, be_killed, transport)
@@ -282,6 +285,7 @@ def be_killed_before_agreeing(
         return error_of(lambda: comm.agree({"seed": "2"}))
 
 
+@pytest.mark.spawn
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_rank_is_named_when_the_others_agree(transport: str) -> None:
     """What ranks agree on goes through a store, which does not know who still lives."""
@@ -304,6 +308,7 @@ def end_early(rank: int, world: int, folder: str, transport: str) -> tuple[float
         return error_of(lambda: gather(comm, "blocks.4"))
 
 
+@pytest.mark.spawn
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_end_of_a_process_is_told_to_those_who_wait(transport: str) -> None:
     waits, ends = outcomes_of(2, end_early, transport)

@@ -34,8 +34,6 @@ from tests.nets import loss, tied_decoder, tied_decoder_batch
 from tests.ranks import gloo_group, outcomes_of, run_sharing, run_threads
 from tests.steps import STRATEGIES
 
-pytestmark = pytest.mark.spawn
-
 
 def train(comm: Comm, strategy: str, compute: torch.dtype | None) -> tuple[list[float], Any]:
     """Losses and final states of three steps with evaluation in between, and bytes sent."""
@@ -71,6 +69,7 @@ def train_over_both(rank: int, world: int, folder: str) -> list[Any]:
         return results
 
 
+@pytest.mark.spawn
 @pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.prove)])
 def test_training_gives_the_same_bits_as_over_messages_in_every_strategy(world: int) -> None:
     for outcome in outcomes_of(world, train_over_both):
@@ -115,6 +114,7 @@ def proportional_bytes() -> int:
     return found
 
 
+@pytest.mark.spawn
 def test_a_gather_moves_nothing_and_parameters_exist_once_per_host() -> None:
     outcomes = outcomes_of(2, one_step)
     assert [o.error for o in outcomes] == ["", ""]
@@ -154,6 +154,7 @@ def cannot_share(rank: int, world: int, folder: str) -> tuple[bool, str]:
         return fell_back, str(error.value)
 
 
+@pytest.mark.spawn
 def test_ranks_on_several_hosts_fall_back_to_messages() -> None:
     for outcome in outcomes_of(2, cannot_share):
         fell_back, text = outcome.value
