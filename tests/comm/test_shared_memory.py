@@ -273,8 +273,8 @@ def test_no_rank_starts_before_all_are_there(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_processor_has_to_keep_the_order_of_stores(
     monkeypatch: pytest.MonkeyPatch, machine: str, system: str, supported: bool
 ) -> None:
-    monkeypatch.setattr(module.platform, "machine", lambda: machine)
-    monkeypatch.setattr(module.platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "system", lambda: system)
     assert module._is_supported() is supported
 
 
