@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is imported, and inherited by spawned ranks.
@@ -25,6 +26,9 @@ settings.register_profile("same", derandomize=True, database=None, deadline=None
 settings.load_profile("same")
 
 torch.set_num_threads(1)
+
+# Nothing that is imported or collected is garbage: see ``pytest_collection_finish``.
+gc.disable()
 
 # ``nohup`` and a script's ``&`` leave SIGINT ignored, here and in every process that a test starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -57,6 +61,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--prove", action="store_true", help="every combination of parameters, not each value once"
     )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """From here on garbage is collected, and what is there by now is not looked at any more.
+
+    It is millions of objects, and a collection that a test asks for takes a second with them.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
