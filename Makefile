@@ -22,6 +22,8 @@ ARGS ?=
 JOBS ?= 3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Files in the order that tests/conftest.py gives them.
+IN_PROCESSES = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # One thread per process: ranks are the parallelism, and sums keep one order.
 export OMP_NUM_THREADS ?= 1
@@ -35,10 +37,10 @@ demo: $(STAMP)
 	$(BIN)/shardwise train recipes/demo.yaml --nproc 2 --restarts 1 --kill-rank 1@66
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest $(IN_PROCESSES) $(ARGS)
 
 prove: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --prove $(ARGS)
+	$(BIN)/python -m pytest $(IN_PROCESSES) --prove $(ARGS)
 
 check: format lint types shape docs
 

@@ -12,6 +12,7 @@ os.environ["MPLBACKEND"] = "Agg"
 
 import random
 import signal
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -73,6 +74,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose which combinations run, and begin with the files that take longest."""
+    _choose(config, items)
+    tests = Counter(item.path for item in items)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, -tests[item.path]))
+
+
+def _choose(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test with several axes, keep as many combinations as show each value of each axis.
 
     What one axis does is then seen in every run of the suite; what only two together do, in

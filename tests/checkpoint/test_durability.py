@@ -24,7 +24,7 @@ CALLS = "fsync,fdatasync,rename,renameat,renameat2,symlink,symlinkat"
 RUNS = (NEW, BACKGROUND)
 DATA = ("model.safetensors", "optimizer.safetensors", "ranks.safetensors")
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
 
 @dataclass(frozen=True)

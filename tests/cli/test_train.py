@@ -300,6 +300,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 def test_two_processes_train_and_only_one_speaks(two: Two) -> None:
     _, done = two
     assert (done.returncode, done.stderr) == (0, "")

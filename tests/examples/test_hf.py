@@ -65,6 +65,7 @@ def compared(program: str, folder: Path, *options: object) -> Path:
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 @forked
 def test_a_script_for_transformers_trains_alike_with_one_other_line(tmp_path: Path) -> None:
     options = (

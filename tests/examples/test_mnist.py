@@ -121,6 +121,7 @@ def write_mnist(folder: Path) -> None:
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 def test_the_program_under_torchrun(tmp_path: Path) -> None:
     write_mnist(tmp_path / "data" / "MNIST" / "raw")
     options = ("--epochs", 1, "--no-cuda", "--save-model", "--data", "data")

@@ -26,6 +26,7 @@ def losses(lines: list[str]) -> dict[int, float]:
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 @forked
 def test_a_rehearsal_says_what_it_shrinks_and_is_resumed_at_its_sample(tmp_path: Path) -> None:
     whole = torchrun(PROGRAM, "--rehearse", "--folder", "whole", folder=tmp_path)

@@ -35,6 +35,7 @@ def final_loss(iterations: int, world: int) -> str:
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 def test_it_spawns_its_ranks_and_names_the_port_that_it_takes(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

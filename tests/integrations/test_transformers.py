@@ -24,7 +24,10 @@ from shardwise.integrations.transformers import Trainer, arguments_of
 from tests.integrations import trainer_runs as jobs
 from tests.integrations.started import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+]
 
 Runs = dict[str, dict[str, Any]]
 STARTED = [(1, "plain,paged,lora,loop"), (2, "full,resumed,paged,lora,loop")]
