@@ -210,8 +210,10 @@ def test_a_sample_counts_alike_on_every_rank() -> None:
     assert share_of(2, [(1, 1), (1, 1), (0, 0)]) == Share(0.0, 2.0)
     assert share_of(1, [(2, 2), (1, 1)]) == Share(1.0, 1.5)  # a rank left between micro-batches
     assert share_of(1, [(8, 1), (2, 1)]) == Share(0.25, 1.25)
-    with pytest.raises(sw.ScheduleError, match=r"have \[0, 0\] samples, of which no mean"):
-        share_of(0, [(0, 1), (0, 1)])
+    assert share_of(0, [(1, 1), (0, 0)]) == Share(1.0, 1.0)
+    for samples in ([0, 0], [-1, 3]):
+        text = said(sw.ScheduleError, lambda: share_of(0, [(count, 1) for count in samples]))  # noqa: B023
+        assert f"have {samples} samples, of which no mean" in text
 
 
 def test_ranks_stop_together() -> None:
@@ -523,10 +525,33 @@ def test_shards_are_not_written_by_hand_on_some_ranks_only() -> None:
         assert local_gradient is not None
         local_gradient.mul_(2)
 
-    for by_hand in (write, scale):
+    @torch.no_grad()
+    def zero(sharded: sw.Sharded, _: object) -> None:
+        next(sharded.model.parameters()).zero_()
+
+    def put(sharded: sw.Sharded, _: object) -> None:
+        param = next(sharded.model.parameters())
+        param.data = torch.zeros_like(param.data)
+
+    for by_hand in (write, scale, zero, put):
         message = refused(by_hand, sw.ScheduleError)
         name = "'embed.weight', or its gradient, is written by hand"
         assert message.startswith(f"{name} while ranks [1] have run out of data. Until the end of")
+
+
+def test_parameters_are_not_written_in_a_pass_of_some_ranks_only() -> None:
+    def write(sharded: sw.Sharded, _: object) -> None:
+        block = sharded.model.get_submodule("blocks.0")
+        block.register_forward_pre_hook(double)
+        with torch.no_grad():
+            sharded.model(batches(0)[0][0])
+
+    def double(block: nn.Module, _: object) -> None:
+        next(block.parameters()).data.mul_(2)
+
+    message = refused(write, sw.ScheduleError)
+    assert message.startswith("parameters of unit 'blocks.0' are written in a pass, or read by a")
+    assert " while ranks [1] have run out of data." in message
 
 
 def test_an_optimizer_that_was_not_given_cannot_step_on_all_ranks() -> None:

@@ -31,7 +31,20 @@ PACKAGE = Path("src/shardwise")
 FOLDERS = ("layout", "schedule", "memory", "runtime", "comm")
 # folder → tests that cover it and lie elsewhere
 ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "runtime": ("tests/parity/test_one_by_one.py", "tests/test_sharded.py"),
+    "memory": (  # on the host, in copies, encoded; unscaled
+        "tests/parity/test_offload.py",
+        "tests/parity/test_hybrid.py",
+        "tests/parity/test_wires.py",
+        "tests/optim/test_grad_scaler.py",
+    ),
+    "runtime": (  # steps; join; reads and writes beside a unit; what stays gathered, or is loaded
+        "tests/parity/test_one_by_one.py",
+        "tests/test_sharded.py",
+        "tests/test_uneven.py",
+        "tests/memory/test_torch_functions.py",
+        "tests/memory/test_residency.py",
+        "tests/parity/test_offload.py",
+    ),
 }
 TEST_LIMIT = 60.0  # seconds for one test
 LONGEST = 1800.0  # seconds for the tests of a folder as it is

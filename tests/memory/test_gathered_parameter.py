@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace as replace_field
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +58,7 @@ WRITES: dict[str, Write] = {
     "data.add_": lambda model: model.target.data.add_(1),
     "data.clamp_": lambda model: model.linear.weight.data.clamp_(-0.1, 0.1),
     "data =": replace,
+    "data = new": lambda model: setattr(model.target, "data", torch.arange(10.0) - 3),
     "detach().mul_": lambda model: model.target.detach().mul_(2),
     "nn.init": lambda model: nn.init.constant_(model.linear.weight, 0.25),
     "max_norm": lambda model: model.embed(torch.arange(4)),
@@ -100,22 +103,27 @@ def test_in_every_strategy(strategy: str, transport: str) -> None:
     assert_kept(WRITES["add_"], RUNS[transport], strategy=strategy)
 
 
+@pytest.mark.parametrize("wire", [None, torch.int8])
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_full"])
 def test_where_it_computes_in_a_narrow_dtype_only_what_was_written_is_rounded(
-    strategy: str, world: int
+    strategy: str, world: int, wire: torch.dtype | None
 ) -> None:
     def rank(comm: Comm) -> None:
         model = Writing(WRITES["[] ="])
         with torch.no_grad():
             model.target.fill_(1 + 2**-20)  # which bfloat16 does not have
-        sw.shard(model, strategy, comm=comm, precision=BF16)
+        model.target.requires_grad_()
+        precision = replace_field(BF16, gather_wire=wire)
+        mesh: Any = {"mesh": (2, world)} if hybrid else {}
+        sw.shard(model, strategy, comm=comm, precision=precision, **mesh)
         model(torch.ones(4, 4)).backward()
         target = model.state_dict()["target"]
         assert target[3:7].tolist() == [-1.0] * 4
         assert target[:3].tolist() == [1 + 2**-20] * 3
 
-    run_threads(world, rank)
+    hybrid = strategy == "hybrid_full"
+    run_threads(2 * world if hybrid else world, rank)
 
 
 def test_a_function_that_writes_is_noticed_by_the_parameters_version() -> None:
@@ -213,6 +221,27 @@ def test_every_method_that_writes_tells_first() -> None:
     names = [n for n in dir(Tensor) if n.endswith("_") and not n.startswith("_")]
     assert {n for n in names if n not in own} == {"requires_grad_", "share_memory_"}
     assert {"__iadd__", "__setitem__", "data", "detach"} <= own.keys()
+    assert not {"add", "sum", "_is_view", "__add__"} & own.keys()  # which cost nothing
+
+
+def test_a_detached_read_in_a_backward_pass_is_no_write_and_a_write_there_is_one() -> None:
+    """``torch.utils.checkpoint`` detaches every parameter that it recomputes with."""
+    param = nn.Parameter(torch.ones(3))
+    told: list[str] = []
+
+    def look(gradient: Tensor) -> None:
+        param.detach()
+        told.append("detached")
+        param.zero_()
+
+    param.__class__ = GatheredParameter
+    param.before_write = lambda: told.append("told")  # type: ignore[attr-defined]
+    output = (param * 2).sum()
+    output.register_hook(torch.no_grad()(look))
+    output.backward()
+    assert told == ["detached", "told"]
+    param.detach()
+    assert told == ["detached", "told", "told"]
 
 
 class Named(nn.Parameter):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -14,6 +16,7 @@ import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.memory.gradients import Gradients, Share
 from shardwise.memory.sharded_parameter import LocalGradient
 from shardwise.memory.sharding import sharding_of
 from tests.copies import local
@@ -447,6 +450,38 @@ def test_what_is_put_in_place_of_an_accumulation_is_what_is_reduced(strategy: st
     assert_averages_plain_gradients(step, strategy)
 
 
+def test_what_was_accumulated_and_averaged_takes_no_memory() -> None:
+    sharded = sw.shard(decoder(), comm=FakeComm(0, 2))
+    with sharded.no_sync():
+        train(sharded.model, decoder_batch(0, 2))
+    fulls = [b.gradients.full for b in sharded.buckets]
+    memory = [weakref.ref(full) for full in fulls if full is not None]
+    assert len(memory) == len(fulls)
+    del fulls
+    train(sharded.model, decoder_batch(0, 2))
+    assert all(full() is None for full in memory)
+
+
+def test_a_shards_gradient_in_place_of_an_accumulation_is_added_to() -> None:
+    models = [decoder()]
+    models.append(deepcopy(models[0]))
+    batches = [decoder_batch(rank, 2) for rank in range(2)]
+    truth = averaged(models[0], train, batches)
+    quarter = {n: None if g is None else torch.full_like(g, 0.25) + g for n, g in truth.items()}
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], comm=comm)
+        for _ in range(2):  # beside nothing, and beside a mean
+            with sharded.no_sync():
+                (loss(sharded.model, batches[comm.rank]) * 1000).backward()
+            for param in sharded.model.parameters():
+                param.grad = torch.full_like(param, 0.25)
+            train(sharded.model, batches[comm.rank])
+            assert_gradients(sharded.model, quarter)
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("change", [lambda grad: grad * 2, lambda grad: grad.add_(1)])
 def test_a_gradient_that_is_averaged_in_part_only_is_not_changed(
     change: Callable[[Tensor], Tensor],
@@ -493,6 +528,10 @@ def test_an_optimizer_steps_over_nothing_once_the_accumulation_is_thrown_away() 
 def test_dropped_gradients_are_forgotten_and_those_of_shards_stay() -> None:
     model = decoder()
     sharded = sw.shard(model, comm=LocalComm())
+    with sharded.accumulate(last=False):
+        train(model, decoder_batch(1, 2))
+    sharded.drop_gradients()
+    assert all(param.grad is None for param in model.parameters())
     train(model, decoder_batch(0, 2))
     kept = {
         name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
@@ -540,6 +579,93 @@ def test_a_gradient_of_one_micro_batch_is_not_the_users_memory_in_the_next() -> 
     for world in (1, 2):
         found = [value for mine in run_threads(world, rank) for value in mine]
         assert found == [11.0] * 6
+
+
+# ---- call by call ------------------------------------------------------------------------------
+
+
+def linears(*inputs: int) -> tuple[sw.Sharded, Gradients]:
+    """Without biases, of one output each, in one bucket of one rank."""
+    model = nn.Sequential(*(nn.Linear(count, 1, bias=False) for count in inputs))
+    sharded = sw.shard(model, wrap=sw.wrap.whole(), comm=LocalComm())
+    [bucket] = sharded.buckets
+    return sharded, bucket.gradients
+
+
+def test_small_gradients_wait_for_each_other_and_large_ones_are_written_at_once() -> None:
+    _, gradients = linears(16_384, 16_383, 5)
+    large, small, least = (torch.ones(1, count) for count in (16_384, 16_383, 5))
+    copied = []
+    for index, grad in ((1, small), (0, large), (2, least), (2, least)):
+        complete = gradients.collect(index, grad, carried=False)
+        copied.append((gradients.copied // 4, complete))
+    # A large one is written with those that wait, and so is a second one.
+    assert copied == [(0, False), (32_767, False), (32_767, True), (32_777, True)]
+    gradients.write()
+    assert gradients.copied == 4 * 32_777
+    assert gradients.full is not None
+    assert [view.max().item() for view in gradients.spec.full_views(gradients.full)] == [1, 1, 2]
+
+
+def test_of_dropped_gradients_nothing_is_left() -> None:
+    sharded, gradients = linears(3, 4)
+    gradients.collect(0, torch.ones(1, 3), carried=True)
+    sharded.drop_gradients()
+    gradients.arrived_now.clear()
+    gradients.collect(1, torch.ones(1, 4), carried=False)
+    assert gradients.touched_flags() == [False, True]
+    gradients.reduce()
+    assert gradients.full is not None
+    assert [view.sum().item() for view in gradients.spec.full_views(gradients.full)] == [0, 4]
+    gradients.settle()
+    gradients.deliver([False, True], at_rest=True)
+    assert [param.grad is None for param in sharded.model.parameters()] == [True, False]
+    assert gradients.touched_flags() == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("share", "mean"),
+    [
+        (Share(), 6.0),
+        (Share(1.0, 1.0), 6.0),
+        (Share(0.5, 1.0), 3.0),
+        (Share(1.0, 4.0), 1.5),
+        (Share(0.0, 2.0), 0.0),
+    ],
+)
+def test_a_ranks_gradients_count_for_its_share(share: Share, mean: float) -> None:
+    """And not at all with a weight of zero, NaN or not."""
+    _, gradients = linears(3)
+    gradients.set_share(share)
+    grad = torch.full((1, 3), 6.0 if share.weight else math.nan)
+    gradients.collect(0, grad, carried=False)
+    gradients.reduce()
+    gradients.settle()
+    gradients.deliver([True], at_rest=True)
+    [param] = gradients.spec.params
+    assert param.grad is not None
+    assert param.grad.tolist() == [[mean] * 3]
+
+
+def test_the_memory_of_what_was_thrown_away_goes_and_the_pass_is_remembered() -> None:
+    """So the last micro-batch finds units whole, wherever gradients were thrown away."""
+    sharded, gradients = linears(3)
+    state = sharded.runtime.units[""]
+    collected = [state.collected]
+    for evaluates in (True, False):
+        with sharded.accumulate(last=False):
+            sharded.model(torch.ones(1, 3)).backward()
+        sharded.model.zero_grad()
+        if evaluates:
+            with torch.no_grad():
+                sharded.model(torch.ones(1, 3))
+        else:
+            gradients.adopt()
+        assert gradients.full is None
+        collected.append(state.collected)
+        sharded.model(torch.ones(1, 3)).backward()
+        collected.append(state.collected)
+    assert collected == [False, True, False, True, False]
 
 
 # ---- collectives that take their time ------------------------------------------------------------

@@ -6,13 +6,16 @@ engine, and by a dispatch mode that sees every operator and knows nothing of the
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
@@ -22,6 +25,7 @@ from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharded_parameter import ShardedParameter
 from shardwise.schedule.events import Event, Op
 from shardwise.schedule.placement import Placement
+from tests.copies import local
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, assert_at_rest, play, train
@@ -298,6 +302,7 @@ def test_at_rest_a_rank_holds_one_part_of_the_parameters() -> None:
         sharded = sw.shard(models[comm.rank], comm=watched)
         train(sharded.model, decoder_batch(comm.rank, 2))
         sharded.model.zero_grad()
+        assert watched.flying == 0
         return sum(memory.untyped_storage().nbytes() for memory in kept(watched, sharded))
 
     for nbytes in run_threads(3, rank):
@@ -392,7 +397,7 @@ def test_padding_stays_zero(net: Net, strategy: str) -> None:
     models = [net.build() for _ in range(3)]
 
     def rank(comm: Comm) -> int:
-        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
+        sharded = sw.shard(models[comm.rank], strategy, comm=Watched(comm, dirty=True))
         optimizer = torch.optim.AdamW(sharded.model.parameters(), lr=0.1)
         for _ in range(2):
             train(sharded.model, net.batch(comm.rank, 2))
@@ -511,13 +516,13 @@ def test_values_put_in_place_of_a_shard_are_taken_over_at_the_next_gather() -> N
         assert torch.equal(out, torch.full((1, 6), 8.0))
 
 
+class Own(nn.Parameter):
+    """A user's own class."""
+
+
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "full_shard"])
 def test_values_of_another_dtype_are_not_taken_over(strategy: str) -> None:
     """Of a parameter of a user's own class, at which nobody is told when its values change."""
-
-    class Own(nn.Parameter):
-        pass
-
     model = nn.Linear(4, 6, bias=False)
     model.weight = Own(torch.ones(6, 4))
     sw.shard(model, strategy, comm=FakeComm(0, 2))
@@ -526,12 +531,46 @@ def test_values_of_another_dtype_are_not_taken_over(strategy: str) -> None:
         model(torch.ones(1, 4))
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_part_of_the_values_does_not_take_their_place(own: bool, strategy: str) -> None:
+    """Though it lies where they lay."""
+    model = nn.Linear(4, 6, bias=False)
+    if own:
+        model.weight = Own(torch.ones(6, 4))
+    sw.shard(model, strategy, comm=FakeComm(0, 2))
+    with pytest.raises(
+        sw.ConfigError, match=r"'weight' was replaced by a tensor of shape \(1, 4\)"
+    ):
+        replace_and_call(model)
+
+
+def replace_and_call(model: nn.Linear) -> None:
+    model.weight.data = local(model.weight.data)[:1]
+    model(torch.ones(1, 4))
+
+
 def test_after_the_last_use_of_a_layout_nothing_of_it_is_left_on_a_parameter() -> None:
     model = decoder()
     sharded = sw.shard(model, comm=FakeComm(0, 2))
     assert all("before_write" in vars(param) for param in model.parameters())
     sharded.unshard()
     assert not any("before_write" in vars(param) for param in model.parameters())
+
+
+def test_after_the_last_use_of_a_layout_its_memory_goes_though_its_buckets_are_held() -> None:
+    """Since another layout may be made next."""
+    sharded = sw.shard(decoder(), comm=FakeComm(0, 2))
+    buckets = sharded.buckets
+    with sharded.no_sync():
+        train(sharded.model, decoder_batch(0, 2))
+    flats = [flat for b in buckets for flat in (b.full, b.shard, b.gradients.full)]
+    memory = [weakref.ref(flat) for flat in flats if flat is not None]
+    assert len(memory) == 3 * len(buckets)
+    del flats
+    sharded.drop_gradients()
+    sharded.unshard()
+    assert all(flat() is None for flat in memory)
 
 
 # ---- one bucket, call by call --------------------------------------------------------------------
@@ -549,6 +588,112 @@ def test_a_bucket_is_gathered_once_however_often_that_is_asked_for() -> None:
     assert comm.waited[before:] == [True]
     bucket.free()
     assert (bucket.gathered, bucket.is_whole) == (False, False)
+
+
+def test_a_bucket_at_rest_shows_shards_until_it_is_ready_again() -> None:
+    """As after a pass that stopped."""
+    [bucket, *_] = sw.shard(decoder(), comm=FakeComm(0, 2)).buckets
+    bucket.ready()
+    whole = [param.shape for param in bucket.params]
+    bucket.rest()
+    assert not bucket.is_whole
+    assert [param.shape for param in bucket.params] != whole
+    bucket.ready()
+    assert [param.shape for param in bucket.params] == whole
+
+
+def test_what_was_written_is_kept_once_and_nothing_else_is() -> None:
+    [bucket, *_] = sw.shard(decoder(), comm=FakeComm(0, 2)).buckets
+    written = [bucket.is_written()]
+    for write in (False, True, False):
+        bucket.ready()
+        if write:
+            with torch.no_grad():
+                bucket.params[0].mul_(2)
+        written.append(bucket.is_written())
+        bucket.free()
+        written.append(bucket.is_written())
+    bucket.gather()  # and never used
+    assert [*written, bucket.is_written()] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_a_parameter_of_a_users_own_class_is_written_only_where_it_is() -> None:
+    model = nn.Linear(4, 6, bias=False)
+    model.weight = Own(torch.ones(6, 4))
+    [bucket] = sw.shard(model, comm=FakeComm(0, 2)).buckets
+    bucket.ready()
+    assert not bucket.is_written()
+    model.weight.data = torch.zeros(6, 4)
+    assert bucket.is_written()
+
+
+@pytest.mark.parametrize(("precision", "changes"), [(sw.Precision(), False), (BF16, True)])
+def test_each_use_of_a_parameter_that_is_cast_has_a_node_of_its_own_for_its_gradient(
+    precision: sw.Precision, changes: bool
+) -> None:
+    """As where it is freed between two uses: else strategies would add gradients up otherwise."""
+    [bucket, *_] = sw.shard(decoder(), "zero1", comm=FakeComm(0, 2), precision=precision).buckets
+    nodes = []
+    for _ in range(2):
+        bucket.ready()
+        nodes.append(get_gradient_edge(bucket.params[0]).node)
+    assert (nodes[0] is not nodes[1]) is changes
+
+
+def test_what_was_written_to_a_parameter_that_is_cast_is_there_in_its_next_use() -> None:
+    [bucket, *_] = sw.shard(decoder(), "zero1", comm=FakeComm(0, 2), precision=BF16).buckets
+    bucket.ready()
+    with torch.no_grad():
+        bucket.params[0].fill_(3.0)
+    bucket.ready()
+    assert (bucket.params[0] == 3.0).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parts_are_put_together_in_new_memory_and_missing_ones_are_zeros(strategy: str) -> None:
+    models = [decoder() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def rank(comm: Comm) -> None:
+        for bucket in sw.shard(models[comm.rank], strategy, comm=comm).buckets:
+            values = bucket.whole()
+            assert {storage(value) for value in values} & {storage(bucket.shard)} == set()
+            parts = [2 * bucket.part(index, value) for index, value in enumerate(values)]
+            joined = bucket.whole_of_parts([None, *parts[1:]], torch.float64)
+            assert not joined[0].any()
+            for value, double in zip(values[1:], joined[1:], strict=True):
+                assert double.dtype is torch.float64
+                assert torch.equal(double, 2 * value.double())
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("how", ["load", "update"])
+def test_values_put_in_before_they_are_sent_are_sent_once(how: str) -> None:
+    """Of a parameter of a user's own class, whose values are looked at when they are used."""
+    loads, hybrid = how == "load", {"strategy": "hybrid_full", "mesh": (2, 2)}
+    options: dict[str, Any] = {"offload": sw.Offload(optimizer=True)} if loads else hybrid
+    model = nn.Linear(4, 8, bias=False)
+    model.weight = Own(torch.ones(8, 4))
+    [bucket] = sw.shard(model, comm=FakeComm(0, 4), **options).buckets
+    host, calls = bucket.spec.host, bucket.spec.replicate.counters.calls
+    before = host.copied["load"]
+    calls.clear()
+    model.weight.data = torch.full_like(model.weight.data, 2.0)
+    bucket.load() if loads else bucket.update()
+    bucket.ready()
+    assert (bucket.params[0] == 2.0).all()
+    assert host.copied["load"] - before == (bucket.shard.nbytes if loads else 0)
+    assert calls == ({} if loads else {"update": 1})
 
 
 def test_a_gather_that_nobody_used_is_waited_for_before_its_memory_goes() -> None:
@@ -598,7 +743,12 @@ def test_pieces_that_copies_have_written_are_joined_once_before_they_are_gathere
         model = nn.Linear(16, 64, bias=False)
         [bucket] = sw.shard(model, placement, comm=comm, mesh=(2, 2), precision=precision).buckets
         assert bucket.shard.numel() * 4 == bucket.layout.numel
+        # The cast to a piece, once; and where the full bucket was freed, both pieces, twice.
+        itemsize = bucket.dtypes.compute.itemsize
+        casts = bucket.shard.numel() * itemsize if precision is BF16 else 0
+        moves = 0 if bucket.home.lasting else 2 * 2 * bucket.shard.numel() * itemsize
         for step in range(2):
+            before = bucket.copied
             bucket.shard.fill_(10 * step + comm.rank)
             bucket.expire()
             bucket.spec.replicate.counters.reset()
@@ -608,6 +758,7 @@ def test_pieces_that_copies_have_written_are_joined_once_before_they_are_gathere
                 assert torch.equal(bucket.full, (10 * step + expected).to(bucket.full.dtype))
                 bucket.free()
             assert bucket.spec.replicate.counters.calls == {"update": 1}
+            assert bucket.copied - before == casts + moves
             whole = torch.cat([value.flatten() for value in bucket.whole()])
             assert torch.equal(whole, (10 * step + expected).float())
 

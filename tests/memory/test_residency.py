@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.host_memory import HostMemory
+from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
+from shardwise.memory.residency import with_residency
+from shardwise.memory.spec import specs_of
+from shardwise.options import Options
+from shardwise.strategies import placement_of
+from shardwise.units.units import choose_units
 from tests.copies import equal, on_ranks, said
 from tests.nets import decoder, loss, mostly_frozen, mostly_frozen_batch
 from tests.steps import STRATEGIES
@@ -100,6 +108,47 @@ def test_what_was_written_is_gathered_again(how: str) -> None:
 
     for output, expected in on_ranks(2, mostly_frozen, rank):
         assert torch.equal(output, expected)
+
+
+def resident(budget: int, precision: sw.Precision = sw.Precision()) -> set[str]:  # noqa: B008
+    """The units that stay: linear layers of 64, 128, 256, 512 float32; the first two are frozen."""
+    model = nn.Sequential(*(nn.Linear(8, 8 << size, bias=False) for size in range(4)))
+    model[:2].requires_grad_(requires_grad=False)
+    placement, comm = placement_of("full_shard"), FakeComm(0, 2)
+    host, options = HostMemory(comm.device), Options(precision=precision)
+    specs = {
+        unit.name: specs_of(unit, options, Mesh.of(comm, placement.splits), placement, host)
+        for unit in choose_units(model, sw.wrap.by_class(nn.Linear))
+    }
+    chosen = with_residency(specs, budget)
+    assert chosen.keys() == specs.keys()
+    kept = {spec.unit for buckets in chosen.values() for spec in buckets if spec.kept}
+    stay = {unit for unit, [spec] in chosen.items() if not spec.placement.frees}
+    assert not kept & {"2", "3"}
+    return kept | stay
+
+
+@pytest.mark.parametrize(
+    ("budget", "units"),
+    [
+        (0, set()),
+        (255, set()),
+        (256, {"0"}),
+        (511, {"0"}),
+        (512, {"1"}),  # the largest that fits comes first
+        (768, {"0", "1"}),
+        (768 + 1023, {"0", "1"}),
+        (768 + 1024, {"0", "1", "2"}),
+        (768 + 2047, {"0", "1", "2"}),
+        (768 + 2048, {"0", "1", "3"}),
+        (768 + 2048 + 1024, {"0", "1", "2", "3"}),
+    ],
+)
+def test_of_what_fits_frozen_buckets_stay_first_and_of_each_kind_the_largest(
+    budget: int, units: set[str]
+) -> None:
+    assert resident(budget) == units
+    assert resident(budget // 2, sw.Precision(compute=torch.bfloat16)) == units
 
 
 def test_where_everything_stays_a_budget_is_refused() -> None:

@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.memory.sharding import sharding_of
+from shardwise.memory.tensor_reductions import vector_norm
 from tests import nets
 from tests.copies import clones, local, on_ranks, said, seeded
 from tests.parity.plain import put_gradients
@@ -76,6 +77,10 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "count of other than 0": torch.count_nonzero,
     "largest flag": lambda g: (g > 0).max(),
     "smallest integer": lambda g: (g * 100).to(torch.int32).min(),
+    "sum over all dimensions": lambda g: torch.sum(g, dim=None, keepdim=False),
+    "sum over each of them": lambda g: g.sum(dim=()),
+    "sum of complex numbers": lambda g: (g.to(torch.complex64) * 1j).sum(),
+    "sum beyond float32": lambda g: (g.double() * 0 + 1e300).sum(),
 }
 
 
@@ -170,6 +175,10 @@ def test_a_number_costs_one_collective_and_a_list_of_norms_one_for_all() -> None
         singly = [gradient.norm() for gradient in found]
         assert comm.counters.calls == {"norm": 1 + len(found)}
         torch.testing.assert_close(list(norms), singly)
+        others = torch._foreach_norm([*found, torch.ones(3)], 1, dtype=torch.float64)
+        singly = [gradient.norm(1, dtype=torch.float64) for gradient in found]
+        expected = [*singly, torch.tensor(3.0).double()]
+        torch.testing.assert_close(list(others), expected, rtol=1e-5, atol=1e-6)
 
     on_ranks(WORLD, BUILD, rank)
 
@@ -184,6 +193,12 @@ def test_a_number_that_one_rank_alone_asks_for_is_an_error_that_names_it() -> No
 
     with pytest.raises(sw.RanksDisagree, match=r"at norm project\.weight"):
         on_ranks(2, BUILD, rank)
+
+
+def test_the_norm_of_a_million_elements_is_exact() -> None:
+    """torch adds them up one by one on a CPU, with an error of 4e-4."""
+    norm = vector_norm(torch.full((1 << 20,), 0.1), 2.0).item()
+    assert norm == pytest.approx(0.1 * 2**10, rel=1e-5)
 
 
 def test_torchs_total_norm_and_scaling_clip_by_the_global_norm() -> None:
@@ -218,7 +233,20 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "copies": lambda g: copy.deepcopy(g).contiguous(),
     "likewise": lambda g: torch.full_like(g, 3) + torch.ones_like(g),
     "into new memory": lambda g: torch.zeros(g.shape).add_(g),
+    "into new memory, foreach": lambda g: _add(torch.zeros(g.shape), g),
+    "a number first": lambda g: torch.tensor(2.0) * g,
+    "a number where a mask is": lambda g: _set_where(g.clone(), torch.tensor(0.5)),
 }
+
+
+def _add(value: Tensor, gradient: Tensor) -> Tensor:
+    torch._foreach_add_([value], [gradient])
+    return value
+
+
+def _set_where(value: Tensor, number: Tensor) -> Tensor:
+    value[value > 0] = number
+    return value
 
 
 def _foreach_in_place(value: Tensor, gradient: Tensor) -> Tensor:
@@ -231,7 +259,7 @@ def test_an_elementwise_result_of_a_shard_is_a_shard(what: str) -> None:
     """Whose numbers are those of the whole."""
     function = ELEMENTWISE[what]
     whole = {name: function(gradient) for name, gradient in gradients(trained_plain())}
-    if what == "into new memory":  # the plain 0-dim tensor of a scalar's owner is not taken
+    if what.startswith("into new memory"):  # a scalar's owner has a 0-dim one, which is not taken
         del whole["temperature"]
 
     def rank(comm: Comm, model: nn.Module) -> None:
@@ -288,6 +316,12 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "another shape": lambda g: g.view(-1),
     "an index": lambda g: g[0],
     "an index to write": lambda g: g.__setitem__(0, 1.0),
+    "numbers where a mask is": lambda g: _set_where(g, torch.zeros(1)),
+    "a number where indices are": lambda g: g.__setitem__((g > 0).long(), 1.0),
+    "a number where a plain mask is": lambda g: g.__setitem__(torch.ones(g.shape).bool(), 1.0),
+    "where it is": lambda g: torch.where(g > 0),
+    "two at once": lambda g: torch.max(g, g),
+    "one by its name": lambda g: torch.sum(input=g),
     "a transpose": lambda g: g.T,
     "a product": lambda g: g @ g.T,
     "rows": lambda g: g.sum(0),
@@ -325,6 +359,8 @@ def test_a_norm_of_a_matrix_is_none_of_all_its_elements() -> None:
         gradient = gradient_of(model, "project.weight")
         text = said(sw.ShardUseError, lambda: torch.linalg.norm(gradient, 1))
         assert "'linalg_norm' needs the full tensor" in text
+        bias = gradient_of(model, "head.bias")
+        torch.testing.assert_close(torch.linalg.norm(bias, 1), bias.norm(1))
 
     on_ranks(2, BUILD, rank)
 

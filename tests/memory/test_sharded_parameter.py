@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
 from shardwise.memory.gathered_parameter import GatheredParameter
 from shardwise.memory.shard_tensor import ShardTensor
-from shardwise.memory.sharded_parameter import ShardedParameter
+from shardwise.memory.sharded_parameter import ShardedParameter, put_grad
 from shardwise.memory.sharding import sharding_of
+from shardwise.torch_internals import disable_torch_function
 from tests import nets
 from tests.copies import local, on_ranks, said
 from tests.steps import STRATEGIES, train
@@ -385,8 +388,34 @@ def test_a_gradient_can_be_deleted() -> None:
         assert type(weight) is ShardedParameter
         del weight.grad
         assert weight.grad is None
+        for gradient in (torch.ones(3), None):
+            with disable_torch_function():
+                put_grad(weight, gradient)
+            assert (weight.grad is None) is (gradient is None)
 
     on_ranks(2, Normed, rank)
+
+
+def test_a_gradient_is_read_and_set_without_an_interception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which would cost more, for every parameter in every step."""
+    model = Normed()
+    sw.shard(model, comm=FakeComm(0, 2))
+    train(model, (torch.ones(2, 8), torch.ones(2, 8)))
+    weight, called = model.get_parameter("linear.weight"), list[object]()
+    dispatch = ShardTensor.__torch_function__
+
+    def noted(func: object, *args: object) -> object:
+        called.append(func)
+        return dispatch(func, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ShardTensor, "__torch_function__", staticmethod(noted))
+    gradient = weight.grad
+    weight.grad = gradient
+    weight.grad = None
+    assert called == []
+    assert type(weight) is ShardedParameter
 
 
 def test_memory_of_a_dtype_of_the_shard_may_have_any_shape() -> None:
@@ -412,6 +441,9 @@ def test_a_models_dtype_is_changed_before_it_is_sharded() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)
         assert "After shard() a model's dtype" in said(sw.ConfigError, model.double)
+        params = list(model.parameters())
+        assert all(map(operator.is_, model.float().parameters(), params))  # as they are
+        assert {type(param) for param in params} == {ShardedParameter}
 
     on_ranks(2, Normed, rank)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,16 @@ import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh
-from shardwise.memory.spec import BucketSpec, Home, cut_at_multiples, specs_of
+from shardwise.memory.spec import (
+    BucketSpec,
+    Home,
+    bytes_of,
+    cut_at_multiples,
+    policy_of,
+    specs_of,
+)
 from shardwise.options import Options
+from shardwise.schedule.events import Prefetch, UnitBytes
 from shardwise.schedule.placement import Placement
 from shardwise.strategies import placement_of
 from shardwise.units.units import choose_units
@@ -127,6 +136,8 @@ def test_slots_start_aligned_for_the_narrowest_dtype_that_lies_there() -> None:
         for slot in spec.layout.slots:
             assert slot.start * 2 % 64 == 0
         assert spec.layout.shard_numel * 2 % 64 == 0
+    starts = [slot.start for spec in specs(decoder(), 0, 3) for slot in spec.layout.slots]
+    assert math.gcd(*starts) * 4 == 64  # and not more
 
 
 @pytest.mark.parametrize("column", [0, 1])
@@ -202,6 +213,154 @@ def test_where_the_memory_of_a_bucket_lies(name: str) -> None:
     placement, world, options, expected = HOMES[name]
     for spec in specs(decoder(), 0, world, placement, options):
         assert spec.home == Home(False, *expected)
+
+
+def sharing(rank: int, world: int) -> FakeComm:
+    comm = FakeComm(rank, world)
+    comm.memory.shared = True
+    return comm
+
+
+@pytest.mark.parametrize(
+    ("placement", "options", "expected"),
+    [
+        (FULL, Options(), (True, True, False, False, False)),
+        (FULL, BF16, (True, False, False, False, False)),
+        (FULL, NOT_KEPT, (True, False, False, False, False)),
+        (DDP, Options(), (True, True, True, True, False)),
+    ],
+)
+def test_a_bucket_that_ranks_map_lasts(
+    placement: Placement, options: Options, expected: tuple[bool, ...]
+) -> None:
+    mesh = Mesh.of(sharing(0, 2), placement.splits)
+    for unit in choose_units(decoder()):
+        for spec in specs_of(unit, options, mesh, placement, HOST):
+            assert spec.home == Home(mesh.shard.memory.shared, *expected)
+            assert spec.gather_sent == 0
+
+
+def test_a_frozen_bucket_that_is_kept_is_never_loaded_again() -> None:
+    [spec, *_] = specs(mostly_frozen(), 0, 2, FULL, NOT_KEPT)
+    assert not spec.trainable
+    assert spec.home.reloaded
+    kept = replace(spec, kept=True).home
+    assert kept == Home(
+        False, lasting=True, aliased=False, whole=False, stays_whole=False, reloaded=False
+    )
+
+
+def test_what_is_frozen_is_kept_where_full_buckets_stay_and_off_the_host_but_for_parameters() -> (
+    None
+):
+    def of(placement: Placement, options: Options) -> set[tuple[bool, bool, bool]]:
+        found = specs(mostly_frozen(), 0, 2, placement, options)
+        return {(spec.trainable, spec.kept, spec.in_host) for spec in found}
+
+    assert of(FULL, Options()) == {(False, False, False), (True, False, False)}
+    assert of(ZERO1, Options()) == {(False, True, False), (True, False, False)}
+    assert of(ZERO1, IN_HOST) == {(False, True, False), (True, False, True)}
+    assert of(ZERO1, NOT_KEPT) == {(False, False, True), (True, False, True)}
+
+
+ENCODED = Options(precision=sw.Precision(compute=torch.bfloat16, gather_wire=torch.int8))
+ENCODED_IN_HOST = replace(ENCODED, offload=sw.Offload(optimizer=True))
+STAGED: dict[str, tuple[Placement, Options, torch.dtype | None]] = {
+    "nothing": (FULL, Options(), None),
+    "nothing where it is encoded at once": (FULL, ENCODED, None),
+    "nothing where it lasts in the full bucket": (ZERO1, IN_HOST, None),
+    "nothing where it is loaded into the full bucket": (FULL, NOT_KEPT, None),
+    "what was loaded": (FULL, replace(BF16, offload=sw.Offload(optimizer=True)), torch.bfloat16),
+    "what is encoded next": (FULL, ENCODED_IN_HOST, torch.float32),
+    "what is encoded next, though it lasts": (ZERO1, ENCODED_IN_HOST, torch.float32),
+    "the pieces of copies": (PIECES, Options(), torch.float32),
+    "the pieces of copies, encoded": (PIECES, ENCODED, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_what_is_sent_is_kept_beside_the_full_bucket(name: str) -> None:
+    placement, options, dtype = STAGED[name]
+    copies = 2 if placement.hybrid else 1
+    mesh = Mesh(FakeComm(0, 2), FakeComm(0, copies))
+    for spec in specs_of(choose_units(decoder())[0], options, mesh, placement, HOST):
+        assert spec.staged is dtype
+        assert (spec.gather_codec is None) is (options.precision.gather_wire is None)
+
+
+def test_one_rank_alone_encodes_nothing() -> None:
+    assert all(spec.gather_codec is None for spec in specs(decoder(), 0, 1, FULL, ENCODED))
+
+
+def test_blocks_over_memory_that_ranks_share_are_refused() -> None:
+    with pytest.raises(
+        sw.ConfigError, match=r"gather_wire is torch\.int8, and 2 ranks map the same"
+    ):
+        specs_of(choose_units(decoder())[0], ENCODED, Mesh.of(sharing(0, 2), True), FULL, HOST)
+
+
+def test_an_optimizers_blocks_are_atoms_of_what_it_steps() -> None:
+    found = specs(mostly_frozen(), 0, 2, options=Options(blocksize=8))
+    atoms = {spec.trainable: {slot.atom for slot in spec.layout.slots} for spec in found}
+    assert atoms == {False: {1, 16}, True: {8}}  # of what is frozen, rows
+
+
+# ---- what it weighs, sends and does --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [FULL, PIECES], ids=["copies", "pieces"])
+def test_bytes_of_a_grid_of_three_rows_of_two_ranks(placement: Placement) -> None:
+    """The shards of a row are sent to one other rank, what rows have to two."""
+    mesh, joins = Mesh(FakeComm(1, 2), FakeComm(2, 3)), placement is PIECES
+    options = replace(BF16, offload=sw.Offload(True, True, True))
+    for unit in choose_units(mostly_frozen()):
+        found = specs_of(unit, options, mesh, placement, HOST)
+        trained = [spec for spec in found if spec.trainable]
+        every = sum(spec.layout.numel for spec in found)
+        some = sum(spec.layout.numel for spec in trained)
+        rest = {spec: spec.layout.numel // (6 if joins and spec.trainable else 2) for spec in found}
+        assert all(spec.splits_copies is (joins and spec.trainable) for spec in found)
+        assert bytes_of(found, trained) == UnitBytes(
+            gathered=2 * every,
+            gradients=2 * some,
+            spread=0 if joins else 4 * some,
+            joined=2 * some if joins else 0,
+            gather_sent=2 * every // 2,
+            update_sent=2 * some // 2 * 2 // 3 if joins else 0,
+            reduce_sent=2 * some // 2
+            + sum((2 if joins else 6) * spec.layout.numel // 2 * 2 // 3 for spec in trained),
+            loaded=4 * sum(rest.values()),
+            stored=4 * sum(rest[spec] for spec in trained),
+            kept_sent=0,
+        )
+
+
+def test_what_is_kept_is_sent_once() -> None:
+    [frozen, trained] = [
+        spec for spec in specs(mostly_frozen(), 0, 2, ZERO1) if spec.unit == "blocks.0"
+    ]
+    nbytes = bytes_of([frozen, trained], [trained])
+    assert nbytes.kept_sent == frozen.gather_sent == 4 * frozen.layout.numel // 2
+    assert bytes_of([frozen, trained], [frozen, trained]).kept_sent == 0  # it is trained now
+
+
+def test_the_policy_says_what_some_bucket_of_a_unit_needs() -> None:
+    def of(placement: Placement, options: Options) -> list[bool]:
+        mesh = Mesh(FakeComm(0, 2), FakeComm(0, 2 if placement.hybrid else 1))
+        found = specs_of(choose_units(decoder())[0], options, mesh, placement, HOST)
+        policy = policy_of(found, Prefetch())
+        assert policy.placements == {found[0].unit: placement}
+        every = (policy.joins, policy.loads, policy.reloads, policy.stores)
+        assert all(units <= policy.placements.keys() for units in every)
+        return [policy.casts, *map(bool, every)]
+
+    gradients = Options(offload=sw.Offload(gradients=True))
+    assert of(FULL, Options()) == [False, False, False, False, False]
+    assert of(FULL, BF16) == [True, False, False, False, False]
+    assert of(PIECES, Options()) == [False, True, False, False, False]
+    assert of(FULL, IN_HOST) == [False, False, True, False, False]
+    assert of(FULL, NOT_KEPT) == [False, False, True, True, False]
+    assert of(FULL, gradients) == [False, False, False, False, True]
 
 
 def test_a_range_is_cut_at_multiples() -> None:

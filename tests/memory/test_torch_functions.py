@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from tests.copies import clones, said
+from tests.copies import clones, local, said
 from tests.ranks import run_sharing, run_threads
 from tests.steps import STRATEGIES, assert_at_rest
 
@@ -198,6 +198,45 @@ def test_values_that_were_swapped_out_by_data_can_be_swapped_in_again(
 
     if world > 1 or run is run_threads:
         run(world, rank)
+
+
+def test_what_was_read_keeps_its_values_when_an_optimizer_puts_others_in() -> None:
+    """To whom parameters are plain."""
+
+    class Replacing(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for param in self.param_groups[0]["params"]:
+                param.data = torch.full_like(param, 2.0)
+
+    def rank(comm: Comm) -> None:
+        model = nn.Linear(5, 7)
+        sw.shard(model, comm=comm)
+        backup, before = model.weight.data, local(model.weight.data).clone()
+        Replacing(model.parameters()).step()
+        with torch.no_grad():
+            assert (model(torch.ones(1, 5)) == 12.0).all()
+        assert torch.equal(local(backup), before)
+
+    run_threads(2, rank)
+
+
+REFUSED: dict[str, Read] = {
+    "an index": lambda m, x: m.embed.weight.__setitem__(0, 1.0),
+    "an output": lambda m, x: torch.mm(x[0].T, x[0], out=m.embed.weight),
+    "a draw": lambda m, x: m.embed.weight.normal_(),
+}
+
+
+@pytest.mark.parametrize("write", REFUSED)
+def test_what_writes_to_whole_values_is_refused_in_a_pass_too(write: str) -> None:
+    def rank(comm: Comm) -> None:
+        model = Reading(REFUSED[write])
+        sw.shard(model, "full_shard", sw.wrap.by_class(nn.Linear, nn.Embedding), comm)
+        with torch.no_grad():
+            text = said(sw.ShardUseError, lambda: model(torch.tensor([[1, 2, 3]])))
+        assert "parameter 'embed.weight' is sharded" in text
+
+    run_threads(2, rank)
 
 
 def test_ranks_without_elements_change_no_extreme_of_booleans() -> None:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.fake import FakeComm
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
 from shardwise.schedule.events import Event, Op
 from tests import nets
-from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.copies import clones, equal, local, on_ranks, said, seeded
 from tests.parity.test_hybrid import batches, trained
 from tests.ranks import run_sharing
 from tests.steps import STRATEGIES, Recorder, assert_at_rest, train
@@ -190,6 +191,23 @@ def test_gradients_that_are_kept_add_up_and_those_of_several_backward_passes() -
     for offload in (sw.Offload(optimizer=True), sw.Offload(gradients=True), ALL):
         [state, *_] = on_ranks(2, nets.decoder, partial(rank, offload=offload))
         assert equal(state, expected)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_gradients_are_moved_once_to_where_the_optimizer_steps(by_hand: bool) -> None:
+    model = nn.Linear(4, 8)
+    sharded = sw.shard(model, comm=FakeComm(0, 2), offload=sw.Offload(optimizer=True))
+    optimizer, [bucket], stored = torch.optim.SGD(model.parameters(), lr=0.1), sharded.buckets, []
+    if by_hand:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+    else:
+        model(torch.ones(1, 4)).sum().backward()
+    for _ in range(2):
+        optimizer.step()
+        stored.append(host_of(sharded).copied["store"])
+    nbytes = sum(local(param.grad).nbytes for param in model.parameters())
+    assert stored == [nbytes if by_hand else bucket.shard.nbytes] * 2
 
 
 class Wanders(nn.Module):

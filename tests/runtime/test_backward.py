@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
+from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from tests.copies import said
 from tests.nets import Batch
@@ -174,9 +175,36 @@ def test_what_autograd_would_hand_out_is_refused_also_where_parameters_are_whole
     value, weight = sharded.model(BATCHES[0][0]).sum(), sharded.model.get_parameter("0.weight")
     text = said(sw.ShardUseError, lambda: torch.autograd.grad(value, weight))
     assert text.startswith("torch.autograd.grad was called for the gradient of parameter")
+    assert_at_rest(sharded)
     sharded.model(BATCHES[0][0]).sum().backward()
     assert weight.grad is not None
     assert_at_rest(sharded)
+
+
+def test_one_rank_alone_may_be_handed_out_gradients() -> None:
+    model = critic()
+    expected = torch.autograd.grad(model(BATCHES[0][0]).sum(), list(model.parameters()))
+    sw.shard(model, comm=LocalComm())
+    found = torch.autograd.grad(model(BATCHES[0][0]).sum(), list(model.parameters()))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_graph_that_is_never_used_keeps_nothing_after_a_step() -> None:
+    sharded = alone()
+    penalty(sharded.model, BATCHES[0])
+    assert all(bucket.gathered for bucket in sharded.buckets)
+    torch.optim.SGD(sharded.model.parameters(), lr=0.1).step()
+    assert_at_rest(sharded)
+    sharded.model(BATCHES[0][0])
+    assert not any(bucket.gathered for bucket in sharded.buckets[:-1])  # freed after each use
+
+
+def test_nor_does_it_keep_a_hook_when_the_model_is_plain_again() -> None:
+    sharded = alone()
+    penalty(sharded.model, BATCHES[0])
+    assert all(param._backward_hooks for param in sharded.model.parameters())
+    params = list(sharded.unshard().parameters())
+    assert not any(param._backward_hooks for param in params)
 
 
 def test_a_gradient_with_a_graph_of_its_own_is_refused() -> None:

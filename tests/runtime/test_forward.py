@@ -442,6 +442,14 @@ def test_backward_inside_full_params_is_refused() -> None:
     assert_at_rest(sharded)
 
 
+def test_what_was_computed_inside_full_params_leaves_no_gradient_there() -> None:
+    model = Chain()
+    with sw.shard(model, comm=LocalComm()).full_params():
+        with pytest.raises(sw.ScheduleError, match="would leave whole gradients"):
+            train(model, BATCHES[0])
+        assert all(param.grad is None for param in model.parameters())
+
+
 # ---- what is left behind -------------------------------------------------------------------------
 
 
@@ -537,6 +545,10 @@ def test_a_unit_that_was_read_from_outside_is_gathered_anew_after_a_pass_without
     assert "embed" in sharded.runtime.facts.gathered
     optimizer.step()
     assert sharded.runtime.facts.gathered == set()
+    nbytes = {bucket.unit: bucket.full.untyped_storage().nbytes() for bucket in sharded.buckets}
+    assert nbytes["mix"] == 0
+    assert nbytes["embed"] > 0  # which the graph still reads
+    assert not any(bucket.gathered for bucket in sharded.buckets)
     recorder = Recorder(sharded)
     model(IDS).sum().backward()
     assert [e.unit for e in recorder.events if e.op is Op.GATHER][:2] == ["embed", "mix"]

@@ -69,7 +69,7 @@ def test_calls_that_end_at_one_node_end_from_the_inside_out() -> None:
 def test_after_the_gradient_of_a_leaf_those_of_the_parameters_are_waited_for() -> None:
     step = Pass()
     for complete in (True, False):
-        block = ForwardCall("block", None)
+        block = ForwardCall("block", None, first_node=0)
         block.end_is_seen = True
         step.calls.come_to(block, 2)
         step.calls.inputs_complete(block, complete)

@@ -11,9 +11,17 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
+from shardwise.schedule.events import Op
 from tests.nets import Batch, Block, numbers
 from tests.ranks import run_threads
-from tests.steps import STRATEGIES, assert_at_rest, assert_gradients, averaged
+from tests.steps import (
+    STRATEGIES,
+    Recorder,
+    assert_at_rest,
+    assert_gradients,
+    averaged,
+    units_of,
+)
 
 WIDTH = 8
 BATCHES: list[Batch] = [(numbers(rank, (2, 3, WIDTH)),) for rank in range(2)]
@@ -116,11 +124,42 @@ def test_a_method_that_calls_the_model_again_and_again_and_one_that_fails() -> N
         assert torch.equal(model.generate(*batch), expected[comm.rank])
         with pytest.raises(ArithmeticError):
             model.fail(*batch)
+        assert_at_rest(sharded)
         by_forward(model, batch)
         assert_gradients(model, truth)
         assert_at_rest(sharded)
 
     run_threads(2, rank)
+
+
+def test_a_method_inside_another_is_no_call_of_its_own() -> None:
+    model = Autoencoder()
+    sharded = sw.shard(model, comm=FakeComm(0, 2))
+    for name in ("encode", "loss"):
+        sharded.register_forward_method(model, name)
+    recorder = Recorder(sharded)
+    model.loss(*BATCHES[0])
+    entered = units_of(recorder.events, Op.ENTER)
+    assert entered == ["", "encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+
+
+def test_a_method_that_is_called_after_ctrl_c_begins_a_pass(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = Autoencoder()
+    sharded = sw.shard(model, comm=FakeComm(0, 2))
+    sharded.register_forward_method(model, "encode")
+    expected = model.encode(*BATCHES[0])
+    handle = model.decoder.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(*BATCHES[0])
+    handle.remove()
+    assert torch.equal(model.encode(*BATCHES[0]), expected)
+    [warned] = caplog.messages
+    assert warned.startswith("a forward pass stopped before its end")
 
 
 def test_without_the_registration_the_error_names_it() -> None:

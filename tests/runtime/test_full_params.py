@@ -226,6 +226,8 @@ def test_what_is_written_to_gradients_is_kept_with_writeback_only(strategy: str)
         assert equal(gradients(model), before)
         write(writeback=True)
         assert "norm.bias" not in gradients(model)
+        assert norm.grad is not None
+        assert norm.grad.untyped_storage().nbytes() == norm.grad.nbytes  # not of the whole one
         with sharded.full_params():
             assert torch.equal(gradients(model)["norm.weight"], torch.arange(16.0))
         return text

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm, Label
 from shardwise.schedule.events import Event, Mode, Op, Phase
+from tests.copies import local
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_sharing, run_threads
@@ -492,6 +493,28 @@ def test_a_wrong_first_guess_is_corrected_in_silence(caplog: pytest.LogCaptureFi
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_all_ranks_rank_0_says_so(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    sharded = sw.shard(Chain(), comm=FakeComm(rank, 2))
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        for step in (train, along(0, 2)):
+            step(sharded.model, BATCHES[0])
+    assert len(caplog.messages) == (rank == 0)
+
+
+def test_an_evaluation_along_another_path_is_known_the_next_time() -> None:
+    sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
+    chain(sharded.model).path = (2, 0)
+    recorder, follows = Recorder(sharded), []
+    for _ in range(2):
+        recorder.events.clear()
+        said = sharded.schedule_of("forward").events
+        with torch.no_grad():
+            loss(sharded.model, BATCHES[0])
+        follows.append(tuple(recorder.events) == said)
+    assert follows == [False, True]
+
+
 # ---- steps that stop half-way ------------------------------------------------------------------
 
 
@@ -534,16 +557,16 @@ def test_after_an_exception_the_next_step_is_right_and_the_stopped_one_forgotten
     def rank(comm: Comm) -> None:
         sharded = sw.shard(models[comm.rank], strategy, comm=comm)
         batch = BATCHES[comm.rank]
+        recorder, said = Recorder(sharded), sharded.schedule.events
         for _ in range(2):
             STOPS[where](sharded.model, batch)
+            recorder.events.clear()
+            comm.counters.reset()
             train(sharded.model, batch)
+            assert recorder.take() == said
             assert_gradients(sharded.model, truth)
             assert_at_rest(sharded)
             sharded.model.zero_grad()
-        recorder, said = Recorder(sharded), sharded.schedule.events
-        comm.counters.reset()
-        train(sharded.model, batch)
-        assert recorder.take() == said
 
     with caplog.at_level(logging.WARNING, "shardwise"):
         run_threads(2, rank)
@@ -781,6 +804,8 @@ def test_ranks_wait_for_each_other_before_shared_parameters_are_written() -> Non
     sw.shard(model, comm=comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     comm.fences.clear()
+    optimizer.step()
+    assert comm.fences == []
     with torch.no_grad():
         model(*inputs)
     assert comm.fences == ["fence forward"]
@@ -808,6 +833,49 @@ def test_new_values_wait_for_a_backward_pass_that_ended_without_a_collective(
     model(BATCHES[0][0].clone().requires_grad_()).sum().backward()
     model.load_state_dict(values)
     assert len(comm.fences) == (0 if trainable else 1)
+
+
+# ---- what was gathered before is old after a step ----------------------------------------------
+
+
+def by_an_optimizer(model: nn.Module) -> None:
+    """After a forward pass whose backward pass never comes."""
+    loss(model, BATCHES[0])
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def by_hand(model: nn.Module) -> None:
+    """In the memory of the shard itself, which nobody sees."""
+    for param in model.parameters():
+        local(param.detach()).mul_(2)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op", "hybrid_full"])
+@pytest.mark.parametrize("write", [by_an_optimizer, by_hand])
+def test_after_a_step_new_values_are_gathered(
+    write: Callable[[nn.Module], None], strategy: str
+) -> None:
+    """Also where what was cast, or joined by copies, is kept between two uses."""
+    hybrid = strategy == "hybrid_full"
+    models = [Chain() for _ in range(4 if hybrid else 2)]
+
+    def rank(comm: Comm) -> None:
+        options: dict[str, Any] = {"precision": sw.Precision(compute=torch.bfloat16), "comm": comm}
+        options |= {"mesh": (2, 2)} if hybrid else {}
+        model = models[comm.rank]
+        sharded = sw.shard(model, strategy, **options)
+        before = model(BATCHES[0][0]).detach()
+        train(model, BATCHES[0])
+        write(model)
+        if write is by_an_optimizer and strategy == "shard_grad_op":
+            assert_at_rest(sharded)
+        found = model(BATCHES[0][0]).detach()
+        again = deepcopy(model)
+        sw.shard(again, strategy, **options)
+        assert torch.equal(found, again(BATCHES[0][0]))
+        assert not torch.equal(found, before)
+
+    run_threads(len(models), rank)
 
 
 # ---- parameters that are not used --------------------------------------------------------------

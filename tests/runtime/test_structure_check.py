@@ -157,6 +157,24 @@ def test_what_changes_no_parameter_is_no_change() -> None:
     sharded.state_dict()
 
 
+def test_names_are_compared_once_after_a_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step costs a look at a flag."""
+    compare, compared = registered.StructureCheck.compare, list[int]()
+
+    def counted(check: registered.StructureCheck) -> None:
+        compared.append(step)
+        compare(check)
+
+    monkeypatch.setattr(registered.StructureCheck, "compare", counted)
+    model = decoder()
+    sw.shard(model, comm=LocalComm())
+    for step in range(4):
+        if step == 2:
+            model.drop = nn.Dropout(0.0)
+        train(model, BATCH)
+    assert compared == [2]
+
+
 def test_after_unshard_and_for_a_model_that_is_gone_nobody_listens() -> None:
     gc.collect()  # models of other tests
     before = len(registered._watched)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -209,11 +209,15 @@ def test_copies_wait_until_each_has_read_the_mean_of_the_others(
     assert comm.fences == fences
 
 
-def test_a_frozen_layer_is_reduced_once_more_if_it_had_accumulated_gradients() -> None:
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_frozen_layer_is_reduced_once_more_if_it_had_accumulated_gradients(drops: bool) -> None:
+    """Which were not dropped."""
     model = seeded(Chain)
     sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=Late(0, 2))
     with sharded.accumulate(last=False):
         train(model)
+    if drops:
+        sharded.drop_gradients()
     model.get_submodule("layers.0").requires_grad_(requires_grad=False)
     recorder, reduced = Recorder(sharded), []
     for _ in range(2):
@@ -221,7 +225,7 @@ def test_a_frozen_layer_is_reduced_once_more_if_it_had_accumulated_gradients() -
         train(model)
         reduced.append(sorted(units_of(recorder.events, Op.REDUCE)))
     trained = ["head", "layers.1", "layers.2"]
-    assert reduced == [sorted([*trained, "layers.0"]), trained]
+    assert reduced == [trained if drops else sorted([*trained, "layers.0"]), trained]
 
 
 def test_only_units_with_a_trained_parameter_are_reduced_and_have_memory_for_gradients() -> None:
@@ -328,19 +332,27 @@ def test_the_norm_is_that_of_what_is_trained_now() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True``")
-@pytest.mark.parametrize("trained", [False, True])
-def test_ranks_that_train_different_parameters_are_told_which(trained: bool) -> None:
+@pytest.mark.parametrize(
+    ("trained", "names", "what"),
+    [
+        (False, ("weight", "bias"), "'head.weight' is frozen now, and 1 more changed"),
+        (True, ("bias",), "'head.bias' is trained now"),
+    ],
+)
+def test_ranks_that_train_different_parameters_are_told_which(
+    trained: bool, names: Sequence[str], what: str
+) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         model.get_submodule("head").requires_grad_(not trained)
         sw.shard(model, comm=comm)
         train(model)
         if comm.rank == 1:
-            model.get_submodule("head").requires_grad_(trained)
+            for name in names:
+                model.get_parameter(f"head.{name}").requires_grad_(trained)
         return said(RanksDisagree, lambda: train(model))
 
-    what = f"that 'head.weight' is {'trained' if trained else 'frozen'} now, and 1 more changed"
     for text in on_ranks(2, Chain, rank):
-        assert f"rank 1 is at agree {what} [" in text
+        assert f"rank 1 is at agree that {what} [" in text
 
 
 def test_a_parameter_that_is_stored_in_another_dtype_than_trained_ones_names_relayout() -> None:

@@ -91,7 +91,7 @@ def test_what_copies_have_written_to_a_unit_is_joined_once() -> None:
     state = sharded.runtime.units["blocks.0"]
     counters = state.buckets[0].spec.replicate.counters
     counters.reset()
-    state.expire()
+    state.expire(steps_only=False)
     state.update()
     state.update()
     assert counters.calls == {"update": 1}  # the other bucket is frozen
@@ -104,10 +104,13 @@ def test_ranks_that_map_one_bucket_wait_before_and_after_one_of_them_keeps_what_
     comm.fences.clear()
     state.ready()
     with torch.no_grad():
-        state.trainable[0].params[0].fill_(3.0)
+        for bucket in state.buckets:
+            bucket.params[0].fill_(3.0)
     state.free()
     assert comm.fences == ["fence written parameters"] * 2
     assert (state.trainable[0].shard == 3.0).any()
     state.ready()
+    state.free()
+    state.gather()  # and never used
     state.free()
     assert comm.fences == ["fence written parameters"] * 2

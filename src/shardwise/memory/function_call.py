@@ -46,8 +46,7 @@ class Call:
     @property
     def written(self) -> object:
         """The argument that the function writes to; ``None``: it writes to none."""
-        in_place = not self.name.startswith("__") and self.name.endswith("_")
-        if in_place or self.name == "__setitem__" or writes(self.name):
+        if self.name == "__setitem__" or writes(self.name):
             return self.values[0]
         return self.kwargs.get("out")
 

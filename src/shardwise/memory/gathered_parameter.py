@@ -56,7 +56,6 @@ def _told_before(name: str) -> Callable[..., Any]:
             self.before_write()
         return method(self, *args, **kwargs)
 
-    write.__name__ = name
     return write
 
 

@@ -27,11 +27,11 @@ class _OursLast(OrderedDict[int, Callable[[Tensor], None]]):
     autograd calls hooks in the order of the underlying dict, which ``move_to_end`` does not change.
     """
 
-    ours: int | None = None
+    ours = -1  # until ours is there, the key of those that were there before
 
     def __setitem__(self, key: int, hook: Callable[[Tensor], None]) -> None:
         super().__setitem__(key, hook)
-        if self.ours is not None and self.ours in self and key != self.ours:
+        if self.ours in self:
             super().__setitem__(self.ours, self.pop(self.ours))
 
 
@@ -42,7 +42,7 @@ def on_gradient(param: nn.Parameter, hook: Callable[[Tensor], None]) -> Removabl
         if not isinstance(hooks, _OursLast):
             others, hooks = hooks, _OursLast()
             if others:  # their handles refer to the old dict
-                hooks[-1] = partial(_call, others)
+                hooks[hooks.ours] = partial(_call, others)
             set_after_accumulation(param, hooks)
     handle = RemovableHandle(hooks)
     hooks.ours = handle.id

@@ -89,10 +89,7 @@ class Gradients:
 
     def touched_flags(self) -> list[bool]:
         """Per parameter: did a gradient arrive since the last ``deliver``?"""
-        count = len(self._small)
-        if len(self.touched) in (0, count):
-            return [bool(self.touched)] * count
-        return [index in self.touched for index in range(count)]
+        return [index in self.touched for index in range(len(self._small))]
 
     def set_aside(self) -> None:
         """Move the shards' ``.grad`` out of autograd's way; ``deliver`` adds to them."""
@@ -104,7 +101,6 @@ class Gradients:
                         self.aside[index] = grad
                     set_grad(param, None)
         self._shown.clear()
-        self._versions.clear()
 
     def show(self) -> None:
         """After a pass that did not reduce: let ``.grad`` be what was collected, or set aside."""
@@ -159,7 +155,7 @@ class Gradients:
     def _forget(self, index: int) -> None:
         for kept in (self.arrived, self.touched):
             kept.discard(index)
-        for shown in (self._shown, self._versions, self.aside):
+        for shown in (self._shown, self.aside):
             shown.pop(index, None)
 
     def is_reduced(self) -> bool:
@@ -187,7 +183,7 @@ class Gradients:
         self.restore()
         self.full = self._reducing = self._result = self._stored = None
         self._views, self.carries = [], False
-        for kept in (self._waiting, self._shown, self._versions):
+        for kept in (self._waiting, self._shown):
             kept.clear()
         for indices in (self.arrived, self.touched):
             indices.clear()
@@ -209,17 +205,19 @@ class Gradients:
         self.touched.add(index)
         if self._small[index] and not again and not grad.is_sparse:
             self._waiting[index] = grad
-            return self.complete
-        self.write()
-        view, grad = self._views[index], grad.to_dense() if grad.is_sparse else grad
+        else:
+            self.write()
+            self._put(self._views[index], grad.to_dense() if grad.is_sparse else grad, again)
+        return self.complete
+
+    def _put(self, view: Tensor, grad: Tensor, adds: bool) -> None:
         if grad is view:  # it was in ``.grad``, and autograd has added to it
-            return self.complete
-        if again:
+            return
+        if adds:
             view.add_(grad)
         else:
             view.copy_(grad)
         self.copied += view.nbytes
-        return self.complete
 
     def write(self) -> None:
         """Write the small gradients that wait, all at once."""
@@ -241,9 +239,8 @@ class Gradients:
         spec = self.spec
         full = self.full if self.full is not None else self._open(spec.dtypes.collected)
         self.write()
-        if len(self.arrived) < len(self._views):
-            for index in set(range(len(self._views))) - self.arrived:
-                self._views[index].zero_()
+        for index in set(range(len(self._views))) - self.arrived:
+            self._views[index].zero_()
         for start, stop in spec.full_views.gaps:
             full[start:stop].zero_()
         if self._share.weight != 1:  # a gradient that does not count may be NaN

@@ -165,7 +165,7 @@ class Bucket:
                 self._pending = self.spec.shard.all_gather(self._writer, self._label)
 
     def _refill(self) -> None:
-        if not self.home.lasting and not self._storage.nbytes():
+        if not self._storage.nbytes():
             self._memory.refill(self._storage, self._nbytes)
 
     def load(self) -> None:
@@ -240,7 +240,7 @@ class Bucket:
     def rest_one(self, index: int) -> None:
         """The same for one parameter, which shows it for the first time."""
         param = self.params[index]
-        if type(param) in OUR_CLASSES and not self.home.stays_whole:
+        if type(param) in OUR_CLASSES:
             param.__class__ = self._class_at_rest
         with disable_torch_function():
             set_data(param, self._rest_views[index])

@@ -61,7 +61,7 @@ class ReductionArgs:
 def reduce(call: Call) -> Any:
     """The global number on every rank, or a ``ShardUseError``. A collective."""
     shard = call.first
-    if not (call.args and call.args[0] is shard) or len(list(call.tensors())) > 1:
+    if len(list(call.tensors())) > 1:
         return call.unsupported()
     sharding: Sharding = shard.sharding
     if (reduction := _reduction_of(call, shard)) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, ScheduleError, ShardUseError
-from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.memory.sharding import Sharding
 
 __all__ = [
     "autograd_grad_called",
@@ -112,9 +112,7 @@ def wrong_replacement(name: str, shard: Tensor, value: Tensor) -> ConfigError:
 
 
 def _describe(shard: Tensor) -> str:
-    sharding = sharding_of(shard)
-    if sharding is None:
-        return f"this parameter is a shard of shape {tuple(shard.shape)}"
+    sharding: Sharding = shard.sharding  # type: ignore[attr-defined]
     if isinstance(shard, nn.Parameter):
         return f"parameter {sharding.name!r} is sharded: {_range(sharding, shard)}"
     return (

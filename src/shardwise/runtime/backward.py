@@ -53,7 +53,6 @@ class Backward:
             partial(runtime.exit, phase=Phase.BACKWARD),
         )
         self._begun = False  # a backward pass has begun, and its end was not seen
-        self._keeps_graph = False  # is the graph of this backward pass there for another one?
         self._token: weakref.ref[_Token] | None = None
         self._handles: list[Any] = []
         self._handles_before: list[Any] = []  # of hooks that are called before gradients are added
@@ -92,7 +91,7 @@ class Backward:
 
     def abandon_stopped(self) -> None:
         """Forget a backward pass that an exception has ended."""
-        if self._begun and not (self.running and graph_task() >= 0):  # a traceback may hold it
+        if self._begun and not (self.running and graph_task() != -1):  # a traceback may hold it
             self._begun, self._token = False, None
             self.abandon("a backward pass stopped before its end", drops=True)
 
@@ -110,16 +109,15 @@ class Backward:
             raise reason
         self._begun = True
         recorded = torch.is_grad_enabled()  # by create_graph=True
-        self._keeps_graph = recorded or keeps_graph()
         self.runtime.begin_backward(recorded)
         token = _Token()
         self._token = weakref.ref(token, self._stopped)
-        queue_callback(partial(self._end, token))
+        queue_callback(partial(self._end, token, recorded or keeps_graph()))
 
-    def _end(self, token: _Token) -> None:
+    def _end(self, token: _Token, keeps_graph: bool) -> None:
         self._token = None  # the traceback of an exception would hold the token
         self.calls.leave_all(tuple(self.runtime.units)[::-1])
-        self.runtime.end_backward(self._keeps_graph)
+        self.runtime.end_backward(keeps_graph)
         self._begun = False
         self._hook_before(self.runtime.facts.keeps_graph)
 

@@ -53,11 +53,11 @@ def sync_buffers(model: nn.Module, policy: str, comm: Comm, left: Container[int]
     with torch.no_grad():
         for dtype, buffers in by_dtype.items():
             averages = policy == "average" and dtype.is_floating_point
-            _sync(buffers, comm, ranks if averages else ranks[:1], averages)
+            _sync(buffers, comm, ranks, averages)
 
 
 def _sync(buffers: Sequence[Tensor], comm: Comm, ranks: Sequence[int], averages: bool) -> None:
-    """``buffers``, of one dtype, by one collective: the mean over ``ranks``, or those of one."""
+    """``buffers``, of one dtype, by one collective: the mean over ``ranks``, or the first's."""
     given = torch.cat([buffer.reshape(-1) for buffer in buffers])
     label = Label("buffers", dtype_name(given.dtype))
     if averages:

@@ -319,10 +319,8 @@ class Hooks:
 
 
 def _goes_on(call: FrameType) -> bool:
-    """Is this call on the stack of this thread, or else of another one?"""
-    return _is_on(sys._getframe(1), call) or any(
-        _is_on(stack, call) for stack in sys._current_frames().values()
-    )
+    """Is this call on the stack of any thread?"""
+    return any(_is_on(stack, call) for stack in sys._current_frames().values())
 
 
 def _is_on(stack: FrameType | None, call: FrameType) -> bool:

@@ -58,7 +58,7 @@ class ForwardCall:
 
     unit: str | None
     parent: ForwardCall | None  # the call around it, whose backward pass begins first
-    first_node: int = 0  # autograd's number at its beginning; its nodes are not below it
+    first_node: int  # autograd's number at its beginning; its nodes are not below it
     input_nodes: set[int] = field(default_factory=set)  # the numbers of those that made its inputs
     end_is_seen: bool = False  # its inputs require gradients, so autograd tells of them
     has_calls_inside: bool = False  # of units; its backward pass ends after theirs

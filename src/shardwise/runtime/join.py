@@ -114,7 +114,7 @@ class Join:
 
     def hear(self) -> Message | None:
         """What the first rank that has data does next; ``None``: no rank has any."""
-        rows = self._gather([Kind.LEFT, 0, 0, 0, 0, 0]).tolist()
+        rows = self._gather([Kind.LEFT] * 6).tolist()
         self.left = [rank for rank, row in enumerate(rows) if row[0] == Kind.LEFT]
         at = next((rank for rank, row in enumerate(rows) if row[0] != Kind.LEFT), None)
         if at is None:

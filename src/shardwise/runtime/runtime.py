@@ -361,7 +361,7 @@ class Runtime:
             if not self.facts.forward[name]:  # a call of the user's goes on in it
                 state.show_shards()
 
-    def abandon(self, why: str, drops: bool = False) -> None:
+    def abandon(self, why: str, drops: bool) -> None:
         """Forget a pass that stopped; ``drops``: and all that was collected and not reduced."""
         kept = (
             "what was not averaged yet was dropped, parameters"

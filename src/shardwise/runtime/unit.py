@@ -20,7 +20,7 @@ class UnitState:
         self.name, self.buckets = name, buckets
         # ``Trained`` sets both:
         self.trainable: list[Bucket] = []  # those that take part in backward passes
-        self.wholly_trained = False  # is every parameter trained?
+        self.wholly_trained: bool  # is every parameter trained?
 
     @property
     def collected(self) -> bool:
@@ -93,7 +93,7 @@ class UnitState:
             for bucket in self.buckets:
                 bucket.free(still_read)
 
-    def expire(self, steps_only: bool = False) -> None:
+    def expire(self, steps_only: bool) -> None:
         """Shards may be written next, or by an optimizer only: what was made of them is old."""
         for bucket in self.buckets:
             bucket.expect_step() if steps_only else bucket.expire()

@@ -1,0 +1,129 @@
+"""A shard's place in its parameter, and what it asks of the engine before it is written."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.fake import FakeComm
+from shardwise.comm.protocol import Comm
+from shardwise.memory.sharding import Sharding, sharding_of
+from tests.copies import local
+from tests.ranks import run_threads
+
+
+class Engine:
+    """Writes down what shards ask of it."""
+
+    def __init__(self) -> None:
+        self.computing, self.asked = False, list[str]()
+
+    def make_whole(self, unit: str) -> None:
+        self.asked.append(f"make {unit!r} whole")
+
+    def check_write(self, name: str) -> None:
+        self.asked.append(f"check {name}")
+
+    def before_write(self, unit: str) -> None:
+        self.asked.append(f"write {unit!r}")
+
+    def before_unscale(self, shardings: Collection[Sharding], scale: Tensor) -> None:
+        self.asked.append(f"unscale {[each.name for each in shardings]} by {scale.item()}")
+
+    def call(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    def take(self) -> list[str]:
+        asked, self.asked = self.asked, []
+        return asked
+
+
+def of(param: Tensor) -> Sharding:
+    sharding = sharding_of(param)
+    assert sharding is not None
+    return sharding
+
+
+def watched() -> tuple[nn.Linear, Engine]:
+    model, engine = nn.Linear(4, 6), Engine()
+    sw.shard(model, comm=FakeComm(0, 2))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+        of(param).engine = weakref.ref(engine)
+    return model, engine
+
+
+@torch.no_grad()
+def test_who_writes_a_parameter_asks_first_and_who_writes_a_gradient_is_checked() -> None:
+    """A gradient may be zeroed: that is seen when it is used."""
+    model, engine = watched()
+    weight, gradient = model.weight, model.weight.grad
+    assert gradient is not None
+    asks, before = "check weight", ["check weight", "write ''"]
+    writes: list[tuple[Callable[[], object], list[str]]] = [
+        (lambda: weight.mul_(2), [asks, *before]),
+        (lambda: torch._foreach_mul_([weight, gradient], 2), [asks, *before]),
+        (lambda: weight.data.mul_(2), [asks, *before]),
+        (weight.zero_, before),
+        (lambda: setattr(weight, "data", torch.zeros_like(weight)), before),
+        (lambda: gradient.mul_(2), [asks]),
+        (lambda: gradient.data.mul_(2), [asks]),
+        (lambda: (weight.detach() * 2).mul_(2), [asks]),
+        (gradient.zero_, []),
+        (lambda: weight * 2, []),
+    ]
+    for write, asked in writes:
+        write()
+        assert engine.take() == asked
+
+
+def test_a_scaler_tells_the_engine_once_what_it_unscales() -> None:
+    model, engine = watched()
+    gradients, flag = [param.grad for param in model.parameters()], torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, torch.tensor(0.25))  # type: ignore[arg-type]
+    assert engine.take() == ["unscale ['weight', 'bias'] by 0.25"]
+    assert local(gradients[0]).eq(0.25).all()
+
+
+def test_where_no_engine_is_left_a_shard_is_written_freely() -> None:
+    model, engine = watched()
+    assert of(model.weight).serving is None
+    engine.computing = True
+    assert of(model.weight).serving is engine
+    del engine
+    assert of(model.weight).serving is None
+    with torch.no_grad():
+        model.weight.mul_(2)
+        of(model.weight).engine = None
+        model.weight.mul_(2)
+
+
+def test_what_was_lent_keeps_its_values_when_the_shard_gets_others() -> None:
+    model, _ = watched()
+    lent, sharding = model.weight.data, of(model.weight)
+    before = local(lent).clone()
+    assert list(sharding.lent.values()) == [lent]
+    model.weight.data = torch.zeros_like(lent)
+    assert torch.equal(local(lent), before)
+    assert not local(model.weight.detach()).any()
+    assert not sharding.lent
+
+
+def test_parts_are_cut_and_put_together() -> None:
+    def rank(comm: Comm) -> None:
+        model, other = nn.Linear(4, 6), nn.Linear(4, 6)
+        sw.shard(model, comm=comm), sw.shard(other, comm=comm)
+        sharding = of(model.weight)
+        whole = torch.arange(24.0).view(6, 4)
+        part = sharding.cut(whole, model.weight.shape)
+        assert part.flatten().tolist() == list(range(sharding.start, sharding.stop))
+        assert torch.equal(sharding.whole(part), whole)
+        assert sharding.cuts_like(of(other.weight))
+        assert not sharding.cuts_like(of(model.bias))
+
+    run_threads(3, rank)
