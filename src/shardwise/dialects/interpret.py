@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, NamedTuple
 
 from shardwise.dialects.contradictions import CONTRADICTIONS, MISSING, NOTES, UNREAD
@@ -124,8 +123,8 @@ def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
     chosen = DIALECTS[dialect] if dialect else guess(tree)
     # An environment has other programs' variables, too, and a program has other calls.
     only = chosen.only or ("*",)
-    known = (item for item in flatten(tree, chosen.words) if any(map(partial(_is, item[0]), only)))
-    flat = dict(known)
+    items = flatten(tree, chosen.words)
+    flat = {key: raw for key, raw in items if any(fnmatchcase(key, pattern) for pattern in only)}
     matches = {key: _match(chosen, key, raw) for key, raw in flat.items()}
     matched = [match for match in matches.values() if isinstance(match, _Match)]
     version = next((match.value for match in matched if match.row.field == "fsdp_version"), None)
@@ -144,10 +143,6 @@ def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
     if strict:
         report.check(strict)
     return report
-
-
-def _is(key: str, pattern: str) -> bool:
-    return fnmatchcase(key, pattern)
 
 
 def _match(dialect: Dialect, key: str, raw: Any) -> _Match | Entry:
@@ -244,10 +239,8 @@ def _judge(match: _Match, named: Policy, policy: Policy) -> Entry:
     if always := [outside for outside in _OURS.outsiders if outside.key == match.row.field]:
         return _outside(match.key, match.raw, match.value, always[0])
     status, text = _placed(match, dict(_flat(policy, _OURS)))
-    notes = [
-        rule.sentence for rule in NOTES if rule.field == match.row.field and rule.broken(named)
-    ]
-    note = "; ".join([*filter(None, [match.row.note]), *notes])
+    rules = [rule for rule in NOTES if rule.field == match.row.field and rule.broken(named)]
+    note = "; ".join(filter(None, [match.row.note, *(rule.sentence for rule in rules)]))
     return Entry(match.key, match.raw, status, f"{text} ({note})" if note else text)
 
 
@@ -256,11 +249,10 @@ def _placed(match: _Match, flat: Mapping[str, Any]) -> tuple[str, str]:
     places = [row.key for row in _OURS.rows if row.field == match.row.field]
     place = next((place for place in places if place in flat), places[0])
     value = flat.get(place)
+    if place not in flat and match.value in _OFF:
+        return "used", "as it is by default"
     if place not in flat:
-        is_off = match.value in _OFF
-        return (
-            ("used", "as it is by default") if is_off else ("ignored", f"{place} has no such value")
-        )
+        return "ignored", f"{place} has no such value"
     is_same_name = match.key.rpartition(".")[2].removeprefix("fsdp_") == place.rpartition(".")[2]
     return "used" if is_same_name and value == match.value else "translated", f"{place}: {value}"
 
