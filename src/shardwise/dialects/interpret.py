@@ -239,8 +239,8 @@ def _judge(match: _Match, named: Policy, policy: Policy) -> Entry:
     if always := [outside for outside in _OURS.outsiders if outside.key == match.row.field]:
         return _outside(match.key, match.raw, match.value, always[0])
     status, text = _placed(match, dict(_flat(policy, _OURS)))
-    rules = [rule for rule in NOTES if rule.field == match.row.field and rule.broken(named)]
-    note = "; ".join(filter(None, [match.row.note, *(rule.sentence for rule in rules)]))
+    notes = [rule for rule in NOTES if rule.field == match.row.field and rule.broken(named)]
+    note = "; ".join(filter(None, [match.row.note, *(rule.sentence for rule in notes)]))
     return Entry(match.key, match.raw, status, f"{text} ({note})" if note else text)
 
 
