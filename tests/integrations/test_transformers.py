@@ -19,7 +19,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import shardwise as sw
-from shardwise.integrations.accelerate import Accelerator, handle
+from shardwise.integrations.accelerate import Accelerator
+from shardwise.integrations.handover import handle
 from shardwise.integrations.transformers import Trainer, arguments_of
 from tests.integrations import trainer_runs as jobs
 from tests.integrations.started import on_ranks

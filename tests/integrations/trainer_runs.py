@@ -16,7 +16,8 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.integrations.accelerate import Accelerator, handle
+from shardwise.integrations.accelerate import Accelerator
+from shardwise.integrations.handover import handle
 from shardwise.integrations.transformers import Trainer
 
 RANK, WORLD = (

@@ -124,10 +124,10 @@ def map_files(model: Any, stored: Mapping[str, TensorLocation], folder: str) -> 
     """
     names, conversions, unexpected = _assign(model, stored)
     made = {name: (one, value) for one in conversions for name, value in _shapes(one).items()}
-    found = {name: stored[source].stored for name, source in names.items()}
-    found |= {n: Stored(code_of(t.dtype, n), tuple(t.shape), 0, 0) for n, (_, t) in made.items()}
+    given = {name: stored[source].stored for name, source in names.items()}
+    given |= {n: Stored(code_of(t.dtype, n), tuple(t.shape), 0, 0) for n, (_, t) in made.items()}
     tensors = _tensors(model)
-    matched = match([_described(*one) for one in tensors], found, {})
+    matched = match([_described(*one) for one in tensors], given, {})
     misfits = matched.misfits
     missing, left_out = _excused(model, misfits["missing"], {*misfits["unexpected"], *unexpected})
     problems = [misfits["missing"][name] for name in missing]

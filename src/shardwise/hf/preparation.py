@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.integrations.peft import ORDER, is_adapted
+from shardwise.integrations.peft import ORDER, has_adapter
 from shardwise.memory.sharding import sharding_of
 from shardwise.precision import dtype_name
 
@@ -110,7 +110,7 @@ def check_order(model: nn.Module, call: str, *, adapters: bool = False) -> None:
     named = dict(model.named_parameters())
     if any(sharding_of(param) is not None for param in named.values()):
         state = "is sharded, so each rank would change its own shards alone"
-    elif not adapters and any(map(is_adapted, named)):
+    elif not adapters and has_adapter(named):
         state = "has adapters of peft, which would be replaced or frozen"
     else:
         return

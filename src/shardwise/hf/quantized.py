@@ -134,13 +134,13 @@ def adopt(model: nn.Module) -> Quantized:
     check_devices(model)
     check_order(model, "adopt()", adapters=True)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
-    found = [(name, module) for name, module in model.named_modules() if type(module) in kinds]
-    if not found:
+    layers = [(name, module) for name, module in model.named_modules() if type(module) in kinds]
+    if not layers:
         raise ConfigError(
             f"{type(model).__name__} has no layer that bitsandbytes has quantised. Call "
             "quantize(model, config), or load it with a quantization_config."
         )
-    for name, module in found:
+    for name, module in layers:
         model.set_submodule(name, adopted(name, module))
     _mark(model)
     return report(model)

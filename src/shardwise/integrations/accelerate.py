@@ -12,23 +12,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import accelerate
 import torch
-import torch.distributed as dist
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
 
-from shardwise.comm.connect import connect, over
-from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
 from shardwise.hf.quantized import adopt
 from shardwise.integrations import handover
+from shardwise.integrations.handover import handle, steps_on
 from shardwise.precision import Precision
 from shardwise.sharded import Sharded, shard
 
@@ -38,7 +35,6 @@ log = logging.getLogger("shardwise")
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _OTHER_ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-Model = tuple[Sharded, list[Any]]  # with its optimizers
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -79,10 +75,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             compiler.backend = DynamoBackend.NO
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Shard ``model`` in place; one that ``shard()`` was called on is taken as it is.
 
@@ -109,13 +102,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             log.info("%s", adopt(model))
         if self.native_amp and self.mixed_precision in _DTYPES:
             arguments.setdefault("precision", Precision(compute=_DTYPES[self.mixed_precision]))
-        shard(model, comm=_comm(self.device.type, dist.group.WORLD), **arguments)
+        shard(model, comm=handover.comm_of(self.device), **arguments)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank in backward passes inside the block."""
-        with handle(model).no_sync():
-            yield
+        return handle(model).no_sync()
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -146,30 +137,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             sharded.load(Path(input_dir) / f"model-{number}", optimizers)
 
     @contextmanager
-    def _without_models(self) -> Iterator[list[Model]]:
-        """Yields the models, which accelerate does not see inside the block."""
+    def _without_models(self) -> Iterator[list[tuple[Sharded, list[Any]]]]:
+        """Yields the models and their optimizers, which accelerate does not see in the block."""
         models, optimizers = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:
-            yield [(handle(m), [o.optimizer for o in optimizers if _steps(o, m)]) for m in models]
+            yield [(handle(m), [o.optimizer for o in optimizers if steps_on(o, m)]) for m in models]
         finally:
             self._models, self._optimizers = models, optimizers
-
-
-@cache
-def _comm(device: str, group: Any) -> Comm:
-    """One for all models over accelerate's process group, as accelerate has one state."""
-    return over(group, device) if group else connect(device)
-
-
-def handle(model: nn.Module) -> Sharded:
-    """The handle of a model that was prepared."""
-    sharded = handover.handle_of(model)
-    if sharded is None:
-        raise ConfigError(f"this {type(model).__name__} is not sharded: prepare() it first.")
-    return sharded
-
-
-def _steps(optimizer: Any, model: nn.Module) -> bool:
-    own = set(map(id, model.parameters()))
-    return any(id(param) in own for group in optimizer.param_groups for param in group["params"])

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import numbered
-from shardwise.comm.connect import connect
-from shardwise.errors import ConfigError
-from shardwise.integrations.handover import handle_of
+from shardwise.integrations.handover import comm_of, handle, handle_of, steps_on
 from shardwise.sharded import Sharded, shard
 
 __all__ = ["ShardwiseStrategy"]
+
+CALL = "fabric.setup()"
 
 
 class ShardwiseStrategy(DDPStrategy):
@@ -46,7 +46,7 @@ class ShardwiseStrategy(DDPStrategy):
         """Shard ``module`` in place. A collective."""
         sharded = handle_of(module)
         if sharded is None:
-            sharded = shard(module, comm=connect(self.root_device.type), **self.sharding)
+            sharded = shard(module, comm=comm_of(self.root_device), **self.sharding)
         self._models.append(sharded)
         return module
 
@@ -59,31 +59,22 @@ class ShardwiseStrategy(DDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip the norm of the gradients over all ranks; returns the norm before, 0-dim."""
-        norm = handle(module).clip_grad_norm_(float(max_norm), float(norm_type))
+        norm = handle(module, CALL).clip_grad_norm_(float(max_norm), float(norm_type))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {norm.item()}.")
         return norm
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any | Tensor]:
         """Whole tensors on rank 0, nothing elsewhere. A collective."""
-        return handle(module).state_dict(rank0_only=True)
+        return handle(module, CALL).state_dict(rank0_only=True)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Whole state on rank 0, as a plain optimizer keeps it. A collective."""
-        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        (owner,) = (s for s in self._models if any(id(p) in params for p in s.model.parameters()))
+        (owner,) = (sharded for sharded in self._models if steps_on(optimizer, sharded.model))
         states = owner.optimizer_state_dict(optimizer, rank0_only=True)
         return numbered(states) if states else {}
 
 
 class _Accumulation(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return handle(module).no_sync() if enabled else nullcontext()
-
-
-def handle(module: nn.Module) -> Sharded:
-    """The handle of a module that was set up."""
-    sharded = handle_of(module)
-    if sharded is None:
-        raise ConfigError(f"this {type(module).__name__} is not sharded: fabric.setup() it first.")
-    return sharded
+        return handle(module, CALL).no_sync() if enabled else nullcontext()

@@ -10,16 +10,30 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
+from shardwise.comm.connect import connect, over
+from shardwise.comm.protocol import Comm
 from shardwise.dialects import read, shard_arguments
 from shardwise.errors import ConfigError
 from shardwise.sharded import Sharded
 
-__all__ = ["check_own", "handle_of", "launched_settings", "shard_settings", "without_fsdp"]
+__all__ = [
+    "check_own",
+    "comm_of",
+    "handle",
+    "handle_of",
+    "launched_settings",
+    "shard_settings",
+    "steps_on",
+    "without_fsdp",
+]
 
 log = logging.getLogger("shardwise")
 
@@ -30,6 +44,30 @@ def handle_of(model: nn.Module) -> Sharded | None:
     """The handle of a model that ``shard()`` was called on."""
     handle = getattr(model.__dict__.get("__deepcopy__"), "__self__", None)
     return handle if isinstance(handle, Sharded) else None
+
+
+def handle(model: nn.Module, call: str = "prepare()") -> Sharded:
+    """The same; ``ConfigError`` for a model that ``call`` has not sharded yet."""
+    sharded = handle_of(model)
+    if sharded is None:
+        raise ConfigError(f"this {type(model).__name__} is not sharded: {call} it first.")
+    return sharded
+
+
+def comm_of(device: torch.device) -> Comm:
+    """One for all models over the process group that a library has made."""
+    return _comm(device.type, dist.group.WORLD)
+
+
+@cache
+def _comm(device: str, group: Any) -> Comm:
+    return over(group, device) if group else connect(device)
+
+
+def steps_on(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Does ``optimizer`` hold parameters of ``model``?"""
+    own = set(map(id, model.parameters()))
+    return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
 
 
 def check_own(model: nn.Module, device: torch.device) -> None:
@@ -47,8 +85,8 @@ def check_own(model: nn.Module, device: torch.device) -> None:
             kind,
         )
     placed = getattr(model, "hf_device_map", None) or {}
-    here = {device.index, str(device)}  # a device is a number there, or a word such as "disk"
-    elsewhere = [name or "the model" for name, d in placed.items() if not {d, str(d)} & here]
+    own = {device.index, str(device)}  # a device is a number there, or a word such as "disk"
+    elsewhere = [name or "the model" for name, d in placed.items() if not {d, str(d)} & own]
     if elsewhere:
         raise ConfigError(
             f"device_map put {len(elsewhere)} of {len(placed)} parts of this {kind} elsewhere than "

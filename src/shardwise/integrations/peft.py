@@ -6,7 +6,7 @@ Quantising and ``prepare_model_for_kbit_training`` freeze what is there, peft re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.errors import ConfigError, OptimizerError
 from shardwise.memory.sharding import sharding_of
 
-__all__ = ["ORDER", "check_adapters", "check_optimizer", "is_adapted"]
+__all__ = ["ORDER", "check_adapters", "check_optimizer", "has_adapter"]
 
 ORDER = (
     "The order is: quantise the model, prepare_model_for_kbit_training, get_peft_model, shard(), "
@@ -22,9 +22,9 @@ ORDER = (
 )
 
 
-def is_adapted(name: str) -> bool:
-    """Is it the name of a parameter that peft added, or of one whose module peft replaced?"""
-    parts = name.split(".")
+def has_adapter(names: Iterable[str]) -> bool:
+    """Is one of these parameters in a layer of peft: of an adapter, or of the base inside it?"""
+    parts = {part for name in names for part in name.split(".")}
     return "base_layer" in parts or any(part.startswith("lora_") for part in parts)
 
 
@@ -49,7 +49,7 @@ def check_optimizer(kind: str, params: Sequence[nn.Parameter]) -> None:
         params: those of a sharded model that it holds.
     """
     names = [sharding.name for p in params if (sharding := sharding_of(p)) is not None]
-    if any(map(is_adapted, names)) and not any(p.requires_grad for p in params):
+    if has_adapter(names) and not any(p.requires_grad for p in params):
         raise OptimizerError(
             f"{kind} holds {len(params)} parameters of the model and none that is trained: it was "
             f"made before the adapters were added. {ORDER}"

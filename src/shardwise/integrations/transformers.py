@@ -23,7 +23,8 @@ from shardwise.checkpoint import by_name, numbered
 from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.hf.adapters import is_adapters
 from shardwise.integrations import handover
-from shardwise.integrations.accelerate import Accelerator, handle
+from shardwise.integrations.accelerate import Accelerator
+from shardwise.integrations.handover import handle
 from shardwise.sharded import Sharded
 
 __all__ = ["Trainer"]

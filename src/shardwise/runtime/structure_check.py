@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from shardwise.errors import ConfigError
-from shardwise.integrations.peft import ORDER, is_adapted
+from shardwise.integrations.peft import ORDER, has_adapter
 from shardwise.integrations.wrappers import mark, refuse_wrapper, unmark
 from shardwise.torch_internals import children_of
 
@@ -72,7 +72,7 @@ class StructureCheck:
 
 
 def _change_error(name: str, change: str) -> ConfigError:
-    if is_adapted(name):
+    if has_adapter([name]):
         return ConfigError(
             f"parameter {name!r} is new: adapters were added after shard(), so they are in no unit "
             f"and each rank would train its own. {ORDER}"

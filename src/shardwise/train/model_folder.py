@@ -109,5 +109,5 @@ def dtype_of(recipe: Recipe) -> torch.dtype:
 def files(recipe: Recipe, dtype: torch.dtype) -> dict[str, bytes]:
     """What belongs beside the trained weights, which are of ``dtype``, by name."""
     folder = locate(recipe)
-    found = {n: (folder / n).read_bytes() for n in FROM_A_RUN if (folder / n).is_file()}
-    return found | {CONFIG: with_dtype(found[CONFIG], dtype)}
+    contents = {n: (folder / n).read_bytes() for n in FROM_A_RUN if (folder / n).is_file()}
+    return contents | {CONFIG: with_dtype(contents[CONFIG], dtype)}
