@@ -69,15 +69,15 @@ class Options:
     mesh: Any = None
 
     def __post_init__(self) -> None:
-        _check_type("precision", self.precision, Precision, "sw.Precision(compute=torch.bfloat16)")
-        _check_type("prefetch", self.prefetch, Prefetch, "sw.Prefetch(backward=0)")
+        check_type("precision", self.precision, Precision, "sw.Precision(compute=torch.bfloat16)")
+        check_type("prefetch", self.prefetch, Prefetch, "sw.Prefetch(backward=0)")
         if not isinstance(self.activation_checkpointing, bool):
             example = "sw.ActivationCheckpointing(every=2)"
             given = self.activation_checkpointing
-            _check_type("activation_checkpointing", given, ActivationCheckpointing, example)
+            check_type("activation_checkpointing", given, ActivationCheckpointing, example)
         if not isinstance(self.compile, bool):
-            _check_type("compile", self.compile, str, '"inductor"')
-        _check_type("offload", self.offload, Offload, "sw.Offload(optimizer=True)")
+            check_type("compile", self.compile, str, '"inductor"')
+        check_type("offload", self.offload, Offload, "sw.Offload(optimizer=True)")
         _check_choice("bucketing", self.bucketing, ("block", "layer", "none"))
         _check_choice("uneven", self.uneven, ("pad", "error"))
         _check_choice("buffers", self.buffers, ("local", "broadcast", "average"))
@@ -117,7 +117,8 @@ def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(repr, known))}.")
 
 
-def _check_type(name: str, value: object, kind: type, example: str) -> None:
+def check_type(name: str, value: object, kind: type, example: str) -> None:
+    """Raise ``ConfigError`` if an argument is of another kind."""
     if not isinstance(value, kind):
         raise ConfigError(
             f"{name} is {value!r}, and not a {kind.__name__}. Pass one, for example {example}."

@@ -138,6 +138,7 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {  # are embeddings tied, and th
     "tied tokens": (True, {"trainable_token_indices": [3, 60]}),
     "an embedding": (False, {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True}),
     "not yet": (False, {"init_lora_weights": False}),
+    "orthogonal": (False, {"init_lora_weights": "orthogonal", "r": 4}),
 }
 
 
@@ -295,6 +296,16 @@ def test_what_peft_raises_is_raised_on_every_rank(error: type[Exception], tmp_pa
     assert all(f"{error.__name__}: of its own" in text for text in texts)
 
 
+def test_a_folder_without_an_adapter_says_what_it_holds(tmp_path: Path) -> None:
+    sharded = sw.shard(adapted(lora()))
+    absent = said(sw.CheckpointError, lambda: load_adapter(sharded, tmp_path / "absent"))
+    assert "absent has no adapter_model.safetensors, so there is no adapter to load" in absent
+    assert "it is empty, or no folder. Name a folder that save_adapter" in absent
+    (tmp_path / "model.safetensors").touch()
+    base = said(sw.CheckpointError, lambda: load_adapter(sharded, tmp_path))
+    assert "no adapter to load: it holds model.safetensors. Name" in base
+
+
 def two_adapters() -> Any:
     model: Any = adapted(lora())
     model.add_adapter("other", lora(init_lora_weights=False))
@@ -411,7 +422,7 @@ def test_preparing_for_k_bit_training_after_the_adapters_is_refused() -> None:
 
 def test_initial_values_that_change_the_base_are_refused() -> None:
     text = said(sw.ConfigError, lambda: add_adapter(llama(), lora(init_lora_weights="pissa")))
-    assert "Choose one of True, False, 'gaussian'" in text
+    assert "Choose one of True, False, 'gaussian', 'orthogonal'" in text
 
 
 def test_adapters_are_switched_while_they_train_as_on_a_plain_model() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.hf.targets import trainable_line
-from tests.copies import equal
+from tests.copies import equal, said
 from tests.hf.folders import ARCHITECTURES, CHAT_TEMPLATE, VOCABULARY, tiny
 from tests.nets import tokens
 from tests.parity.plain import SGD, Recipe, one_by_one
@@ -144,6 +144,23 @@ def test_it_says_what_was_read(tmp_path: Path) -> None:
         "  cast: model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, "
         "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight and 17 more"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"lora": {}}, "lora is {}, and not a LoraConfig. Pass one, for example peft.LoraConfig(r"),
+        ({"dtype": "bf16"}, "dtype is 'bf16', and not a dtype. Pass one, for example torch.bfl"),
+        ({"quantization": 4}, "quantization is 4, and not a BitsAndBytesConfig. Pass one, for ex"),
+        ({"device_map": "auto"}, "no option 'device_map'; leave it out: each rank has one device"),
+        ({"stratgy": "zero1"}, "shard() has no option 'stratgy'; nearest is 'strategy'"),
+    ],
+)
+def test_an_argument_of_another_kind_is_answered_with_what_to_pass(
+    arguments: dict[str, Any], text: str
+) -> None:
+    """Before the folder, which does not exist here, is looked for."""
+    assert text in said(sw.ConfigError, partial(sw.hf.load, "absent/folder", **arguments))
 
 
 ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_adapter",
+    "check_adapter",
     "init_adapter",
     "is_adapters",
     "is_layer",
@@ -51,8 +52,10 @@ __all__ = [
 
 log = logging.getLogger("shardwise")
 
-INITIAL = (True, False, "gaussian")
-"""Values of ``init_lora_weights`` that leave the base model's weights as they are."""
+INITIAL = (True, False, "gaussian", "orthogonal")
+"""Values of ``init_lora_weights`` for which neither the base's weights nor data are read."""
+ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
+"""Either is the file of an adapter that peft has saved."""
 
 
 def add_adapter(
@@ -77,8 +80,15 @@ def add_adapter(
         raise ConfigError(f"adapters cannot be added to a model that is sharded. {ORDER}")
     if config.init_lora_weights not in INITIAL:
         raise ConfigError(
-            f"init_lora_weights={config.init_lora_weights!r} computes the adapter from the base "
-            f"model's weights, and changes them. Choose one of {', '.join(map(repr, INITIAL))}."
+            f"init_lora_weights={config.init_lora_weights!r} computes the adapter from whole "
+            "weights of the base, or from data, and may change the base; no rank holds them whole. "
+            f"Choose one of {', '.join(map(repr, INITIAL))}."
+        )
+    if config.init_lora_weights == "orthogonal" and quantized_layers(model):
+        raise ConfigError(
+            'init_lora_weights="orthogonal" gives the adapter the dtype of the base, which peft '
+            "reads from its weights, and here they are bytes. Choose another, such as "
+            '"gaussian", or leave the quantisation out.'
         )
     if config.use_dora and quantized_layers(model):
         raise ConfigError(
@@ -171,7 +181,14 @@ def _fill_lora(layer: Any, adapter: str, config: LoraConfig) -> None:
     for part in (layer.lora_embedding_A, layer.lora_embedding_B):
         if adapter in part:
             nn.init.normal_(part[adapter])
-    layer.reset_lora_parameters(adapter, config.init_lora_weights)
+    if config.init_lora_weights == "orthogonal" and adapter in layer.lora_A:
+        weights = [(part[adapter], part[adapter].weight) for part in (layer.lora_A, layer.lora_B)]
+        layer.orthogonal_init(adapter)  # which replaces the parameters
+        for part, weight in weights:
+            weight.copy_(part.weight)
+            part.weight = weight
+    else:
+        layer.reset_lora_parameters(adapter, config.init_lora_weights)
     if adapter in layer.lora_magnitude_vector:
         vectors, vector = layer.lora_magnitude_vector, layer.lora_magnitude_vector[adapter]
         layer.lora_variant[adapter].init(layer, adapter_name=adapter, config=config)
@@ -220,6 +237,17 @@ def load_adapter(sharded: Sharded, folder: str | Path, adapter: str = "default")
     sharded.model.load_state_dict(values, strict=False)
 
 
+def check_adapter(folder: Path) -> None:
+    """Raise ``CheckpointError`` if no adapter is in ``folder``; peft would ask the hub for it."""
+    if not any((folder / name).is_file() for name in ADAPTER):
+        names = sorted(path.name for path in folder.glob("*"))
+        contents = f"it holds {', '.join(names[:4])}" if names else "it is empty, or no folder"
+        raise CheckpointError(
+            f"{folder} has no {ADAPTER[0]}, so there is no adapter to load: {contents}. Name "
+            "a folder that save_adapter, `shardwise train` or peft's save_pretrained has written."
+        )
+
+
 def read_adapter(
     folder: Path, model: nn.Module, shapes: Mapping[str, Tensor], adapter: str = "default"
 ) -> dict[str, Tensor]:
@@ -234,6 +262,7 @@ def read_adapter(
     from peft.utils import get_peft_model_state_dict, load_peft_weights
 
     config = _config_of(model, adapter)
+    check_adapter(folder)
     with explained(f"reading {folder}", reads=True), _peft_errors("load"):
         stored = load_peft_weights(str(folder), device="cpu")
     expected = get_peft_model_state_dict(

@@ -3,9 +3,11 @@
 1. open        config, headers of the files: what is stored
 2. build       the model on the meta device
 3. map         which stored tensors make which of the model; everything that does not fit
-4. adapt       with adapters of peft, where they are wanted
+4. change      quantised, with new tokens, with adapters of peft, where they are wanted
 5. shard       the units, without values but for what no file has
 6. read        each rank the byte ranges that it holds; then the adapters' values
+
+``on_meta`` ends before the fifth, so what a rank will hold is known before a value is read.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,12 +42,13 @@ from shardwise.hf.quantized import Quantized
 from shardwise.hf.quantized_weights import QuantizedWeights
 from shardwise.hf.report import Report
 from shardwise.hf.targets import Matches, trainable_line
+from shardwise.options import Options, check_type
 from shardwise.sharded import Sharded, shard
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = ["LoadedModel", "load"]
+__all__ = ["Changes", "LoadedModel", "load", "on_meta"]
 
 log = logging.getLogger("shardwise")
 
@@ -114,26 +117,23 @@ def load(
         shard_arguments: of ``sw.shard``: ``strategy=…``, ``wrap=…``, ``precision=…``.
 
     Raises:
-        ConfigError: there is no such folder, transformers has no such model, or a target of the
-            adapter matches nothing.
+        ConfigError: there is no such folder, transformers has no such model, a target of the
+            adapter matches nothing, or an argument is of another kind.
         CheckpointError: the files lack tensors of the model, hold them in another shape, or hold a
             tied one twice with different values.
     """
     comm = comm_for(comm, shard_arguments.get("mesh"))
+    changes = Changes(quantization, lora, tuple(new_tokens))
     with ExitStack() as stack:
-        opened = raise_on_all(
-            comm, "opening a model", lambda: _open(source, (revision, cache_dir), dtype, stack)
-        )
-        folder, reader, model, file_map = opened
+        Options.of({k: v for k, v in shard_arguments.items() if k not in ("strategy", "wrap")})
+        build = partial(_build, source, (revision, cache_dir), dtype, changes, stack)
+        built = raise_on_all(comm, "opening a model", build)
+        folder, reader, file_map, quantized = built.folder, built.reader, built.map, built.quantized
         comm.agree({f"what is stored in {folder.name}": _digest(reader)})
         compare = partial(weights.check_twice, reader, file_map, comm.rank, comm.size)
         raise_on_all(comm, "comparing tied weights", compare)
-        quantized, file_map = QuantizedWeights.of(model, quantization, file_map)
-        tokenizer, init, own = tokenizer_of(folder), initialiser(model), _tensors(model)
-        adapted = partial(_adapted, model, lora, new_tokens, tokenizer, file_map)
-        model, matches = raise_on_all(comm, "adding an adapter", adapted)
-        later = file_map.tensors | quantized.tensors | (_tensors(model) - own)
-        sharded = shard(model, comm=comm, init=init, load_later=later, **shard_arguments)
+        options = {"comm": comm, "init": built.init, "load_later": built.later}
+        sharded = shard(built.model, **options, **shard_arguments)
         read = partial(_read, reader, file_map, quantized, sharded)
         quantized.share(raise_on_all(comm, "reading a model", read))
     if lora is not None:
@@ -141,37 +141,94 @@ def load(
     report = Report.of(sharded, file_map, str(source))
     if comm.rank == 0 and (file_map.initialised or file_map.unexpected):
         log.warning("not all tensors of the files and of the model have a counterpart: %s", report)
-    return LoadedModel(model, sharded, tokenizer, folder, report, matches, quantized.table)
+    table = quantized.table
+    return LoadedModel(built.model, sharded, built.tokenizer, folder, report, built.matches, table)
 
 
-def _open(
-    source: str | Path, hub: tuple[Any, Any], dtype: torch.dtype | None, stack: ExitStack
-) -> tuple[Path, CheckpointReader, Any, FileMap]:
-    """The folder, its open files, and the model that they fit."""
+class Changes(NamedTuple):
+    """What a model gets before it is sharded; see ``load``."""
+
+    quantization: Any = None
+    lora: LoraConfig | None = None
+    new_tokens: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for what is of another kind."""
+        if self.quantization is not None:
+            from transformers import BitsAndBytesConfig
+
+            example = "transformers.BitsAndBytesConfig(load_in_4bit=True)"
+            check_type("quantization", self.quantization, BitsAndBytesConfig, example)
+        if self.lora is not None:
+            from peft import LoraConfig
+
+            check_type("lora", self.lora, LoraConfig, 'peft.LoraConfig(r=8, task_type="CAUSAL_LM")')
+        elif self.new_tokens:
+            raise ConfigError(
+                f"new_tokens are {', '.join(self.new_tokens)}, and lora is None: an adapter trains "
+                "their embeddings. Pass lora=peft.LoraConfig(…)."
+            )
+
+
+class Built(NamedTuple):
+    """A model on the meta device, with its changes, and where its values are.
+
+    Attributes:
+        later: tensors whose values come from files, or are made after ``shard()``.
+        init: initialises the others.
+    """
+
+    folder: Path
+    reader: CheckpointReader
+    model: Any
+    map: FileMap
+    quantized: QuantizedWeights
+    tokenizer: Any
+    matches: Matches | None
+    later: frozenset[torch.Tensor]
+    init: Callable[[nn.Module], None]
+
+
+def on_meta(
+    source: str | Path, revision: str | None, dtype: torch.dtype | None, changes: Changes
+) -> Any:
+    """The model that ``load`` would shard, without values. Reads the files' headers alone.
+
+    Raises:
+        ConfigError, CheckpointError: as ``load``.
+    """
+    with ExitStack() as stack:
+        return _build(source, (revision, None), dtype, changes, stack).model
+
+
+def _build(
+    source: str | Path,
+    hub: tuple[Any, Any],
+    dtype: torch.dtype | None,
+    changes: Changes,
+    stack: ExitStack,
+) -> Built:
+    """The files, which are closed with ``stack``, and the model that they fit."""
+    if dtype is not None:
+        check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
+    changes.check()
     folder = locate(source, *hub)
     reader = stack.enter_context(CheckpointReader.open(folder))
     stored, config = reader.weights(), config_of(folder)
     if dtype is None and config.dtype is None:
         dtype = dtype_of(next(iter(stored.values())).stored.dtype)
-    model = _on_meta(config, dtype or config.dtype, folder)
-    return folder, reader, model, map_files(model, stored, str(folder))
-
-
-def _adapted(
-    model: Any, lora: LoraConfig | None, tokens: Sequence[str], tokenizer: Any, file_map: FileMap
-) -> tuple[Any, Matches | None]:
-    """The model with the adapter, if there is to be one, and what its targets matched."""
-    if lora is None and tokens:
-        raise ConfigError(
-            f"new_tokens are {', '.join(tokens)}, and lora is None: an adapter trains their "
-            "embeddings. Pass lora=peft.LoraConfig(…)."
-        )
-    if lora is None:
-        return model, None
-    if tokens:
-        ids = add_tokens(model, tokenizer, tokens, file_map.direct)
-        lora = replace(lora, trainable_token_indices=ids)
-    return add_adapter(model, lora)
+    model = _empty(config, dtype or config.dtype, folder)
+    file_map = map_files(model, stored, str(folder))
+    quantized, file_map = QuantizedWeights.of(model, changes.quantization, file_map)
+    tokenizer, init, own = tokenizer_of(folder), initialiser(model), _tensors(model)
+    matches, lora = None, changes.lora
+    if lora is not None:
+        if changes.new_tokens:
+            ids = add_tokens(model, tokenizer, changes.new_tokens, file_map.direct)
+            lora = replace(lora, trainable_token_indices=ids)
+        model, matches = add_adapter(model, lora)
+    later = file_map.tensors | quantized.tensors | (_tensors(model) - own)
+    return Built(folder, reader, model, file_map, quantized, tokenizer, matches, later, init)
 
 
 def _read(
@@ -182,7 +239,7 @@ def _read(
     return quantized.read(reader, sharded.comm)
 
 
-def _on_meta(config: Any, dtype: torch.dtype, folder: Path) -> Any:
+def _empty(config: Any, dtype: torch.dtype, folder: Path) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     with _GLOBALS, torch.device("meta"):

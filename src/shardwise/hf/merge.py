@@ -20,7 +20,7 @@ from shardwise.checkpoint.read_requests import read_into, request_for
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.errors import CheckpointError
-from shardwise.hf.adapters import is_layer, read_adapter
+from shardwise.hf.adapters import check_adapter, is_layer, read_adapter
 
 __all__ = ["merged_weights"]
 
@@ -43,6 +43,7 @@ def merged_weights(source: CheckpointReader, folder: Path) -> dict[str, Make]:
     import peft
     import transformers as hf
 
+    check_adapter(folder)
     config: Any = peft.PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = None  # or peft warns that the model has another name
     with torch.device("meta"):
