@@ -82,6 +82,11 @@ def test_it_saves_what_plain_peft_loads_and_says_what_matched(tmp_path: Path) ->
     run_export(tmp_path / "run", tmp_path / "whole", ExportArguments(with_optimizer=True))
 
 
+def test_new_tokens_need_the_tokenizer_of_the_base(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"new_tokens are <a>, <b>, which are added to the token"):
+        recipe(tmp_path, "adapter.new_tokens=[<a>, <b>]", f"tokenizer.source={tmp_path}")
+
+
 def test_it_goes_on_from_a_checkpoint_of_the_adapter_alone(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for path in (first, second):

@@ -20,7 +20,7 @@ def test_each_key_reaches_peft() -> None:
         rslora=True,
         dora=True,
         modules_to_save=("lm_head",),
-        init="gaussian",
+        init="orthogonal",
     ).config()
     assert config is not None
     assert (config.r, config.lora_alpha, config.lora_dropout, config.bias) == (
@@ -33,7 +33,7 @@ def test_each_key_reaches_peft() -> None:
     assert (config.use_rslora, config.use_dora, config.init_lora_weights) == (
         True,
         True,
-        "gaussian",
+        "orthogonal",
     )
     assert (config.modules_to_save, config.task_type) == (["lm_head"], "CAUSAL_LM")
 
@@ -49,9 +49,10 @@ def test_by_default_there_is_none_and_with_a_rank_every_linear_layer_has_one() -
     ("keys", "said"),
     [
         ({"alpha": 32}, "rank is null, so there is no adapter, and alpha has no effect"),
+        ({"new_tokens": ["<tool>"]}, "there is no adapter, and new_tokens has no effect"),
         ({"rank": 0}, "greater than 0"),
         ({"rank": 4, "dropout": 1}, "less than 1"),
-        ({"rank": 4, "init": "pissa"}, "'default' or 'gaussian'"),
+        ({"rank": 4, "init": "pissa"}, "'default', 'gaussian' or 'orthogonal'"),
     ],
 )
 def test_what_has_no_effect_or_no_meaning_is_refused(keys: dict[str, Any], said: str) -> None:

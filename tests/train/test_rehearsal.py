@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from shardwise.comm.local import LocalComm
 from shardwise.errors import ShardwiseError
@@ -24,6 +25,7 @@ from tests.train.runs import Watched
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
+TOKENS = ["<tool>", "<answer>"]
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 
@@ -53,7 +55,10 @@ def run(
 ) -> Rehearsal:
     """Of a recipe, on two threads and on one."""
     path = next(path for path in RECIPES if path.stem == request.param)
-    rehearsal = Rehearsal(read_recipe(path, ["sample.tokens=0"]), tmp_path)
+    overrides = ["sample.tokens=0"]
+    if request.param == "llama2-70b-lora":
+        overrides.append(f"adapter.new_tokens=[{', '.join(TOKENS)}]")
+    rehearsal = Rehearsal(read_recipe(path, overrides), tmp_path)
     for ranks in (2, 1):
         Watched(monkeypatch).run(rehearsal.small(ranks), ranks)
     return rehearsal
@@ -72,6 +77,11 @@ def test_both_runs_have_the_same_losses_and_other_libraries_load_the_result(
     if is_half:
         weights = run.folder / "ranks-2" / "adapter" / "adapter_model.safetensors"
         kept = weights.read_bytes()
+        tokenizer = AutoTokenizer.from_pretrained(weights.parent)
+        assert tokenizer.convert_tokens_to_ids(TOKENS) == [514, 515]
+        rows = {n: t for n, t in load_file(weights).items() if "trainable_tokens" in n}
+        assert [tuple(t.shape) for t in rows.values()] == [(2, 64)] * 2  # embedding and head
+        assert all(not torch.equal(*t) for t in rows.values())  # both began at the mean
         save_file({name: torch.zeros_like(t) for name, t in load_file(weights).items()}, weights)
         with pytest.raises(
             ShardwiseError, match="the last validation and the adapter in plain pef"

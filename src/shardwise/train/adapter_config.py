@@ -28,8 +28,11 @@ class AdapterConfig(Section):
     modules_to_save: tuple[str, ...] = Field(
         (), description="names of modules that are trained as a whole and saved with the adapter"
     )
-    init: Literal["default", "gaussian"] = Field(
-        "default", description="of the first matrix: Kaiming uniform, or normal"
+    init: Literal["default", "gaussian", "orthogonal"] = Field(
+        "default", description="of the first matrix: Kaiming uniform, or normal; or of both"
+    )
+    new_tokens: tuple[str, ...] = Field(
+        (), description="added to the tokenizer, with embeddings that are trained"
     )
 
     @model_validator(mode="after")
@@ -59,5 +62,5 @@ class AdapterConfig(Section):
             use_rslora=self.rslora,
             use_dora=self.dora,
             modules_to_save=list(self.modules_to_save) or None,
-            init_lora_weights=True if self.init == "default" else "gaussian",
+            init_lora_weights=True if self.init == "default" else self.init,
         )

@@ -178,6 +178,12 @@ class Recipe(Section):
                 f"adapter.rank is {self.adapter.rank} and model.from is null: an adapter is "
                 "trained on a model that is read and stays as it is. Name it in model.from."
             )
+        if self.adapter.new_tokens and self.tokenizer.source is not None:
+            raise ConfigError(
+                f"adapter.new_tokens are {', '.join(self.adapter.new_tokens)}, which are added to "
+                f"the tokenizer of model.from, and tokenizer.source is {self.tokenizer.source}. "
+                "Leave tokenizer.source out."
+            )
         return self
 
     @model_validator(mode="after")

@@ -154,7 +154,8 @@ def _read(
         corpus = streamed.read_head() if streamed else read_corpus(recipe.data)
         splits = streamed.split(corpus) if streamed else split(corpus, recipe.data.validation)
     with busy("training the tokenizer"):
-        tokenizer_file = bpe.load_or_train(folder, splits.training, recipe.tokenizer)
+        added = recipe.adapter.new_tokens
+        tokenizer_file = bpe.load_or_train(folder, splits.training, recipe.tokenizer, added)
     with busy("tokenizing"):
         tokenizer, end = bpe.load(tokenizer_file.text), recipe.tokenizer.end
         training = bpe.encode(tokenizer, () if streamed else splits.training, end)

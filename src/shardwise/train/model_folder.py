@@ -65,6 +65,7 @@ def load(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
         revision=config.revision,
         dtype=dtype_of(recipe),
         lora=recipe.adapter.config(),
+        new_tokens=recipe.adapter.new_tokens,
         quantization=config.quantization.config(),
         comm=comm,
         blocksize=blocksize_of(recipe.optimizer),

@@ -79,7 +79,8 @@ class Rehearsal:
     def _data(self, flat: Tree) -> Tree:
         if flat["data.format"] == "text":
             return _TEXT | (_STREAMS if flat["data.streaming.streams"] else {})
-        path = rehearsal_files.samples(flat["data.format"], self.folder)
+        added = self.recipe.adapter.new_tokens
+        path = rehearsal_files.samples(flat["data.format"], self.folder, added)
         held_out = {"data.validation": 0.25, "data.validation_source": None}
         return {"data.source": str(path), "data.columns": {}, "data.context": 256, **held_out}
 
@@ -124,7 +125,7 @@ class Rehearsal:
 
     def _loaded(self, recipe: Recipe) -> tuple[torch.nn.Module, str]:
         """The model that the run wrote, without any code of ours, and what it is."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -135,6 +136,10 @@ class Rehearsal:
 
         options = {"quantization_config": recipe.model.quantization.config()}
         base = AutoModelForCausalLM.from_pretrained(flat["model.from"], **options)
+        if recipe.adapter.new_tokens:
+            tokens = len(AutoTokenizer.from_pretrained(folder / "adapter"))
+            rows = max(tokens, base.get_input_embeddings().num_embeddings)
+            base.resize_token_embeddings(rows, mean_resizing=False)
         return PeftModel.from_pretrained(base, folder / "adapter"), "the adapter in plain peft"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,12 @@ def base(source: str, folder: Path) -> Path:
     return folder
 
 
-def samples(kind: str, folder: Path) -> Path:
-    """A JSONL file in one of the formats of ``data.format``."""
+def samples(kind: str, folder: Path, tokens: Sequence[str] = ()) -> Path:
+    """A JSONL file in one of the formats of ``data.format``; questions begin with ``tokens``."""
     path = folder / "samples.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(_sample(kind, task, answer)) for task, answer in _functions())
+    before = "".join(tokens)
+    lines = (json.dumps(_sample(kind, before + task, answer)) for task, answer in _functions())
     path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
     return path
 

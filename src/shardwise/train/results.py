@@ -22,6 +22,7 @@ from shardwise.train.records import Evaluated, Record, Stepped, Warned
 from shardwise.train.run_logger import RunLogger
 from shardwise.train.sample import sample
 from shardwise.train.streams import StreamedRows
+from shardwise.train.tokenizer import of_transformers
 
 __all__ = ["export", "files_of", "result_files"]
 
@@ -45,10 +46,16 @@ def export(
 
 
 def _save_model(job: Job, data: Data, logger: RunLogger) -> None:
-    """The whole model with its configuration; or an adapter alone, whose base is `model.from`."""
+    """The whole model with its configuration; or an adapter alone, whose base is `model.from`.
+
+    The tokenizer is beside an adapter that has trained new tokens.
+    """
     folder = Path(job.recipe.run.folder).expanduser()
     if job.recipe.adapter.rank is not None:
         save_adapter(job.sharded, folder / ADAPTER)
+        if logger.folder is not None and (added := job.recipe.adapter.new_tokens):
+            text, config = data.tokenizer.to_str(), job.recipe.tokenizer
+            of_transformers(text, config, added).save_pretrained(folder / ADAPTER)
         return
     job.sharded.save_file(folder / WEIGHTS)
     if logger.folder is not None:

@@ -135,11 +135,12 @@ def read_sample_data(
         )
     with busy("reading samples"):
         training, validation = read_samples(recipe.data)
+    added = recipe.adapter.new_tokens
     with busy("training the tokenizer"):
         texts = [text for parsed in training.samples for text in parsed.texts]
-        tokenizer_file = bpe.load_or_train(folder, texts, recipe.tokenizer)
+        tokenizer_file = bpe.load_or_train(folder, texts, recipe.tokenizer, added)
     with busy("tokenizing"):
-        tokenizer = bpe.of_transformers(tokenizer_file.text, recipe.tokenizer)
+        tokenizer = bpe.of_transformers(tokenizer_file.text, recipe.tokenizer, added)
         first = TokenizedSplit(tokenize([], tokenizer, recipe.data.context).examples, (0, 0), ())
         if not recipe.data.streaming.streams:
             first = tokenize_split(training, tokenizer, recipe.data)

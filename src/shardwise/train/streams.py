@@ -109,7 +109,8 @@ class StreamedRows:
 
     @cached_property
     def _of_transformers(self) -> PreTrainedTokenizerBase:
-        return of_transformers(self.tokenizer.to_str(), self.recipe.tokenizer)
+        added = self.recipe.adapter.new_tokens
+        return of_transformers(self.tokenizer.to_str(), self.recipe.tokenizer, added)
 
     def tokens(self, texts: Sequence[str], window: int) -> Tokens:
         """The documents that are not held out, permuted and encoded, as one stream."""

@@ -80,9 +80,11 @@ class TrainedTokenizer(NamedTuple):
 
 
 def load_or_train(
-    folder: Folder, documents: Sequence[str], config: TokenizerConfig
+    folder: Folder, documents: Sequence[str], config: TokenizerConfig, added: Sequence[str] = ()
 ) -> TrainedTokenizer:
     """The recipe's; or that in ``folder`` if it was trained on the same documents; or a new one.
+
+    ``added`` are tokens that the recipe's gets besides.
 
     Nothing is written: the existing files may belong to a finished model.
 
@@ -90,7 +92,7 @@ def load_or_train(
         ConfigError: ``config.source`` cannot be read, or has no token ``config.end``.
     """
     if config.source is not None:
-        text = _read(Path(config.source).expanduser(), config.end)
+        text = _with(_read(Path(config.source).expanduser(), config.end), added)
         return TrainedTokenizer(text, {FILE: text}, f"read from {config.source}")
     key, text = _cache_key(documents, config.vocabulary), folder.read_text(FILE) or ""
     origin = "from the last run"
@@ -114,6 +116,14 @@ def _read(path: Path, end: str) -> str:
     return text
 
 
+def _with(text: str, tokens: Sequence[str]) -> str:
+    if not tokens:
+        return text
+    tokenizer = _library().Tokenizer.from_str(text)
+    tokenizer.add_tokens(list(tokens))
+    return str(tokenizer.to_str())
+
+
 def load(text: str) -> Tokenizer:
     """The tokenizer in the text of a ``tokenizer.json``."""
     tokenizer: Tokenizer = _library().Tokenizer.from_str(text)
@@ -123,8 +133,12 @@ def load(text: str) -> Tokenizer:
     return tokenizer
 
 
-def of_transformers(text: str, config: TokenizerConfig) -> PreTrainedTokenizerBase:
+def of_transformers(
+    text: str, config: TokenizerConfig, added: Sequence[str] = ()
+) -> PreTrainedTokenizerBase:
     """The tokenizer in ``text`` as that of `transformers`, with the chat template of its folder.
+
+    ``added`` are tokens in ``text`` that the folder's lacks.
 
     Raises:
         ConfigError: `transformers` is not installed.
@@ -140,6 +154,7 @@ def of_transformers(text: str, config: TokenizerConfig) -> PreTrainedTokenizerBa
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, eos_token=config.end
         )
+        tokenizer.add_tokens(list(added))
         return tokenizer
     return PreTrainedTokenizerFast(tokenizer_object=load(text), eos_token=config.end)
 
