@@ -97,6 +97,8 @@ def test_the_global_batch_is_a_product_that_can_be_checked() -> None:
         warmed[2] == "schedule  30 steps of 384 tokens, 0.50 epochs, warm-up in the first 3 (10.0%)"
     )
     assert warmed[3].endswith("in recent steps, without the first 3 steps, validation and saving")
+    padded = format_record(replace(built, padded=True))
+    assert padded[3].startswith("tokens/s  over all ranks, padding included, in recent steps, ")
 
 
 STEPPED = Stepped(7, 150, 5.43219, 1.5e-3, 0.98765, 6_512.4, 640_000_000, 92.2)

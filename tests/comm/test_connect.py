@@ -28,6 +28,7 @@ from shardwise.comm.shared_memory import SharedMemoryComm
 from shardwise.comm.transport import IMMEDIATE
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.comm.laws import sum_of
+from tests.copies import said
 from tests.ranks import free_port, gloo_group, outcomes_of
 
 
@@ -252,6 +253,48 @@ def test_an_existing_group_a_mesh_axis_and_a_part_of_the_world_will_do() -> None
         assert "this mesh has 3 axes (axis 0=1, axis 1=1, axis 2=3)" in outcome.value[7]
         assert "mesh['axis 2']" in outcome.value[7]
     assert [o.value[8:] for o in outcomes] == [[2, 0, 1.0] * 3, [], [2, 1, 1.0] * 3]
+
+
+def connect_again(rank: int, world: int, folder: str, count: int) -> list[float]:
+    """Comms over one group: some are closed at once, some are left open, and each is used."""
+    opened, sums = list[Comm](), list[float]()
+    with gloo_group(rank, world, folder):
+        for number in range(count):
+            comm = connect(transport=("memory", "messages")[number % 2])
+            sums.append(sum_of_ranks(comm))
+            if number % 3:
+                comm.close()  # by the faster rank while the slower one may still read
+            else:
+                opened.append(comm)
+            sums.append(sum_of_ranks(opened[0]))  # the first goes on
+        for comm in opened:
+            comm.close()
+    return sums
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.prove)])
+def test_ranks_connect_over_one_group_again_and_again(count: int) -> None:
+    for outcome in outcomes_of(2, connect_again, count, timeout=60):
+        assert (outcome.error, outcome.value) == ("", [1.0] * 2 * count)
+
+
+def connect_alone(rank: int, world: int, folder: str) -> str:
+    """Rank 0 connects once more than rank 1 does, which comes when rank 0 has given up."""
+    with gloo_group(rank, world, folder):
+        connect().close()
+        text = said(RanksDisagree, lambda: connect(timeout=1.0)) if rank == 0 else ""
+        dist.barrier()
+        return text or said(RanksDisagree, connect)
+
+
+@pytest.mark.spawn
+@pytest.mark.prove
+def test_a_rank_that_connects_alone_is_an_error_on_both_and_no_hang() -> None:
+    first, second = outcomes_of(2, connect_alone, timeout=60)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value
+    assert "rank 1" in first.value
 
 
 # --- who carries the collectives -------------------------------------------------------------

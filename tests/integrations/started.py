@@ -22,19 +22,16 @@ def on_ranks(module: str, imports: str, jobs: list[tuple[int, str]], folder: Pat
     exec(imports, {})
     for world, job in jobs:
         port = str(free_port())
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", module, job, str(folder)],
-                env={**os.environ, **_launched(rank, world, port)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(world)
-        ]
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
-        for rank, text in zip(ranks, said, strict=True):
-            assert rank.returncode == 0, text
+        # Files, for a pipe that is read after another rank has ended may be full before.
+        outputs = [folder / f"{job}-{rank}-of-{world}.txt" for rank in range(world)]
+        ranks = list[subprocess.Popen[bytes]]()
+        for rank, path in enumerate(outputs):
+            with path.open("wb") as output:
+                command = [sys.executable, "-m", module, job, str(folder)]
+                env = {**os.environ, **_launched(rank, world, port)}
+                ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))
+        for process, path in zip(ranks, outputs, strict=True):
+            assert process.wait(timeout=120) == 0, path.read_text("utf-8")
 
 
 def _launched(rank: int, world: int, port: str) -> dict[str, str]:

@@ -121,6 +121,7 @@ def _built(r: Built) -> list[str]:
     warmup = f", warm-up in the first {r.warmup} ({share:.1%})" if r.warmup else ""
     first = f"the first {r.untimed} steps, " if r.untimed > 1 else "the first step, " * r.untimed
     untimed = f"{first}validation and saving"
+    padding = "padding included, " * r.padded
     return [
         *(_labelled("", escape(line)) for line in r.report.splitlines()),
         _labelled("model", f"{r.parameters:,} parameters, {r.strategy} over {ranks}"),
@@ -131,7 +132,7 @@ def _built(r: Built) -> list[str]:
             "schedule",
             f"{count(r.steps, 'step')} of {r.rows * r.context:,} tokens{epochs}{warmup}",
         ),
-        _labelled("tokens/s", f"over all ranks, in recent steps, without {untimed}"),
+        _labelled("tokens/s", f"over all ranks, {padding}in recent steps, without {untimed}"),
         "",
     ]
 

@@ -161,6 +161,7 @@ def _built_record(job: Job, data: Data) -> Built:
         warmup=recipe.optimizer.warmup_steps(recipe.run.steps),
         untimed=recipe.run.throughput_warmup,
         report=job.report,
+        padded=recipe.data.format != "text" and recipe.data.packing != "concatenate",
     )
 
 

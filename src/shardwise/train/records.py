@@ -166,6 +166,7 @@ class Built:
         warmup: steps in which the learning rate rises.
         untimed: first steps that tokens/s leaves out.
         report: lines about a model that was read, and what an adapter's targets match.
+        padded: rows have places that no sample fills, which tokens/s counts, too.
     """
 
     parameters: int
@@ -180,6 +181,7 @@ class Built:
     warmup: int = 0
     untimed: int = 0
     report: str = ""
+    padded: bool = False
 
 
 @dataclass(frozen=True)
