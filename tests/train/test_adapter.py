@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
 from shardwise.train.loop import train
 from shardwise.train.recipe import read_recipe
-from shardwise.train.records import Built, Finished, Record
+from shardwise.train.records import Built, Finished, Placed, Predicted, Record
 from tests.hf.folders import tiny
 from tests.train.tiny import text_folder
 
@@ -59,6 +59,16 @@ def run(recipe: Recipe, world: int) -> list[Record]:
     return records
 
 
+def check_prediction(records: list[Record]) -> None:
+    """What was predicted from the config alone is what the tensors of rank 0 sum to."""
+    (predicted,) = [record for record in records if isinstance(record, Predicted)]
+    (placed,) = [record for record in records if isinstance(record, Placed)]
+    measured = {row.kind: row.per_rank[0] for row in placed.rows}
+    assert measured["parameters"] == predicted.parameters
+    assert measured["gradients"] == predicted.gradients
+    assert measured["optimizer state"] == predicted.optimizer
+
+
 def weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "run" / "adapter" / "adapter_model.safetensors")
 
@@ -67,6 +77,7 @@ def test_it_saves_what_plain_peft_loads_and_says_what_matched(tmp_path: Path) ->
     records = run(recipe(tmp_path), 2)
     (built,) = [record for record in records if isinstance(record, Built)]
     (finished,) = [record for record in records if isinstance(record, Finished)]
+    check_prediction(records)
     lines = [line.strip() for line in format_record(built)]
     assert "q_proj           2  model.layers.*.self_attn.q_proj" in lines
     assert "trainable params: 576 || all params: 36,576 || trainable%: 1.5748" in lines

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.comm.local import LocalComm
 from shardwise.errors import ConfigError
+from shardwise.train import memory_estimate
 from shardwise.train.config import Recipe
-from shardwise.train.memory_estimate import state_bytes
-from shardwise.train.model_folder import dtype_of, load, with_tokenizer
+from shardwise.train.memory_estimate import check_memory, predict
+from shardwise.train.model_folder import load, on_meta, with_tokenizer
 from shardwise.train.recipe import read_recipe, to_yaml
+from tests.copies import said
 from tests.hf.folders import CHAT_TEMPLATE, END, tiny
 from tests.train.runs import Watched, losses
 from tests.train.tiny import text_folder
@@ -29,6 +31,9 @@ optimizer: {lr: 1e-3, warmup: 2, eps: 1e-4}
 sample: {prompt: "def", tokens: 4}
 run: {folder: RUN, steps: 4, eval_every: 2, eval_rows: 7, device: cpu}
 """
+
+
+FLOAT32 = ["model.dtype=float32"]
 
 
 def recipe_of(path: Path, *overrides: str) -> Recipe:
@@ -75,8 +80,8 @@ def test_without_a_dtype_in_its_config_a_folder_has_that_of_its_files(tmp_path: 
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     file = folder / "model.safetensors"
     save_file({n: value.bfloat16() for n, value in load_file(file).items()}, file, {"format": "pt"})
-    assert dtype_of(recipe_of(tmp_path)) is torch.bfloat16
-    assert dtype_of(recipe_of(tmp_path, "model.dtype=float32")) is torch.float32
+    dtypes = {next(on_meta(recipe_of(tmp_path, *to)).parameters()).dtype for to in ([], FLOAT32)}
+    assert dtypes == {torch.bfloat16, torch.float32}
 
 
 def test_a_run_goes_on_from_its_checkpoint_at_another_number_of_ranks(
@@ -142,10 +147,19 @@ def test_a_model_that_is_too_small_for_the_data_is_refused(tmp_path: Path) -> No
         load(recipe_of(tmp_path, "data.context=65"), LocalComm(), 300)
 
 
-@pytest.mark.parametrize(("override", "itemsize"), [([], 4), (["model.dtype=bf16"], 2)])
-def test_its_memory_is_that_of_what_is_stored(
-    tmp_path: Path, override: list[str], itemsize: int
+def test_a_model_that_cannot_fit_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny("llama", tmp_path / "hub")
-    of_one = state_bytes(recipe_of(tmp_path, *override), 1, 1, 300)
-    assert of_one.device == 4 * 36_000 * itemsize
+    """From its config alone: there are no weights here."""
+    (tiny("llama", tmp_path / "hub") / "model.safetensors").unlink()
+    recipe, cpu = recipe_of(tmp_path), torch.device("cpu")
+    row = predict(recipe, 2)
+    assert row.parameters + row.padding == row.gradients + row.padding == 2 * 36_000
+    monkeypatch.setattr(memory_estimate, "machine_memory", lambda: 4 * row.parameters)
+    text = said(ConfigError, lambda: check_memory(recipe, cpu, 2))
+    assert text.startswith("with gradients and optimizer state, the model in ")
+    assert "full_shard over 2 ranks takes 0.0 GB for the 1 of them on this cpu, which has" in text
+    monkeypatch.setattr(memory_estimate, "machine_memory", lambda: 5 * row.parameters)
+    assert check_memory(recipe, cpu, 2) is not None
+    whole = predict(recipe_of(tmp_path, "model.dtype=bf16"), 1)
+    assert whole.parameters == 2 * 36_000

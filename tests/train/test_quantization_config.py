@@ -11,7 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.quantization_config import QuantizationConfig
 from shardwise.train.records import Built
 from tests.hf.quantising import quantising_one_at_a_time
-from tests.train.test_adapter import recipe, run, weights
+from tests.train.test_adapter import check_prediction, recipe, run, weights
 
 one_at_a_time = quantising_one_at_a_time
 pytestmark = [
@@ -25,6 +25,7 @@ def test_a_recipe_trains_an_adapter_on_four_bits_and_says_what_was_quantised(
 ) -> None:
     records = run(recipe(tmp_path, "model.quantization.bits=4", "data.context=8"), 2)
     (built,) = [record for record in records if isinstance(record, Built)]
+    check_prediction(records)
     text = "\n".join(format_record(built))
     assert "14 linear layers quantised: nf4 with scales in 8 bits, computed in bfloat16" in text
     assert "|| all params: 36,576 ||" in text

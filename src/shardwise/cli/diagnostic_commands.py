@@ -134,7 +134,7 @@ def trace(model: str | None, **options: Any) -> None:
 # --- explain ---------------------------------------------------------------------------------
 
 OFFLOADS = click.Choice(["parameters", "gradients", "optimizer"])
-OPTIMIZERS = click.Choice(["adamw", "sgd", "momentum"])
+OPTIMIZERS = click.Choice(["adamw", "adamw_8bit", "sgd", "momentum"])
 EXPLAIN = """\
 Explain WORD of the field in a few sentences, with numbers of two ranks where they help.
 

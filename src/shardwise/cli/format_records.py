@@ -19,6 +19,7 @@ from shardwise.train.records import (
     Evaluated,
     Finished,
     Placed,
+    Predicted,
     Prepared,
     PreparedSamples,
     Record,
@@ -189,6 +190,18 @@ def _complete(r: Complete) -> str:
     )
 
 
+def _predicted(r: Predicted) -> str:
+    together = r.parameters + r.gradients + r.optimizer
+    host = f"; {_size(r.in_host)} in host memory" if r.in_host else ""
+    return _labelled(
+        "memory",
+        f"each of {count(r.ranks, 'rank')} will keep {_size(together)}: parameters "
+        f"{_size(r.parameters)}, gradients {_size(r.gradients)}, optimizer state "
+        f"{_size(r.optimizer)}{host}; gathered besides, at most {_size(r.gathered)}, and "
+        "activations",
+    )
+
+
 def _placed(r: Placed) -> list[str]:
     ranks = len(r.rows[0].per_rank)
     total = Bytes(
@@ -221,6 +234,7 @@ _FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
     Evaluated: lambda r: [_evaluated(r)],
     Sampled: lambda r: ["", _labelled("sample", r.prompt + r.text)],
     Placed: lambda r: ["", *_placed(r)],
+    Predicted: lambda r: [_predicted(r)],
     Warned: lambda r: [_labelled("warning", r.message)],
     Busy: lambda r: [_labelled("busy", f"{r.what}, {r.seconds:.0f} s so far")],
     Saved: lambda r: [_saved(r)],

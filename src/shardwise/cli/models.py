@@ -1,7 +1,7 @@
 """A model that is named on the command line, and an input for it.
 
 nothing             Linear(Tanh(Linear(x))) of width 64, on an input of [64, 64]
-recipe.yaml         the decoder that `shardwise train` would build, on the meta device
+recipe.yaml         the model that `shardwise train` would shard, on the meta device
 folder              the causal language model that its config.json describes, likewise
 file.py:function    what the function returns: a module, or a module and its input
 package.mod:name    the same, imported
@@ -70,12 +70,12 @@ def _example() -> Named:
 
 def _decoder(path: str) -> Named:
     from shardwise.train.decoder import Decoder
-    from shardwise.train.model_folder import locate
+    from shardwise.train.model_folder import on_meta
     from shardwise.train.recipe import read_recipe
 
     recipe = read_recipe(path, (), ())
     if recipe.model.source is not None:
-        return _hugging_face(locate(recipe))
+        return _of_transformers(on_meta(recipe))
     with torch.device("meta"):
         model = Decoder(recipe.model, recipe.tokenizer.vocabulary, recipe.data.context)
     return Named(model, torch.zeros(recipe.batch.micro, recipe.data.context, dtype=torch.int64))
@@ -87,6 +87,10 @@ def _hugging_face(folder: Path) -> Named:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    return _of_transformers(model)
+
+
+def _of_transformers(model: nn.Module) -> Named:
     return Named(model, {"input_ids": torch.zeros(1, 16, dtype=torch.int64), "use_cache": False})
 
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.memory.spec import BucketSpec
+from shardwise.optim.blockwise import blocks
 from shardwise.schedule.events import Event, Op
 from shardwise.setup import order
 from shardwise.strategies import PRESETS, STRATEGIES
@@ -23,6 +24,7 @@ __all__ = ["OPTIMIZERS", "Kept", "kept", "table_of"]
 
 OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
 """Of torch.optim: tensors like the parameter, and further bytes (the step's number) for each."""
+LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,15 @@ def table_of(
 
 def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Kept:
     """What a rank keeps and sends as ``blueprint`` cuts ``model``."""
-    copies, more = OPTIMIZERS[optimizer]
     offload, shards = blueprint.options.offload, blueprint.parameters
     parameters, gradients, state = [0, 0], [0, 0], [0, 0]  # on the device, in host memory
     for spec in blueprint.buckets:
-        nbytes = sum(shards[slot.name].nbytes for slot in spec.slots)
+        own = [(slot.numel, shards[slot.name]) for slot in spec.slots]
+        nbytes = sum(shard.nbytes for _, shard in own)
         parameters[spec.in_host] += nbytes
         gradients[offload.gradients] += nbytes * spec.trainable
-        state[spec.in_host] += (copies * nbytes + more * len(spec.slots)) * spec.trainable
+        size = sum(_state_nbytes(optimizer, numel, shard) for numel, shard in own)
+        state[spec.in_host] += size * spec.trainable
     schedule = blueprint.schedule(order.guess(model, blueprint.units.unit_names))
     return Kept(
         strategy=blueprint.placement.name,
@@ -98,6 +101,15 @@ def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Ke
         sent=sum(schedule.sent(event) for event in schedule.events),
         calls=_calls(schedule.events, blueprint),
     )
+
+
+def _state_nbytes(optimizer: str, numel: int, shard: Tensor) -> int:
+    """Of one rank's part of a parameter of ``numel`` elements; without what all have in common."""
+    if optimizer == "adamw_8bit":  # codes, and a scale in float32 for each block; or float32
+        part = shard.numel()
+        return 2 * (part + 4 * blocks(part) if numel >= LEAST_8_BITS else 4 * part)
+    copies, more = OPTIMIZERS[optimizer]
+    return copies * shard.nbytes + more
 
 
 def _joined(spec: BucketSpec) -> int:

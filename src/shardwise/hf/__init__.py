@@ -6,6 +6,6 @@ Read in this order: ``folder`` (a name → files), ``file_map`` (stored tensors 
 
 from __future__ import annotations
 
-from shardwise.hf.load import LoadedModel, load
+from shardwise.hf.load import Changes, LoadedModel, load, on_meta
 
-__all__ = ["LoadedModel", "load"]
+__all__ = ["Changes", "LoadedModel", "load", "on_meta"]

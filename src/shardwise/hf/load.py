@@ -38,7 +38,8 @@ from shardwise.hf.adapters import add_adapter, init_adapter
 from shardwise.hf.file_map import FileMap, map_files
 from shardwise.hf.folder import config_of, locate, tokenizer_of
 from shardwise.hf.new_tokens import add_tokens
-from shardwise.hf.quantized import Quantized
+from shardwise.hf.preparation import prepare
+from shardwise.hf.quantized import Quantized, quantize
 from shardwise.hf.quantized_weights import QuantizedWeights
 from shardwise.hf.report import Report
 from shardwise.hf.targets import Matches, trainable_line
@@ -192,13 +193,18 @@ class Built(NamedTuple):
 def on_meta(
     source: str | Path, revision: str | None, dtype: torch.dtype | None, changes: Changes
 ) -> Any:
-    """The model that ``load`` would shard, without values. Reads the files' headers alone.
+    """The model that ``load`` would shard, from its config alone: no value is read.
 
     Raises:
-        ConfigError, CheckpointError: as ``load``.
+        ConfigError: as ``load``.
     """
-    with ExitStack() as stack:
-        return _build(source, (revision, None), dtype, changes, stack).model
+    changes.check()
+    folder = locate(source, revision)
+    model = _empty(config_of(folder), dtype, folder)
+    if changes.quantization is not None:
+        quantize(model, changes.quantization)
+        prepare(model)
+    return _adapted(model, changes, tokenizer_of(folder), {})[0]
 
 
 def _build(
@@ -214,21 +220,26 @@ def _build(
     changes.check()
     folder = locate(source, *hub)
     reader = stack.enter_context(CheckpointReader.open(folder))
-    stored, config = reader.weights(), config_of(folder)
-    if dtype is None and config.dtype is None:
-        dtype = dtype_of(next(iter(stored.values())).stored.dtype)
-    model = _empty(config, dtype or config.dtype, folder)
-    file_map = map_files(model, stored, str(folder))
+    model = _empty(config_of(folder), dtype, folder)
+    file_map = map_files(model, reader.weights(), str(folder))
     quantized, file_map = QuantizedWeights.of(model, changes.quantization, file_map)
     tokenizer, init, own = tokenizer_of(folder), initialiser(model), _tensors(model)
-    matches, lora = None, changes.lora
-    if lora is not None:
-        if changes.new_tokens:
-            ids = add_tokens(model, tokenizer, changes.new_tokens, file_map.direct)
-            lora = replace(lora, trainable_token_indices=ids)
-        model, matches = add_adapter(model, lora)
+    model, matches = _adapted(model, changes, tokenizer, file_map.direct)
     later = file_map.tensors | quantized.tensors | (_tensors(model) - own)
     return Built(folder, reader, model, file_map, quantized, tokenizer, matches, later, init)
+
+
+def _adapted(
+    model: Any, changes: Changes, tokenizer: Any, places: dict[torch.Tensor, Any]
+) -> tuple[Any, Matches | None]:
+    """The model with the adapter, if there is to be one, and what its targets matched."""
+    lora = changes.lora
+    if lora is None:
+        return model, None
+    if changes.new_tokens:
+        ids = add_tokens(model, tokenizer, changes.new_tokens, places)
+        lora = replace(lora, trainable_token_indices=ids)
+    return add_adapter(model, lora)
 
 
 def _read(
@@ -239,9 +250,10 @@ def _read(
     return quantized.read(reader, sharded.comm)
 
 
-def _empty(config: Any, dtype: torch.dtype, folder: Path) -> Any:
+def _empty(config: Any, dtype: torch.dtype | None, folder: Path) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    dtype = dtype or config.dtype or _stored_dtype(folder)
     with _GLOBALS, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for pattern, kept in model._get_dtype_plan(dtype).items():
@@ -252,6 +264,11 @@ def _empty(config: Any, dtype: torch.dtype, folder: Path) -> Any:
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.use_cache = False
     return model
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    with CheckpointReader.open(folder) as reader:  # older folders say it in their files alone
+        return dtype_of(next(iter(reader.weights().values())).stored.dtype)
 
 
 def initialiser(model: nn.Module) -> Callable[[nn.Module], None]:

@@ -112,13 +112,16 @@ def train(
             logger.log(Complete(recipe.run.folder, steps))
             return Outcome(steps)
         recipe = with_tokenizer(recipe)
-        check_memory(recipe, comm.device, comm.size)
+        predicted = check_memory(recipe, comm.device, comm.size)
+        if predicted is not None:
+            logger.log(predicted)
         _seed(recipe.run.seed + comm.rank)
         data = prepare(recipe, comm, logger.folder, logger.busy)
         logger.log(data.report)
         if not isinstance(data.training, StreamedRows):
             recipe = in_steps(recipe, len(data.training))
-        check_memory(recipe, comm.device, comm.size, data.tokenizer.get_vocab_size())
+        if recipe.model.source is None:
+            check_memory(recipe, comm.device, comm.size, data.tokenizer.get_vocab_size())
         with logger.busy("building the model"):
             job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
             if recipe.data.format != "text" and recipe.data.packing is True:

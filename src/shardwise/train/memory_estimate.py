@@ -1,8 +1,9 @@
 """A lower bound of the memory of a run, checked before it starts so that it is not killed later.
 
-It counts parameters, gradients and the optimizer's two moments, without activations and padding,
-and counts once what ranks of one machine may share; what is kept in host memory is checked there.
-A recipe that it refuses can never work.
+It counts parameters, gradients and the optimizer's state, without activations, and counts once what
+ranks of one machine may share; what is kept in host memory is checked there. A recipe that it
+refuses can never work. Of a model that is read, quantised or with an adapter, the bytes are those
+of the model on the meta device, to the last one; of our decoder, by a formula without padding.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import torch
 from shardwise.comm.environment import local_size
 from shardwise.comm.mesh import shape_of
 from shardwise.errors import ConfigError
+from shardwise.explain.memory import Kept, kept
 from shardwise.precision import dtype_name
 from shardwise.strategies import placement_of
+from shardwise.tracing.blueprint import draw
 from shardwise.train import model_folder
 from shardwise.train.config import Recipe
+from shardwise.train.optimizer import blocksize_of
+from shardwise.train.records import Predicted
+from shardwise.train.shard_arguments import shard_arguments
 
-__all__ = ["StateBytes", "check_memory", "machine_memory", "state_bytes"]
+__all__ = ["StateBytes", "check_memory", "machine_memory", "predict", "state_bytes"]
 
 MIN_VOCABULARY = 257  # what every tokenizer has; a recipe's number may be more than its text gives
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -37,62 +43,88 @@ class StateBytes(NamedTuple):
 
 def check_memory(
     recipe: Recipe, device: torch.device, ranks: int, vocabulary: int = MIN_VOCABULARY
-) -> None:
+) -> Predicted | None:
     """Raises ``ConfigError`` if the training state alone exceeds the device's memory.
 
     Args:
         device: of this rank; a CPU's memory is shared by all ranks of the machine, and so is the
             host memory beside other devices.
         ranks: world size.
-        vocabulary: number of tokens, or a lower bound of it.
+        vocabulary: number of tokens, or a lower bound of it; of our decoder.
+
+    Returns:
+        What each rank will keep of a model that is read.
     """
+    row = None if recipe.model.source is None else predict(recipe, ranks)
+
+    def of(count: int) -> StateBytes:
+        if row is None:
+            return state_bytes(recipe, ranks, count, vocabulary)
+        return _of_row(row, recipe, count)
+
     local_ranks = local_size(os.environ) or 1
-    here = state_bytes(recipe, ranks, local_ranks, vocabulary)
+    here = of(local_ranks)
     memories = {f"on this {device.type}": (local_ranks, sum(here), machine_memory())}
     if device.type != "cpu":
-        own, memory = state_bytes(recipe, ranks, 1, vocabulary).device, _memory(device)
-        memories = {f"on this {device.type}": (1, own, memory)}
+        memories = {f"on this {device.type}": (1, of(1).device, _memory(device))}
         memories["in host memory"] = (local_ranks, here.host, machine_memory())
     for where, (count, needed, available) in memories.items():
         if needed > available:
-            numel = parameter_count(recipe, vocabulary)
-            stored = dtype_name(_stored(recipe))
             raise ConfigError(
-                f"the model has at least {numel:,} parameters: with gradients and AdamW's two "
-                f"moments in {stored}, {recipe.sharding.strategy} over {ranks:,} ranks takes "
-                f"{needed / 1e9:,.1f} GB for the {count:,} of them {where}, which has "
-                f"{available / 1e9:,.1f} GB. Choose a smaller model (model.width, model.layers), "
-                "more machines, sharding.strategy full_shard, or sharding.precision.stored "
-                "bfloat16."
+                f"{_described(recipe, vocabulary)}, {recipe.sharding.strategy} over {ranks:,} "
+                f"ranks takes {needed / 1e9:,.1f} GB for the {count:,} of them {where}, which has "
+                f"{available / 1e9:,.1f} GB. Choose a smaller model, more machines, "
+                "sharding.strategy full_shard, or sharding.precision.stored bfloat16."
             )
+    if row is None:
+        return None
+    parameters = row.parameters + row.padding + row.joined
+    return Predicted(ranks, parameters, row.gradients, row.optimizer, row.in_host, row.gathered)
 
 
-def parameter_count(recipe: Recipe, vocabulary: int) -> int:
-    """Of the model; of ``model.from``, as many as are stored, whatever the vocabulary."""
+def predict(recipe: Recipe, ranks: int) -> Kept:
+    """What rank 0 will keep of the model in ``model.from``, whose weights are not read."""
+    arguments = shard_arguments(recipe.sharding)
+    blocksize = blocksize_of(recipe.optimizer)
+    model = model_folder.on_meta(recipe)
+    blueprint = draw(model, ranks=(0, ranks), blocksize=blocksize, **arguments)
+    return kept(model, blueprint, recipe.optimizer.name.removeprefix("paged_"))
+
+
+def _of_row(row: Kept, recipe: Recipe, local_ranks: int) -> StateBytes:
+    placement, own = placement_of(recipe.sharding.strategy), row.parameters + row.padding
+    parameters = local_ranks * own
+    if placement.splits and not placement.frees:  # they stay gathered, maybe in shared memory
+        parameters = max(parameters, own + row.gathered)
+    rest = local_ranks * (row.between_steps - row.parameters)
+    return StateBytes(parameters + rest, local_ranks * row.in_host)
+
+
+def _described(recipe: Recipe, vocabulary: int) -> str:
+    """The beginning of the error."""
     if recipe.model.source is not None:
-        return model_folder.numel(recipe)
-    return recipe.model.parameters(vocabulary)
+        adapter = "" if recipe.adapter.rank is None else " with its adapter"
+        return f"with gradients and optimizer state, the model in {recipe.model.source}{adapter}"
+    numel, stored = recipe.model.parameters(vocabulary), dtype_name(_stored(recipe))
+    return (
+        f"the model has at least {numel:,} parameters: with gradients and AdamW's two moments in "
+        f"{stored}"
+    )
 
 
 def _stored(recipe: Recipe) -> torch.dtype:
     """The dtype in which parameters are kept."""
-    own = torch.float32 if recipe.model.source is None else model_folder.dtype_of(recipe)
-    stored: torch.dtype | None = recipe.sharding.precision.arguments()["stored"]
-    return stored or own
+    return recipe.sharding.precision.arguments()["stored"] or torch.float32
 
 
 def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -> StateBytes:
     """A lower bound of the bytes of ``local_ranks`` of ``ranks`` ranks in one memory."""
     placement, offload = placement_of(recipe.sharding.strategy), recipe.sharding.offload
     stored = _stored(recipe).itemsize
-    whole = parameter_count(recipe, vocabulary) * stored
-    if (bits := recipe.model.quantization.bits) is not None:  # of all weights, at least
-        whole = whole * bits // (8 * stored)
+    whole = recipe.model.parameters(vocabulary) * stored
     shape = shape_of(placement, ranks, recipe.sharding.mesh, local_size(os.environ))
     split = (shape.shard if shape else ranks) if placement.splits else 1
     pieces = whole * local_ranks // (ranks if placement.splits_copies else split)
-    if recipe.adapter.rank is not None:  # whose gradients and moments are few
-        pieces = 0
     moments = MOMENTS * pieces // (1 if recipe.optimizer.name == "adamw" else stored)
     # Parameters that stay gathered may be one copy in memory shared by the ranks of a machine.
     stays_whole = placement.splits and not placement.frees

@@ -6,23 +6,25 @@ configuration with the dtype of what was trained: so whatever loads the one load
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from shardwise.checkpoint.reader import CheckpointReader
-from shardwise.checkpoint.safetensors_format import dtype_of as stored_dtype
 from shardwise.comm.protocol import Comm
 from shardwise.convert.export import CONFIG, FROM_A_RUN, with_dtype
 from shardwise.errors import ConfigError
 from shardwise.sharded import Sharded
 from shardwise.train.config import Recipe
-from shardwise.train.model_config import TokenizerConfig
+from shardwise.train.model_config import ModelConfig, TokenizerConfig
 from shardwise.train.optimizer import blocksize_of
 from shardwise.train.shard_arguments import shard_arguments
 
-__all__ = ["dtype_of", "files", "load", "locate", "numel", "with_tokenizer"]
+if TYPE_CHECKING:
+    from shardwise.hf import Changes
+
+__all__ = ["files", "load", "locate", "on_meta", "with_tokenizer"]
 
 
 def locate(recipe: Recipe) -> Path:
@@ -57,16 +59,14 @@ def load(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
     """See ``language_model.build``; and what was read, and what an adapter's targets match."""
     from shardwise import hf
 
-    config = recipe.model
+    config, changes = recipe.model, _changes(recipe)
     if comm.rank == 0:
         torch.manual_seed(recipe.run.seed)  # an adapter's values depend on nothing else
     loaded = hf.load(
         config.source or "",
         revision=config.revision,
-        dtype=dtype_of(recipe),
-        lora=recipe.adapter.config(),
-        new_tokens=recipe.adapter.new_tokens,
-        quantization=config.quantization.config(),
+        dtype=_dtype(config),
+        **changes._asdict(),
         comm=comm,
         blocksize=blocksize_of(recipe.optimizer),
         **shard_arguments(recipe.sharding),
@@ -86,25 +86,26 @@ def load(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
     return loaded.sharded, str(loaded)
 
 
-def numel(recipe: Recipe) -> int:
-    """Elements of all tensors in the folder."""
-    with CheckpointReader.open(locate(recipe)) as reader:
-        return sum(prod(place.stored.shape) for place in reader.weights().values())
+def on_meta(recipe: Recipe) -> nn.Module:
+    """The same model on the meta device, from its config alone."""
+    from shardwise import hf
+
+    config = recipe.model
+    model: nn.Module = hf.on_meta(
+        config.source or "", config.revision, _dtype(config), _changes(recipe)
+    )
+    return model
 
 
-def dtype_of(recipe: Recipe) -> torch.dtype:
-    """The dtype in which the folder's weights are read."""
-    from shardwise.hf.folder import config_of
+def _changes(recipe: Recipe) -> Changes:
+    from shardwise.hf import Changes
 
-    if recipe.model.dtype is not None:
-        named: torch.dtype = getattr(torch, recipe.model.dtype)
-        return named
-    folder = locate(recipe)
-    configured: torch.dtype | None = config_of(folder).dtype
-    if configured is not None:
-        return configured
-    with CheckpointReader.open(folder) as reader:  # older folders say it in their files alone
-        return stored_dtype(next(iter(reader.weights().values())).stored.dtype)
+    quantization, adapter = recipe.model.quantization.config(), recipe.adapter
+    return Changes(quantization, adapter.config(), adapter.new_tokens)
+
+
+def _dtype(config: ModelConfig) -> torch.dtype | None:
+    return None if config.dtype is None else getattr(torch, config.dtype)
 
 
 def files(recipe: Recipe, dtype: torch.dtype) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ __all__ = [
     "Finished",
     "LeftOut",
     "Placed",
+    "Predicted",
     "Prepared",
     "PreparedSamples",
     "Record",
@@ -269,6 +270,25 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """Bytes that each rank will keep, known before the model is read.
+
+    Attributes:
+        ranks: how many.
+        parameters, gradients, optimizer: on the device, with padding.
+        in_host: of the same, what ``sharding.offload`` keeps in host memory.
+        gathered: full parameters at most at a time, besides.
+    """
+
+    ranks: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    in_host: int
+    gathered: int
+
+
+@dataclass(frozen=True)
 class Warned:
     """A warning; the run continues."""
 
@@ -354,6 +374,7 @@ Record = (
     | Evaluated
     | Sampled
     | Placed
+    | Predicted
     | Warned
     | Busy
     | Saved
