@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.tables import table
 from shardwise.errors import ShardwiseError
 from shardwise.train.config import Recipe
@@ -36,8 +37,9 @@ def run_rehearsal(recipe: Recipe) -> None:
         path.write_text(to_yaml(rehearsal.small(ranks)), "utf-8")
         _run(path, ranks)
     click.echo("")
-    for sentence in rehearsal.proof():
-        click.echo(f"proved    {sentence}")
+    with without_their_noise():
+        for sentence in rehearsal.proof():
+            click.echo(f"proved    {sentence}")
 
 
 def _run(path: Path, ranks: int) -> None:

@@ -6,7 +6,6 @@ import os
 import platform
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 
 from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.cli.format_records import format_record
+from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.progress import reporter
 from shardwise.cli.tables import table
 from shardwise.comm.connect import connect
@@ -126,14 +126,12 @@ def _run(recipe: Recipe, options: LaunchOptions, launch: Launch | None) -> None:
     attempt = Attempt(*launch_attempt(os.environ))
     requests = _requests(options, launch.rank if launch else 0)
     with (
-        warnings.catch_warnings(),
+        without_their_noise(),
         save_and_stop_signals(requests.save, requests.stop),
         connect(recipe.run.device) as comm,
         reporter(recipe.run.log_every, restarted=attempt.number > 0) as report,
         record_errors(),
     ):
-        # torch warns of a module hook that a peer's death interrupts; our error says more.
-        warnings.filterwarnings("ignore", "module forward hook with ``always_call=True``")
         if options.verbose:
             _print_ranks(comm, launch.local_rank if launch else 0)
         output = _Output(report, requests)

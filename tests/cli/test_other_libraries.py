@@ -1,0 +1,23 @@
+"""Messages of other libraries: those that are named are not shown, all others are."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+
+from shardwise.cli.other_libraries import LOGGED, WARNINGS, without_their_noise
+
+
+def test_exactly_the_named_messages_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    ((name, text),) = LOGGED.items()
+    with without_their_noise():
+        for message in WARNINGS:
+            warnings.warn(message, FutureWarning, stacklevel=1)  # else an error in these tests
+        with pytest.warns(FutureWarning, match="something else"):
+            warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
+        for message in (f"{text} from kernels-community", "no kernel"):
+            logging.getLogger(name).warning(message)
+    logging.getLogger(name).warning(text)
+    assert [record.message for record in caplog.records] == ["no kernel", text]
