@@ -146,6 +146,12 @@ def test_it_says_what_was_read(tmp_path: Path) -> None:
     )
 
 
+HALVES = {
+    "quantization": hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16"),
+    "precision": sw.Precision(compute=torch.float16),
+}
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -153,6 +159,7 @@ def test_it_says_what_was_read(tmp_path: Path) -> None:
         ({"dtype": "bf16"}, "dtype is 'bf16', and not a dtype. Pass one, for example torch.bfl"),
         ({"quantization": 4}, "quantization is 4, and not a BitsAndBytesConfig. Pass one, for ex"),
         ({"device_map": "auto"}, "no option 'device_map'; leave it out: each rank has one device"),
+        (HALVES, "training computes in float16, and 4-bit layers in bfloat16"),
         ({"stratgy": "zero1"}, "shard() has no option 'stratgy'; nearest is 'strategy'"),
     ],
 )

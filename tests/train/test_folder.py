@@ -194,10 +194,5 @@ def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.txt"]
 
 
-def test_json_is_readable(tmp_path: Path) -> None:
-    Folder(tmp_path).write_json("a.json", {"é": 1})
-    assert (tmp_path / "a.json").read_text("utf-8") == '{\n  "é": 1\n}\n'
-
-
 def test_what_is_not_there_is_none(tmp_path: Path) -> None:
     assert Folder(tmp_path).read_text("a.txt") is None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def exported(path: Path, tied: bool) -> Decoder:
     model = Decoder(config, 300, context=32)
     sw.shard(model).save_file(path / WEIGHTS)
     for name, value in config_files(config, 300, 32, bpe.end_id(tokenizer), torch.float32).items():
-        folder.write_json(name, value)
+        folder.write_text(name, json.dumps(value))
     return model
 
 

@@ -38,7 +38,7 @@ from shardwise.hf.adapters import add_adapter, init_adapter
 from shardwise.hf.file_map import FileMap, map_files
 from shardwise.hf.folder import config_of, locate, tokenizer_of
 from shardwise.hf.new_tokens import add_tokens
-from shardwise.hf.preparation import prepare
+from shardwise.hf.preparation import check_compute, prepare
 from shardwise.hf.quantized import Quantized, quantize
 from shardwise.hf.quantized_weights import QuantizedWeights
 from shardwise.hf.report import Report
@@ -124,17 +124,20 @@ def load(
             tied one twice with different values.
     """
     comm = comm_for(comm, shard_arguments.get("mesh"))
+    if dtype is not None:
+        check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
+    options = {k: v for k, v in shard_arguments.items() if k not in ("strategy", "wrap")}
     changes = Changes(quantization, lora, tuple(new_tokens))
+    changes.check(Options.of(options).precision.compute)
     with ExitStack() as stack:
-        Options.of({k: v for k, v in shard_arguments.items() if k not in ("strategy", "wrap")})
         build = partial(_build, source, (revision, cache_dir), dtype, changes, stack)
         built = raise_on_all(comm, "opening a model", build)
         folder, reader, file_map, quantized = built.folder, built.reader, built.map, built.quantized
         comm.agree({f"what is stored in {folder.name}": _digest(reader)})
         compare = partial(weights.check_twice, reader, file_map, comm.rank, comm.size)
         raise_on_all(comm, "comparing tied weights", compare)
-        options = {"comm": comm, "init": built.init, "load_later": built.later}
-        sharded = shard(built.model, **options, **shard_arguments)
+        values = {"init": built.init, "load_later": built.later}
+        sharded = shard(built.model, comm=comm, **values, **shard_arguments)
         read = partial(_read, reader, file_map, quantized, sharded)
         quantized.share(raise_on_all(comm, "reading a model", read))
     if lora is not None:
@@ -153,13 +156,14 @@ class Changes(NamedTuple):
     lora: LoraConfig | None = None
     new_tokens: tuple[str, ...] = ()
 
-    def check(self) -> None:
-        """Raise ``ConfigError`` for what is of another kind."""
+    def check(self, computed: torch.dtype | None) -> None:
+        """Raise ``ConfigError`` for what is of another kind, or contradicts what is computed in."""
         if self.quantization is not None:
             from transformers import BitsAndBytesConfig
 
             example = "transformers.BitsAndBytesConfig(load_in_4bit=True)"
             check_type("quantization", self.quantization, BitsAndBytesConfig, example)
+            check_compute(self.quantization, computed)
         if self.lora is not None:
             from peft import LoraConfig
 
@@ -198,7 +202,6 @@ def on_meta(
     Raises:
         ConfigError: as ``load``.
     """
-    changes.check()
     folder = locate(source, revision)
     model = _empty(config_of(folder), dtype, folder)
     if changes.quantization is not None:
@@ -215,9 +218,6 @@ def _build(
     stack: ExitStack,
 ) -> Built:
     """The files, which are closed with ``stack``, and the model that they fit."""
-    if dtype is not None:
-        check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
-    changes.check()
     folder = locate(source, *hub)
     reader = stack.enter_context(CheckpointReader.open(folder))
     model = _empty(config_of(folder), dtype, folder)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -175,9 +174,6 @@ class Folder:
     def write_bytes(self, name: str, content: bytes) -> None:
         with self.atomic_write(name) as path:
             path.write_bytes(content)
-
-    def write_json(self, name: str, value: object) -> None:
-        self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def has(self, name: str) -> bool:
         return (self.path / name).exists()
