@@ -132,21 +132,20 @@ def load(
     with ExitStack() as stack:
         build = partial(_build, source, (revision, cache_dir), dtype, changes, stack)
         built = raise_on_all(comm, "opening a model", build)
-        folder, reader, file_map, quantized = built.folder, built.reader, built.map, built.quantized
-        comm.agree({f"what is stored in {folder.name}": _digest(reader)})
-        compare = partial(weights.check_twice, reader, file_map, comm.rank, comm.size)
+        comm.agree({f"what is stored in {built.folder.name}": _digest(built.reader)})
+        compare = partial(weights.check_twice, built.reader, built.map, comm.rank, comm.size)
         raise_on_all(comm, "comparing tied weights", compare)
         values = {"init": built.init, "load_later": built.later}
         sharded = shard(built.model, comm=comm, **values, **shard_arguments)
-        read = partial(_read, reader, file_map, quantized, sharded)
-        quantized.share(raise_on_all(comm, "reading a model", read))
+        absmax = raise_on_all(comm, "reading a model", partial(_read, built, sharded))
+        built.quantized.share(absmax)
     if lora is not None:
         init_adapter(sharded)
-    report = Report.of(sharded, file_map, str(source))
-    if comm.rank == 0 and (file_map.initialised or file_map.unexpected):
+    report = Report.of(sharded, built.map, str(source))
+    tables = built.matches, built.quantized.table
+    if comm.rank == 0 and (built.map.initialised or built.map.unexpected):
         log.warning("not all tensors of the files and of the model have a counterpart: %s", report)
-    table = quantized.table
-    return LoadedModel(built.model, sharded, built.tokenizer, folder, report, built.matches, table)
+    return LoadedModel(built.model, sharded, built.tokenizer, built.folder, report, *tables)
 
 
 class Changes(NamedTuple):
@@ -242,12 +241,10 @@ def _adapted(
     return add_adapter(model, lora)
 
 
-def _read(
-    reader: CheckpointReader, file_map: FileMap, quantized: QuantizedWeights, sharded: Sharded
-) -> list[torch.Tensor]:
+def _read(built: Built, sharded: Sharded) -> list[torch.Tensor]:
     """Fill the shards, and return the absmax of this rank's blocks of quantised weights."""
-    weights.read(reader, file_map, sharded)
-    return quantized.read(reader, sharded.comm)
+    weights.read(built.reader, built.map, sharded)
+    return built.quantized.read(built.reader, sharded.comm)
 
 
 def _empty(config: Any, dtype: torch.dtype | None, folder: Path) -> Any:
