@@ -72,9 +72,8 @@ class Options:
         check_type("precision", self.precision, Precision, "sw.Precision(compute=torch.bfloat16)")
         check_type("prefetch", self.prefetch, Prefetch, "sw.Prefetch(backward=0)")
         if not isinstance(self.activation_checkpointing, bool):
-            example = "sw.ActivationCheckpointing(every=2)"
-            given = self.activation_checkpointing
-            check_type("activation_checkpointing", given, ActivationCheckpointing, example)
+            kind, example = ActivationCheckpointing, "sw.ActivationCheckpointing(every=2)"
+            check_type("activation_checkpointing", self.activation_checkpointing, kind, example)
         if not isinstance(self.compile, bool):
             check_type("compile", self.compile, str, '"inductor"')
         check_type("offload", self.offload, Offload, "sw.Offload(optimizer=True)")

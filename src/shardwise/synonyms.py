@@ -86,8 +86,7 @@ _OPTIONS = {
         "reduce_bucket_size allgather_bucket_size reduce_scatter"
     ),
     'that is buffers= here: "broadcast" for True, "local" for False': "broadcast_buffers",
-    "leave it out: each rank has one device, and a shard of every layer": "device_map",
-    "leave it out: ranks hold equal ranges of whole units": "shard_placement_fn",
+    "leave it out: ranks hold equal ranges of whole units": "shard_placement_fn device_map",
 }
 
 

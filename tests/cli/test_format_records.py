@@ -85,12 +85,12 @@ def test_streams_are_said_to_be_of_one_rank_each() -> None:
 
 
 def test_what_each_rank_will_keep_is_one_line() -> None:
-    (line,) = format_record(Predicted(2, 2_000_000, 300_000, 600_000, 0, 1_500_000))
+    (line,) = format_record(Predicted(2_000_000, 300_000, 600_000, 0, 1_500_000))
     assert line == (
-        "memory    each of 2 ranks will keep 2.9 MB: parameters 2.0 MB, gradients 0.3 MB, "
+        "memory    each rank will keep 2.9 MB: parameters 2.0 MB, gradients 0.3 MB, "
         "optimizer state 0.6 MB; gathered besides, at most 1.5 MB, and activations"
     )
-    (line,) = format_record(Predicted(2, 0, 0, 0, 7_000_000, 1_500_000))
+    (line,) = format_record(Predicted(0, 0, 0, 7_000_000, 1_500_000))
     assert "optimizer state 0.0 kB; 7.0 MB in host memory; gathered" in line
 
 

@@ -158,7 +158,7 @@ HALVES = {
         ({"lora": {}}, "lora is {}, and not a LoraConfig. Pass one, for example peft.LoraConfig(r"),
         ({"dtype": "bf16"}, "dtype is 'bf16', and not a dtype. Pass one, for example torch.bfl"),
         ({"quantization": 4}, "quantization is 4, and not a BitsAndBytesConfig. Pass one, for ex"),
-        ({"device_map": "auto"}, "no option 'device_map'; leave it out: each rank has one device"),
+        ({"device_map": "auto"}, "no option 'device_map'; leave it out: ranks hold equal ranges"),
         (HALVES, "training computes in float16, and 4-bit layers in bfloat16"),
         ({"stratgy": "zero1"}, "shard() has no option 'stratgy'; nearest is 'strategy'"),
     ],

@@ -195,7 +195,7 @@ def _predicted(r: Predicted) -> str:
     host = f"; {_size(r.in_host)} in host memory" if r.in_host else ""
     return _labelled(
         "memory",
-        f"each of {count(r.ranks, 'rank')} will keep {_size(together)}: parameters "
+        f"each rank will keep {_size(together)}: parameters "
         f"{_size(r.parameters)}, gradients {_size(r.gradients)}, optimizer state "
         f"{_size(r.optimizer)}{host}; gathered besides, at most {_size(r.gathered)}, and "
         "activations",

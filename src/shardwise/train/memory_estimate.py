@@ -79,7 +79,7 @@ def check_memory(
     if row is None:
         return None
     parameters = row.parameters + row.padding + row.joined
-    return Predicted(ranks, parameters, row.gradients, row.optimizer, row.in_host, row.gathered)
+    return Predicted(parameters, row.gradients, row.optimizer, row.in_host, row.gathered)
 
 
 def predict(recipe: Recipe, ranks: int) -> Kept:

@@ -274,13 +274,11 @@ class Predicted:
     """Bytes that each rank will keep, known before the model is read.
 
     Attributes:
-        ranks: how many.
         parameters, gradients, optimizer: on the device, with padding.
         in_host: of the same, what ``sharding.offload`` keeps in host memory.
         gathered: full parameters at most at a time, besides.
     """
 
-    ranks: int
     parameters: int
     gradients: int
     optimizer: int
