@@ -11,7 +11,8 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from shardwise.integrations.fabric import ShardwiseStrategy, handle
+from shardwise.integrations.fabric import ShardwiseStrategy
+from shardwise.integrations.handover import handle
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 

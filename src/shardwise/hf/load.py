@@ -135,8 +135,8 @@ def load(
         comm.agree({f"what is stored in {built.folder.name}": _digest(built.reader)})
         compare = partial(weights.check_twice, built.reader, built.map, comm.rank, comm.size)
         raise_on_all(comm, "comparing tied weights", compare)
-        values = {"init": built.init, "load_later": built.later}
-        sharded = shard(built.model, comm=comm, **values, **shard_arguments)
+        shard_arguments |= {"init": built.init, "load_later": built.later}
+        sharded = shard(built.model, comm=comm, **shard_arguments)
         absmax = raise_on_all(comm, "reading a model", partial(_read, built, sharded))
         built.quantized.share(absmax)
     if lora is not None:

@@ -135,7 +135,7 @@ class Rehearsal:
         from peft import PeftModel
 
         options = {"quantization_config": recipe.model.quantization.config()}
-        base = AutoModelForCausalLM.from_pretrained(flat["model.from"], **options)
+        base: Any = AutoModelForCausalLM.from_pretrained(flat["model.from"], **options)
         if recipe.adapter.new_tokens:
             tokens = len(AutoTokenizer.from_pretrained(folder / "adapter"))
             rows = max(tokens, base.get_input_embeddings().num_embeddings)
