@@ -25,7 +25,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     *inputs, target = batch
     output = model(*inputs).float()
     if target.is_floating_point():
-        return F.mse_loss(output, target)
+        return F.mse_loss(output, target.float())  # torch 2.11 takes one dtype
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 

@@ -205,4 +205,5 @@ def test_a_whole_step_may_be_compiled() -> None:
         step = compiles(step)
         return [float(step().detach()) for _ in range(3)]
 
-    assert run(torch.compile(backend="eager")) == run(lambda step: step)
+    compiled = run(torch.compile(backend="eager"))
+    assert compiled == pytest.approx(run(lambda step: step), rel=1e-6)  # equal, but in torch 2.11
