@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import disk
 from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.checkpoint.folder import Partial, new_token
 from shardwise.checkpoint.lock import LOCK
@@ -316,7 +315,6 @@ def test_a_checkpoint_of_a_later_version_is_not_passed_over(copy: Callable[[str]
 @pytest.fixture
 def opening(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], list[str]]:
     """``opening(name, number, times)``: the file is refused with this error as many times."""
-    monkeypatch.setattr(disk, "NAPS", (0.01, 0.01))
     real = os.open
 
     def refuse(name: str, number: int, times: int) -> list[str]:
@@ -348,11 +346,7 @@ def test_what_the_disk_refuses_for_good_is_not_damage(
     number: int,
     copy: Callable[[str], Path],
     opening: Callable[[str, int, int], list[str]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(disk, "NAPS", (0.0,))
-    monkeypatch.setattr("shardwise.checkpoint.disk.NAPS", (0.0,))
-    monkeypatch.setattr("shardwise.checkpoint.checked_file.NAPS", (0.0,))
     run = copy("everything")
     opening("step-2/training.json", number, 1000)
     assert os.strerror(number) in refused(run)

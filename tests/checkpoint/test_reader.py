@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import disk
 from shardwise.checkpoint.plan import BLOCK, cut_at_blocks
 from shardwise.checkpoint.read_requests import read_into, request_for
 from shardwise.checkpoint.reader import CheckpointReader
@@ -195,7 +194,6 @@ def test_what_the_disk_refuses_is_not_damage(folder: Path, monkeypatch: pytest.M
     def preadv(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(disk, "NAPS", (0.0,))
     with CheckpointReader.open(folder) as source:
         monkeypatch.setattr(os, "preadv", preadv)
         with pytest.raises(sw.CheckpointError, match="the disk fails"):
@@ -203,7 +201,6 @@ def test_what_the_disk_refuses_is_not_damage(folder: Path, monkeypatch: pytest.M
 
 
 def test_a_stale_handle_is_opened_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "NAPS", (0.0,))
     preadv, opened, stale = os.preadv, os.open, list[Any]()
 
     def once(*what: Any) -> int:
@@ -245,7 +242,6 @@ def test_a_folder_that_cannot_be_looked_at_is_not_one_without_a_manifest(
     def fails(path: object, **_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    monkeypatch.setattr(disk, "NAPS", ())
     monkeypatch.setattr(os, "listdir", fails)
     monkeypatch.setattr(os, "lstat", fails)
     with pytest.raises(sw.CheckpointError, match="Input/output error") as raised:
