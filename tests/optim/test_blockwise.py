@@ -141,6 +141,39 @@ def test_shards_that_cut_blocks_are_refused_with_the_way_out() -> None:
         assert text.endswith("Pass blocksize=256 to sw.shard().")
 
 
+def with_adapters() -> nn.Module:
+    """Adapters that are large enough to be quantised, on a frozen model."""
+    model = nets.Decoder(width=24, depth=1, vocabulary=101, tied=False).requires_grad_(False)
+    head = model.get_submodule("lm_head")
+    assert isinstance(head, nn.Linear)
+    model.set_submodule("lm_head", nets.LowRank(head, rank=48))
+    return model
+
+
+def test_adapters_are_trained_on_a_frozen_base_that_is_cut_inside_blocks() -> None:
+    plain = seeded(with_adapters)
+    optimizer = made(plain)
+    for number in range(2):
+        step(plain, optimizer, batch(number, 0))
+    expected = clones(plain.state_dict())
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm, blocksize=256)
+        optimizer = made(model)
+        for number in range(2):
+            step(model, optimizer, batch(number, 0))
+        assert equal(model.state_dict(), expected)
+        assert (
+            optimizer.state[model.get_parameter("lm_head.up.weight")]["state1"].dtype is torch.uint8
+        )
+        sharded.model.requires_grad_(True)
+        train(model, batch(2, 0))
+        return said(sw.OptimizerError, optimizer.step)
+
+    for text in on_ranks(4, with_adapters, rank):
+        assert "inside such blocks" in text
+
+
 def test_a_layout_of_blocks_cuts_trainable_parameters_between_them() -> None:
     for world in (2, 3, 8):
         sharded = sw.shard(seeded(nets.mostly_frozen), comm=FakeComm(0, world), blocksize=16)

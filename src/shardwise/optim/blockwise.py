@@ -50,9 +50,14 @@ def without_tables(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in TABLES}
 
 
-def check_blocks(optimizer: Any, shardings: Iterable[Sharding]) -> None:
-    """Raises ``OptimizerError`` if a parameter that is quantised is cut inside a block."""
-    for sharding in shardings:
+def check_blocks(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
+    """Raises ``OptimizerError`` if state that is quantised would be cut inside a block.
+
+    Frozen parameters, which have no state, may be cut anywhere.
+    """
+    for param in params:
+        if not param.requires_grad or (sharding := sharding_of(param)) is None:
+            continue
         layout, slot = sharding.layout, sharding.slot
         starts = [layout.owned(slot, shard)[0] for shard in layout.owners(slot)]
         if slot.numel >= optimizer.args.min_8bit_size and any(start % BLOCK for start in starts):
@@ -74,6 +79,7 @@ def make_state(optimizer: Any, own: Iterable[nn.Parameter]) -> None:
             if id(param) not in ids or sharding is None or param.grad is None:
                 continue
             if not state:
+                check_blocks(optimizer, [param])  # it may have been frozen until now
                 args.min_8bit_size = 0 if sharding.slot.numel >= least else least
                 optimizer.init_state(group, param, number, at)
                 args.min_8bit_size = least

@@ -218,7 +218,7 @@ def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None
             "are averaged over the ranks are dense. Use torch.optim.AdamW for these parameters."
         )
     if is_blockwise(optimizer):
-        check_blocks(optimizer, split)
+        check_blocks(optimizer, params)
         return
     if not split or isinstance(optimizer, _ELEMENTWISE) or getattr(kind, "elementwise", False):
         return
