@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests import nets
-from tests.copies import clones, equal, local, on_ranks
+from tests.copies import clones, equal, local, on_ranks, said
 from tests.steps import STRATEGIES, train
 
 BUILD, BATCH = nets.scalar_and_13_rows, nets.scalar_and_13_rows_batch
@@ -95,6 +95,35 @@ def test_scaled_steps_are_those_without_a_scaler() -> None:
 
     for strategy in STRATEGIES:
         on_ranks(2, BUILD, lambda comm, model: rank(comm, model, strategy))  # noqa: B023
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+def test_scales_that_differ_between_ranks_are_an_error_with_both(strategy: str) -> None:
+    """Also those of the two copies of a hybrid, which exchange nothing else after the backward."""
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        mesh = (2, 2) if strategy == "hybrid_shard" else None
+        optimizer = OPTIMIZERS["loop"](sw.shard(model, strategy, comm=comm, mesh=mesh))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + comm.rank // 2))
+        scaler.scale(nets.loss(model, BATCH(comm.rank, 2))).backward()
+        return said(sw.RanksDisagree, lambda: scaler.step(optimizer))
+
+    for text in on_ranks(4, BUILD, rank):
+        assert text.startswith("a GradScaler has scale 1024 on rank 0 and 2048 on rank 2, so ")
+
+
+def test_a_scaler_on_some_ranks_only_is_an_error_that_names_it() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        optimizer = OPTIMIZERS["loop"](sw.shard(model, comm=comm))
+        scaler = torch.amp.GradScaler("cpu", enabled=comm.rank == 0)
+        for _ in range(2):
+            scaler.scale(nets.loss(model, BATCH(comm.rank, 2))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    with pytest.raises(sw.RanksDisagree, match="unscale gradients of a GradScaler"):
+        on_ranks(2, BUILD, rank)
 
 
 def test_a_scaler_costs_one_collective_for_each_dtype() -> None:

@@ -25,6 +25,10 @@ class Engine(Protocol):
     """What shards ask of the engine of their model."""
 
     @property
+    def comm(self) -> Comm:
+        """All ranks of the model."""
+
+    @property
     def computing(self) -> bool:
         """Is a forward or backward pass of the model under way?"""
 
@@ -34,8 +38,8 @@ class Engine(Protocol):
     def check_write(self, name: str) -> None:
         """Raises if not every rank can write its shard of a parameter, or of its gradient."""
 
-    def before_unscale(self, shardings: Collection[Sharding], scale: Tensor) -> None:
-        """Gradients are multiplied by ``scale`` next, unless one is not finite."""
+    def before_unscale(self, shardings: Collection[Sharding], factor: Tensor) -> None:
+        """Gradients are multiplied by ``factor`` next, unless one is not finite."""
 
     def before_write(self, unit: str) -> None:
         """Shards of a unit are written next: nobody may still read or send what they hold."""

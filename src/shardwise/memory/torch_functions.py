@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.protocol import Label
-from shardwise.errors import ShardUseError
+from shardwise.comm.protocol import Comm, Label
+from shardwise.errors import RanksDisagree, ShardUseError
 from shardwise.memory.elementwise import (
     COPIES,
     ELEMENTWISE,
@@ -187,16 +187,29 @@ def _equal(call: Call) -> Any:
 
 def _unscale(call: Call) -> None:
     """GradScaler's unscale: a gradient that is not finite on one rank counts on every rank."""
-    gradients, found, scale = call.args
+    gradients, found_inf, factor = call.args
     shardings = [gradient.sharding for gradient in call.shards(gradients)]
-    engines = (sharding.engine and sharding.engine() for sharding in shardings)
-    for engine in dict.fromkeys(filter(None, engines)):
-        engine.before_unscale(shardings, scale)
+    held = (sharding.engine and sharding.engine() for sharding in shardings)
+    engines = list(dict.fromkeys(filter(None, held)))
+    for engine in engines:
+        engine.before_unscale(shardings, factor)
     call.run()
-    label = Label("unscale", "gradients")
-    for axes in dict.fromkeys(sharding.axes for sharding in shardings):
-        combined = over_ranks(found.reshape(1), torch.amax, axes, label)
-        found.copy_(combined.reshape(found.shape))
+    for comm in dict.fromkeys(engine.comm for engine in engines):
+        found_inf.fill_(_found_inf_on_any_rank(found_inf, factor, comm))
+
+
+def _found_inf_on_any_rank(found_inf: Tensor, factor: Tensor, comm: Comm) -> Tensor:
+    """The largest ``found_inf``; the ranks' ``factor``, the scale's inverse, has to be equal."""
+    mine = torch.stack([found_inf.reshape(()), factor.reshape(())]).to(comm.device)
+    rows = comm.gather_rows(mine, Label("unscale", "gradients of a GradScaler"))
+    scales = rows[:, 1].reciprocal().tolist()
+    if other := next((rank for rank, scale in enumerate(scales) if scale != scales[0]), 0):
+        raise RanksDisagree(
+            f"a GradScaler has scale {scales[0]:g} on rank 0 and {scales[other]:g} on rank "
+            f"{other}, so the mean of their gradients cannot be unscaled. Create it with one "
+            "init_scale, load one state, and call update() after each step, on all ranks."
+        )
+    return rows[:, 0].amax()
 
 
 # ---- attributes and aliases ----------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from shardwise.comm.protocol import Comm
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.memory.use_errors import functorch_transform
@@ -122,6 +123,10 @@ class Hooks:
     # ---- what shards ask -------------------------------------------------------------------
 
     @property
+    def comm(self) -> Comm:
+        return self.runtime.comm
+
+    @property
     def computing(self) -> bool:
         """Is a forward or backward pass under way? One that has stopped is not."""
         self._abandon_stopped()
@@ -138,13 +143,13 @@ class Hooks:
         if self.runtime.join is not None:
             self.runtime.join.refuse(f"{name!r}, or its gradient, is written by hand")
 
-    def before_unscale(self, shardings: Collection[Sharding], scale: Tensor) -> None:
+    def before_unscale(self, shardings: Collection[Sharding], factor: Tensor) -> None:
         """A GradScaler unscales gradients of these parameters next."""
         if self.runtime.join is not None:
             trained = self.runtime.trained
             asked = [sharding_of(param) in shardings for param in trained.params]
             self.runtime.join.send(
-                Kind.UNSCALE, numbers=lambda: [*trained.has_gradient(), *asked, float(scale)]
+                Kind.UNSCALE, numbers=lambda: [*trained.has_gradient(), *asked, float(factor)]
             )
 
     def before_write(self, unit: str) -> None:
