@@ -354,6 +354,21 @@ def test_a_scaler_that_came_apart_is_found() -> None:
         on_ranks(2, tied_decoder, partial(scales_of_two_epochs, is_given=False))
 
 
+def test_a_rank_that_keeps_its_gradients_while_others_drop_theirs_is_found() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = sgd(list(model.parameters()))
+        with sharded.join(optimizer):
+            for batch in batches(0)[:2]:
+                loss(model, batch).backward()
+                optimizer.step()
+                if comm.rank == 0:
+                    optimizer.zero_grad()
+
+    with pytest.raises(sw.RanksDisagree, match=r"before a forward pass on rank 0 than on rank 1"):
+        on_ranks(2, tied_decoder, rank)
+
+
 @pytest.mark.parametrize("begins_frozen", [False, True])
 def test_requires_grad_that_changes_changes_without_data_too(begins_frozen: bool) -> None:
     """Also where that is the first of which a rank with data tells one that has none."""

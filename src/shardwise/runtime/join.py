@@ -141,11 +141,18 @@ class Join:
         calls = {rank: row for rank, row in enumerate(rows) if rank not in self.left}
         first, *others = calls
         for rank in others:
-            if calls[rank][:3] != calls[first][:3]:
-                does = [Kind(int(calls[r][0])).name.lower() for r in (first, rank)]
+            kinds = [Kind(int(calls[r][0])).name.lower() for r in (first, rank)]
+            if kinds == ["train", "train"] and calls[rank][1] != calls[first][1]:
                 raise RanksDisagree(
-                    f"inside join() rank {first} is at a call of kind {does[0]!r}, and rank {rank} "
-                    f"at {does[1]!r}. Ranks that have data have to do the same, in one order."
+                    "inside join() other parameters have gradients before a forward pass on rank "
+                    f"{first} than on rank {rank}. Call optimizer.zero_grad() after the same steps "
+                    "on all ranks that have data."
+                )
+            if calls[rank][:3] != calls[first][:3]:
+                raise RanksDisagree(
+                    f"inside join() rank {first} is at a call of kind {kinds[0]!r}, and rank "
+                    f"{rank} at {kinds[1]!r}. Ranks that have data have to do the same, in one "
+                    "order."
                 )
             if calls[rank][4] != calls[first][4] and calls[rank][0] == Kind.UNSCALE:
                 raise RanksDisagree(
@@ -163,12 +170,18 @@ class Join:
 
     # ---- what is told ------------------------------------------------------------------------
 
-    def begin_forward(self, trains: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """A forward pass begins; one that ``trains`` has samples, of which the mean is formed."""
+    def begin_forward(
+        self, trains: bool, gradients: int, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """A forward pass begins; one that ``trains`` has samples, of which the mean is formed.
+
+        Args:
+            gradients: a digest of which parameters have one.
+        """
         if trains and not self.has_left:
             self._passes += 1
             self._samples += 1 if self._count is None else float(self._count(*args, **kwargs))
-        self.send(Kind.TRAIN if trains else Kind.FORWARD)
+        self.send(Kind.TRAIN if trains else Kind.FORWARD, gradients if trains else 0)
 
     def tell(self, event: Event) -> None:
         """An event is carried out next."""

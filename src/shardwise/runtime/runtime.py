@@ -182,7 +182,7 @@ class Runtime:
         """
         before, trains = self._cursor, torch.is_grad_enabled()
         if self.join is not None:
-            self.join.begin_forward(trains, *given)
+            self.join.begin_forward(trains, self.trained.gradients_digest(), *given)
             self.set_share(self.join.share)
         if not trains:
             self._cursor = self._begun("forward")

@@ -71,6 +71,10 @@ class Trained:
         with disable_torch_function():
             return [get_grad(param) is not None for param in self.params]
 
+    def gradients_digest(self) -> int:
+        """Of ``has_gradient``, equal on all ranks; 0 while gradients are not reduced."""
+        return 0 if self._unreduced else zlib.crc32(bytes(self.has_gradient()))
+
     def ask_used(self) -> Callable[[], list[bool]]:
         flags = [flag for bucket in self.buckets for flag in bucket.gradients.touched_flags()]
         return ask_used(flags, self._comm)
