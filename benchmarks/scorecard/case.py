@@ -12,8 +12,8 @@ from torch import Tensor
 from benchmarks.scorecard.engines import Engine
 
 RIGHT, NAMED, UNNAMED = "clear result", "named error", "unnamed error"
-WRONG, HANG, LATER = "wrong", "hang or abort", "not yet"
-OUTCOMES = (RIGHT, NAMED, UNNAMED, WRONG, HANG, LATER)
+WRONG, HANG = "wrong", "hang or abort"
+OUTCOMES = (RIGHT, NAMED, UNNAMED, WRONG, HANG)
 
 
 class Result(NamedTuple):
@@ -32,7 +32,6 @@ class Case:
         title: what the program does.
         run: what it computes; the same for every engine.
         names: words of which an error's message must contain each (alternatives by ``|``).
-        waits: for which later capability of shardwise, ``""`` if for none.
         timeout: seconds that a collective may take.
         tolerance: of values, relative to each tensor's largest; sums over ranks have another order.
     """
@@ -41,7 +40,6 @@ class Case:
     title: str
     run: Callable[[Engine], dict[str, Tensor]]
     names: tuple[str, ...] = ()
-    waits: str = ""
     timeout: float = 1800.0
     tolerance: float = 2e-5
 

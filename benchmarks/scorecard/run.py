@@ -14,7 +14,6 @@ from benchmarks.harness.workers import Worker, Workers
 from benchmarks.scorecard import files, flow, misuse, parameters
 from benchmarks.scorecard.case import (
     HANG,
-    LATER,
     OUTCOMES,
     RIGHT,
     UNNAMED,
@@ -100,9 +99,6 @@ def run(config: Config, log: Log) -> Iterator[Report]:
 
 def _ended(number: int, engine: str, limit: int) -> Result:
     """How the ranks of one case ended."""
-    case = CASES[number]
-    if case.waits and engine == "shardwise":
-        return Result(LATER, f"waits for {case.waits}")
     try:
         with Workers(2, work, number, engine, timeout=limit, start="forkserver") as workers:
             return of_both([Result(*result) for result in workers.receive()])
