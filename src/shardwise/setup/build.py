@@ -30,7 +30,7 @@ from shardwise.torch_internals import buffers_of
 from shardwise.units.units import Unit, Units
 from shardwise.version import __version__
 
-__all__ = ["check_unsharded", "cut", "facts", "uncut"]
+__all__ = ["check_unsharded", "cut", "facts", "uncut", "warn_of_copies"]
 
 log = logging.getLogger("shardwise")
 
@@ -82,10 +82,24 @@ def _digest(buckets: Iterable[BucketSpec]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def warn_of_copies(specs: Specs, world: int) -> None:
+    """Warn where each of ``world`` ranks will hold all of a large model."""
+    every = [spec for of_unit in specs.values() for spec in of_unit]
+    numel = sum(spec.layout.used for spec in every)
+    if world > 1 and numel >= LARGE and {spec.replicate.size for spec in every} == {world}:
+        log.warning(
+            "no_shard holds all %.1f billion parameters, their gradients and optimizer state on "
+            'every rank; strategy="full_shard" holds 1/%d of them',
+            numel / 1e9,
+            world,
+        )
+
+
 def cut(
     model: nn.Module, units: Units, specs: Specs, options: Options, comm: Comm
 ) -> dict[str, UnitState]:
     """Give every parameter its value and cut it; afterwards each rank holds its shards alone."""
+    warn_of_copies(specs, comm.size)  # before memory for them is taken
     states: dict[str, UnitState] = {}
     sends = options.sync_module_states and comm.size > 1
 
@@ -106,15 +120,6 @@ def cut(
     if sends:
         text = "states synchronised from rank 0 (%d tensors, %d bytes)"
         log.info(text, len(given), sum(given))
-    numel = sum(unit.numel for unit in units)
-    copies = [spec.replicate.size for buckets in specs.values() for spec in buckets]
-    if comm.size > 1 and numel >= LARGE and set(copies) == {comm.size}:
-        log.warning(
-            "no_shard holds all %.1f billion parameters, their gradients and optimizer state on "
-            'every rank; strategy="full_shard" holds 1/%d of them',
-            numel / 1e9,
-            comm.size,
-        )
     return {unit.name: states[unit.name] for unit in units}
 
 
