@@ -141,6 +141,30 @@ def test_a_strategy_is_a_number_or_a_word_in_any_case(number: int, name: str) ->
         assert read({"fsdp_sharding_strategy": value}).policy.strategy == name
 
 
+@pytest.mark.parametrize("tree", [[], {}, ["full_shard"], "full_shard", None])
+def test_what_has_no_keys_is_refused_with_what_to_pass(tree: object) -> None:
+    text = said(ConfigError, lambda: read(tree))
+    assert f"this is the {type(tree).__name__} {tree!r}. Pass what json.load()" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what_to_do"),
+    [
+        ("fsdp_version", 3, "choose one of 1, 2"),
+        (
+            *("transformer_layer_cls_to_wrap", ["A", "B,C"]),
+            "'B,C' has a comma; write each name as an element of its own",
+        ),
+    ],
+)
+def test_a_value_that_is_none_of_a_keys_says_what_to_write(
+    key: str, value: object, what_to_do: str
+) -> None:
+    report = read({key: value})
+    assert status(report, key) == ("contradictory", f"not a value of this key; {what_to_do}")
+    assert what_to_do in said(ConfigError, report.check)
+
+
 def test_an_unknown_strategy_lists_those_there_are() -> None:
     report = read({"fsdp_sharding_strategy": "FULL_SHRAD"})
     assert "choose one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, " in said(

@@ -118,8 +118,14 @@ def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
         strict: raise where ``Report.check`` does.
 
     Raises:
-        ConfigError: see ``strict``; no dialect knows the keys.
+        ConfigError: see ``strict``; ``tree`` has no keys, or no dialect knows them.
     """
+    if not isinstance(tree, Mapping) or not (tree or dialect):
+        raise ConfigError(
+            f"a configuration is a mapping of at least one key to its value, and this is the "
+            f"{type(tree).__name__} {tree!r:.60}. Pass what json.load() or yaml.safe_load() made "
+            "of the file; for a library's defaults name the dialect."
+        )
     chosen = DIALECTS[dialect] if dialect else guess(tree)
     # An environment has other programs' variables, too, and a program has other calls.
     only = chosen.only or ("*",)

@@ -73,7 +73,10 @@ def _names(value: Any) -> tuple[str, ...]:
         return tuple(name.strip() for name in value.split(",") if name.strip())
     if not isinstance(value, Iterable):
         raise ValueError("write names, with commas between them")
-    return tuple(item if isinstance(item, str) else item.__name__ for item in value)
+    names = tuple(item if isinstance(item, str) else item.__name__ for item in value)
+    if several := next((name for name in names if "," in name), ""):
+        raise ValueError(f"{several!r} has a comma; write each name as an element of its own")
+    return names
 
 
 def _backend(value: Any) -> str:
@@ -143,6 +146,7 @@ _CONVERTERS = {
     "flag": _choice(_SWITCH),
     "on": _choice({True: True}),
     "whole": Converter(_whole),
+    "version": _choice({1: 1, 2: 2}),
     "number": Converter(_number),
     "steps": Converter(lambda value: None if float(value) < 0 else _whole(value)),
     "percent": Converter(lambda value: float(value) / 100, lambda value: value * 100),
