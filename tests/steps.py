@@ -61,7 +61,7 @@ def assert_at_rest(sharded: sw.Sharded) -> None:
     for bucket in sharded.buckets:
         assert not bucket.gathered, bucket.unit
         assert bucket.gradients.full is None, bucket.unit
-        if split and not (sharded.placement.resident or bucket.home.shared):
+        if split and not (sharded.placement.resident or bucket.allocation.shared):
             assert bucket.full.untyped_storage().nbytes() == 0, bucket.unit
         views = bucket.spec.rest_views(bucket.shard)
         for param, view in zip(bucket.params, views, strict=True):

@@ -214,7 +214,7 @@ class Sharded:
         Returns:
             The norm before clipping: 0-dim, fp32, the same on every rank.
         """
-        uneven.tell_clip(self, max_norm, norm_type, parameters)
+        uneven.send_clip(self, max_norm, norm_type, parameters)
         self._before_step()
         places = self._places.values() if parameters is None else chosen(self._places, parameters)
         return clip_gradients(places, self.comm, float(max_norm), float(norm_type))
@@ -381,7 +381,7 @@ class Sharded:
         return not self._hooks.backward.suspended
 
     def _before_update(self, optimizer: Optimizer, closure: object = None, **_: object) -> None:
-        uneven.tell_step(self, optimizer, closure)
+        uneven.send_step(self, optimizer, closure)
         self._before_step()
 
     def _before_step(self) -> None:

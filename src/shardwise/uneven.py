@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -98,10 +99,10 @@ def _votes(self: Sharded, flag: bool | Tensor) -> list[bool]:
     return [bool(row[3]) for row in rows if row[0] != Kind.LEFT]
 
 
-# ---- what is told --------------------------------------------------------------------------------
+# ---- what is sent --------------------------------------------------------------------------------
 
 
-def tell_clip(
+def send_clip(
     self: Sharded, max_norm: float, norm_type: float, parameters: Iterable[Tensor] | None
 ) -> None:
     """Gradients are clipped next."""
@@ -109,11 +110,11 @@ def tell_clip(
         return
     trained = self.runtime.trained
     ids = set(map(id, trained.params if parameters is None else parameters))
-    asked = [id(param) in ids for param in trained.params]
-    joined.send(Kind.CLIP, numbers=lambda: [*trained.has_gradient(), *asked, max_norm, norm_type])
+    clipped = [id(param) in ids for param in trained.params]
+    joined.send(Kind.CLIP, numbers=lambda: [*trained.has_gradient(), *clipped, max_norm, norm_type])
 
 
-def tell_step(self: Sharded, optimizer: Optimizer, closure: object) -> None:
+def send_step(self: Sharded, optimizer: Optimizer, closure: object) -> None:
     """An optimizer steps next."""
     if (joined := self.runtime.join) is None or joined.has_left:
         return
@@ -175,7 +176,7 @@ def _options(optimizer: Optimizer, others: Iterator[float] | None = None) -> lis
 
 
 class _Follower:
-    """A rank that has run out of data: it does what is told until all have left."""
+    """A rank that has run out of data: it does what it receives until all have left."""
 
     def __init__(self, sharded: Sharded, joined: Join) -> None:
         self._sharded, self._runtime, self._joined = sharded, sharded.runtime, joined
@@ -186,7 +187,7 @@ class _Follower:
     def follow(self, scaler: GradScaler | None) -> None:
         reduces = self._runtime.facts.reduces
         try:
-            while (message := self._joined.hear()) is not None:
+            while (message := self._joined.receive()) is not None:
                 self._carry_out(message)
             state = {} if scaler is None else scaler.state_dict()
             numbers = [*self._runtime.trained.has_gradient(), *state.values()]
@@ -229,17 +230,16 @@ class _Follower:
 
     def _clip(self, message: Message) -> None:
         count = len(self._params)
-        *asked, max_norm, norm_type = self._agree_gradients(message.numbers)[: count + 2]
-        pairs = zip(self._params, asked, strict=True)
-        self._sharded.clip_grad_norm_(max_norm, norm_type, [param for param, is_ in pairs if is_])
+        *clipped, max_norm, norm_type = self._agree_gradients(message.numbers)[: count + 2]
+        self._sharded.clip_grad_norm_(max_norm, norm_type, list(compress(self._params, clipped)))
 
     def _unscale(self, message: Message) -> None:
-        *asked, scale = self._agree_gradients(message.numbers)[: len(self._params) + 1]
-        params = [param for param, is_ in zip(self._params, asked, strict=True) if is_]
+        *unscaled, factor = self._agree_gradients(message.numbers)[: len(self._params) + 1]
+        params = list(compress(self._params, unscaled))
         gradients = [param.grad for param in params if param.grad is not None]
-        found = torch.zeros(1, device=gradients[0].device)
-        unscale_(gradients, found, torch.full_like(found, scale))
-        self._stepped |= set(map(id, params))  # if one is not finite, no step will be told
+        found_inf = torch.zeros(1, device=gradients[0].device)
+        unscale_(gradients, found_inf, torch.full_like(found_inf, factor))
+        self._stepped |= set(map(id, params))  # if one is not finite, no step will be sent
 
     def _step(self, message: Message) -> None:
         optimizer = self._joined.optimizers[message.values[0]]
@@ -266,8 +266,8 @@ class _Follower:
         """
         count = len(self._params)
         with disable_torch_function(), torch.no_grad():
-            for param, is_there in zip(self._params, numbers[:count], strict=True):
-                if not is_there:
+            for param, has_gradient in zip(self._params, numbers[:count], strict=True):
+                if not has_gradient:
                     set_grad(param, None)
                 elif id(param) in used_up and (grad := get_grad(param)) is not None:
                     grad.zero_()

@@ -337,7 +337,8 @@ def test_the_only_copy_of_a_gather_is_the_ranks_own_slice(
         with Written() as written:
             train(sharded.model, net.batch(comm.rank, 2))
         for bucket, copied in zip(sharded.buckets, before, strict=True):
-            own = 0 if bucket.home.aliased else bucket.layout.shard_numel * 4 * gathers[bucket.unit]
+            copies = 0 if bucket.allocation.aliased else gathers[bucket.unit]
+            own = bucket.layout.shard_numel * 4 * copies
             assert bucket.copied - copied == own
             assert written.into(bucket.full) == ({"copy_": own} if own else {})
 
@@ -746,7 +747,7 @@ def test_pieces_that_copies_have_written_are_joined_once_before_they_are_gathere
         # The cast to a piece, once; and where the full bucket was freed, both pieces, twice.
         itemsize = bucket.dtypes.compute.itemsize
         casts = bucket.shard.numel() * itemsize if precision is BF16 else 0
-        moves = 0 if bucket.home.lasting else 2 * 2 * bucket.shard.numel() * itemsize
+        moves = 0 if bucket.allocation.lasting else 2 * 2 * bucket.shard.numel() * itemsize
         for step in range(2):
             before = bucket.copied
             bucket.shard.fill_(10 * step + comm.rank)

@@ -15,8 +15,8 @@ from shardwise.comm.fake import FakeComm
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh
 from shardwise.memory.spec import (
+    Allocation,
     BucketSpec,
-    Home,
     bytes_of,
     cut_at_multiples,
     policy_of,
@@ -111,7 +111,7 @@ def test_the_ranks_parts_joined_are_the_whole_parameters(net: Net, world: int) -
 
 def test_under_no_shard_each_rank_holds_all_of_it_and_says_replicated() -> None:
     for spec in specs(decoder(), 1, 3, DDP):
-        assert spec.home.whole
+        assert spec.allocation.whole
         full = torch.arange(float(spec.layout.numel))
         for index, (whole, rest) in enumerate(
             zip(spec.full_views(full), spec.rest_views(full), strict=True)
@@ -124,9 +124,9 @@ def test_under_no_shard_each_rank_holds_all_of_it_and_says_replicated() -> None:
 
 def test_one_rank_alone_is_whole_at_rest_and_still_fully_sharded() -> None:
     for spec in specs(decoder()):
-        assert spec.home.whole
+        assert spec.allocation.whole
         assert spec.sharding(0).placement == "fully_sharded"
-    assert not any(spec.home.whole for spec in specs(decoder(), 0, 2))
+    assert not any(spec.allocation.whole for spec in specs(decoder(), 0, 2))
 
 
 def test_slots_start_aligned_for_the_narrowest_dtype_that_lies_there() -> None:
@@ -192,7 +192,7 @@ def test_gradients_are_divided_before_the_first_axis_and_after_the_last() -> Non
 BF16 = Options(precision=sw.Precision(compute=torch.bfloat16))
 IN_HOST = Options(offload=sw.Offload(optimizer=True))
 NOT_KEPT = Options(offload=sw.Offload(parameters=True, optimizer=True))
-HOMES = {  # lasting, aliased, whole, stays whole, reloaded
+ALLOCATIONS = {  # lasting, aliased, whole, stays whole, reloaded
     "shards that are freed": (FULL, 2, Options(), (False, False, False, False, False)),
     "that are cast": (FULL, 2, BF16, (False, False, False, False, False)),
     "that keep the memory": (ZERO1, 2, Options(), (True, True, False, False, False)),
@@ -208,11 +208,11 @@ HOMES = {  # lasting, aliased, whole, stays whole, reloaded
 }
 
 
-@pytest.mark.parametrize("name", HOMES)
+@pytest.mark.parametrize("name", ALLOCATIONS)
 def test_where_the_memory_of_a_bucket_lies(name: str) -> None:
-    placement, world, options, expected = HOMES[name]
+    placement, world, options, expected = ALLOCATIONS[name]
     for spec in specs(decoder(), 0, world, placement, options):
-        assert spec.home == Home(False, *expected)
+        assert spec.allocation == Allocation(False, *expected)
 
 
 def sharing(rank: int, world: int) -> FakeComm:
@@ -236,16 +236,16 @@ def test_a_bucket_that_ranks_map_lasts(
     mesh = Mesh.of(sharing(0, 2), placement.splits)
     for unit in choose_units(decoder()):
         for spec in specs_of(unit, options, mesh, placement, HOST):
-            assert spec.home == Home(mesh.shard.memory.shared, *expected)
+            assert spec.allocation == Allocation(mesh.shard.memory.shared, *expected)
             assert spec.gather_sent == 0
 
 
 def test_a_frozen_bucket_that_is_kept_is_never_loaded_again() -> None:
     [spec, *_] = specs(mostly_frozen(), 0, 2, FULL, NOT_KEPT)
     assert not spec.trainable
-    assert spec.home.reloaded
-    kept = replace(spec, kept=True).home
-    assert kept == Home(
+    assert spec.allocation.reloaded
+    kept = replace(spec, kept=True).allocation
+    assert kept == Allocation(
         False, lasting=True, aliased=False, whole=False, stays_whole=False, reloaded=False
     )
 

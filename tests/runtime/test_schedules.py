@@ -55,12 +55,12 @@ def test_only_the_first_change_of_an_order_that_a_step_has_followed_is_told(
     model, there, back = new(), order_of("a", "b"), order_of("b", "a")
     told = []
     for order in (back, back, None, there, back):  # no step had followed the guess
-        model.learn("train", order, tells=True)
+        model.learn("train", order, logs=True)
         told.append(len(caplog.messages))
         assert order in (None, model.orders["train"])
     assert told == [0, 0, 0, 1, 1]
     assert model.steps_done == 5
-    model.learn("forward", None, tells=True)
+    model.learn("forward", None, logs=True)
     assert model.steps_done == 5
 
 
@@ -75,10 +75,10 @@ def test_a_script_is_built_once_and_anew_for_another_order() -> None:
 def test_each_kind_of_step_keeps_its_orders_as_long_as_there_is_room() -> None:
     model, back = new(), order_of("b", "a")
     model.turn_to(frozenset("a"))
-    model.learn("train", back, tells=True)
+    model.learn("train", back, logs=True)
     model.turn_to(frozenset("b"))  # begins with what is known
     assert model.orders["train"] == back
-    model.learn("train", order_of("a"), tells=True)
+    model.learn("train", order_of("a"), logs=True)
     model.turn_to(frozenset("a"))
     assert model.orders["train"] == back
     for number in range(schedules.KINDS - 1):

@@ -49,10 +49,9 @@ class HostMemory(Memory):
         """
         self.copied["load"] += source.nbytes
         with self.copying():
-            there = (
-                source if source.dtype is out.dtype else source.to(out.device, non_blocking=True)
-            )
-            out.copy_(there, non_blocking=True)
+            if source.dtype is not out.dtype:
+                source = source.to(out.device, non_blocking=True)
+            out.copy_(source, non_blocking=True)
             return _Copied(self._stream.record_event()) if self._pins else Completed()
 
     def store(self, source: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def _most_gathered(events: Sequence[Event], blueprint: Blueprint) -> int:
     """Bytes of the full buckets that exist at most at a time, besides what is kept."""
     nbytes = blueprint.nbytes
     if blueprint.placement.resident and blueprint.placement.splits:
-        shards = sum(spec.rest_nbytes for spec in blueprint.buckets if spec.home.aliased)
+        shards = sum(spec.rest_nbytes for spec in blueprint.buckets if spec.allocation.aliased)
         return sum(unit.gathered for unit in nbytes.values()) - shards  # slices of full buckets
     gathered = most = 0
     for event in events:

@@ -48,7 +48,7 @@ class GatheredParameter(nn.Parameter):
         set_data(self, value)
 
 
-def _told_before(name: str) -> Callable[..., Any]:
+def _checked(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name)
 
     def write(self: GatheredParameter, *args: Any, **kwargs: Any) -> Any:
@@ -68,4 +68,4 @@ def _writing() -> list[str]:
 
 for _name in _writing():
     if callable(getattr(Tensor, _name, None)):
-        setattr(GatheredParameter, _name, _told_before(_name))
+        setattr(GatheredParameter, _name, _checked(_name))

@@ -61,7 +61,7 @@ class Bucket:
     """A bucket's memory: the shard, the full bucket, and which of them the parameters show."""
 
     def __init__(self, spec: BucketSpec) -> None:
-        self.spec, self.home = spec, spec.home
+        self.spec, self.allocation = spec, spec.allocation
         self.unit, self.layout, self.dtypes = spec.unit, spec.layout, spec.dtypes
         self.members, self.params, self.trainable = spec.members, spec.params, spec.trainable
         self.gradients = Gradients(spec)
@@ -74,10 +74,10 @@ class Bucket:
         self._allocate()
         ours = [param for param in self.params if type(param) in OUR_CLASSES]
         #: Whose class changes. Classes that users gave their parameters are left alone.
-        self._ours = [] if self.home.stays_whole else ours
-        self._class_at_rest = nn.Parameter if self.home.whole else ShardedParameter
+        self._ours = [] if self.allocation.stays_whole else ours
+        self._class_at_rest = nn.Parameter if self.allocation.whole else ShardedParameter
         #: Are all parameters guarded at rest?
-        self._guards = len(ours) == len(self.params) and not self.home.whole
+        self._guards = len(ours) == len(self.params) and not self.allocation.whole
         self._may_be_written = False  # by a method, since the parameters became whole
         self._versions: list[int] = []
         for param in self._ours:
@@ -96,7 +96,7 @@ class Bucket:
     @property
     def is_whole(self) -> bool:
         """Do the parameters show the full bucket?"""
-        return self.state is State.READY or self.home.stays_whole
+        return self.state is State.READY or self.allocation.stays_whole
 
     # ---- memory at rest ------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Bucket:
         self._nbytes = self._storage.nbytes()
         self.storage_key = storage_key(self.full)  # tells whether a tensor is a view of a parameter
         self._allocate_shard()
-        if not self.home.lasting:
+        if not self.allocation.lasting:
             self._memory.free(self._storage)
 
     def _allocate_shard(self) -> None:
@@ -127,7 +127,7 @@ class Bucket:
         spec, dtypes = self.spec, self.dtypes
         if spec.in_host:
             return spec.host.shard(self.layout.shard_numel, dtypes.stored)
-        if self.home.aliased:
+        if self.allocation.aliased:
             return spec.own(self.full)
         if not spec.splits_copies or dtypes.stored is not dtypes.compute:
             return self._memory.shard(self.layout.shard_numel, dtypes.stored)
@@ -149,7 +149,7 @@ class Bucket:
             return
         self.state = State.IN_FLIGHT
         self.adopt()
-        if self.home.stays_whole or self._is_current:
+        if self.allocation.stays_whole or self._is_current:
             return
         self._is_current = self.spec.kept and not self.trainable
         self._refill()
@@ -161,7 +161,7 @@ class Bucket:
                 self._pending = codec.all_gather(self._writer, source, comm, self._label)
                 return
             self.copied += self._sent.fill(self.shard)
-            if not self.home.whole:
+            if not self.allocation.whole:
                 self._pending = self.spec.shard.all_gather(self._writer, self._label)
 
     def _refill(self) -> None:
@@ -195,7 +195,7 @@ class Bucket:
             self._pending.wait()
             self._pending = None
         if self.state is State.IN_FLIGHT:
-            if not self.home.stays_whole:
+            if not self.allocation.stays_whole:
                 with disable_torch_function():
                     self._bind(self._full_views, GatheredParameter)
                     self._versions = list(map(get_version, self.params))
@@ -222,12 +222,12 @@ class Bucket:
                 pending.wait()
         finally:
             if self.state is not State.AT_REST:
-                if not self.home.stays_whole:  # ``adopt`` takes what was put in a value's place
+                if not self.allocation.stays_whole:  # else ``adopt`` takes new values
                     self.rest()
                 self.state = State.AT_REST  # last: where Ctrl-C comes between, it is done again
-            if not (still_read or self.home.lasting):
+            if not (still_read or self.allocation.lasting):
                 self._memory.free(self._storage)
-            if self.home.reloaded:
+            if self.allocation.reloaded:
                 self._sent.forget()
 
     def rest(self) -> None:
@@ -271,12 +271,12 @@ class Bucket:
                 if param.shape != view.shape or param.dtype != view.dtype:
                     raise wrong_replacement(self.members[index].name, view, param)
             values = [param.detach() for param in self.params]
-            if self.home.whole:
-                self._allocate() if self.home.aliased else self._allocate_shard()
+            if self.allocation.whole:
+                self._allocate() if self.allocation.aliased else self._allocate_shard()
             for param, view, value in zip(self.params, self._rest_views, values, strict=True):
                 if value.data_ptr() != view.data_ptr():
                     if (sharding := sharding_of(param)) is not None:
-                        sharding.end_loans()
+                        sharding.copy_aliases()
                     view.copy_(value)
             self.expire()
             self.rest()
@@ -307,7 +307,7 @@ class Bucket:
 
     def _whole_of(self, flat: Tensor) -> list[Tensor]:
         """What is laid out like the shard, whole. A collective."""
-        if self.home.whole:
+        if self.allocation.whole:
             full = flat.to(self.full.device, copy=True)
         else:
             full = torch.empty(self.layout.numel, dtype=flat.dtype, device=self.full.device)
@@ -334,7 +334,7 @@ class Bucket:
 
     def is_written(self) -> bool:
         """May a parameter have been written since it became whole?"""
-        if self.home.stays_whole or self.state is not State.READY:
+        if self.allocation.stays_whole or self.state is not State.READY:
             return False
         return (
             self._may_be_written
@@ -347,7 +347,7 @@ class Bucket:
 
     def keep_written(self) -> None:
         """Take this rank's part of what was written into the shard, if one rank wrote it."""
-        if self.home.shared and not self._may_be_written:
+        if self.allocation.shared and not self._may_be_written:
             now = zip(self.members, map(get_version, self.params), self._versions, strict=True)
             name = next(member.name for member, version, before in now if version != before)
             raise written_by_all_ranks(name, self.spec.shard.size)
@@ -377,7 +377,7 @@ class Bucket:
 
     def _before_write(self) -> None:
         """A parameter may be written next: this rank must write to memory of its own."""
-        if not self._may_be_written and self.home.shared:
+        if not self._may_be_written and self.allocation.shared:
             with torch.inference_mode(False), disable_torch_function():
                 self._bind(self.spec.full_views(self.full.clone()), GatheredParameter)
         self._may_be_written = True

@@ -69,7 +69,7 @@ class Sent:
         source = self.source(shard)
         if self._is_filled or source.data_ptr() == self._out.data_ptr():
             return 0
-        self._is_filled = self._spec.home.lasting
+        self._is_filled = self._spec.allocation.lasting
         self._out.copy_(source)
         return self._out.nbytes
 

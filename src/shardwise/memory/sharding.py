@@ -67,7 +67,7 @@ class Sharding:
     axes: tuple[Comm, ...]  # over them all shards are gathered, in order
     engine: weakref.ref[Engine] | None = None
     #: What was read from the parameter and shares the shard's memory, by ``id``.
-    lent: weakref.WeakValueDictionary[int, Tensor] = field(
+    aliases: weakref.WeakValueDictionary[int, Tensor] = field(
         default_factory=weakref.WeakValueDictionary
     )
 
@@ -93,11 +93,11 @@ class Sharding:
         if self.engine is not None and (engine := self.engine()) is not None:
             engine.check_write(self.name)
 
-    def end_loans(self) -> None:
-        """What was lent keeps its values, in memory of its own: the shard gets other ones."""
-        for tensor in list(self.lent.values()):
+    def copy_aliases(self) -> None:
+        """Let aliases keep their values, in memory of their own: the shard gets other ones."""
+        for tensor in list(self.aliases.values()):
             tensor.data = tensor.clone()
-        self.lent.clear()
+        self.aliases.clear()
 
     def cut(self, whole: Tensor, local_shape: torch.Size) -> Tensor:
         """This rank's part of ``whole`` (``shape`` elements), in the shape of its shard."""

@@ -33,11 +33,11 @@ from shardwise.schedule.events import Policy, Prefetch, UnitBytes
 from shardwise.schedule.placement import Placement
 from shardwise.units.units import Member, Unit
 
-__all__ = ["BucketSpec", "Home", "bytes_of", "cut_at_multiples", "policy_of", "specs_of"]
+__all__ = ["Allocation", "BucketSpec", "bytes_of", "cut_at_multiples", "policy_of", "specs_of"]
 
 
 @dataclass(frozen=True)
-class Home:
+class Allocation:
     """Where a bucket's memory lies, which its mesh, placement and dtypes decide."""
 
     shared: bool  # the ranks that split it map one full bucket, so a gather moves nothing
@@ -91,14 +91,14 @@ class BucketSpec:
         return list(zip(axes, (first, last), strict=True))
 
     @cached_property
-    def home(self) -> Home:
+    def allocation(self) -> Allocation:
         same_dtype = self.dtypes.stored is self.dtypes.compute
         shared, whole = self.shard.memory.shared, self.layout.world == 1
         reloaded = self.offload.parameters and not (shared or self.kept)
         kept_whole = self.placement.resident or (whole and (same_dtype or self.in_host))
         lasting = shared or self.kept or (kept_whole and not reloaded)
         aliased = lasting and same_dtype and not self.in_host and self.gather_codec is None
-        return Home(shared, lasting, aliased, whole, aliased and whole, reloaded)
+        return Allocation(shared, lasting, aliased, whole, aliased and whole, reloaded)
 
     @cached_property
     def in_host(self) -> bool:
@@ -114,7 +114,9 @@ class BucketSpec:
     @cached_property
     def staged(self) -> torch.dtype | None:
         """The dtype of the memory, beside the full bucket, in which what is sent is kept."""
-        in_full = (self.home.lasting or self.home.reloaded) and self.gather_codec is None
+        in_full = (
+            self.allocation.lasting or self.allocation.reloaded
+        ) and self.gather_codec is None
         if in_full or not (self.splits_copies or self.in_host):
             return None  # what is sent is the shard, or made in the full bucket
         encodes_shard = self.gather_codec is not None and not self.splits_copies
@@ -263,7 +265,7 @@ def policy_of(specs: Sequence[BucketSpec], prefetch: Prefetch) -> Policy:
         casts=casts,
         joins=joins,
         loads=frozenset(spec.unit for spec in specs if spec.in_host),
-        reloads=frozenset(spec.unit for spec in specs if spec.home.reloaded),
+        reloads=frozenset(spec.unit for spec in specs if spec.allocation.reloaded),
         stores=frozenset(spec.unit for spec in specs if spec.offload.gradients),
     )
 

@@ -161,7 +161,7 @@ def _notify_write(written: Sequence[Tensor], zeroes: bool) -> None:
 def _param_sharding(tensor: Any) -> Sharding | None:
     """The sharding of the parameter whose memory this tensor uses, or ``None``."""
     sharding = sharding_of(tensor)
-    is_alias = sharding is not None and id(tensor) in sharding.lent
+    is_alias = sharding is not None and id(tensor) in sharding.aliases
     return sharding if is_alias or isinstance(tensor, nn.Parameter) else None
 
 
@@ -228,7 +228,7 @@ def _alias(call: Call) -> Any:
     """``data`` and ``detach()``: a shard in the same memory."""
     value = call.mark(call.run(), call.first.sharding)
     if (sharding := _param_sharding(call.first)) is not None:
-        sharding.lent[id(value)] = value
+        sharding.aliases[id(value)] = value
     return value
 
 
@@ -255,7 +255,7 @@ def _set(call: Call) -> Any:
     if not isinstance(shard, nn.Parameter):
         return call.run()
     sharding.before_write()
-    sharding.end_loans()
+    sharding.copy_aliases()
     return shard.detach().copy_(value)  # into the memory that the engine sends
 
 

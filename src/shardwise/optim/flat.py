@@ -175,7 +175,7 @@ class FlatOptimizer(Optimizer, ABC):
         """What gradients must be divided by; ``None`` where that is known to be 1."""
         if self.max_norm is None:
             return None
-        whole = all(bucket.home.whole for bucket in self._sharded.buckets)
+        whole = all(bucket.allocation.whole for bucket in self._sharded.buckets)
         self.norm = norm_of(zip(ranks, gradients, strict=True), self._sharded.comm, whole)
         scale = ((self.norm + 1e-6) / self.max_norm).clamp(min=1.0)
         scale = scale.to(self._states[0].shard.device)

@@ -33,14 +33,14 @@ def chosen(places: Mapping[int, Place], parameters: Iterable[Tensor]) -> list[Pl
     Raises:
         ConfigError: one has none.
     """
-    asked = list(dict.fromkeys(map(id, parameters)))
-    if foreign := sum(param not in places for param in asked):
+    ids = list(dict.fromkeys(map(id, parameters)))
+    if foreign := sum(param not in places for param in ids):
         raise ConfigError(
-            f"{foreign} of the {len(asked)} parameters whose gradients are to be clipped are not "
+            f"{foreign} of the {len(ids)} parameters whose gradients are to be clipped are not "
             "those of this sharded model. Pass some of its own, such as model.actor.parameters(), "
             "and clip those of other models by their own handles."
         )
-    return [places[param] for param in asked]
+    return [places[param] for param in ids]
 
 
 def clip_gradients(
@@ -65,7 +65,7 @@ def clip_gradients(
         )
     with disable_torch_function():
         parts = (part for place in places for part in _parts(place))
-        norm = norm_of(parts, comm, all(bucket.home.whole for bucket, _ in places), norm_type)
+        norm = norm_of(parts, comm, all(bucket.allocation.whole for bucket, _ in places), norm_type)
         grads = (get_grad(bucket.params[index]) for bucket, index in places)
         gradients = [grad for grad in grads if grad is not None]
         if gradients:

@@ -1,7 +1,7 @@
 """The backward pass, as autograd tells it: its begin and end, the nodes it comes to, gradients.
 
 ``forward_calls`` makes of nodes and gradients which unit's backward pass begins or has ended, and
-has a drawing of each hard case. The runtime is told: begin, enter, collect, exit, end.
+has a drawing of each hard case. They call the runtime: begin, enter, collect, exit, end.
 
 Hooks sit on autograd's *nodes*, not on tensors, and no node of our own is inserted. An output
 that is changed in place keeps the node that made it in the graph; a hook on the tensor would be

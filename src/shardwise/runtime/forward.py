@@ -110,7 +110,7 @@ class Hooks:
 
     def _shardings(self) -> Iterator[Sharding]:
         params = (p for s in self.runtime.units.values() for b in s.buckets for p in b.params)
-        return (found for param in params if (found := sharding_of(param)) is not None)
+        return filter(None, map(sharding_of, params))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardUseError(
@@ -147,27 +147,27 @@ class Hooks:
         """A GradScaler unscales gradients of these parameters next."""
         if self.runtime.join is not None:
             trained = self.runtime.trained
-            asked = [sharding_of(param) in shardings for param in trained.params]
+            unscaled = [sharding_of(param) in shardings for param in trained.params]
             self.runtime.join.send(
-                Kind.UNSCALE, numbers=lambda: [*trained.has_gradient(), *asked, float(factor)]
+                Kind.UNSCALE, numbers=lambda: [*trained.has_gradient(), *unscaled, float(factor)]
             )
 
     def before_write(self, unit: str) -> None:
         """Shards of a unit are written next, at any time."""
         self.runtime.before_write(unit)
 
-    def check_idle(self, asked: str) -> None:
+    def check_idle(self, operation: str) -> None:
         """Raises ``ScheduleError`` while a forward or backward pass is under way."""
         if self.computing:
             raise ScheduleError(
-                f"{asked} in the middle of a step, while units are gathered and gradients are on "
-                "their way, and other ranks may be at another unit. Do it between steps: after "
+                f"{operation} in the middle of a step, while units are gathered and gradients are "
+                "on their way, and other ranks may be at another unit. Do it between steps: after "
                 "backward(), or before the forward pass."
             )
         if self.backward.suspended:
             raise ScheduleError(
-                f"{asked} inside full_params(), where every parameter is whole already and will be "
-                "a shard again at the end of the block. Do it after the block."
+                f"{operation} inside full_params(), where every parameter is whole already and "
+                "will be a shard again at the end of the block. Do it after the block."
             )
 
     # ---- forward ---------------------------------------------------------------------------

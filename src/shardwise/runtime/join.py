@@ -1,10 +1,10 @@
-"""What ranks tell each other while some may run out of data.
+"""The messages between ranks of which some may run out of data.
 
     rank 0   TRAIN  EVENT …  BACKWARD  EVENT …  END_BACKWARD  STEP  TRAIN  …  LEFT
-    rank 1   LEFT   the same events and calls, as they are told                LEFT
+    rank 1   LEFT   the same events and calls, as they are received            LEFT
 
 A message is one row of numbers from each rank, gathered. Where a call begins, each rank sends one,
-so all learn who has left and how many samples each has; what happens inside it is told only while
+so all know who has left and how many samples each has; what happens inside it is sent only while
 somebody has left. torch's Join context has each library imitate its own collectives on such a
 rank; here events are values, so they can be sent.
 """
@@ -32,7 +32,7 @@ class Kind(IntEnum):
     """What a rank does."""
 
     LEFT = 0  # it has run out of data
-    # The begin of a call, of which each rank tells the others:
+    # The begin of a call, for which each rank sends a message:
     FORWARD = 1  # a forward pass without gradients
     TRAIN = 2  # one with gradients
     CLIP = 3
@@ -40,7 +40,7 @@ class Kind(IntEnum):
     VOTE = 5  # ``sharded.any`` and ``sharded.all``
     UNSCALE = 6  # of a GradScaler
     REQUIRES_GRAD = 7  # of some parameters has changed
-    # What happens in a pass, which is told to those that have left:
+    # What happens in a pass, which is sent to those that have left:
     EVENT = 8
     END_FORWARD = 9
     BACKWARD = 10
@@ -81,14 +81,14 @@ class Join:
         self.has_left, self.missed_steps = False, 0
         self.share = Share()
         self._samples = self._passes = 0.0  # since gradients were reduced last
-        self._last = comm.rank  # the rank that this one was told by last
+        self._last = comm.rank  # the rank whose message was followed last
 
     # ---- messages --------------------------------------------------------------------------
 
     def send(
         self, kind: Kind, *values: int, numbers: Callable[[], Sequence[float]] = tuple
     ) -> list[list[float]]:
-        """Tell the other ranks what this one does; returns their rows, where each sends one.
+        """Send what this rank does to the others; returns their rows, where each sends one.
 
         Args:
             values: three at most. The first two have to be the same on every rank that has data.
@@ -112,7 +112,7 @@ class Join:
             self._gather(extra)
         return calls
 
-    def hear(self) -> Message | None:
+    def receive(self) -> Message | None:
         """What the first rank that has data does next; ``None``: no rank has any."""
         rows = self._gather([Kind.LEFT] * 6).tolist()
         self.left = [rank for rank, row in enumerate(rows) if row[0] == Kind.LEFT]
@@ -168,7 +168,7 @@ class Join:
                     "another `joined.missed_steps` times."
                 )
 
-    # ---- what is told ------------------------------------------------------------------------
+    # ---- messages of each kind ---------------------------------------------------------------
 
     def begin_forward(
         self, trains: bool, gradients: int, args: Sequence[Any], kwargs: dict[str, Any]
@@ -183,7 +183,7 @@ class Join:
             self._samples += 1 if self._count is None else float(self._count(*args, **kwargs))
         self.send(Kind.TRAIN if trains else Kind.FORWARD, gradients if trains else 0)
 
-    def tell(self, event: Event) -> None:
+    def send_event(self, event: Event) -> None:
         """An event is carried out next."""
         if self.left:
             unit, phase = self._units.index(event.unit), PHASES.index(event.phase)
@@ -192,7 +192,7 @@ class Join:
     def event(self, message: Message) -> Event:
         """The event of a message."""
         op, unit, phase = message.values
-        return Event(OPS[op], self._units[unit], PHASES[phase], "told by a rank that has data")
+        return Event(OPS[op], self._units[unit], PHASES[phase], "sent by a rank that has data")
 
     def end_backward(self, reduces: bool) -> None:
         """A backward pass ends; where it ``reduces``, other samples are counted from now on."""

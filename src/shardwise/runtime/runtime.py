@@ -73,8 +73,8 @@ class Runtime:
         self.schedules, self._cursor = Schedules(units, policy, order), Cursor("train", ())
         # Only ``reduces`` is set from outside.
         self.facts = Facts(trained=self.trained.units, reloads=policy.reloads)
-        #: Nothing is gathered where parameters are whole at rest, so nobody is told of it.
-        self._untold = {
+        #: Nothing is gathered where parameters are whole at rest, so listeners do not get these.
+        self._unreported = {
             (op, unit) for unit in units if not policy.gathers(unit) for op in (Op.GATHER, Op.FREE)
         }
         self.join: Join | None = None  # while ranks may run out of data
@@ -131,7 +131,7 @@ class Runtime:
         if cue.op is Op.ENTER:
             self.serve(cue.unit, cue.phase, "on demand")
         if self.listeners:
-            self._tell(Event(*cue))
+            self._report(Event(*cue))
         if step.after:
             self._carry_out(step.after)
 
@@ -142,26 +142,27 @@ class Runtime:
 
     # ---- events ----------------------------------------------------------------------------
 
-    def _carry_out(self, listed: Iterable[Event], told: bool = True) -> None:
-        """``told=False``: ranks that have run out of data come to these events by themselves."""
+    def _carry_out(self, listed: Iterable[Event], sent: bool = True) -> None:
+        """``sent=False``: ranks that have run out of data come to these events by themselves."""
         for event in listed:
             if is_due(event, self.facts):
                 if self.join is not None:
-                    self._tell_those_that_left(self.join, event, told)
+                    self._check_followed(self.join, event)
+                if self.join is not None and sent:
+                    self.join.send_event(event)
                 self.facts.note(event)
                 ACTS[event.op](self.units[event.unit])
-                if self.listeners and event[:2] not in self._untold:
-                    self._tell(event)
+                if self.listeners and event[:2] not in self._unreported:
+                    self._report(event)
 
-    def _tell_those_that_left(self, join: Join, event: Event, told: bool) -> None:
+    def _check_followed(self, join: Join, event: Event) -> None:
+        """Raises ``ScheduleError`` for what ranks that have run out of data cannot do as well."""
         unit = self.units[event.unit]
         if event.op is Op.FREE and any(bucket.is_written() for bucket in unit.buckets):
             params = f"parameters of unit {unit.name or '(root)'!r}"
             join.refuse(f"{params} are written in a pass, or read by a compiled unit's first call,")
-        if told:
-            join.tell(event)
 
-    def _tell(self, event: Event) -> None:
+    def _report(self, event: Event) -> None:
         for listener in self.listeners:
             listener(event)
 
@@ -170,7 +171,7 @@ class Runtime:
         self.facts.unpin({*keep, *(self.units.keys() - freed)})
         if phase is Phase.FORWARD or self.facts.reduces:  # an optimizer may step next
             self._expire(freed, steps_only=True)
-        self._carry_out(end_events(self.policy, self.facts, freed, phase), told=False)
+        self._carry_out(end_events(self.policy, self.facts, freed, phase), sent=False)
 
     # ---- the forward pass --------------------------------------------------------------------
 
@@ -199,7 +200,7 @@ class Runtime:
 
     @property
     def _follows(self) -> bool:
-        """Does this rank do what others tell, since it has run out of data?"""
+        """Does this rank do what others send, since it has run out of data?"""
         return self.join is not None and self.join.has_left
 
     def _begun(self, mode: Mode) -> Cursor:
@@ -270,8 +271,8 @@ class Runtime:
         if self.join is not None:
             self.join.end_backward(facts.reduces)
         used = self.trained.ask_used() if facts.reduces else None
-        self._tell(Event(*cue))
-        self._carry_out(step.after, told=False)
+        self._report(Event(*cue))
+        self._carry_out(step.after, sent=False)
         facts.keeps_graph = facts.keeps_graph and kept
         self._finish(Phase.BACKWARD, released(self.policy, facts, self.units))
         self.trained.end_backward(used)
@@ -284,8 +285,8 @@ class Runtime:
     def _learn(self) -> None:
         """What really happened is the order of the next step, but where ranks may differ."""
         self._cursor.ended = True
-        cursor, tells = self._cursor, self.comm.rank == 0
-        self.schedules.learn(cursor.mode, cursor.changed_order(), tells)
+        cursor, logs = self._cursor, self.comm.rank == 0
+        self.schedules.learn(cursor.mode, cursor.changed_order(), logs)
 
     # ---- between steps -----------------------------------------------------------------------
 
@@ -299,7 +300,7 @@ class Runtime:
         gathered = self.facts.gathered
         whole = [name for name in self.units if name in gathered]  # in one order on every rank
         freed = [Event(Op.FREE, name, Phase.FORWARD, "between steps") for name in whole]
-        self._carry_out(freed, told=False)
+        self._carry_out(freed, sent=False)
         for name in [name for name in whole if name in gathered]:
             self.units[name].free(still_read=True)
         self._expire(self.units, steps_only)

@@ -79,15 +79,15 @@ class Schedules:
         self.orders[mode] = order
         self._scripts.pop(mode, None)
 
-    def learn(self, mode: Mode, order: Order | None, tells: bool) -> None:
+    def learn(self, mode: Mode, order: Order | None, logs: bool) -> None:
         """A step in ``mode`` is over; ``order``: what came instead of what was expected.
 
-        An order that changes after a step has followed it is logged once, if ``tells``.
+        An order that changes after a step has followed it is logged once, if ``logs``.
         """
         self.steps_done += mode != "forward"
         if order is not None and order != self.orders[mode]:
             self.set_order(mode, order)
-            if tells and mode in self.ran and mode not in self._warned:
+            if logs and mode in self.ran and mode not in self._warned:
                 self._warned.add(mode)
                 log.warning(
                     "the order of units changed in step %d (%s): the new one is used from now on. "

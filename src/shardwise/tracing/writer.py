@@ -203,7 +203,7 @@ class Half:
         axis = self.lines.axis(spec, spec.shard)
         self.lines.call(name, None, free, full, note=note, axis=axis)
         del self.full[spec]
-        if spec.home.reloaded:
+        if spec.allocation.reloaded:
             self.loaded.pop(spec, None)
             self.joined.pop(spec, None)
         for node in [node for node in self.values if self._origins.get(node) is spec]:

@@ -62,7 +62,7 @@ def _kinds(sharded: Sharded, optimizer: Optimizer, in_host: bool) -> list[tuple[
 def _shard_bytes(bucket: Bucket) -> int:
     """Bytes of a bucket's shard; of a bucket in shared memory, this rank's part."""
     nbytes = storage_bytes([bucket.shard])
-    shared = bucket.home.aliased and bucket.home.shared
+    shared = bucket.allocation.aliased and bucket.allocation.shared
     return nbytes // bucket.spec.shard.size if shared else nbytes
 
 
