@@ -51,10 +51,7 @@ def without_tables(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_blocks(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
-    """Raises ``OptimizerError`` if state that is quantised would be cut inside a block.
-
-    Frozen parameters, which have no state, may be cut anywhere.
-    """
+    """Raises ``OptimizerError`` if quantised state is cut inside a block; frozen ones have none."""
     for param in params:
         if not param.requires_grad or (sharding := sharding_of(param)) is None:
             continue

@@ -151,8 +151,7 @@ class Join:
             if calls[rank][:3] != calls[first][:3]:
                 raise RanksDisagree(
                     f"inside join() rank {first} is at a call of kind {kinds[0]!r}, and rank "
-                    f"{rank} at {kinds[1]!r}. Ranks that have data have to do the same, in one "
-                    "order."
+                    f"{rank} at {kinds[1]!r}. All with data have to do the same, in one order."
                 )
             if calls[rank][4] != calls[first][4] and calls[rank][0] == Kind.UNSCALE:
                 raise RanksDisagree(
@@ -173,11 +172,7 @@ class Join:
     def begin_forward(
         self, trains: bool, gradients: int, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """A forward pass begins; one that ``trains`` has samples, of which the mean is formed.
-
-        Args:
-            gradients: a digest of which parameters have one.
-        """
+        """A forward pass begins: with samples if it ``trains``, and a digest of ``gradients``."""
         if trains and not self.has_left:
             self._passes += 1
             self._samples += 1 if self._count is None else float(self._count(*args, **kwargs))
