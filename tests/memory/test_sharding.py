@@ -22,6 +22,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.computing, self.asked = False, list[str]()
+        self.comm: Comm = FakeComm(0, 2)
 
     def make_whole(self, unit: str) -> None:
         self.asked.append(f"make {unit!r} whole")
@@ -32,8 +33,8 @@ class Engine:
     def before_write(self, unit: str) -> None:
         self.asked.append(f"write {unit!r}")
 
-    def before_unscale(self, shardings: Collection[Sharding], scale: Tensor) -> None:
-        self.asked.append(f"unscale {[each.name for each in shardings]} by {scale.item()}")
+    def before_unscale(self, shardings: Collection[Sharding], factor: Tensor) -> None:
+        self.asked.append(f"unscale {[each.name for each in shardings]} by {factor.item()}")
 
     def call(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
@@ -103,15 +104,15 @@ def test_where_no_engine_is_left_a_shard_is_written_freely() -> None:
         model.weight.mul_(2)
 
 
-def test_what_was_lent_keeps_its_values_when_the_shard_gets_others() -> None:
+def test_an_alias_keeps_its_values_when_the_shard_gets_others() -> None:
     model, _ = watched()
-    lent, sharding = model.weight.data, of(model.weight)
-    before = local(lent).clone()
-    assert list(sharding.lent.values()) == [lent]
-    model.weight.data = torch.zeros_like(lent)
-    assert torch.equal(local(lent), before)
+    alias, sharding = model.weight.data, of(model.weight)
+    before = local(alias).clone()
+    assert list(sharding.aliases.values()) == [alias]
+    model.weight.data = torch.zeros_like(alias)
+    assert torch.equal(local(alias), before)
     assert not local(model.weight.detach()).any()
-    assert not sharding.lent
+    assert not sharding.aliases
 
 
 def test_parts_are_cut_and_put_together() -> None:
