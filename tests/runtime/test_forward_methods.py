@@ -162,6 +162,16 @@ def test_a_method_that_is_called_after_ctrl_c_begins_a_pass(
     assert warned.startswith("a forward pass stopped before its end")
 
 
+def test_a_module_reads_the_unit_that_holds_parameters_of_its_own() -> None:
+    model = Autoencoder()
+    unit_of = sw.shard(model, comm=FakeComm(0, 2))._hooks.unit_of
+    assert (
+        unit_of(model.encoder[1]) == unit_of(model.encoder[1].get_submodule("mlp")) == "encoder.1"
+    )
+    assert unit_of(model) == unit_of(model.mean) == ""
+    assert unit_of(model.encoder) is None  # only units inside it
+
+
 def test_without_the_registration_the_error_names_it() -> None:
     model = Autoencoder()
     sw.shard(model, comm=FakeComm(0, 2))

@@ -784,6 +784,43 @@ def test_a_unit_that_fails_and_is_called_again_in_one_forward_pass_is_served() -
     assert taken[2].follows
 
 
+class Interrupted(Layer):
+    """By Ctrl-C at every other call, of which torch tells no hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 2:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+class Unmoved(Chain):
+    """Catches that inside its own forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Interrupted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except KeyboardInterrupt:
+                x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def test_so_is_one_that_is_interrupted_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
+    taken = play(Unmoved(), [train] * 3, BATCHES, wrap=sw.wrap.by_class(Layer))
+    assert taken[2].follows
+    assert caplog.messages == []  # no pass has stopped
+
+
 # ---- shared parameters are written when nobody reads them ----------------------------------------
 
 
