@@ -25,7 +25,7 @@ BATCHES = [decoder_batch(rank, 2) for rank in range(2)]
 def each_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 2.13 torch has no kernel for it."""
     if request.param == "an older torch":
-        monkeypatch.delattr(F, "linear_cross_entropy")
+        monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
 
 
 EACH_TORCH = pytest.mark.usefixtures("each_torch")
@@ -75,6 +75,7 @@ def allocated(run: Callable[[], object]) -> int:
 
 
 @EACH_TORCH
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
 def test_logits_are_never_held_whole() -> None:
     head, hidden = nn.Linear(32, 4096), torch.randn(512, 32, requires_grad=True)
     target = torch.randint(4096, (512,))
