@@ -360,6 +360,21 @@ def test_evaluation_follows_a_schedule_of_its_own_and_leaves_the_training_one_al
     run_threads(2, rank)
 
 
+def test_an_evaluation_inside_the_backward_pass_of_something_else_is_one() -> None:
+    sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
+    recorder = Recorder(sharded)
+
+    def evaluate(_: Tensor) -> None:
+        with torch.no_grad():
+            loss(sharded.model, BATCHES[0])
+
+    value = torch.ones(2, requires_grad=True) * 2
+    value.register_hook(evaluate)
+    value.sum().backward()
+    assert tuple(recorder.events) == sharded.schedule_of("forward").events
+    assert_at_rest(sharded)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["evaluation between forward and backward", "a second backward"])
 def test_the_first_backward_pass_goes_on_as_listed(name: str, strategy: str) -> None:
