@@ -118,6 +118,19 @@ def test_what_is_in_host_memory_is_counted_apart(strategy: str, switches: dict[s
     assert together == adamw.in_host + adamw.parameters + adamw.gradients + adamw.optimizer
 
 
+def test_state_of_8_bits_is_codes_and_scales_of_parameters_of_4096_elements() -> None:
+    optim: Any = pytest.importorskip("bitsandbytes.optim")
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 8, bias=False))
+    rows = table_of(model, (0, 2), "adamw_8bit", blocksize=256)
+    sw.shard(model, comm=FakeComm(0, 2), blocksize=256)
+    model(torch.ones(2, 64)).sum().backward()
+    stepped = optim.AdamW8bit(model.parameters())
+    stepped.step()
+    states = (state.items() for state in stepped.state.values())
+    state = nbytes(value for items in states for name, value in items if "qmap" not in name)
+    assert rows[STRATEGIES.index("full_shard")].optimizer == state
+
+
 def test_sharding_divides_what_is_kept_by_the_number_of_ranks() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
