@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import threads
 from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.transport import Group
 from shardwise.errors import RanksDisagree
 from tests.comm.differences import extra, gather, larger, missing, swapped
 from tests.comm.laws import sum_of
@@ -187,6 +188,23 @@ def test_who_waits_on_an_axis_is_told_that_a_rank_of_it_has_ended() -> None:
 
     text, _ = threads.run(2, rank)
     assert "of all: rank 1 has left (its thread ended normally after 0 collectives) while" in text
+
+
+def test_who_waits_is_woken_when_another_rank_ends_the_group() -> None:
+    raised = threading.Event()
+
+    def rank(comm: Comm) -> None:
+        assert isinstance(comm, Group)
+        if comm.rank == 1:
+            time.sleep(0.05)  # rank 0 waits already
+            comm._fail("the test ends it")
+            assert raised.wait(20)
+        else:
+            with pytest.raises(RanksDisagree, match="the test ends it"):
+                gather(comm, "blocks.0")
+            raised.set()
+
+    threads.run(2, rank, timeout=40)
 
 
 def test_a_rank_is_a_thread_that_ends_with_the_process() -> None:
