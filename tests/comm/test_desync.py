@@ -54,6 +54,10 @@ CANNOT = {
             "rank 0 at gather blocks.1 (1,024 bytes). The last one in common was gather blocks.0."
         ),
     ),
+    "another unit, and one rank does not remember what was before": (
+        {0: at(A, B, waits=1), 1: at(B2, waits=1)},
+        "rank 0 at gather blocks.1 (1,024 bytes). The last one in common was gather blocks.0.",
+    ),
     "another size": (
         {0: at(A, waits=0), 1: at(A._replace(nbytes=8), waits=0)},
         (
