@@ -18,6 +18,7 @@ from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.convert.export import ExportOptions, export
 from shardwise.convert.writer import Destination, workplace
 from tests.checkpoint.runs import names, saved
+from tests.forked import forked
 from tests.nets import NETS
 
 DECODER = NETS[0]
@@ -92,6 +93,8 @@ def test_a_workplace_that_is_in_use_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+@pytest.mark.spawn
+@forked
 def test_what_killed_exports_left_the_next_ones_remove(made: Path, tmp_path: Path) -> None:
     """Each is killed when all but the last name is there."""
     torch.save({"x": torch.ones(3)}, tmp_path / "x.pt")
