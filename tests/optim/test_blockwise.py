@@ -220,7 +220,13 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
         sharded = sw.shard(model, comm=comm)
         return said(sw.OptimizerError, lambda: sharded.load(tmp_path / "2", made(model)))
 
-    assert all("inside such blocks" in text for text in on_ranks(3, net, cut_elsewhere))
+    def frozen(comm: Comm, model: nn.Module) -> str:
+        """Whose optimizer has no state yet: the loaded state would be cut, with wrong scales."""
+        sharded, optimizer = sw.shard(model, comm=comm), made(model.requires_grad_(False))
+        return said(sw.CheckpointError, lambda: sharded.load(tmp_path / "2", optimizer))
+
+    for rank_fn in (cut_elsewhere, frozen):
+        assert all("inside such blocks" in text for text in on_ranks(3, net, rank_fn))
 
 
 def test_its_whole_state_by_name_is_that_of_one_process_and_can_be_loaded() -> None:

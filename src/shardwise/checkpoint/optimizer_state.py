@@ -27,7 +27,7 @@ from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import CheckpointError
 from shardwise.memory.shard_tensor import ShardTensor
-from shardwise.optim.blockwise import block_of, state_shape, without_tables
+from shardwise.optim.blockwise import SCALES, block_of, cut_inside, state_shape, without_tables
 from shardwise.optim.cut_state import is_scalar
 
 Optimizers = Sequence[Optimizer]
@@ -319,6 +319,8 @@ def _misfits(target: _Target) -> Iterator[str]:
     kind = type(target.optimizer).__qualname__
     if target.saved.kind != kind:
         yield f"{target.name}: its state is of {target.saved.kind}, and {kind} holds it now"
+    elif SCALES & target.saved.tensors.keys():
+        yield from filter(None, [cut_inside(target.optimizer, target.param)])
     fits = {key for key, _ in _fitting(target)}
     for key, place in target.saved.tensors.items():
         if key not in fits:

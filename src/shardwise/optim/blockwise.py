@@ -51,18 +51,29 @@ def without_tables(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_blocks(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
-    """Raises ``OptimizerError`` if quantised state is cut inside a block; frozen ones have none."""
+    """Raises ``OptimizerError`` if quantised state is cut inside a block.
+
+    A frozen parameter has no state, unless it was loaded or made before.
+    """
     for param in params:
-        if not param.requires_grad or (sharding := sharding_of(param)) is None:
-            continue
-        layout, slot = sharding.layout, sharding.slot
-        starts = [layout.owned(slot, shard)[0] for shard in layout.owners(slot)]
-        if slot.numel >= optimizer.args.min_8bit_size and any(start % BLOCK for start in starts):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} keeps one scale for each {BLOCK} elements, and "
-                f"parameter {slot.name!r} is cut at {starts[1:]}, inside such blocks, so its state "
-                f"would depend on the number of ranks. Pass blocksize={BLOCK} to sw.shard()."
-            )
+        has_state = param.grad is not None or optimizer.state.get(param)
+        if (param.requires_grad or has_state) and (text := cut_inside(optimizer, param)):
+            raise OptimizerError(text)
+
+
+def cut_inside(optimizer: Any, param: Tensor) -> str:
+    """That ``param`` is cut inside a block and has quantised state; empty if it is not so."""
+    if (sharding := sharding_of(param)) is None:
+        return ""
+    layout, slot = sharding.layout, sharding.slot
+    starts = [layout.owned(slot, shard)[0] for shard in layout.owners(slot)]
+    if slot.numel < optimizer.args.min_8bit_size or not any(start % BLOCK for start in starts):
+        return ""
+    return (
+        f"{type(optimizer).__name__} keeps one scale for each {BLOCK} elements, and "
+        f"parameter {slot.name!r} is cut at {starts[1:]}, inside such blocks, so its state "
+        f"would depend on the number of ranks. Pass blocksize={BLOCK} to sw.shard()."
+    )
 
 
 def make_state(optimizer: Any, own: Iterable[nn.Parameter]) -> None:
