@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_
 
 from shardwise.dialects import DIALECTS, Policy, Report, guess, read, write
 from shardwise.dialects.policy import FILL_IN, OFFLOADED
-from shardwise.dialects.settings import of_command, of_program
+from shardwise.dialects.settings import Setting, of_command, of_program
 from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
 from tests.copies import said
@@ -386,6 +386,29 @@ def test_a_program_without_a_rank_has_that_of_its_library() -> None:
         "default",
         "adapter.rank: 8 (LoraConfig's default)",
     )
+
+
+@pytest.mark.parametrize(
+    ("dialect", "settings"),
+    [
+        ("command", of_command("run_clm.py --train_file d.txt --do_train --output_dir out")),
+        ("script", of_program(ast.parse('TrainingArguments("out", seed=7)'))),
+    ],
+)
+def test_a_training_without_a_learning_rate_has_trainers(
+    dialect: str, settings: Iterator[Setting]
+) -> None:
+    recipe = read({one.key: one.value for one in settings}, dialect).places()[0]
+    decay = {"lr": 5e-5, "schedule": "linear", "warmup": 0, "weight_decay": 0.0}
+    assert recipe["optimizer"].items() >= decay.items()
+    assert recipe["run"]["epochs"] == 3
+
+
+def test_only_a_scripts_own_command_has_its_defaults() -> None:
+    settings = {one.key: one.value for one in of_command("sft.py --lora_r 32 --lora_alpha 16")}
+    report = read(settings, "command", strict=True)
+    assert report.places()[0]["adapter"] == {"rank": 32, "alpha": 16}
+    assert "run_lora_clm.py" not in "".join(entry.text for entry in report.entries)
 
 
 @pytest.mark.parametrize(

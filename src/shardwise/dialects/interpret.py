@@ -24,6 +24,7 @@ __all__ = ["Entry", "Report", "Written", "guess", "read", "write"]
 
 _OURS = DIALECTS["recipe"]
 _OFF: tuple[Any, ...] = (None, False, (), "no", "local")  # needs no option of an engine
+_OF_TRAINER = ("launch.script", "TrainingArguments.")  # with these a training, and not its part
 _OFF_WORDS = ("false", "no", "0", "", "[]", "{}")
 
 
@@ -207,7 +208,8 @@ def _defaults(
         for source in dialect.implied
         if all(any(fnmatchcase(line, pattern) for line in lines) for pattern in source["when"])
     ]
-    if (named.lr, named.epochs, named.steps, named.micro) != (None,) * 4:
+    is_training = any(key.startswith(_OF_TRAINER) for key in flat)
+    if is_training or (named.lr, named.epochs, named.steps, named.micro) != (None,) * 4:
         sources.append((dialect.defaults, "Trainer's default"))
     if named.dataset and dialect.call and not named.dataset.endswith(".txt"):
         shown = "alpaca" if "alpaca" in named.dataset else FILL_IN
