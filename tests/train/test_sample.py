@@ -4,18 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 from shardwise.comm import threads
 from shardwise.comm.protocol import Comm
 from shardwise.train import tokenizer as bpe
 from shardwise.train.config import Recipe
+from shardwise.train.conversations import sample as of_row
 from shardwise.train.decoder import Decoder
+from shardwise.train.examples import tokenize, write
 from shardwise.train.job import build
 from shardwise.train.model_config import ModelConfig
 from shardwise.train.records import Sampled
 from shardwise.train.sample import generate, sample
-from tests.hf.folders import END, tiny_tokenizer
+from tests.hf.folders import END, START, tiny_tokenizer
 from tests.train.test_job import VOCABULARY, rows
 from tests.train.tiny import documents, tiny_recipe
 
@@ -94,6 +98,31 @@ def test_the_prompt_is_not_repeated() -> None:
 QUESTION = "Write a function that adds two numbers."
 
 
+def sampling_recipe(folder: Path, form: str, prompt: str | None) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "tokenizer": {"source": str(folder), "end": END},
+            "data": {"format": form, "source": "a.jsonl"},
+            "sample": {"prompt": prompt, "tokens": 2},
+        }
+    )
+
+
+def asked_of(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, recipe: Recipe
+) -> tuple[list[int], Sampled]:
+    """The ids that a model is given, which answers nothing, and what is shown."""
+    given: list[list[int]] = []
+
+    def answer(_model: object, ids: torch.Tensor, *_: object) -> torch.Tensor:
+        given.append(ids.tolist())
+        return ids
+
+    monkeypatch.setattr("shardwise.train.sample.generate", answer)
+    shown = sample(Decoder(SHAPE, vocabulary=8, context=8), tokenizer, recipe)
+    return given[0], shown
+
+
 @pytest.mark.parametrize(
     ("form", "prompt", "asked"),
     [
@@ -107,23 +136,43 @@ def test_a_model_is_asked_as_the_samples_ask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, prompt: str | None, asked: str
 ) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
-    recipe = Recipe.model_validate(
-        {
-            "tokenizer": {"source": str(tmp_path), "end": END},
-            "data": {"format": form, "source": "a.jsonl"},
-            "sample": {"prompt": prompt, "tokens": 2},
-        }
-    )
-    given: list[list[int]] = []
-
-    def answer(_model: object, ids: torch.Tensor, *_: object) -> torch.Tensor:
-        given.append(ids.tolist())
-        return ids
-
-    monkeypatch.setattr("shardwise.train.sample.generate", answer)
+    recipe = sampling_recipe(tmp_path, form, prompt)
     tokenizer = bpe.load((tmp_path / "tokenizer.json").read_text("utf-8"))
-    shown = sample(Decoder(SHAPE, vocabulary=8, context=8), tokenizer, recipe)
-    assert tokenizer.decode(given[0], skip_special_tokens=False).endswith(asked)
+    asked_ids, shown = asked_of(monkeypatch, tokenizer, recipe)
+    assert tokenizer.decode(asked_ids, skip_special_tokens=False).endswith(asked)
     assert shown == Sampled(prompt or (QUESTION if form == "messages" else "def "), "")
     is_chat = form in ("messages", "sharegpt")
-    assert (tokenizer.token_to_id("<|im_start|>") in given[0]) == is_chat
+    assert (tokenizer.token_to_id("<|im_start|>") in asked_ids) == is_chat
+
+
+@pytest.mark.parametrize("form", ["alpaca", "completion"])
+def test_the_prompt_has_the_special_tokens_of_training_but_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """A Llama's samples begin with its token of the beginning."""
+    by = tiny_tokenizer()
+    first, end = by.convert_tokens_to_ids(START), by.eos_token_id
+    by.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{START} $A {END}", special_tokens=[(START, first), (END, end)]
+    )
+    by.save_pretrained(tmp_path)
+    row = {"instruction": "Why?", "output": " def", "prompt": "Why?", "completion": " def"}
+    recipe = sampling_recipe(tmp_path, form, "Why?")
+    trained = tokenize([write(of_row(row, recipe.data), by, "assistant")], by, 200).examples
+    tokenizer = bpe.load((tmp_path / "tokenizer.json").read_text("utf-8"))
+    asked, _ = asked_of(monkeypatch, tokenizer, recipe)
+    assert asked == trained.ids[~trained.trained].tolist()
+    assert asked[0] == first
+
+
+def test_a_new_token_in_the_prompt_has_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    recipe = sampling_recipe(tmp_path, "messages", "<tool> x")
+    adapter = recipe.adapter.model_copy(update={"new_tokens": ["<tool>"]})
+    recipe = recipe.model_copy(update={"adapter": adapter})
+    tokenizer = bpe.load((tmp_path / "tokenizer.json").read_text("utf-8"))
+    tokenizer.add_tokens(["<tool>"])
+    asked, _ = asked_of(monkeypatch, tokenizer, recipe)
+    assert tokenizer.token_to_id("<tool>") in asked

@@ -7,7 +7,7 @@ the end token afterwards.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +44,19 @@ def sample(model: nn.Module, tokenizer: Tokenizer, recipe: Recipe) -> Sampled:
 
 
 def _prompt_ids(prompt: str, tokenizer: Tokenizer, recipe: Recipe) -> list[int]:
-    """The prompt as the format of the recipe's samples has it."""
-    if recipe.data.format in ("messages", "sharegpt"):
-        chat = of_transformers(tokenizer.to_str(), recipe.tokenizer)
+    """The prompt as training has it: of text, without the tokenizer's special tokens."""
+    form = recipe.data.format
+    if form == "text":
+        return list(tokenizer.encode(prompt, add_special_tokens=False).ids)
+    added = recipe.adapter.new_tokens
+    by: Any = of_transformers(tokenizer.to_str(), recipe.tokenizer, added)
+    if form in ("messages", "sharegpt"):
         question = [{"role": "user", "content": prompt}]
-        text = str(chat.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
-        ids: list[int] = chat.encode(text, add_special_tokens=False)
-        return ids
-    text = alpaca(prompt).prompt if recipe.data.format == "alpaca" else prompt
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+        text = by.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        return list(by.encode(text, add_special_tokens=False))
+    text = alpaca(prompt).prompt if form == "alpaca" else prompt
+    ids = list(by.encode(text, split_special_tokens=True))
+    return ids[:-1] if ids[-1:] == [by.eos_token_id] else ids  # the end is after the answer
 
 
 def generate(
