@@ -75,15 +75,35 @@ def test_hybrid_shard_as_a_word_and_keys_inside_a_call(tmp_path: Path) -> None:
         ("meta-llama/Llama-2-7b-hf", "r'.*(w1|up_proj)'", {}),
         ("meta-llama/Llama-2-7b-hf", "find_all(model)", {}),
         ("some/model", '["w1"]', {}),
+        ("tiiuae/Falcon3-7B-Base", '["q_proj"]', {}),
+        ("tiiuae/Falcon-H1-7B-Base", '["q_proj", "in_proj"]', {}),
+        ("tiiuae/falcon-mamba-7b", '["in_proj"]', {}),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", '["in_proj_qkvz"]', {}),
+        ("Qwen/Qwen2-57B-A14B", '["shared_expert_gate"]', {}),
+        ("Qwen/Qwen1.5-MoE-A2.7B", '["shared_expert_gate"]', {}),
+        ("Qwen/Qwen2.5-7B", '["w1"]', {"w1": "this model calls it gate_proj"}),
     ],
 )
 def test_a_target_that_this_kind_of_model_has_not(
     tmp_path: Path, model: str, targets: str, wrong: dict[str, str]
 ) -> None:
     text = f'MODEL = "{model}"\nTARGETS = {targets}\nLoraConfig(target_modules=TARGETS)\n'
+    text += "AutoModelForCausalLM.from_pretrained(MODEL)\n"
     findings = lint(written(tmp_path, "a.py", text))
     assert {f.fact.split()[0]: f.fix for f in findings} == wrong
     assert {(f.line, f.defect) for f in findings} <= {(3, "D11")}
+
+
+def test_a_model_that_is_only_mentioned_has_no_targets(tmp_path: Path) -> None:
+    text = "# not for llama\npython t.py --lora_target_modules w1 --model_name_or_path {}\n"
+    assert lint(written(tmp_path, "a.sh", text.format("mine/model"))) == []
+    findings = lint(written(tmp_path, "a.sh", text.format("meta-llama/Llama-2-7b-hf")))
+    assert [(f.line, f.defect) for f in findings] == [(2, "D11")]
+    text = 'prepare("like llama")\nAutoTokenizer.from_pretrained("gpt2")\n'
+    text += (
+        'AutoModelForCausalLM.from_pretrained("mine/model")\nLoraConfig(target_modules=["w1"])\n'
+    )
+    assert lint(written(tmp_path, "a.py", text)) == []
 
 
 def test_the_command_prints_file_line_fact_and_fix(

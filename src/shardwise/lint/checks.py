@@ -13,14 +13,18 @@ from shardwise.lint.source import Hit, Source
 __all__ = ["CHECKS"]
 
 _WORLD = re.compile(r"ws|world_?size|n_?procs?", re.IGNORECASE)
+_MODEL = re.compile(r"^(?!.*Tokenizer).*from_pretrained\.0$|model_name_or_path$|^model\.from$")
 _EPOCHS = 3  # of TrainingArguments
 _GATED = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head embed_tokens"
 _MODULES = {  # a model's name → what it calls the modules that hold a matrix
-    r"(llama|mistral|qwen[23]|gemma)": _GATED,
-    r"(phi-?3)": "qkv_proj o_proj gate_up_proj down_proj lm_head embed_tokens",
+    # mixtures of experts and hybrids with state spaces have others; Falcon 3 is a Llama
+    r"(llama|mistral|qwen[23](?!-next|.*moe|.*-a\d)|gemma)": _GATED,
+    r"(phi-?3)(?!.*moe)": "qkv_proj o_proj gate_up_proj down_proj lm_head embed_tokens",
     r"(gpt-?2)": "c_attn c_proj c_fc lm_head wte wpe",
     r"(pythia|gpt.neox)": "query_key_value dense dense_h_to_4h dense_4h_to_h embed_in embed_out",
-    r"(falcon|bloom)": "query_key_value dense dense_h_to_4h dense_4h_to_h lm_head word_embeddings",
+    r"(falcon(?!-?3|-?h\d|-?mamba)|bloom)": (
+        "query_key_value dense dense_h_to_4h dense_4h_to_h lm_head word_embeddings"
+    ),
 }
 
 
@@ -33,8 +37,9 @@ def _evaluates_once(source: Source) -> Iterator[Hit]:
 
 
 def _target_is_no_module(source: Source) -> Iterator[Hit]:
-    """In a file that names models of one kind. A text in a program is an expression of theirs."""
-    kinds = {pattern: re.search(pattern, source.text, re.IGNORECASE) for pattern in _MODULES}
+    """In a file that loads models of one kind. A text in a program is an expression of theirs."""
+    loaded = "\n".join(str(s.value) for s in source.settings if _MODEL.search(s.key))
+    kinds = {pattern: re.search(pattern, loaded, re.IGNORECASE) for pattern in _MODULES}
     named = [(match[1], _MODULES[pattern].split()) for pattern, match in kinds.items() if match]
     targets = [s for s in source.settings if s.name in ("target_modules", "lora_target_modules")]
     for setting in targets if len(named) == 1 else ():
