@@ -468,6 +468,53 @@ def test_a_data_set_has_the_format_that_the_program_shows_or_one_to_be_filled_in
             report.check(strict=True)
 
 
+MODEL = "AutoModelForCausalLM.from_pretrained"
+
+
+@pytest.mark.parametrize(
+    ("program", "how", "dtype"),
+    [
+        ('from_pretrained("m", torch_dtype="auto")', "used", None),
+        ("from_pretrained('m', dtype=compute_dtype)", "ignored", None),
+        ("from_pretrained('m', torch_dtype=torch.bfloat16)", "translated", "bfloat16"),
+        ("from_pretrained('m', dtype=DTYPE)", "used", "float16"),
+    ],
+)
+def test_a_models_dtype_may_be_that_of_its_files_or_a_name(
+    program: str, how: str, dtype: str | None
+) -> None:
+    tree = ast.parse(f"DTYPE = torch.float16\nAutoModelForCausalLM.{program}")
+    report = read({one.key: one.value for one in of_program(tree)}, "script")
+    report.check()
+    (entry,) = (entry for entry in report.entries if "dtype" in entry.key)
+    assert entry.status == how, entry
+    assert ("the program computes it" in entry.text) == (how == "ignored")
+    assert report.places()[0]["model"].get("dtype") == dtype
+    read({"torch_dtype": "auto"}, "command", strict=True)
+
+
+def test_what_a_program_computes_is_never_its_text() -> None:
+    text = """
+TrainingArguments(args.folder, output_dir=args.folder, learning_rate=args.lr, run_name=name())
+LoraConfig(r=args.r, target_modules=find_all(model))
+AutoModelForCausalLM.from_pretrained(args.model)
+load_dataset(args.dataset_name, split=args.split)
+"""
+    report = read({one.key: one.value for one in of_program(ast.parse(text))}, "script")
+    report.check()
+    recipe = report.places()[0]
+    assert recipe["model"] == {"from": FILL_IN}
+    assert recipe["data"] == {"source": FILL_IN, "format": FILL_IN}
+    assert "args" not in str(recipe)
+    assert {"folder", "name"} & recipe["run"].keys() == set()
+    assert "targets" not in recipe["adapter"]
+    assert status(report, f"{MODEL}.0") == (
+        "fill in",
+        "model.from needs a value: this is no file, and no OWNER/NAME of the hub",
+    )
+    assert status(report, "TrainingArguments.learning_rate")[0] == "ignored"
+
+
 def test_the_fields_of_the_plug_in() -> None:
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=False)
     report = read({"state_dict_config": config, "optim_state_dict_config": config}, "plugin")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwise.dialects.policy import FILL_IN, TRACKERS, Policy
 from shardwise.train.data_config import COLUMNS
 
-__all__ = ["CONTRADICTIONS", "MISSING", "NOTES", "UNREAD", "Rule"]
+__all__ = ["CONTRADICTIONS", "MISSING", "NEEDED", "NOTES", "UNREAD", "Rule"]
 
 
 class Rule(NamedTuple):
@@ -22,6 +22,10 @@ class Rule(NamedTuple):
 def _other_dtype(p: Policy) -> bool:
     word = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}.get(p.compute or "")
     return None not in (word, p.mixed_precision) and word != p.mixed_precision
+
+
+def _to_fill_in(field: str) -> Callable[[Policy], object]:
+    return lambda p: getattr(p, field) == FILL_IN
 
 
 CONTRADICTIONS = (
@@ -103,10 +107,14 @@ UNREAD = (
         lambda p: {*(p.trackers or ())} - {*TRACKERS},
     ),
 )
+NEEDED = {"model": "model.from", "dataset": "data.source"}
 MISSING = (
-    Rule(
-        *("dataset", "data.source needs a value: this is no file, and no OWNER/NAME of the hub"),
-        lambda p: p.dataset == FILL_IN,
+    *(
+        Rule(
+            *(field, f"{place} needs a value: this is no file, and no OWNER/NAME of the hub"),
+            _to_fill_in(field),
+        )
+        for field, place in NEEDED.items()
     ),
     Rule(
         "dataset",

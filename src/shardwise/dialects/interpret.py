@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from shardwise.dialects.contradictions import CONTRADICTIONS, MISSING, NOTES, UNREAD
+from shardwise.dialects.contradictions import CONTRADICTIONS, MISSING, NEEDED, NOTES, UNREAD
 from shardwise.dialects.keys import flatten, nest
 from shardwise.dialects.policy import FILL_IN, Policy
 from shardwise.dialects.rows import DIALECTS, Dialect, Outside, Row
+from shardwise.dialects.settings import Expression
 from shardwise.errors import ConfigError, nearest
 from shardwise.train.config import keys
 
@@ -154,16 +155,23 @@ def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
 
 def _match(dialect: Dialect, key: str, raw: Any) -> _Match | Entry:
     """The first row of ``key`` that knows the value; else what is wrong."""
-    problem = ""
+    problem, is_computed = "", isinstance(raw, Expression)
     for row in dialect.by_key.get(key, ()):
+        if is_computed and row.field in NEEDED:
+            return _Match(key, raw, row, FILL_IN)
         try:
+            if is_computed and not row.convert.words:
+                raise ValueError("it is an expression")
             value = row.convert.none if raw is None else row.convert.read(raw)
             return _Match(key, raw, row, value)
         except (ValueError, TypeError, AttributeError) as error:
             problem = problem or f"not a value of this key; {error}"
     outside = dialect.outside(key)
     if problem and (outside is None or outside.key != key):
-        return Entry(key, raw, "contradictory", problem)
+        reason = "the program computes it; set it in the recipe"
+        return Entry(
+            key, raw, *(("ignored", reason) if is_computed else ("contradictory", problem))
+        )
     if outside:
         return _outside(key, raw, raw, outside)
     name = nearest(key, dialect.by_key, limit=1)[0]
@@ -181,7 +189,8 @@ def _winners(matched: list[_Match], version: int) -> dict[str, _Match]:
     """For each field the first key of this version of FSDP, or else the first key."""
     winners: dict[str, _Match] = {}
     for match in sorted(
-        matched, key=lambda g: (g.value is None, g.row.version not in (0, version))
+        matched,
+        key=lambda g: (g.value is None, g.value == FILL_IN, g.row.version not in (0, version)),
     ):
         winners.setdefault(match.row.field, match)
     return winners
@@ -189,7 +198,7 @@ def _winners(matched: list[_Match], version: int) -> dict[str, _Match]:
 
 def _overruled(match: _Match, winner: _Match) -> Entry | None:
     """The entry of a key that says something else than the field's winner."""
-    if match.value in (None, winner.value):
+    if match.value in (None, FILL_IN, winner.value):
         return None
     if match.row.version and match.row.version != winner.row.version:
         text = f"it is a key of FSDP{match.row.version}, and {winner.key} is given"

@@ -30,11 +30,15 @@ __all__ = ["DIALECTS", "Converter", "Dialect", "Outside", "Row", "fold"]
 
 
 class Converter(NamedTuple):
-    """Both directions of a value, a ``ValueError`` if it does not know one; what ``None`` means."""
+    """Both directions of a value, a ``ValueError`` if it does not know one; what ``None`` means.
+
+    ``words``: it knows some words only, so that it also reads ``torch.bfloat16`` of a program.
+    """
 
     read: Callable[[Any], Any]
     write: Callable[[Any], Any] = lambda value: value
     none: Any = None
+    words: bool = False
 
 
 def fold(value: object) -> str:
@@ -57,7 +61,7 @@ def _choice(words: Mapping[Any, Any]) -> Converter:
                 return word
         raise ValueError(f"no word for {value}")
 
-    return Converter(read, write, words.get(None))
+    return Converter(read, write, words.get(None), words=True)
 
 
 def _whole(value: Any) -> int:
@@ -104,8 +108,8 @@ def _data_set(value: Any) -> str | None:
 
     ``None`` for the kind of files that ``load_dataset`` reads: ``data_files`` names them.
     """
-    if not isinstance(value, str):
-        raise ValueError("write one file, or a folder of them")
+    if not isinstance(value, str):  # several files
+        return FILL_IN
     if value in (*BUILDERS.values(), "text"):
         return None
     is_path = "://" in value or Path(value).suffix or value.startswith((".", "/", "~"))
@@ -141,6 +145,8 @@ _FIVE = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shar
 _SWITCH = {True: True, False: False, "yes": True, "no": False, "on": True, "off": False}
 _SWITCH |= {"y": True, "n": False, "t": True, "f": False, "1": True, "0": False}
 _DTYPES = ("float32", "bfloat16", "float16")
+_DTYPE_WORDS = {name: name for name in _DTYPES}
+_DTYPE_WORDS |= dict(zip(("fp32", "bf16", "fp16"), _DTYPES, strict=True))
 _KINDS = ("full", "local", "sharded")
 _CONVERTERS = {
     "flag": _choice(_SWITCH),
@@ -175,9 +181,8 @@ _CONVERTERS = {
     "offload": _choice({word: OFFLOADED if on else () for word, on in _SWITCH.items()}),
     "offloaded": _choice({True: OFFLOADED, False: OFFLOADED}),  # pinned or not
     "not_offloaded": _choice({"OffloadPolicy()": ()}),
-    "dtype": _choice(
-        {name: name for name in _DTYPES} | dict(zip(("fp32", "bf16", "fp16"), _DTYPES, strict=True))
-    ),
+    "dtype": _choice(_DTYPE_WORDS),
+    "dtype_of_model": _choice({"auto": None} | _DTYPE_WORDS),
     "mixed": _choice({"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp32": "no"}),
     "bf16": _choice({True: "bf16", False: None}),
     "fp16": _choice({True: "fp16", False: None}),

@@ -1,7 +1,7 @@
 """What a file sets, key by key, with its line: a configuration, a command line, or a program.
 
 A program is parsed and never run. A name that is assigned a constant has that value; what is no
-constant is its own text, such as ``torch.bfloat16``.
+constant is its own text, an ``Expression`` such as ``torch.bfloat16``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ import yaml
 
 from shardwise.train.data_config import COLUMNS
 
-__all__ = ["Setting", "dotted", "of_command", "of_configuration", "of_program"]
+__all__ = ["Expression", "Setting", "dotted", "of_command", "of_configuration", "of_program"]
+
+
+class Expression(str):
+    """The text of a value that the program computes."""
+
+    __slots__ = ()
 
 
 class Setting(NamedTuple):
@@ -113,6 +119,7 @@ def of_program(tree: ast.Module) -> Iterator[Setting]:
         yield Setting("columns", columns, lines[columns[0]])
 
 
+_KNOWN = ast.Constant | ast.List | ast.Attribute  # the last is torch.bfloat16, for example
 _COLUMNS = ("text", *(names[0] for names in COLUMNS.values()))
 
 
@@ -137,12 +144,12 @@ def _of_calls(tree: ast.Module) -> Iterator[Setting]:
 
 
 def _value(node: ast.expr, constants: dict[str, ast.expr]) -> Any:
-    if isinstance(node, ast.Name) and isinstance(constants.get(node.id), ast.Constant | ast.List):
+    if isinstance(node, ast.Name) and isinstance(constants.get(node.id), _KNOWN):
         node = constants[node.id]
     try:
         return ast.literal_eval(node)
     except ValueError:
-        return ast.unparse(node)
+        return Expression(ast.unparse(node))
 
 
 def dotted(node: ast.expr) -> str:
