@@ -191,5 +191,29 @@ def test_what_is_to_be_filled_in_is_said_and_no_recipe_before(
         read_recipe(here / "run.recipe.yaml")
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("--model_name_or_path gpt2", "FILL-IN: data.source needs a value"),
+        ("--dataset_name Salesforce/wikitext", "FILL-IN: text of the hub is read while it trains"),
+    ],
+)
+def test_a_recipe_that_is_not_complete_says_what_to_set(
+    here: Path, capsys: pytest.CaptureFixture[str], options: str, line: str
+) -> None:
+    convert(capsys, here, "--", "python", "run_clm.py", *options.split(), strict=False)
+    text = (here / "command.recipe.yaml").read_text("utf-8")
+    assert text.count("# FILL-IN") == text.count(f"# {line}") == 1
+    if "hub" not in line:
+        return
+    more = {"streaming": {"streams": 8}, "max_bytes": 20_000_000}  # as the line says
+    tree = yaml.safe_load(text)
+    del tree["run"]["epochs"]
+    tree["run"]["steps"] = 100
+    tree["data"] |= more
+    (here / "filled.yaml").write_text(yaml.safe_dump(tree), "utf-8")
+    assert read_recipe(here / "filled.yaml").data.source == "hf://datasets/Salesforce/wikitext"
+
+
 def test_a_file_that_is_not_there_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere.sh cannot be used: No such file" in convert(capsys, here, "nowhere.sh", code=1)

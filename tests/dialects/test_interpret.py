@@ -432,6 +432,9 @@ def test_trackers_that_a_recipe_has_are_used_and_others_are_named(
     assert (list(logging.trackers), logging.name) == (trackers or [], "night")
 
 
+MODEL = "AutoModelForCausalLM.from_pretrained"
+
+
 @pytest.mark.parametrize(
     ("program", "data"),
     [
@@ -450,11 +453,25 @@ def test_trackers_that_a_recipe_has_are_used_and_others_are_named(
             {"source": "hf://datasets/me/alpaca-de", "format": "alpaca"},
         ),
         ('load_dataset("./notes.txt")', {"source": "./notes.txt"}),
+        ('from_pretrained("m"); Dataset.from_list(rows)', {"source": FILL_IN, "format": FILL_IN}),
+        (
+            'load_dataset("json", data_files=["a.jsonl", "b.jsonl"])',
+            {"source": FILL_IN, "format": FILL_IN},
+        ),
+        (
+            'load_dataset("json", data_files={"train": "a.jsonl", "test": "b.jsonl"})',
+            {"source": "a.jsonl", "format": FILL_IN, "validation_source": "b.jsonl"},
+        ),
+        (
+            'load_dataset("text", data_files={"train": "a.txt", "test": "b.txt"})',
+            {"source": "a.txt"},
+        ),
     ],
 )
 def test_a_data_set_has_the_format_that_the_program_shows_or_one_to_be_filled_in(
     program: str, data: dict[str, str]
 ) -> None:
+    program = program.replace("from_pretrained", MODEL)
     settings = {one.key: one.value for one in of_program(ast.parse(program))}
     report = read(settings, "script")
     report.check()
@@ -466,9 +483,6 @@ def test_a_data_set_has_the_format_that_the_program_shows_or_one_to_be_filled_in
     if missing:
         with pytest.raises(ConfigError, match="is fill in: data"):
             report.check(strict=True)
-
-
-MODEL = "AutoModelForCausalLM.from_pretrained"
 
 
 @pytest.mark.parametrize(
@@ -491,6 +505,19 @@ def test_a_models_dtype_may_be_that_of_its_files_or_a_name(
     assert ("the program computes it" in entry.text) == (how == "ignored")
     assert report.places()[0]["model"].get("dtype") == dtype
     read({"torch_dtype": "auto"}, "command", strict=True)
+
+
+def test_the_file_of_a_test_is_for_validation_where_that_has_none() -> None:
+    files: dict[str, object] = {"train": "a.jsonl", "validation": "b.jsonl", "test": "c.jsonl"}
+    report = read({"load_dataset.data_files": files}, "script")
+    assert report.places()[0]["data"]["validation_source"] == "b.jsonl"
+    assert status(report, "load_dataset.data_files.test") == (
+        "ignored",
+        "validation has a file of its own, and a run has no test",
+    )
+    several = read({"load_dataset.data_files": files | {"validation": ["b", "c"]}}, "script")
+    assert several.places()[0]["data"]["validation_source"] == FILL_IN
+    assert status(several, "load_dataset.data_files.validation")[0] == "fill in"
 
 
 def test_what_a_program_computes_is_never_its_text() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shardwise.dialects.policy import FILL_IN, TRACKERS, Policy
-from shardwise.train.data_config import COLUMNS
+from shardwise.train.data_config import COLUMNS, HUB
 
 __all__ = ["CONTRADICTIONS", "MISSING", "NEEDED", "NOTES", "UNREAD", "Rule"]
 
@@ -106,8 +106,23 @@ UNREAD = (
         *("trackers", f"a recipe has no others than {', '.join(TRACKERS)}; it has those of them"),
         lambda p: {*(p.trackers or ())} - {*TRACKERS},
     ),
+    Rule(
+        *("test_source", "validation has a file of its own, and a run has no test"),
+        lambda p: p.validation_source,
+    ),
+    *(
+        Rule(
+            *(field, "documents have no such key; data.validation holds some of them out"),
+            lambda p: p.data_format == "text" or str(p.dataset).endswith(".txt"),
+        )
+        for field in ("validation_source", "test_source")
+    ),
 )
-NEEDED = {"model": "model.from", "dataset": "data.source"}
+NEEDED = {
+    "model": "model.from",
+    "dataset": "data.source",
+    **dict.fromkeys(("validation_source", "test_source"), "data.validation_source"),
+}
 MISSING = (
     *(
         Rule(
@@ -115,6 +130,12 @@ MISSING = (
             _to_fill_in(field),
         )
         for field, place in NEEDED.items()
+    ),
+    Rule(
+        "dataset",
+        "text of the hub is read while it trains: set data.streaming.streams (such as batch.rows), "
+        "data.max_bytes, and run.steps in place of run.epochs",
+        lambda p: str(p.dataset).startswith(HUB) and p.data_format == "text",
     ),
     Rule(
         "dataset",

@@ -220,8 +220,11 @@ def _defaults(
     is_training = any(key.startswith(_OF_TRAINER) for key in flat)
     if is_training or (named.lr, named.epochs, named.steps, named.micro) != (None,) * 4:
         sources.append((dialect.defaults, "Trainer's default"))
-    if named.dataset and dialect.call and not named.dataset.endswith(".txt"):
-        shown = "alpaca" if "alpaca" in named.dataset else FILL_IN
+    dataset = named.dataset or (named.model and FILL_IN)
+    if dataset and dialect.call:
+        sources.append(({"dataset": dataset}, "no data set is shown"))
+    if dataset and dialect.call and not dataset.endswith(".txt"):
+        shown = "alpaca" if "alpaca" in dataset else FILL_IN
         sources.append(({"data_format": shown}, "by the data set's name"))
     defaults: dict[str, tuple[Any, str]] = {}
     for values, whose in sources:
@@ -238,9 +241,12 @@ def _assumed(
     flat = dict(_flat(completed.settled(), _OURS))
     for name, (value, whose) in defaults.items():
         without = replace(completed, **{name: None}).settled()
+        rows = [row for row in dialect.rows if row.field == name]
+        if name == "dataset":
+            yield Entry(rows[0].key, None, "fill in", _missing(name, completed))
         if value == FILL_IN or dict(_flat(without, _OURS)) == flat:
             continue
-        keys = ((row.key, row.convert.write(value)) for row in dialect.rows if row.field == name)
+        keys = ((row.key, row.convert.write(value)) for row in rows)
         place = next(row.key for row in _OURS.rows if row.field == name and row.key in flat)
         yield Entry(*next(keys, ("-", value)), "default", f"{place}: {flat[place]} ({whose})")
 
@@ -251,14 +257,18 @@ def _judge(match: _Match, named: Policy, policy: Policy) -> Entry:
         for rule in rules:
             if rule.field == match.row.field and rule.broken(named):
                 return Entry(match.key, match.raw, status, rule.sentence)
-    if missing := [r.sentence for r in MISSING if r.field == match.row.field and r.broken(policy)]:
-        return Entry(match.key, match.raw, "fill in", "; ".join(missing))
+    if match.value is not None and (missing := _missing(match.row.field, policy)):
+        return Entry(match.key, match.raw, "fill in", missing)
     if always := [outside for outside in _OURS.outsiders if outside.key == match.row.field]:
         return _outside(match.key, match.raw, match.value, always[0])
     status, text = _placed(match, dict(_flat(policy, _OURS)))
     notes = [rule for rule in NOTES if rule.field == match.row.field and rule.broken(named)]
     note = "; ".join(filter(None, [match.row.note, *(rule.sentence for rule in notes)]))
     return Entry(match.key, match.raw, status, f"{text} ({note})" if note else text)
+
+
+def _missing(field: str, policy: Policy) -> str:
+    return "; ".join(r.sentence for r in MISSING if r.field == field and r.broken(policy))
 
 
 def _placed(match: _Match, flat: Mapping[str, Any]) -> tuple[str, str]:

@@ -72,6 +72,8 @@ class Policy:
     dataset: str | None = None
     data_format: str | None = None
     data_split: str | None = None
+    validation_source: str | None = None
+    test_source: str | None = None  # validation's, where that has none
     validation: float | None = None  # fraction held out
     context: int | None = None
     packing: Any = None
@@ -182,6 +184,7 @@ def _training(p: Policy) -> dict[str, Any]:
         "warmup": None if p.schedule == "constant" else p.warmup,
         "betas": p.betas or (p.beta1 and p.beta2 and (p.beta1, p.beta2)),
         "epochs": None if p.steps else p.epochs,
+        "validation_source": None if is_text else p.validation_source or p.test_source,
         "packing": None if is_text else p.packing,
         "loss_on": None if is_text else p.loss_on,
         "trackers": None if p.trackers is None else tuple(t for t in p.trackers if t in TRACKERS),
