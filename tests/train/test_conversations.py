@@ -82,6 +82,29 @@ def test_columns_that_are_not_there_show_another_format_or_another_name(
 
 
 @pytest.mark.parametrize(
+    ("columns", "rows", "fix"),
+    [
+        ("output: answr", "instruction answer", "such as '{output: answer}'"),
+        ("instruction: q", "instruction output", "remove instruction from data.columns"),
+        (
+            "instruction: q, output: a",
+            "instruction output",
+            "remove instruction and output from data.columns",
+        ),
+        ("", "", "(none); all rows are empty, so name another data.source"),
+    ],
+)
+def test_the_advice_on_columns_is_one_that_the_recipe_accepts(
+    columns: str, rows: str, fix: str
+) -> None:
+    """Also where the first row is empty."""
+    named = config("alpaca", **dict(pair.split(": ") for pair in columns.split(", ") if pair))
+    with pytest.raises(ConfigError) as caught:
+        check_columns([{}, dict.fromkeys(rows.split(), "x")], named)
+    assert str(caught.value).endswith(f"{fix}.")
+
+
+@pytest.mark.parametrize(
     ("form", "row", "message"),
     [
         ("alpaca", {"instruction": "Q", "outputs": "A"}, "column 'output' is empty; write a va"),

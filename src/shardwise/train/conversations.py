@@ -89,22 +89,35 @@ def check_columns(rows: Sequence[Row], config: DataConfig) -> None:
     Raises:
         ConfigError: a column is in no row; with the format that fits, or the nearest column.
     """
-    columns = [config.columns.get(name, name) for name in _needed(config.format)]
-    missing = [name for name in columns if rows and not any(name in row for row in rows)]
+    columns = {name: config.columns.get(name, name) for name in _needed(config.format)}
+    missing = {
+        name: column
+        for name, column in columns.items()
+        if rows and not any(column in row for row in rows)
+    }
     if not missing:
         return
-    fitting = [name for name in COLUMNS if {*_needed(name)} <= rows[0].keys()]
-    fitting += ["text"] * (config.field in rows[0])
-    near = nearest(missing[0], rows[0])[0]
-    fix = (
-        f"set data.format {fitting[0]}"
-        if fitting
-        else f"say which of them it is with data.columns, such as '{{{missing[0]}: {near}}}'"
-    )
+    present = list(dict.fromkeys(name for row in rows for name in row))
     raise ConfigError(
-        f"data.format {config.format} reads {' and '.join(columns)}, and no "
-        f"{' and no '.join(missing)} is among the columns {', '.join(rows[0])}; {fix}."
+        f"data.format {config.format} reads {' and '.join(columns.values())}, and no "
+        f"{' and no '.join(missing.values())} is among the columns "
+        f"{', '.join(present) or '(none)'}; {_column_advice(missing, present, config.field)}."
     )
+
+
+def _column_advice(missing: Mapping[str, str], present: Sequence[str], field: str) -> str:
+    """What to do about columns that are ``missing``, by the format's name of each."""
+    if not present:
+        return "all rows are empty, so name another data.source"
+    if renamed := [name for name in missing if name in present]:
+        return f"remove {' and '.join(renamed)} from data.columns"
+    fitting = [form for form in COLUMNS if {*_needed(form)} <= {*present}]
+    fitting += ["text"] * (field in present)
+    if fitting:
+        return f"set data.format {fitting[0]}"
+    name, column = next(iter(missing.items()))
+    near = nearest(column, present)[0]
+    return f"say which of them it is with data.columns, such as '{{{name}: {near}}}'"
 
 
 def _needed(form: str) -> list[str]:
