@@ -44,6 +44,16 @@ def test_one_process_holds_everything_once(tmp_path: Path) -> None:
         assert row.whole <= row.per_rank[0] <= 1.05 * row.whole + 512  # padding
 
 
+def test_state_of_8_bits_is_counted_by_blocks_and_its_tables_once(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    options = ("optimizer.name=adamw_8bit", "model.width=64", "model.hidden=96")
+    alone = counted(tmp_path, 1, "full_shard", *options)["optimizer state"]
+    assert alone.per_rank == (alone.whole,)
+    two = counted(tmp_path, 2, "full_shard", *options)["optimizer state"]
+    assert two.whole == alone.whole
+    assert sum(two.per_rank) == two.whole + 2 * 256 * 4  # each rank has both tables
+
+
 @pytest.mark.parametrize(
     ("strategy", "split"),
     [

@@ -7,13 +7,14 @@ What ``offload`` keeps in host memory has rows of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.protocol import Comm
 from shardwise.memory.parameters import Bucket
+from shardwise.optim.blockwise import SCALES, TABLES, blocks, without_tables
 from shardwise.sharded import Sharded
 from shardwise.train.collectives import all_gather_floats
 from shardwise.train.records import Bytes, Placed
@@ -66,9 +67,12 @@ def _shard_bytes(bucket: Bucket) -> int:
     return nbytes // bucket.spec.shard.size if shared else nbytes
 
 
-def _unsharded(buckets: Iterable[Bucket], optimizer: Optimizer) -> tuple[int, int, int]:
+def _unsharded(buckets: Sequence[Bucket], optimizer: Optimizer) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state in one unsharded process."""
-    parameters = gradients = state = 0
+    states = [optimizer.state.get(param, {}) for bucket in buckets for param in bucket.params]
+    # All parameters share the tables of an 8-bit optimizer.
+    state = storage_bytes(held[key] for held in states for key in TABLES if key in held)
+    parameters = gradients = 0
     for bucket in buckets:
         itemsize = bucket.dtypes.stored.itemsize
         for member, param in zip(bucket.members, bucket.params, strict=True):
@@ -81,8 +85,15 @@ def _unsharded(buckets: Iterable[Bucket], optimizer: Optimizer) -> tuple[int, in
 
 def _unsharded_state(param: nn.Parameter, numel: int, optimizer: Optimizer) -> int:
     """Tensors of the shard's shape count as unsharded; others, such as a step, as they are."""
-    tensors = [t for t in optimizer.state.get(param, {}).values() if isinstance(t, Tensor)]
+    state = without_tables(optimizer.state.get(param, {}))
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     return sum(
-        (numel if tensor.shape == param.shape else tensor.numel()) * tensor.itemsize
-        for tensor in tensors
+        _unsharded_numel(key, tensor, param, numel) * tensor.itemsize
+        for key, tensor in tensors.items()
     )
+
+
+def _unsharded_numel(key: str, tensor: Tensor, param: nn.Parameter, numel: int) -> int:
+    if key in SCALES:
+        return blocks(numel)
+    return numel if tensor.shape == param.shape else tensor.numel()
