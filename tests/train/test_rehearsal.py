@@ -20,6 +20,7 @@ from shardwise.train.packed import SampleRows
 from shardwise.train.recipe import read_recipe, to_yaml
 from shardwise.train.rehearsal import Rehearsal
 from shardwise.train.rehearsal_files import samples
+from shardwise.train.samples import read_samples
 from tests.cli.test_train import run as run_command
 from tests.train.runs import Watched
 
@@ -47,6 +48,17 @@ def test_every_recipe_has_a_small_one_that_reads_what_is_there(tmp_path: Path, p
     base = changed.get("model.from", ("", ""))[1]
     assert base.endswith("random, 2 layers of width 64") == (small.model.source is not None)
     assert all(before != after for before, after in changed.values())
+
+
+def test_streamed_samples_have_a_second_file_for_validation(tmp_path: Path) -> None:
+    path = next(path for path in RECIPES if path.stem == "llama2-70b-lora")
+    overrides = ["data.streaming.streams=16", "data.validation_source=held-out.jsonl"]
+    overrides += ["data.packing=true", "run.epochs=null", "sample.tokens=0"]
+    small = Rehearsal(read_recipe(path, overrides), tmp_path).small()
+    assert small.data.validation_source == str(tmp_path / "validation.jsonl")
+    assert (small.data.streaming.streams, small.data.streaming.epochs) == (4, None)
+    training, validation = read_samples(small.data)
+    assert (len(training.samples), len(validation.samples)) == (0, 40)
 
 
 @pytest.fixture(params=["llama2-70b-lora", pytest.param("demo", marks=pytest.mark.prove)])

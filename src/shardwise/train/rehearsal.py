@@ -80,9 +80,15 @@ class Rehearsal:
         if flat["data.format"] == "text":
             return _TEXT | (_STREAMS if flat["data.streaming.streams"] else {})
         added = self.recipe.adapter.new_tokens
-        path = rehearsal_files.samples(flat["data.format"], self.folder, added)
-        held_out = {"data.validation": 0.25, "data.validation_source": None}
-        return {"data.source": str(path), "data.columns": {}, "data.context": 256, **held_out}
+        form: str = flat["data.format"]
+        held_out: str | None = None
+        path = rehearsal_files.samples(form, self.folder, added)
+        streamed: Tree = {}
+        if flat["data.streaming.streams"]:
+            held_out = str(rehearsal_files.samples(form, self.folder, added, "validation"))
+            streamed = _STREAMS | {"data.streaming.epochs": None}  # few samples, read again
+        data = {"data.source": str(path), "data.columns": {}, "data.context": 256, **streamed}
+        return data | {"data.validation": 0.25, "data.validation_source": held_out}
 
     def changes(self) -> Iterator[tuple[str, str, str]]:
         """Each key that is smaller or elsewhere: its name, and both values.

@@ -65,9 +65,9 @@ def base(source: str, folder: Path) -> Path:
     return folder
 
 
-def samples(kind: str, folder: Path, tokens: Sequence[str] = ()) -> Path:
+def samples(kind: str, folder: Path, tokens: Sequence[str] = (), name: str = "samples") -> Path:
     """A JSONL file in one of the formats of ``data.format``; questions begin with ``tokens``."""
-    path = folder / "samples.jsonl"
+    path = folder / f"{name}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     before = "".join(tokens)
     lines = (json.dumps(_sample(kind, before + task, answer)) for task, answer in _functions())
