@@ -72,6 +72,14 @@ def test_what_is_no_new_token_is_refused(tmp_path: Path) -> None:
     assert f"{END!r} cannot be added to the tokenizer: it has it" in said(sw.ConfigError, load)
     without = partial(sw.hf.load, folder, new_tokens=NEW[:1])
     assert "<tool 0>, and lora is None: an adapter trains" in said(sw.ConfigError, without)
+    own = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])
+    both = partial(sw.hf.load, folder, lora=own, new_tokens=NEW[:1])
+    assert "indices=[3] are those of lora, and new_tokens (<tool 0>)" in said(sw.ConfigError, both)
+
+
+def test_one_that_is_named_twice_has_one_row(tmp_path: Path) -> None:
+    loaded = sw.hf.load(tiny("llama", tmp_path), lora=lora(), new_tokens=NEW[:1] * 2)
+    assert loaded.model.peft_config["default"].trainable_token_indices["embed_tokens"] == [300]
 
 
 def test_rows_that_the_base_lacks_are_not_merged(tmp_path: Path) -> None:

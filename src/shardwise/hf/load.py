@@ -127,6 +127,10 @@ def load(
     if dtype is not None:
         check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
     options = {k: v for k, v in shard_arguments.items() if k not in ("strategy", "wrap")}
+    if isinstance(new_tokens, str):
+        raise ConfigError(
+            f"new_tokens is {new_tokens!r}, and not a list. Pass one: new_tokens=[{new_tokens!r}]."
+        )
     changes = Changes(quantization, lora, tuple(new_tokens))
     changes.check(Options.of(options).precision.compute)
     with ExitStack() as stack:
@@ -167,6 +171,12 @@ class Changes(NamedTuple):
             from peft import LoraConfig
 
             check_type("lora", self.lora, LoraConfig, 'peft.LoraConfig(r=8, task_type="CAUSAL_LM")')
+            if self.new_tokens and self.lora.trainable_token_indices:
+                raise ConfigError(
+                    f"trainable_token_indices={self.lora.trainable_token_indices} are those of "
+                    f"lora, and new_tokens ({', '.join(self.new_tokens)}) set others. Pass one of "
+                    "the two."
+                )
         elif self.new_tokens:
             raise ConfigError(
                 f"new_tokens are {', '.join(self.new_tokens)}, and lora is None: an adapter trains "

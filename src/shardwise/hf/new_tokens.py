@@ -33,6 +33,7 @@ def add_tokens(
     Raises:
         ConfigError: there is no tokenizer, or it has one of the tokens.
     """
+    tokens = list(dict.fromkeys(tokens))  # each has one row
     known = set(tokens) & set(tokenizer.get_vocab() if tokenizer is not None else tokens)
     if known:
         missing = "there is no tokenizer to add them to" if tokenizer is None else "it has it"
@@ -40,7 +41,7 @@ def add_tokens(
             f"new token {min(known)!r} cannot be added to the tokenizer: {missing}. Name tokens "
             "that are new, and a folder with a tokenizer."
         )
-    tokenizer.add_tokens(list(tokens))
+    tokenizer.add_tokens(tokens)
     before = _tables(model)
     if len(tokenizer) > before[0].weight.shape[0]:
         with torch.device("meta"):
@@ -48,7 +49,7 @@ def add_tokens(
         for old, new in zip(before, _tables(model), strict=True):
             if old.weight in places:
                 places[new.weight] = places.pop(old.weight)
-    ids, tables = tokenizer.convert_tokens_to_ids(list(tokens)), _tables(model)
+    ids, tables = tokenizer.convert_tokens_to_ids(tokens), _tables(model)
     if tables[0].weight is tables[1].weight:  # peft follows the tie
         tables = tables[:1]
     names = (name.rpartition(".")[2] for name, module in model.named_modules() if module in tables)
