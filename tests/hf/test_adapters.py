@@ -425,6 +425,18 @@ def test_initial_values_that_change_the_base_are_refused() -> None:
     assert "Choose one of True, False, 'gaussian', 'orthogonal'" in text
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"init_lora_weights": "orthogonal"}, {"target_modules": "(q_proj"}],
+    ids=["an odd rank", "no regular expression"],
+)
+def test_a_configuration_that_peft_refuses_is_an_error_of_ours(options: dict[str, Any]) -> None:
+    options = {"r": 3, "target_modules": ["q_proj"], **options}
+    config = peft.LoraConfig(**options)
+    text = said(sw.ConfigError, lambda: add_adapter(llama(), config))
+    assert "peft could not add the adapter: " in text
+
+
 def test_adapters_are_switched_while_they_train_as_on_a_plain_model() -> None:
     before = two_adapters().state_dict()
     losses, values = switched(two_adapters())

@@ -156,7 +156,10 @@ HALVES = {
     ("arguments", "text"),
     [
         ({"lora": {}}, "lora is {}, and not a LoraConfig. Pass one, for example peft.LoraConfig(r"),
-        ({"new_tokens": "<tool>"}, "new_tokens is '<tool>', and not a list. Pass one: new_tokens=["),
+        (
+            {"new_tokens": "<tool>"},
+            "new_tokens is '<tool>', and not a list. Pass one: new_tokens=[",
+        ),
         ({"dtype": "bf16"}, "dtype is 'bf16', and not a dtype. Pass one, for example torch.bfl"),
         ({"quantization": 4}, "quantization is 4, and not a BitsAndBytesConfig. Pass one, for ex"),
         ({"device_map": "auto"}, "no option 'device_map'; leave it out: ranks hold equal ranges"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import shutil
 import stat
 from collections import defaultdict
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.checkpoint.disk import explained, make_folder, sync_folder
 from shardwise.checkpoint.folder import new_token
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.hf.preparation import quantized_layers
 from shardwise.hf.targets import Matches, match_targets
 from shardwise.integrations.peft import ORDER
@@ -72,12 +73,30 @@ def add_adapter(
 
     Raises:
         ConfigError: the model is sharded already, a target matches nothing, or the initial values
-            would change the frozen weights.
+            would change the frozen weights, or peft refuses the configuration.
     """
     import peft
 
     if any(sharding_of(param) is not None for param in model.parameters()):
         raise ConfigError(f"adapters cannot be added to a model that is sharded. {ORDER}")
+    _check_initial(model, config)
+    with _peft_errors("add", ConfigError):
+        config, matches = copy.deepcopy(config), match_targets(config, model)
+    for warning in matches.warnings:
+        log.warning(warning)
+    matched = {path.rpartition(".")[2] for row in matches.rows for path in row.paths}
+    if _ties_embeddings(model) and matched & {"embed_tokens", "lm_head"}:
+        config.ensure_weight_tying = True
+    on_meta = any(param.is_meta for param in model.parameters())
+    with _peft_errors("add", ConfigError), torch.device("meta") if on_meta else nullcontext():
+        if isinstance(model, peft.PeftModel):
+            model.add_adapter(adapter, config)
+            return model, matches
+        return peft.get_peft_model(model, config, adapter), matches
+
+
+def _check_initial(model: nn.Module, config: LoraConfig) -> None:
+    """Raises ``ConfigError`` for initial values that are made of what no rank holds."""
     if config.init_lora_weights not in INITIAL:
         raise ConfigError(
             f"init_lora_weights={config.init_lora_weights!r} computes the adapter from whole "
@@ -95,18 +114,6 @@ def add_adapter(
             "use_dora=True takes norms of the frozen weights, which peft finds in parameters of "
             "bitsandbytes alone; here they are sharded bytes. Leave it out, or the quantisation."
         )
-    config, matches = copy.deepcopy(config), match_targets(config, model)
-    for warning in matches.warnings:
-        log.warning(warning)
-    matched = {path.rpartition(".")[2] for row in matches.rows for path in row.paths}
-    if _ties_embeddings(model) and matched & {"embed_tokens", "lm_head"}:
-        config.ensure_weight_tying = True
-    on_meta = any(param.is_meta for param in model.parameters())
-    with torch.device("meta") if on_meta else nullcontext():
-        if isinstance(model, peft.PeftModel):
-            model.add_adapter(adapter, config)
-            return model, matches
-        return peft.get_peft_model(model, config, adapter), matches
 
 
 def init_adapter(sharded: Sharded, adapter: str = "default") -> None:
@@ -342,16 +349,21 @@ _PEFT_ERRORS = (
     RuntimeError,
     TypeError,
     ValueError,
+    re.error,
 )
 
 
 @contextmanager
-def _peft_errors(verb: str = "save") -> Iterator[None]:
-    """Errors of peft as a ``CheckpointError``, which is raised on every rank."""
+def _peft_errors(
+    verb: str = "save", kind: type[ShardwiseError] = CheckpointError
+) -> Iterator[None]:
+    """Errors of peft as one of ours, which is raised on every rank."""
     try:
         yield
+    except ShardwiseError:
+        raise
     except _PEFT_ERRORS as error:
-        raise CheckpointError(
+        raise kind(
             f"peft could not {verb} the adapter: {type(error).__name__}: {error}. Check whether "
             f"peft can {verb} it with an unsharded model."
         ) from error

@@ -127,11 +127,7 @@ def load(
     if dtype is not None:
         check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
     options = {k: v for k, v in shard_arguments.items() if k not in ("strategy", "wrap")}
-    if isinstance(new_tokens, str):
-        raise ConfigError(
-            f"new_tokens is {new_tokens!r}, and not a list. Pass one: new_tokens=[{new_tokens!r}]."
-        )
-    changes = Changes(quantization, lora, tuple(new_tokens))
+    changes = Changes(quantization, lora, _tokens(new_tokens))
     changes.check(Options.of(options).precision.compute)
     with ExitStack() as stack:
         build = partial(_build, source, (revision, cache_dir), dtype, changes, stack)
@@ -150,6 +146,14 @@ def load(
     if comm.rank == 0 and (built.map.initialised or built.map.unexpected):
         log.warning("not all tensors of the files and of the model have a counterpart: %s", report)
     return LoadedModel(built.model, sharded, built.tokenizer, built.folder, report, *tables)
+
+
+def _tokens(new_tokens: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(new_tokens, str):
+        raise ConfigError(
+            f"new_tokens is {new_tokens!r}, and not a list. Pass one: new_tokens=[{new_tokens!r}]."
+        )
+    return tuple(new_tokens)
 
 
 class Changes(NamedTuple):
