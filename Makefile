@@ -22,8 +22,9 @@ ARGS ?=
 JOBS ?= 3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Files in the order that tests/conftest.py gives them.
-IN_PROCESSES = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# Files in the order that tests/conftest.py gives them. A test that ended its process is run again,
+# and fails the run all the same.
+IN_PROCESSES = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 # One thread per process: ranks are the parallelism, and sums keep one order.
 export OMP_NUM_THREADS ?= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 __all__ = ["EXAMPLES", "lines_of", "run", "torchrun"]
@@ -30,10 +31,17 @@ def run(*arguments: object, folder: Path, path: Path | None = None) -> list[str]
     return done.stdout.splitlines()
 
 
-def torchrun(*arguments: object, folder: Path) -> list[str]:
-    """The same under ``torchrun``, on two ranks."""
-    options = ("--standalone", "--nproc-per-node", 2)
-    return run("-m", "torch.distributed.run", *options, *arguments, folder=folder)
+def torchrun(*arguments: object, folder: Path) -> list[list[str]]:
+    """The same under ``torchrun``, on two ranks: what each prints.
+
+    Each prints into a file, since ``torchrun`` starts Python unbuffered: in one stream, a line of
+    one rank may begin inside a line of the other.
+    """
+    with tempfile.TemporaryDirectory() as logs:
+        options = ("--standalone", "--nproc-per-node", 2, "--log-dir", logs, "--redirects", 1)
+        run("-m", "torch.distributed.run", *options, *arguments, folder=folder)
+        files = sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))
+        return [file.read_text("utf-8").splitlines() for file in files]
 
 
 def lines_of(document: str) -> str:

@@ -110,7 +110,8 @@ def test_a_script_for_trl_trains_alike_with_one_other_line(tmp_path: Path) -> No
 def test_the_llama_3_articles_program_trains_with_one_other_line(tmp_path: Path) -> None:
     program = Path(__file__).with_name("llama3_article.py")
     folder = tiny("llama", tmp_path / "llama"), text(tmp_path), tmp_path / "results"
-    losses = json.loads(torchrun(program, *folder, folder=tmp_path)[-1])
+    printed, _ = torchrun(program, *folder, folder=tmp_path)
+    losses = json.loads(printed[-1])
     assert losses[-1] < losses[0] - 0.05
     saved = {path.name for path in (tmp_path / "results").iterdir()}
     assert saved == {"checkpoint-4", "checkpoint-6"}

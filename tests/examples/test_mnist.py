@@ -125,7 +125,8 @@ def write_mnist(folder: Path) -> None:
 def test_the_program_under_torchrun(tmp_path: Path) -> None:
     write_mnist(tmp_path / "data" / "MNIST" / "raw")
     options = ("--epochs", 1, "--no-cuda", "--save-model", "--data", "data")
-    lines = torchrun(MNIST, *options, folder=tmp_path)
+    lines, nothing = torchrun(MNIST, *options, folder=tmp_path)
+    assert nothing == []
     table = lines_of("seeds.md")
     assert all(line in table for line in lines[:6])  # the units
     lr, loss, accuracy, _, seconds, *model = lines[7:]

@@ -29,6 +29,7 @@ def test_the_script_prints_forward_a_line_of_stars_and_backward(
 @pytest.mark.spawn
 @forked
 def test_under_torchrun_programs_and_engine_do_the_same(tmp_path: Path) -> None:
-    printed = torchrun(SCRIPT, folder=tmp_path)
+    printed, nothing = torchrun(SCRIPT, folder=tmp_path)
     assert printed.count("*******" * 8) == 1
     assert printed[-1] == "program and engine: gradients equal True, collectives equal True"
+    assert nothing == []
