@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.cli import main
+from shardwise.cli.other_libraries import without_their_noise
+from shardwise.train.memory_estimate import predict
+from shardwise.train.recipe import read_recipe
+from tests.hf.folders import tiny
 
 RECIPE = "recipes/demo.yaml"
 
@@ -35,6 +42,37 @@ def test_the_bytes_of_a_recipes_model_by_strategy(capsys: pytest.CaptureFixture[
     assert rows[0]["between_steps"] > 7 * rows[3]["between_steps"]
     text = explain(capsys, "memory", RECIPE, "--ranks", "8")
     assert "Decoder, 3,541,248 parameters" in text or "Decoder, " in text
+
+
+FINE_TUNING = """\
+model: {from: HUB, quantization: {bits: 4}}
+adapter: {rank: 8}
+data: {source: stdlib, context: 16}
+optimizer: {name: paged_adamw_8bit}
+sharding: {strategy: hybrid_full, mesh: [2, 2], precision: bf16, residency: 4096}
+"""
+
+
+def test_what_a_recipe_says_is_read_as_train_predicts_it_unless_an_option_says_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(FINE_TUNING.replace("HUB", str(tiny("llama", tmp_path / "hub"))), "utf-8")
+
+    def row(*options: str) -> dict[str, Any]:
+        text = explain(capsys, "memory", str(recipe), "--json", *options)
+        rows = {row["strategy"]: row for row in json.loads(text)}
+        return dict(rows["hybrid_full"])
+
+    known = row()
+    with without_their_noise():
+        predicted = predict(read_recipe(recipe), 4)
+    assert known == asdict(predicted) | {"between_steps": predicted.between_steps}
+    other = row("--optimizer", "sgd", "--offload", "optimizer", "--mesh", "1", "2")
+    assert other["optimizer"] == 0 < known["optimizer"]
+    assert other["in_host"] > known["in_host"] == 0
+    assert other["gradients"] > known["gradients"]
 
 
 def test_hybrids_are_in_the_table_and_have_events_where_a_mesh_is_given(

@@ -155,7 +155,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_read(
     recipe, cpu = recipe_of(tmp_path), torch.device("cpu")
     row = predict(recipe, 2)
     assert row.parameters == row.gradients == pytest.approx(2 * 36_000, rel=0.01)
-    needed = row.between_steps + row.padding
+    needed = row.between_steps
     monkeypatch.setattr(memory_estimate, "machine_memory", lambda: needed - 1)
     text = said(ConfigError, lambda: check_memory(recipe, cpu, 2))
     assert text.startswith("with gradients and optimizer state, the model in ")

@@ -157,10 +157,10 @@ Examples:
 )
 @click.argument("word", required=False)
 @click.argument("model", required=False)
-@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Ranks.  [default: the mesh's, or 2]")
 @MESH
 @click.option("--strategy", default="full_shard", show_default=True, help="Of `step`.")
-@click.option("--optimizer", type=OPTIMIZERS, default="adamw", help="[default: adamw]")
+@click.option("--optimizer", type=OPTIMIZERS, help="[default: a recipe's, or adamw]")
 @click.option("--offload", type=OFFLOADS, multiple=True, help="What is in host memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table of `memory` as JSON.")
 def explain(word: str | None, model: str | None, **options: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from math import prod
 from textwrap import wrap
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from shardwise.cli.models import named_model
+from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.tables import table
 from shardwise.explain.memory import Kept, table_of
 from shardwise.explain.words import Word, find, words
@@ -19,25 +20,31 @@ from shardwise.offload import Offload
 from shardwise.printed import size
 from shardwise.setup import order
 from shardwise.tracing.blueprint import draw
+from shardwise.train.optimizer import blocksize_of
 
 __all__ = ["About", "run_explain"]
 
 
 @dataclass(frozen=True)
 class About:
-    """What the command was asked about; ``strategy`` and ``optimizer`` as their options say."""
+    """What the command was asked about; ``None`` and ``()``: as a recipe says."""
 
-    ranks: int = 2
-    mesh: tuple[int, int] | None = None  # for hybrids; then ``ranks`` is the product
+    ranks: int | None = None
+    mesh: tuple[int, int] | None = None  # for hybrids
     strategy: str = "full_shard"
-    optimizer: str = "adamw"
+    optimizer: str | None = None
     offload: tuple[str, ...] = ()
     as_json: bool = False
 
     @property
-    def options(self) -> dict[str, Any]:
-        """As for ``shard()``."""
-        return {"offload": Offload(**dict.fromkeys(self.offload, True))}
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``shard()`` that were given."""
+        offload = {"offload": Offload(**dict.fromkeys(self.offload, True))} if self.offload else {}
+        return offload | ({"mesh": self.mesh} if self.mesh else {})
+
+    def world(self, mesh: tuple[int, int] | None) -> int:
+        """The number of ranks."""
+        return self.ranks or prod(mesh or (2,))
 
 
 def run_explain(word: str | None, model: str | None, about: About) -> None:
@@ -50,7 +57,8 @@ def run_explain(word: str | None, model: str | None, about: About) -> None:
         lines = _step(model, about)
     else:
         lines = _word(find(word if model is None else f"{word} {model}"))
-    click.echo("\n".join(lines))
+    with without_their_noise():
+        click.echo("\n".join(lines))
 
 
 def _list() -> Iterator[str]:
@@ -73,25 +81,28 @@ def _word(word: Word) -> Iterator[str]:
 
 def _memory(model: str | None, about: About) -> Iterator[str]:
     named = named_model(model)
-    ranks = prod(about.mesh) if about.mesh else about.ranks
-    rows = table_of(named.model, (0, ranks), about.optimizer, about.mesh, **about.options)
+    optimizer = about.optimizer or named.optimizer
+    arguments = {"mesh": None, "offload": Offload(), **named.arguments, **about.arguments}
+    arguments["blocksize"] = blocksize_of(optimizer)
+    ranks, offloads = about.world(arguments["mesh"]), any(astuple(arguments["offload"]))
+    rows = table_of(named.model, (0, ranks), optimizer, **arguments)
     if about.as_json:
         yield json.dumps([asdict(row) | {"between_steps": row.between_steps} for row in rows])
         return
     numel = sum(param.numel() for param in named.model.parameters())
     yield (
-        f"{type(named.model).__name__}, {numel:,} parameters, {about.optimizer}, "
+        f"{type(named.model).__name__}, {numel:,} parameters, {optimizer}, "
         f"rank 0 of {ranks}: bytes between steps, and of a step"
     )
     yield ""
     head = ["strategy", "parameters", "gradients", "optimizer", "together", "gathered", "sent"]
-    if about.offload:
+    if offloads:
         head.insert(5, "in host")
-    lines = [_row(row, bool(about.offload)) for row in rows]
+    lines = [_row(row, offloads) for row in rows]
     yield from table(lines, [*head, "gathers", "reduces"])
     yield ""
     yield "together   what lies there between steps, before gradients are dropped"
-    if about.offload:
+    if offloads:
         yield "in host    what lies in host memory instead; the columns before it are of the device"
     yield "gathered   full parameters at most at a time within a step, besides"
     yield "gathers    all-gathers in the forward + backward pass; reduces: reduce-scatters"
@@ -99,7 +110,7 @@ def _memory(model: str | None, about: About) -> Iterator[str]:
 
 def _row(row: Kept, offloads: bool) -> list[str]:
     nbytes = [
-        row.parameters + row.joined,
+        row.stored,
         row.gradients,
         row.optimizer,
         row.between_steps,
@@ -113,6 +124,6 @@ def _row(row: Kept, offloads: bool) -> list[str]:
 
 def _step(model: str | None, about: About) -> Iterator[str]:
     module = named_model(model).model
-    ranks = prod(about.mesh) if about.mesh else about.ranks
-    blueprint = draw(module, about.strategy, ranks=(0, ranks), mesh=about.mesh, **about.options)
+    ranks = 0, about.world(about.mesh)
+    blueprint = draw(module, about.strategy, ranks=ranks, **about.arguments)
     yield str(blueprint.schedule(order.guess(module, blueprint.units.unit_names)))

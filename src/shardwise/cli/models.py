@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +23,21 @@ from shardwise.tracing.stages import Inputs
 
 __all__ = ["Named", "named_model"]
 
+FOR_TRANSFORMERS = {"input_ids": torch.zeros(1, 16, dtype=torch.int64), "use_cache": False}
+
 
 class Named(NamedTuple):
-    """A model, and an input, if one is known."""
+    """A model.
+
+    Attributes:
+        inputs: for it, if one is known.
+        optimizer, arguments: a recipe's, and its other arguments of ``shard()`` than the strategy.
+    """
 
     model: nn.Module
     inputs: Inputs | None
+    optimizer: str = "adamw"
+    arguments: Mapping[str, Any] = {}
 
 
 def named_model(name: str | None) -> Named:
@@ -72,13 +81,18 @@ def _decoder(path: str) -> Named:
     from shardwise.train.decoder import Decoder
     from shardwise.train.model_folder import on_meta
     from shardwise.train.recipe import read_recipe
+    from shardwise.train.shard_arguments import shard_arguments
 
     recipe = read_recipe(path, (), ())
+    arguments = shard_arguments(recipe.sharding)
+    del arguments["strategy"]
+    settings = recipe.optimizer.name.removeprefix("paged_"), arguments
     if recipe.model.source is not None:
-        return _of_transformers(on_meta(recipe))
+        return Named(on_meta(recipe), FOR_TRANSFORMERS, *settings)
     with torch.device("meta"):
         model = Decoder(recipe.model, recipe.tokenizer.vocabulary, recipe.data.context)
-    return Named(model, torch.zeros(recipe.batch.micro, recipe.data.context, dtype=torch.int64))
+    ids = torch.zeros(recipe.batch.micro, recipe.data.context, dtype=torch.int64)
+    return Named(model, ids, *settings)
 
 
 def _hugging_face(folder: Path) -> Named:
@@ -87,11 +101,7 @@ def _hugging_face(folder: Path) -> Named:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return _of_transformers(model)
-
-
-def _of_transformers(model: nn.Module) -> Named:
-    return Named(model, {"input_ids": torch.zeros(1, 16, dtype=torch.int64), "use_cache": False})
+    return Named(model, FOR_TRANSFORMERS)
 
 
 def _attribute(place: str, attribute: str) -> Callable[[], Any] | nn.Module:

@@ -17,7 +17,7 @@ from shardwise.memory.spec import BucketSpec
 from shardwise.optim.blockwise import blocks
 from shardwise.schedule.events import Event, Op
 from shardwise.setup import order
-from shardwise.strategies import PRESETS, STRATEGIES
+from shardwise.strategies import PRESETS, STRATEGIES, placement_of
 from shardwise.tracing.blueprint import Blueprint, draw, mesh_of
 
 __all__ = ["OPTIMIZERS", "Kept", "kept", "table_of"]
@@ -56,9 +56,14 @@ class Kept:
     calls: Mapping[str, int]
 
     @property
+    def stored(self) -> int:
+        """On the device: parameters, with ``padding`` and ``joined``."""
+        return self.parameters + self.padding + self.joined
+
+    @property
     def between_steps(self) -> int:
-        """On the device: parameters, with ``joined``, gradients and optimizer state."""
-        return self.parameters + self.joined + self.gradients + self.optimizer
+        """On the device: what is ``stored``, gradients and optimizer state."""
+        return self.stored + self.gradients + self.optimizer
 
 
 def table_of(
@@ -66,15 +71,19 @@ def table_of(
     ranks: tuple[int, int],
     optimizer: str = "adamw",
     mesh: tuple[int, int] | None = None,
+    residency: int = 0,
     **options: Any,
 ) -> list[Kept]:
-    """One row for each strategy, for rank ``ranks[0]`` of ``ranks[1]``; hybrids need a ``mesh``."""
-    strategies = PRESETS if mesh else STRATEGIES
-    drawn = [
-        draw(model, strategy, None, ranks, mesh=mesh_of(strategy, mesh), **options)
-        for strategy in strategies
-    ]
-    return [kept(model, blueprint, optimizer) for blueprint in drawn]
+    """One row for each strategy, for rank ``ranks[0]`` of ``ranks[1]``; hybrids need a ``mesh``.
+
+    ``mesh`` and ``residency`` are those of the strategies that can use them.
+    """
+    rows = []
+    for strategy in PRESETS if mesh else STRATEGIES:
+        options["mesh"] = mesh_of(strategy, mesh)
+        options["residency"] = 0 if placement_of(strategy).resident else residency
+        rows.append(kept(model, draw(model, strategy, ranks=ranks, **options), optimizer))
+    return rows
 
 
 def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Kept:

@@ -34,7 +34,7 @@ def build(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
     with torch.device("meta"):
         model = Decoder(recipe.model, vocabulary, recipe.data.context)
     init = initialiser(torch.Generator(comm.device).manual_seed(recipe.run.seed))
-    blocksize, options = blocksize_of(recipe.optimizer), shard_arguments(recipe.sharding)
+    blocksize, options = blocksize_of(recipe.optimizer.name), shard_arguments(recipe.sharding)
     return shard(model, comm=comm, init=init, blocksize=blocksize, **options), ""
 
 

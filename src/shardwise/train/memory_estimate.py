@@ -78,14 +78,13 @@ def check_memory(
             )
     if row is None:
         return None
-    parameters = row.parameters + row.padding + row.joined
-    return Predicted(parameters, row.gradients, row.optimizer, row.in_host, row.gathered)
+    return Predicted(row.stored, row.gradients, row.optimizer, row.in_host, row.gathered)
 
 
 def predict(recipe: Recipe, ranks: int) -> Kept:
     """What rank 0 will keep of the model in ``model.from``, whose weights are not read."""
     arguments = shard_arguments(recipe.sharding)
-    blocksize = blocksize_of(recipe.optimizer)
+    blocksize = blocksize_of(recipe.optimizer.name)
     model = model_folder.on_meta(recipe)
     blueprint = draw(model, ranks=(0, ranks), blocksize=blocksize, **arguments)
     return kept(model, blueprint, recipe.optimizer.name.removeprefix("paged_"))
@@ -96,7 +95,7 @@ def _of_row(row: Kept, recipe: Recipe, local_ranks: int) -> StateBytes:
     parameters = local_ranks * own
     if placement.splits and not placement.frees:  # they stay gathered, maybe in shared memory
         parameters = max(parameters, own + row.gathered)
-    rest = local_ranks * (row.between_steps - row.parameters)
+    rest = local_ranks * (row.between_steps - own)
     return StateBytes(parameters + rest, local_ranks * row.in_host)
 
 

@@ -68,7 +68,7 @@ def load(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
         dtype=_dtype(config),
         **changes._asdict(),
         comm=comm,
-        blocksize=blocksize_of(recipe.optimizer),
+        blocksize=blocksize_of(recipe.optimizer.name),
         **shard_arguments(recipe.sharding),
     )
     text = loaded.model.config.get_text_config()

@@ -31,9 +31,9 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def blocksize_of(config: OptimizerConfig) -> int:
-    """Of ``sw.shard``: the elements that have a scale in common; 0 = none."""
-    return 0 if config.name == "adamw" else BLOCK
+def blocksize_of(optimizer: str) -> int:
+    """Of ``sw.shard``, by an optimizer's name: elements with a scale in common; 0 = none."""
+    return BLOCK if optimizer.endswith("8bit") else 0
 
 
 def optimizer_of(
