@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,26 @@ def test_the_files_are_those_of_merge_and_unload(
     changed = base_of(base).state_dict()
     assert any(not torch.equal(changed[name], value) for name, value in loaded.items())
     assert hf.AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+
+
+def test_the_tokenizer_that_lies_beside_an_adapter_takes_the_place_of_the_base_s(
+    tmp_path: Path,
+) -> None:
+    base = tiny("llama", tmp_path / "base")
+    (base / "added_tokens.json").write_text('{"<old>": 1}', "utf-8")  # of an older transformers
+    tokenizer = hf.AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["<tool>"])
+    new = tokenizer.convert_tokens_to_ids("<tool>")
+    options = {"target_modules": ["q_proj"], "trainable_token_indices": [new]}
+    adapter = written(base, options, tmp_path / "adapter")
+    tokenizer.save_pretrained(adapter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the command leaves out what other libraries say each time
+        assert exported(base, adapter, tmp_path / "merged") == 0
+    merged = hf.AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert merged.encode("<tool>", add_special_tokens=False) == [new]
+    assert merged.chat_template == tokenizer.chat_template
+    assert not (tmp_path / "merged" / "added_tokens.json").exists()
 
 
 def test_only_one_weight_of_the_base_is_in_memory(tmp_path: Path) -> None:

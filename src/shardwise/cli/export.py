@@ -16,9 +16,16 @@ import torch
 
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.cli.format_names import escape
+from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.runs import checkpoint_of
 from shardwise.convert.catalogue import OF_TORCH
-from shardwise.convert.export import CONFIG, ExportOptions, export, export_torch_file
+from shardwise.convert.export import (
+    CONFIG,
+    TOKENIZER,
+    ExportOptions,
+    export,
+    export_torch_file,
+)
 from shardwise.convert.writer import Converted, Destination, workplace
 from shardwise.errors import ConfigError
 from shardwise.printed import size
@@ -93,7 +100,7 @@ def run_export(source: Path, destination: Path, arguments: ExportArguments) -> N
     _check_options(options, file_format, has_max_file_size, merges)
     source, destination = source.expanduser(), destination.expanduser()
     _check_destination(destination, options, file_format)
-    with _as_checkpoint(source, destination, arguments) as path:
+    with without_their_noise(), _as_checkpoint(source, destination, arguments) as path:
         if file_format == "dcp":
             _to_dcp(path, destination, options)
         else:
@@ -181,7 +188,12 @@ def _to_files(path: Path, given: Path, destination: Path, arguments: ExportArgum
         if arguments.merge is not None:
             from shardwise.hf.merge import merged_weights
 
-            write = partial(export, changed=merged_weights(source, arguments.merge))
+            adapter = arguments.merge
+            tokenizer = {
+                n: (adapter / n).read_bytes() for n in TOKENIZER if (adapter / n).is_file()
+            }
+            changed = merged_weights(source, adapter)
+            write = partial(export, changed=changed, tokenizer=tokenizer)
         with click.progressbar(length=1, label=label, file=sys.stderr, hidden=hidden) as bar:
 
             def progress(more: int, total: int) -> None:

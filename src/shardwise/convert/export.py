@@ -66,11 +66,13 @@ def export(
     options: ExportOptions = AS_STORED,
     progress: Progress = no_progress,
     changed: Changed | None = None,
+    tokenizer: Mapping[str, bytes] = {},
 ) -> Converted:
     """Write ``source`` again, as a folder that ``transformers`` and shardwise load.
 
     Beyond Python and torch it holds a few blocks of 4 MiB, whatever the size of the model, and one
-    of the tensors that are ``changed``: by name, what makes it in its stored shape.
+    of the tensors that are ``changed``: by name, what makes it in its stored shape. The files of
+    ``tokenizer``, by name, take the place of the source's.
     """
     whole = options.with_optimizer
     named = Destination(Path(destination).absolute(), "hf", whole, options.overwrite)
@@ -78,6 +80,7 @@ def export(
     places = stored_tensors(source, whole)
     plans = _plans(places, options)
     small, left_out = companions(source, whole)
+    small = {n: small[n] for n in small if not (tokenizer and n in TOKENIZER)} | dict(tokenizer)
     if options.dtype is not None and CONFIG in small:
         small[CONFIG] = with_dtype(small[CONFIG], options.dtype)
     facts = {"step": None, "aliases": {}, **dict(source.manifest or {})}
@@ -106,10 +109,7 @@ def export_torch_file(
     """
     named = Destination(destination.absolute(), "pt", overwrite=options.overwrite)
     if options.with_optimizer:
-        raise CheckpointError(
-            "a single file holds weights alone. Leave --with-optimizer out, or choose another "
-            "--format."
-        )
+        raise CheckpointError("a single file holds weights alone. Leave --with-optimizer out.")
     named.check()
     plans = _plans(stored_tensors(source, False), options)
     with workplace(named.path, 2 * sum(plan.size for plan in plans[MODEL])) as folder:
@@ -216,11 +216,11 @@ def _check_range(name: str, out: Tensor, before: Tensor) -> None:
 CONFIG = "config.json"
 SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of what a folder of weights has beside them: configuration and tokenizer."""
-FROM_A_RUN = (
-    *(CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"),
-    *("special_tokens_map.json", "added_tokens.json", "merges.txt", "tokenizer.model"),
-    "chat_template.jinja",
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
 )
+FROM_A_RUN = (CONFIG, "generation_config.json", *TOKENIZER)
 LARGEST = 100_000_000  # bytes of a small file, which is in memory as a whole
 
 
