@@ -162,7 +162,8 @@ class OptimizerHooks:
         known = self._params.get(optimizer)
         if known is None or known.facts != facts:
             own = [param for params in lists for param in params if id(param) in self._own_ids]
-            known = self._params[optimizer] = _Params(facts, own, _plain(optimizer))
+            plain = _plain(optimizer) if own else []
+            known = self._params[optimizer] = _Params(facts, own, plain)
         return known.own
 
     def _warn_of_plain(self, optimizer: Optimizer) -> None:
