@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
+from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.cli.other_libraries import without_their_noise
 from shardwise.comm.local import LocalComm
 from shardwise.errors import ConfigError
 from shardwise.train import memory_estimate
@@ -82,6 +86,48 @@ def test_without_a_dtype_in_its_config_a_folder_has_that_of_its_files(tmp_path: 
     save_file({n: value.bfloat16() for n, value in load_file(file).items()}, file, {"format": "pt"})
     dtypes = {next(on_meta(recipe_of(tmp_path, *to)).parameters()).dtype for to in ([], FLOAT32)}
     assert dtypes == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize("new", [[], ["adapter={rank: 2, new_tokens: [<tool>]}"]])
+def test_of_a_name_on_the_hub_the_memory_is_known_without_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched, new: list[str]
+) -> None:
+    hub, cache = tiny("llama", tmp_path / "hub"), tmp_path / "cache"
+    config = json.loads((hub / "config.json").read_text("utf-8"))
+
+    def fetched(name: str, allow_patterns: list[str], **_: object) -> str:
+        assert name == "owner/name"
+        every = {path.name for pattern in allow_patterns for path in hub.glob(pattern)}
+        shutil.rmtree(cache, ignore_errors=True)
+        cache.mkdir()
+        for file in every:
+            shutil.copy(hub / file, cache)
+        return str(cache)
+
+    def headers(name: str, revision: str) -> object:
+        assert (name, revision, config.get("dtype")) == ("owner/name", "main", None)
+        with CheckpointReader.open(hub) as reader:
+            stored = {n: location.stored for n, location in reader.weights().items()}
+        theirs: Any = huggingface_hub.utils
+        tensors = {n: theirs.TensorInfo(s.dtype, s.shape, s[2:]) for n, s in stored.items()}
+        files = {"model.safetensors": theirs.SafetensorsFileMetadata({}, tensors)}
+        return theirs.SafetensorsRepoMetadata(None, False, dict.fromkeys(tensors, *files), files)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", headers)
+    known = recipe_of(tmp_path, *new)
+    name = recipe_of(tmp_path, "model.from=owner/name", "model.revision=main", *new)
+    with without_their_noise():
+        assert predict(name, 2) == predict(known, 2)
+        assert new or [path.name for path in cache.iterdir()] == ["config.json"]
+        assert not list(cache.glob("*.safetensors"))
+        del config["dtype"]
+        (hub / "config.json").write_text(json.dumps(config), "utf-8")
+        assert predict(name, 2) == predict(known, 2)
+        monkeypatch.setattr(memory_estimate, "machine_memory", lambda: 0)
+        with pytest.raises(ConfigError, match=r"on this cpu, which has 0\.0 GB"):
+            watched.run(name, 1)
+    assert not list(cache.glob("*.safetensors"))
 
 
 def test_a_run_goes_on_from_its_checkpoint_at_another_number_of_ranks(

@@ -6,27 +6,34 @@ library, whose environment variables hold: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
 
-__all__ = ["config_of", "locate", "tokenizer_of"]
+__all__ = ["CONFIG", "SMALL", "config_of", "dtype_on_hub", "locate", "tokenizer_of"]
 
 CONFIG = "config.json"
-PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Patterns of configuration and tokenizer."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def locate(
-    source: str | Path, revision: str | None = None, cache: str | Path | None = None
+    source: str | Path,
+    revision: str | None = None,
+    cache: str | Path | None = None,
+    patterns: Sequence[str] = ("*.safetensors", *SMALL),
 ) -> Path:
-    """The folder that holds a ``config.json`` and the weights.
+    """The folder that holds a ``config.json`` and, of the hub's name, what ``patterns`` name.
 
     Args:
         source: a folder, or a name on the hub, such as ``meta-llama/Llama-2-70b-hf``.
         revision: of the hub's name: a branch, a tag or a commit.
         cache: the hub's cache, instead of the usual one.
+        patterns: what is fetched.
 
     Raises:
         ConfigError: there is no such folder or name, or it cannot be fetched.
@@ -41,27 +48,52 @@ def locate(
         return path.absolute()
     if path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1:
         raise ConfigError(f"there is no folder {path}; a name on the hub is like owner/name.")
-    return _fetch(str(source), revision, cache)
+    from huggingface_hub import snapshot_download
+
+    options: Any = {"revision": revision, "cache_dir": cache, "allow_patterns": list(patterns)}
+    with _errors_of_the_hub(str(source), revision):
+        return Path(snapshot_download(str(source), **options))
 
 
-def _fetch(name: str, revision: str | None, cache: str | Path | None) -> Path:
-    from huggingface_hub import errors, snapshot_download
+def dtype_on_hub(name: str, revision: str | None) -> str:
+    """What the first tensor of a hub's name is stored in, as safetensors calls it: ``BF16``.
+
+    Only the headers of the files are fetched.
+
+    Raises:
+        ConfigError: they cannot be fetched.
+    """
+    from huggingface_hub import get_safetensors_metadata
+
+    with _errors_of_the_hub(name, revision):
+        metadata = get_safetensors_metadata(name, revision=revision)
+    first = metadata.files_metadata[next(iter(metadata.weight_map.values()))]
+    return next(iter(first.tensors.values())).dtype
+
+
+@contextmanager
+def _errors_of_the_hub(name: str, revision: str | None) -> Iterator[None]:
+    """Raises them as ``ConfigError``, which says what to do."""
+    from huggingface_hub import errors
 
     of = f"{name!r}" + (f" at revision {revision!r}" if revision else "")
     try:
-        options: Any = {"revision": revision, "cache_dir": cache}
-        return Path(snapshot_download(name, allow_patterns=list(PATTERNS), **options))
+        yield
     except errors.GatedRepoError as error:
         reason = "its owner admits only accounts that accepted its terms"
         advice = f"Accept them at https://huggingface.co/{name}, then `hf auth login`, or HF_TOKEN."
         raise ConfigError(f"{of} was not fetched: {reason}. {advice}") from error
-    except errors.LocalEntryNotFoundError as error:
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise ConfigError(
             f"{of} is no folder here and not in the hub's cache, and the hub is not reached: "
             "HF_HUB_OFFLINE is set, or there is no network. Name a local folder; or run `hf "
             f"download {name}` where there is a network, and take the cache (HF_HOME) with you."
         ) from error
-    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+    except (
+        errors.HfHubHTTPError,
+        errors.HFValidationError,
+        errors.NotASafetensorsRepoError,
+    ) as error:
         raise ConfigError(
             f"{of} is no folder here, and was not fetched from the hub: "
             f"{str(error).strip().splitlines()[-1]} Check the name and the revision; a private one "

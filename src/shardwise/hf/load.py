@@ -36,7 +36,7 @@ from shardwise.errors import ConfigError
 from shardwise.hf import weights
 from shardwise.hf.adapters import add_adapter, init_adapter
 from shardwise.hf.file_map import FileMap, map_files
-from shardwise.hf.folder import config_of, locate, tokenizer_of
+from shardwise.hf.folder import CONFIG, SMALL, config_of, dtype_on_hub, locate, tokenizer_of
 from shardwise.hf.new_tokens import add_tokens
 from shardwise.hf.preparation import check_compute, prepare
 from shardwise.hf.quantized import Quantized, quantize
@@ -210,13 +210,20 @@ class Built(NamedTuple):
 def on_meta(
     source: str | Path, revision: str | None, dtype: torch.dtype | None, changes: Changes
 ) -> Any:
-    """The model that ``load`` would shard, from its config alone: no value is read.
+    """The model that ``load`` would shard, from its config alone: no weight is fetched or read.
+
+    Of a name on the hub, ``config.json`` is fetched; with new tokens the tokenizer, too; and the
+    headers of the weights' files where only they have a dtype.
 
     Raises:
         ConfigError: as ``load``.
     """
-    folder = locate(source, revision)
-    model = _empty(config_of(folder), dtype, folder)
+    folder = locate(source, revision, patterns=SMALL if changes.new_tokens else [CONFIG])
+    config = config_of(folder)
+    is_here = Path(source).expanduser().is_dir() or any(folder.glob("*.safetensors"))
+    if not (dtype or config.dtype or is_here):
+        dtype = dtype_of(dtype_on_hub(str(source), revision))
+    model = _empty(config, dtype, folder)
     if changes.quantization is not None:
         quantize(model, changes.quantization)
         prepare(model)

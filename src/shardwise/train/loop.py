@@ -111,10 +111,10 @@ def train(
             steps = finished_steps(Path(recipe.run.folder).expanduser()) or recipe.run.steps
             logger.log(Complete(recipe.run.folder, steps))
             return Outcome(steps)
-        recipe = with_tokenizer(recipe)
         predicted = check_memory(recipe, comm.device, comm.size)
         if predicted is not None:
             logger.log(predicted)
+        recipe = with_tokenizer(recipe)  # fetches a model of the hub
         _seed(recipe.run.seed + comm.rank)
         data = prepare(recipe, comm, logger.folder, logger.busy)
         logger.log(data.report)
