@@ -162,8 +162,7 @@ class OptimizerHooks:
         known = self._params.get(optimizer)
         if known is None or known.facts != facts:
             own = [param for params in lists for param in params if id(param) in self._own_ids]
-            plain = _plain(optimizer) if own else []
-            known = self._params[optimizer] = _Params(facts, own, plain)
+            known = self._params[optimizer] = _Params(facts, own, _plain(optimizer) if own else [])
         return known.own
 
     def _warn_of_plain(self, optimizer: Optimizer) -> None:
