@@ -188,7 +188,7 @@ def main(rank, world_size, args):
 if __name__ == "__main__":
     args = read_arguments()
     if args.rehearse and "RANK" not in os.environ:
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free_port(12355)))
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free_port(12365)))
         mp.spawn(main, args=(RANKS, args), nprocs=RANKS, join=True)
     else:
         main(0, 1, args)

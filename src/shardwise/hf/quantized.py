@@ -160,7 +160,8 @@ def quantize_codes(layer: Any, read: Read) -> Tensor:
         The blocks' absmax, for ``share_scales``; of a block that is cut, on the first rank alone.
     """
     weight, per = _sharding(layer.weight), layer.nbytes_of(layer.block)
-    first, last = weight.start // per, -(-weight.stop // per)
+    first = weight.start // per
+    last = -(-weight.stop // per) if weight.stop > weight.start else first
     values = read(first * layer.block, min(last * layer.block, layer.values))
     codes, absmax = layer.codes(values)
     begin = weight.start - first * per
