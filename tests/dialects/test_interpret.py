@@ -199,7 +199,7 @@ def test_what_cannot_be_followed_says_why(tree: Mapping[str, object], field: str
 
 
 KEYS = sorted({key for dialect in DIALECTS.values() for key in dialect.by_key})
-STATUSES = {"used", "translated", "ignored", "contradictory", "fill in"}
+STATUSES = {"used", "translated", "ignored", "contradictory", "fill in", "default"}
 VALUES = st.sampled_from([True, False, None, 1, 7, "1e8", "no", "bf16", "Block,Head", "FULL_SHARD"])
 
 
@@ -212,9 +212,10 @@ def test_every_key_is_in_the_report_once_and_in_its_order(
     report = read(tree, dialect)
     only = DIALECTS[dialect].only or ["*"]
     keys = [key for key in tree if any(fnmatchcase(key, pattern) for pattern in only)]
-    given = [entry for entry in report.entries if entry.status != "default"]
-    assert [entry.key for entry in given] == keys
-    assert {e.status for e in given} <= STATUSES
+    assert [entry.key for entry in report.entries if entry.key in keys] == keys
+    rest = [entry for entry in report.entries if entry.key not in (*keys, "-")]
+    assert len({entry.key for entry in rest}) == len(rest)
+    assert {e.status for e in report.entries} <= STATUSES
     assert report.policy == report.policy.settled()
 
 
@@ -502,7 +503,7 @@ def test_a_models_dtype_may_be_that_of_its_files_or_a_name(
     report.check()
     (entry,) = (entry for entry in report.entries if "dtype" in entry.key)
     assert entry.status == how, entry
-    assert ("the program computes it" in entry.text) == (how == "ignored")
+    assert ("it is computed when this runs" in entry.text) == (how == "ignored")
     assert report.places()[0]["model"].get("dtype") == dtype
     read({"torch_dtype": "auto"}, "command", strict=True)
 
@@ -539,7 +540,45 @@ load_dataset(args.dataset_name, split=args.split)
         "fill in",
         "model.from needs a value: this is no file, and no OWNER/NAME of the hub",
     )
-    assert status(report, "TrainingArguments.learning_rate")[0] == "ignored"
+    assert recipe["optimizer"]["lr"] == FILL_IN
+    assert status(report, "TrainingArguments.learning_rate") == (
+        *("fill in", "optimizer.lr needs a value: it is computed when this runs"),
+    )
+    assert status(report, "TrainingArguments.run_name")[0] == "ignored"
+    assert report.policy.lr is None  # for other dialects, which have no such mark
+
+
+def test_an_option_of_a_program_has_the_default_that_argparse_has() -> None:
+    text = """
+parser.add_argument("-l", "--learning-rate", default=3e-4)
+parser.add_argument("--steps", default=-1)
+parser.add_argument("--decay", default=None)
+rate = args.learning_rate
+TrainingArguments("out", learning_rate=rate, max_steps=args.steps, weight_decay=args.decay,
+    gradient_accumulation_steps=args.several)
+"""
+    report = read({one.key: one.value for one in of_program(ast.parse(text))}, "script")
+    recipe = report.places()[0]
+    assert (recipe["optimizer"]["lr"], recipe["optimizer"]["weight_decay"]) == (3e-4, FILL_IN)
+    assert recipe["run"] == {"folder": "out", "epochs": 3}
+    assert recipe["batch"] == {"rows": FILL_IN, "micro": 8}
+    with pytest.raises(ConfigError, match=r"optimizer\.weight_decay.*\n.*batch\.rows"):
+        report.check(strict=True)
+
+
+def test_a_variable_of_the_shell_is_never_its_text() -> None:
+    command = "python run_lora_clm.py --learning_rate $LR --lora_rank ${R} --output_dir $OUT/a"
+    command += " --lora_target_modules '.*q_proj$' --model_name_or_path `cat name` --fsdp $WORDS"
+    report = read({one.key: one.value for one in of_command(command)}, "command")
+    report.check()
+    recipe = report.places()[0]
+    assert recipe["model"] == {"from": FILL_IN}
+    assert recipe["optimizer"]["lr"] == recipe["adapter"]["rank"] == FILL_IN
+    assert recipe["adapter"]["targets"] == [".*q_proj$"]
+    assert "folder" not in recipe["run"]
+    text = "it is computed when this runs; set "
+    assert status(report, "output_dir") == ("ignored", f"{text}it in the recipe")
+    assert status(report, "fsdp") == ("ignored", f"{text}sharding.strategy in the recipe")
 
 
 def test_the_fields_of_the_plug_in() -> None:

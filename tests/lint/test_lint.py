@@ -94,6 +94,17 @@ def test_a_target_that_this_kind_of_model_has_not(
     assert {(f.line, f.defect) for f in findings} <= {(3, "D11")}
 
 
+def test_a_model_may_be_named_by_the_default_of_an_option_alone(tmp_path: Path) -> None:
+    text = """
+parser.add_argument("--model-name", default="meta-llama/Llama-2-7b-hf")
+AutoModelForCausalLM.from_pretrained(args.model_name)
+LoraConfig(target_modules=["w1"])
+TrainingArguments("out", eval_strategy="epoch", eval_delay=args.delay)
+"""
+    findings = lint(written(tmp_path, "a.py", text))
+    assert [(f.line, f.defect) for f in findings if f.defect in ("D4", "D11")] == [(4, "D11")]
+
+
 def test_a_model_that_is_only_mentioned_has_no_targets(tmp_path: Path) -> None:
     text = "# not for llama\npython t.py --lora_target_modules w1 --model_name_or_path {}\n"
     assert lint(written(tmp_path, "a.sh", text.format("mine/model"))) == []

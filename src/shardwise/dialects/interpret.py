@@ -26,6 +26,7 @@ __all__ = ["Entry", "Report", "Written", "guess", "read", "write"]
 _OURS = DIALECTS["recipe"]
 _OFF: tuple[Any, ...] = (None, False, (), "no", "local")  # needs no option of an engine
 _OF_TRAINER = ("launch.script", "TrainingArguments.")  # with these a training, and not its part
+_COMPUTED = "it is computed when this runs"
 _OFF_WORDS = ("false", "no", "0", "", "[]", "{}")
 
 
@@ -46,11 +47,15 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """The policy that a configuration means, and each of its keys once, in its order; defaults."""
+    """The policy that a configuration means, and each of its keys once, in its order; defaults.
+
+    ``flat`` has our keys, with ``FILL_IN`` for what a program computes and has a default.
+    """
 
     dialect: Dialect
     policy: Policy
     entries: tuple[Entry, ...]
+    flat: Mapping[str, Any]
 
     def check(self, strict: bool = False) -> None:
         """Raise if keys contradict each other; with ``strict`` also if one is not used.
@@ -69,9 +74,8 @@ class Report:
 
     def places(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What is used, as a recipe, and by its place where a recipe has no key for it."""
-        flat = dict(_flat(self.policy, _OURS))
-        recipe = nest({place: value for place, value in flat.items() if is_in_recipe(place)})
-        return recipe, {place: v for place, v in flat.items() if not is_in_recipe(place)}
+        recipe = nest({place: value for place, value in self.flat.items() if is_in_recipe(place)})
+        return recipe, {place: v for place, v in self.flat.items() if not is_in_recipe(place)}
 
 
 class Written(NamedTuple):
@@ -137,17 +141,23 @@ def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
     matched = [match for match in matches.values() if isinstance(match, _Match)]
     version = next((match.value for match in matched if match.row.field == "fsdp_version"), None)
     winners = _winners(matched, version or chosen.version)
-    named = Policy(**{field: winner.value for field, winner in winners.items()})
+    computed = {f for f, winner in winners.items() if winner.value == FILL_IN and f not in NEEDED}
+    named = Policy(**{f: winner.value for f, winner in winners.items() if f not in computed})
     defaults = _defaults(chosen, flat, named)
     completed = replace(named, **{name: value for name, (value, _) in defaults.items()})
-    policy = completed.settled()
-    entries = (
-        (_overruled(match, winners[match.row.field]) or _judge(match, named, policy))
+    computed &= defaults.keys()  # which only stand for what is computed
+    ours = dict(_flat(completed.settled(), _OURS))
+    ours |= {r.key: FILL_IN for r in _OURS.rows if r.field in computed and r.key in ours}
+    policy = replace(completed, **dict.fromkeys(computed)).settled()
+    entries = [
+        (_overruled(match, winners[match.row.field]) or _judge(match, named, policy, ours))
         if isinstance(match, _Match)
         else match
         for match in matches.values()
-    )
-    report = Report(chosen, policy, (*entries, *_assumed(chosen, completed, defaults)))
+    ]
+    defaults = {name: default for name, default in defaults.items() if name not in computed}
+    assumed = [*_assumed(chosen, completed, defaults, ours)]
+    report = Report(chosen, policy, (*_once(entries, assumed),), ours)
     if strict:
         report.check(strict)
     return report
@@ -157,21 +167,20 @@ def _match(dialect: Dialect, key: str, raw: Any) -> _Match | Entry:
     """The first row of ``key`` that knows the value; else what is wrong."""
     problem, is_computed = "", isinstance(raw, Expression)
     for row in dialect.by_key.get(key, ()):
-        if is_computed and row.field in NEEDED:
-            return _Match(key, raw, row, FILL_IN)
         try:
-            if is_computed and not row.convert.words:
+            if is_computed and (row.field in NEEDED or not row.convert.words):
                 raise ValueError("it is an expression")
             value = row.convert.none if raw is None else row.convert.read(raw)
             return _Match(key, raw, row, value)
         except (ValueError, TypeError, AttributeError) as error:
             problem = problem or f"not a value of this key; {error}"
+    if is_computed and key == dialect.words:
+        return Entry(key, raw, "ignored", f"{_COMPUTED}; set sharding.strategy in the recipe")
     outside = dialect.outside(key)
     if problem and (outside is None or outside.key != key):
-        reason = "the program computes it; set it in the recipe"
-        return Entry(
-            key, raw, *(("ignored", reason) if is_computed else ("contradictory", problem))
-        )
+        if is_computed:
+            return _Match(key, raw, dialect.by_key[key][0], FILL_IN)
+        return Entry(key, raw, "contradictory", problem)
     if outside:
         return _outside(key, raw, raw, outside)
     name = nearest(key, dialect.by_key, limit=1)[0]
@@ -235,7 +244,10 @@ def _defaults(
 
 
 def _assumed(
-    dialect: Dialect, completed: Policy, defaults: Mapping[str, tuple[Any, str]]
+    dialect: Dialect,
+    completed: Policy,
+    defaults: Mapping[str, tuple[Any, str]],
+    ours: Mapping[str, Any],
 ) -> Iterator[Entry]:
     """An entry for each default that changes the recipe; its key is ``-`` if it has none."""
     flat = dict(_flat(completed.settled(), _OURS))
@@ -248,11 +260,23 @@ def _assumed(
             continue
         keys = ((row.key, row.convert.write(value)) for row in rows)
         place = next(row.key for row in _OURS.rows if row.field == name and row.key in flat)
-        yield Entry(*next(keys, ("-", value)), "default", f"{place}: {flat[place]} ({whose})")
+        yield Entry(*next(keys, ("-", value)), "default", f"{place}: {ours[place]} ({whose})")
 
 
-def _judge(match: _Match, named: Policy, policy: Policy) -> Entry:
+def _once(entries: list[Entry], assumed: list[Entry]) -> Iterator[Entry]:
+    """Each key once: one that says no value of its own has the line of its default."""
+    lines = {entry.key: entry for entry in assumed if entry.key != "-"}
+    for entry in entries:
+        line = lines.pop(entry.key, None) if entry.status == "used" else None
+        yield entry._replace(status=line.status, text=line.text) if line else entry
+    given = {entry.key for entry in entries}
+    yield from (entry for entry in assumed if entry.key not in given)
+
+
+def _judge(match: _Match, named: Policy, policy: Policy, ours: Mapping[str, Any]) -> Entry:
     """The entry of a key: of what is ``named``, and of the ``policy`` that it means."""
+    if match.value == FILL_IN and match.row.field not in NEEDED:
+        return Entry(match.key, match.raw, *_computed(match.row.field, ours))
     for status, rules in (("contradictory", CONTRADICTIONS), ("ignored", UNREAD)):
         for rule in rules:
             if rule.field == match.row.field and rule.broken(named):
@@ -261,7 +285,7 @@ def _judge(match: _Match, named: Policy, policy: Policy) -> Entry:
         return Entry(match.key, match.raw, "fill in", missing)
     if always := [outside for outside in _OURS.outsiders if outside.key == match.row.field]:
         return _outside(match.key, match.raw, match.value, always[0])
-    status, text = _placed(match, dict(_flat(policy, _OURS)))
+    status, text = _placed(match, ours)
     notes = [rule for rule in NOTES if rule.field == match.row.field and rule.broken(named)]
     note = "; ".join(filter(None, [match.row.note, *(rule.sentence for rule in notes)]))
     return Entry(match.key, match.raw, status, f"{text} ({note})" if note else text)
@@ -269,6 +293,13 @@ def _judge(match: _Match, named: Policy, policy: Policy) -> Entry:
 
 def _missing(field: str, policy: Policy) -> str:
     return "; ".join(r.sentence for r in MISSING if r.field == field and r.broken(policy))
+
+
+def _computed(field: str, ours: Mapping[str, Any]) -> tuple[str, str]:
+    places = [r.key for r in _OURS.rows if r.field == field and ours.get(r.key) == FILL_IN]
+    if places:
+        return "fill in", f"{' and '.join(places)} needs a value: {_COMPUTED}"
+    return "ignored", f"{_COMPUTED}; set it in the recipe"
 
 
 def _placed(match: _Match, flat: Mapping[str, Any]) -> tuple[str, str]:

@@ -11,6 +11,8 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
+from shardwise.dialects.settings import Expression
+
 __all__ = ["flatten", "nest"]
 
 
@@ -34,6 +36,7 @@ def _parts(value: Any, is_words: bool) -> dict[str, Any]:
         return {"": value.func.__name__, **value.keywords}
     if type(value).__name__ == "ModuleWrapPolicy":
         return {"": "ModuleWrapPolicy", "module_classes": next(iter(vars(value).values()))}
+    is_words = is_words and not isinstance(value, Expression)
     if is_words and isinstance(value, str | list) and value not in ("true", "false"):
         words = value.replace(",", " ").split() if isinstance(value, str) else value
         return {str(getattr(word, "value", word)): True for word in words}

@@ -1,12 +1,14 @@
 """What a file sets, key by key, with its line: a configuration, a command line, or a program.
 
-A program is parsed and never run. A name that is assigned a constant has that value; what is no
-constant is its own text, an ``Expression`` such as ``torch.bfloat16``.
+A program is parsed and never run. A name that is assigned a constant has that value, and an option
+of argparse its default. What is no constant is its own text, an ``Expression`` such as
+``torch.bfloat16``, and so is a word of a command with a shell's variable.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,7 +23,7 @@ __all__ = ["Expression", "Setting", "dotted", "of_command", "of_configuration", 
 
 
 class Expression(str):
-    """The text of a value that the program computes."""
+    """The text of a value that the program or the shell computes."""
 
     __slots__ = ()
 
@@ -104,8 +106,11 @@ def _options(words: list[tuple[str, int]], prefix: str) -> Iterator[Setting]:
         values = [value] * bool(equals)
         values += [other for other, _ in words[start + 1 : end] if not other.endswith(".py")]
         option = values[0] if len(values) == 1 else values or True
-        yield Setting(prefix + name, option, line)
+        is_computed = any(_OF_SHELL.search(value) for value in values)
+        yield Setting(prefix + name, Expression(" ".join(values)) if is_computed else option, line)
 
+
+_OF_SHELL = re.compile(r"\$[\w({@*]|`")
 
 # --- programs --------------------------------------------------------------------------------
 
@@ -119,7 +124,7 @@ def of_program(tree: ast.Module) -> Iterator[Setting]:
         yield Setting("columns", columns, lines[columns[0]])
 
 
-_KNOWN = ast.Constant | ast.List | ast.Attribute  # the last is torch.bfloat16, for example
+_KNOWN = ast.Constant | ast.UnaryOp | ast.List | ast.Attribute  # -1, [1], torch.bfloat16
 _COLUMNS = ("text", *(names[0] for names in COLUMNS.values()))
 
 
@@ -128,7 +133,7 @@ def _of_calls(tree: ast.Module) -> Iterator[Setting]:
         node.targets[0].id: node.value
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
+    } | _defaults_of_options(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             yield Setting(dotted(node.targets[0]), _value(node.value, constants), node.lineno)
@@ -143,9 +148,23 @@ def _of_calls(tree: ast.Module) -> Iterator[Setting]:
                     yield Setting(f"{name}.{keyword.arg}", value, keyword.lineno)
 
 
+def _defaults_of_options(tree: ast.Module) -> dict[str, ast.expr]:
+    """``args.lr`` → the default of ``--lr``, where argparse has one that is a value."""
+    return {
+        f"args.{str(name.value).removeprefix('--').replace('-', '_')}": keyword.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and dotted(node.func).endswith("add_argument")
+        for keyword in node.keywords
+        if keyword.arg == "default" and ast.unparse(keyword.value) != "None"
+        for name in node.args
+        if isinstance(name, ast.Constant) and str(name.value).startswith("--")
+    }
+
+
 def _value(node: ast.expr, constants: dict[str, ast.expr]) -> Any:
-    if isinstance(node, ast.Name) and isinstance(constants.get(node.id), _KNOWN):
-        node = constants[node.id]
+    for _ in range(2):  # a name of an option
+        known = constants.get(dotted(node))
+        node = known if isinstance(known, _KNOWN) else node
     try:
         return ast.literal_eval(node)
     except ValueError:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from shardwise.dialects.settings import dotted
+from shardwise.dialects.settings import Expression, dotted
 from shardwise.hf.targets import instead
 from shardwise.lint.source import Hit, Source
 
@@ -32,7 +32,10 @@ def _evaluates_once(source: Source) -> Iterator[Hit]:
     epochs = source.value("num_train_epochs") or _EPOCHS
     if source.value("evaluation_strategy", "eval_strategy") == "epoch":
         for setting in source.settings:
-            if setting.name == "eval_delay" and float(setting.value) >= float(epochs):
+            is_computed = Expression in map(type, (setting.value, epochs))
+            if setting.name != "eval_delay" or is_computed:
+                continue
+            if float(setting.value) >= float(epochs):
                 yield Hit("D4", setting.line, (setting.value, epochs))
 
 
