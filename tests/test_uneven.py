@@ -397,10 +397,17 @@ def test_requires_grad_that_changes_changes_without_data_too(begins_frozen: bool
     assert all(equal(state, expected) for state in on_ranks(len(COUNTS), tied_decoder, rank))
 
 
-@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(
+    ("to_none", "zeroes"), [(True, "after"), (False, "after"), (False, "before")]
+)
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
-def test_no_gradient_of_a_step_without_data_is_left(strategy: str, to_none: bool) -> None:
-    """So another epoch may follow, in which a rank has data that had none at the end of this."""
+def test_no_gradient_of_a_step_without_data_is_left(
+    strategy: str, to_none: bool, zeroes: str
+) -> None:
+    """So another epoch may follow, in which a rank has data that had none at the end of this.
+
+    Where gradients are zeroed before each backward pass, a rank without data still has its last.
+    """
 
     def losses(model: nn.Module, step: int) -> Iterator[list[Tensor]]:
         for rank in range(len(COUNTS)):
@@ -413,9 +420,12 @@ def test_no_gradient_of_a_step_without_data_is_left(strategy: str, to_none: bool
         for _ in range(2):
             with sharded.join(optimizer):
                 for batch in batches(comm.rank):
+                    if zeroes == "before":
+                        optimizer.zero_grad(set_to_none=to_none)
                     loss(model, batch).backward()
                     optimizer.step()
-                    optimizer.zero_grad(set_to_none=to_none)
+                    if zeroes == "after":
+                        optimizer.zero_grad(set_to_none=to_none)
         return model.state_dict()
 
     expected = one_process(seeded(tied_decoder), sgd, 2 * max(COUNTS), losses)

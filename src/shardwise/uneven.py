@@ -30,9 +30,7 @@ class Sharded(Protocol):
     runtime: Runtime
 
     def admitted(self, operation: str, optimizer: Given = None) -> Optimizers: ...
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float, parameters: Iterable[Tensor] | None
-    ) -> Tensor: ...
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 @contextmanager
@@ -128,6 +126,7 @@ def send_step(self: Sharded, optimizer: Optimizer, closure: object) -> None:
             "data could not do so as well. Write `with sharded.join(optimizer):`, call backward() "
             "and then optimizer.step()."
         )
+    self.runtime.used_up |= {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = self.runtime.trained
     joined.send(
         Kind.STEP,
@@ -182,16 +181,17 @@ class _Follower:
         self._sharded, self._runtime, self._joined = sharded, sharded.runtime, joined
         self._params = sharded.runtime.trained.params
         self._resume: Any = None  # what a forward pass without gradients interrupts
-        self._stepped = set[int]()  # the parameters whose gradients were used up, by id
 
     def follow(self, scaler: GradScaler | None) -> None:
         reduces = self._runtime.facts.reduces
         try:
+            used_up: Container[int] = ()  # this rank's own last gradients stay
             while (message := self._joined.receive()) is not None:
                 self._carry_out(message)
+                used_up = self._runtime.used_up
             state = {} if scaler is None else scaler.state_dict()
             numbers = [*self._runtime.trained.has_gradient(), *state.values()]
-            agreed = self._agree_gradients(self._joined.of_last(numbers), self._stepped)
+            agreed = self._agree_gradients(self._joined.of_last(numbers), used_up)
             if scaler is not None and state:
                 kinds = zip(state.items(), agreed, strict=True)
                 scaler.load_state_dict({name: type(old)(new) for (name, old), new in kinds})
@@ -214,8 +214,7 @@ class _Follower:
         elif kind is Kind.END_FORWARD:
             runtime.end_forward(self._resume)
         elif kind is Kind.BACKWARD:
-            self._agree_gradients(message.numbers, self._stepped)
-            self._stepped.clear()
+            self._agree_gradients(message.numbers, runtime.used_up)
             runtime.facts.reduces = bool(message.values[0])
             runtime.begin_backward(recorded=False)
         elif kind is Kind.END_BACKWARD:
@@ -235,11 +234,9 @@ class _Follower:
 
     def _unscale(self, message: Message) -> None:
         *unscaled, factor = self._agree_gradients(message.numbers)[: len(self._params) + 1]
-        params = list(compress(self._params, unscaled))
-        gradients = [param.grad for param in params if param.grad is not None]
+        gradients = [p.grad for p in compress(self._params, unscaled) if p.grad is not None]
         found_inf = torch.zeros(1, device=gradients[0].device)
         unscale_(gradients, found_inf, torch.full_like(found_inf, factor))
-        self._stepped |= set(map(id, params))  # if one is not finite, no step will be sent
 
     def _step(self, message: Message) -> None:
         optimizer = self._joined.optimizers[message.values[0]]
@@ -254,7 +251,7 @@ class _Follower:
                 "on shards."
             )
         optimizer.step()
-        self._stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._runtime.used_up |= {id(p) for g in optimizer.param_groups for p in g["params"]}
         self._joined.missed_steps += 1
 
     def _agree_gradients(

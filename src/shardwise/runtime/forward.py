@@ -148,6 +148,7 @@ class Hooks:
         if self.runtime.join is not None:
             trained = self.runtime.trained
             unscaled = [sharding_of(param) in shardings for param in trained.params]
+            self.runtime.used_up |= {id(p) for p in trained.params if sharding_of(p) in shardings}
             self.runtime.join.send(
                 Kind.UNSCALE, numbers=lambda: [*trained.has_gradient(), *unscaled, float(factor)]
             )

@@ -78,6 +78,8 @@ class Runtime:
             (op, unit) for unit in units if not policy.gathers(unit) for op in (Op.GATHER, Op.FREE)
         }
         self.join: Join | None = None  # while ranks may run out of data
+        #: Parameters whose gradients a step in ``join()`` used, by id, until the next backward.
+        self.used_up = set[int]()
         self._peers_may_read = False  # a peer may still compute with shared parameters
         self._pinned: frozenset[str] = frozenset()  # before the forward pass without gradients
         #: Once gradients were reduced; called with all ranks, and those that have no data.
@@ -241,6 +243,7 @@ class Runtime:
         """
         if self.join is not None:
             self.join.send(Kind.BACKWARD, self.facts.reduces, numbers=self.trained.has_gradient)
+        self.used_up.clear()
         self.facts.keeps_graph = self.facts.keeps_graph or recorded
         self.update_trained()  # gradients go to what is trained now, whatever it was before
         if self._cursor.mode == "forward" or self._cursor.ended:
