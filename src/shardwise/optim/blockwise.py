@@ -72,7 +72,8 @@ def cut_inside(optimizer: Any, param: Tensor) -> str:
     return (
         f"{type(optimizer).__name__} keeps one scale for each {BLOCK} elements, and "
         f"parameter {slot.name!r} is cut at {starts[1:]}, inside such blocks, so its state "
-        f"would depend on the number of ranks. Pass blocksize={BLOCK} to sw.shard()."
+        f"would depend on the number of ranks. Pass blocksize={BLOCK} to sw.shard(); if the "
+        "parameter was frozen then, call sharded.relayout() once it is trained."
     )
 
 
