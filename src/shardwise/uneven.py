@@ -228,12 +228,11 @@ class _Follower:
         self._runtime.update_trained()
 
     def _clip(self, message: Message) -> None:
-        count = len(self._params)
-        *clipped, max_norm, norm_type = self._agree_gradients(message.numbers)[: count + 2]
+        *clipped, max_norm, norm_type = self._agree_gradients(message.numbers)
         self._sharded.clip_grad_norm_(max_norm, norm_type, list(compress(self._params, clipped)))
 
     def _unscale(self, message: Message) -> None:
-        *unscaled, factor = self._agree_gradients(message.numbers)[: len(self._params) + 1]
+        *unscaled, factor = self._agree_gradients(message.numbers)
         gradients = [p.grad for p in compress(self._params, unscaled) if p.grad is not None]
         found_inf = torch.zeros(1, device=gradients[0].device)
         unscale_(gradients, found_inf, torch.full_like(found_inf, factor))
