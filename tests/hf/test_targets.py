@@ -127,6 +127,11 @@ def test_a_target_that_matches_nothing_is_refused_with_this_models_name(
     assert f"{other}: 0" not in text
 
 
+def test_layers_that_are_not_there_are_named_and_not_the_module_that_is() -> None:
+    text = refused(llama, target_modules=["q_proj"], layers_to_transform=[2])
+    assert "q_proj: 0 modules (elsewhere: see layers_to_transform, " in text
+
+
 def test_a_module_to_save_that_is_not_there_is_refused() -> None:
     text = refused(llama, target_modules=["q_proj"], modules_to_save=["score"])
     assert "score: 0 modules" in text

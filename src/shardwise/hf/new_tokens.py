@@ -31,8 +31,10 @@ def add_tokens(
         ``trainable_token_indices``: the last name of each embedding table → the tokens' ids.
 
     Raises:
-        ConfigError: there is no tokenizer, or it has one of the tokens.
+        ConfigError: there is no tokenizer, it has one of the tokens, or one is no text.
     """
+    if wrong := [token for token in tokens if not isinstance(token, str) or not token]:
+        raise ConfigError(f"new token {wrong[0]!r} is no text. Name one, such as '<call>'.")
     tokens = list(dict.fromkeys(tokens))  # each has one row
     known = set(tokens) & set(tokenizer.get_vocab() if tokenizer is not None else tokens)
     if known:

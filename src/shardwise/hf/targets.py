@@ -192,7 +192,10 @@ def _covered(paths: Iterable[str], layers: Mapping[str, set[str]]) -> dict[str, 
 
 def _unmatched(missing: Iterable[Match], model: nn.Module) -> ConfigError:
     own = _own_names(model)
-    rows = ", ".join(f"{row.target}: 0 modules ({instead(row.target, own)})" for row in missing)
+    elsewhere = "elsewhere: see layers_to_transform, layers_pattern and exclude_modules"
+    targets = [row.target for row in missing]
+    hints = (elsewhere if target in own else instead(target, own) for target in targets)
+    rows = ", ".join(map("{}: 0 modules ({})".format, targets, hints))
     return ConfigError(
         f"no module of {type(model).__name__} has these names, so nothing would be trained there: "
         f"{rows}. It has {', '.join(own)}. Name some of these as targets, or "
