@@ -31,14 +31,13 @@ def add_tokens(
         ``trainable_token_indices``: the last name of each embedding table → the tokens' ids.
 
     Raises:
-        ConfigError: there is no tokenizer, it has one of the tokens, or one is no text.
+        ConfigError: there is no tokenizer, or it has one of the tokens, or one is empty.
     """
-    if wrong := [token for token in tokens if not isinstance(token, str) or not token]:
-        raise ConfigError(f"new token {wrong[0]!r} is no text. Name one, such as '<call>'.")
     tokens = list(dict.fromkeys(tokens))  # each has one row
-    known = set(tokens) & set(tokenizer.get_vocab() if tokenizer is not None else tokens)
+    known = set(tokens) & {"", *(tokenizer.get_vocab() if tokenizer is not None else tokens)}
     if known:
         missing = "there is no tokenizer to add them to" if tokenizer is None else "it has it"
+        missing = missing if min(known) else "it is empty"
         raise ConfigError(
             f"new token {min(known)!r} cannot be added to the tokenizer: {missing}. Name tokens "
             "that are new, and a folder with a tokenizer."
