@@ -205,8 +205,10 @@ def test_what_the_dead_left_goes_and_what_is_being_written_stays(tmp_path: Path)
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        Partial.make(tmp_path / "step-1", 16 * "a")
-        os.kill(os.getpid(), 9)
+        try:
+            Partial.make(tmp_path / "step-1", 16 * "a")
+        finally:  # or an error would go on here, as a second pytest
+            os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
     assert remove_stale_partials(tmp_path) == ["step-1.partial-" + 16 * "a"]
 
