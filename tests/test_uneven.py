@@ -564,6 +564,27 @@ def test_shards_are_not_written_by_hand_on_some_ranks_only() -> None:
         assert message.startswith(f"{name} while ranks [1] have run out of data. Until the end of")
 
 
+def test_shards_are_not_reduced_to_a_number_on_some_ranks_only() -> None:
+    """Such as a norm of a gradient, for a log."""
+
+    def norm(sharded: sw.Sharded, _: object) -> None:
+        gradient = next(sharded.model.parameters()).grad
+        assert gradient is not None
+        gradient.norm()
+
+    def norms(sharded: sw.Sharded, _: object) -> None:
+        nn.utils.get_total_norm([p.grad for p in sharded.model.parameters() if p.grad is not None])
+
+    def compare(sharded: sw.Sharded, _: object) -> None:
+        param = next(sharded.model.parameters())
+        torch.equal(param.data, param.data)
+
+    for read, done in ((norm, "reduced"), (norms, "reduced"), (compare, "compared")):
+        message = refused(read, sw.ScheduleError)
+        assert message.startswith(f"'embed.weight', or its gradient, is {done}")
+        assert " while ranks [1] have run out of data. " in message
+
+
 def test_parameters_are_not_written_in_a_pass_of_some_ranks_only() -> None:
     def write(sharded: sw.Sharded, _: object) -> None:
         block = sharded.model.get_submodule("blocks.0")

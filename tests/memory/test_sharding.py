@@ -27,8 +27,8 @@ class Engine:
     def make_whole(self, unit: str) -> None:
         self.asked.append(f"make {unit!r} whole")
 
-    def check_write(self, name: str) -> None:
-        self.asked.append(f"check {name}")
+    def check_together(self, operation: str) -> None:
+        self.asked.append(f"check that {operation}")
 
     def before_write(self, unit: str) -> None:
         self.asked.append(f"write {unit!r}")
@@ -65,7 +65,8 @@ def test_who_writes_a_parameter_asks_first_and_who_writes_a_gradient_is_checked(
     model, engine = watched()
     weight, gradient = model.weight, model.weight.grad
     assert gradient is not None
-    asks, before = "check weight", ["check weight", "write ''"]
+    asks = "check that 'weight', or its gradient, is written by hand"
+    before = [asks, "write ''"]
     writes: list[tuple[Callable[[], object], list[str]]] = [
         (lambda: weight.mul_(2), [asks, *before]),
         (lambda: torch._foreach_mul_([weight, gradient], 2), [asks, *before]),

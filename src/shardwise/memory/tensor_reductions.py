@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ def reduce(call: Call) -> Any:
     name = call.name.removeprefix("linalg_")
     if name.endswith("norm") and _is_clipping():
         raise torch_clip_grad_called()
+    sharding.check_together("reduced to a number")
     local = reduction.part(shard).reshape(1)
     label = Label(name, sharding.name)
     return over_ranks(local, reduction.combine, sharding.axes, label)[0].to(reduction.dtype)
@@ -102,6 +103,7 @@ def norms_of_list(call: Call) -> Any:
         if call.is_shard(tensor):
             groups.setdefault(tensor.sharding.axes, []).append(index)
     for axes, indices in groups.items():
+        tensors[indices[0]].sharding.check_together("reduced to a number")
         local = torch.stack([norms[index].double() for index in indices])
         label = Label("norm", f"of {len(indices)} shards")
         norms_over_ranks = over_ranks(local, partial(joined_norm, order), axes, label)
@@ -113,14 +115,9 @@ def norms_of_list(call: Call) -> Any:
 
 def _is_clipping() -> bool:
     """Is this norm computed by torch's clip_grad_norm_, which cannot be intercepted itself?"""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.utils.clip_grad":
-        frame = frame.f_back
-    while frame is not None and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
-        if frame.f_code.co_name == "clip_grad_norm_":
-            return True
-        frame = frame.f_back  # a comprehension has a frame of its own before Python 3.12
-    return False
+    clipping = "torch.nn.utils.clip_grad", "clip_grad_norm_"
+    frames = walk_stack(sys._getframe(1))
+    return clipping in ((f.f_globals.get("__name__"), f.f_code.co_name) for f, _ in frames)
 
 
 def _is_default(value: object) -> bool:

@@ -152,7 +152,7 @@ def _notify_write(written: Sequence[Tensor], zeroes: bool) -> None:
     """Called before shards are written, and parameters directly or through an alias."""
     for sharding in dict.fromkeys(map(sharding_of, written)):
         if sharding is not None and not zeroes:  # that gradients were zeroed is seen later
-            sharding.check_write()
+            sharding.check_together("written by hand")
     for sharding in dict.fromkeys(map(_param_sharding, written)):
         if sharding is not None:
             sharding.before_write()
@@ -180,6 +180,7 @@ def _equal(call: Call) -> Any:
     (row,), reference = call.rows(), call.first
     if not _are_compatible(call, row, reference):
         return call.unsupported()
+    reference.sharding.check_together("compared")
     local = torch.tensor([call.run(_reshard_like(call, [(row, reference)]))])
     label = Label(call.name, reference.sharding.name)
     return bool(over_ranks(local, torch.all, reference.sharding.axes, label))

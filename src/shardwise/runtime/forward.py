@@ -138,10 +138,10 @@ class Hooks:
         self.runtime.serve(unit, phase, "read")
         self.runtime.facts.pinned.add(unit)
 
-    def check_write(self, name: str) -> None:
-        """Shards are written next, which every rank has to do."""
+    def check_together(self, operation: str) -> None:
+        """Something is done to shards next, which every rank has to do."""
         if self.runtime.join is not None:
-            self.runtime.join.refuse(f"{name!r}, or its gradient, is written by hand")
+            self.runtime.join.refuse(operation)
 
     def before_unscale(self, shardings: Collection[Sharding], factor: Tensor) -> None:
         """A GradScaler unscales gradients of these parameters next."""
