@@ -88,6 +88,8 @@ def test_the_hub_that_cannot_be_reached() -> None:
         ("bad.jsonl", r"bad.jsonl:2: Expecting value: line 1 column 6 .char 5.. Repair it"),
         ("text.txt", "is no file of samples: its name must end in .jsonl.* data.format text"),
         ("folder", "split 'train', cannot be read: .*"),
+        ("empty.jsonl", "data.source empty.jsonl has no row in its first file; remove "),
+        ("empty", "data.source empty has no row in its first file; remove "),
     ],
 )
 def test_what_cannot_be_read(
@@ -98,5 +100,8 @@ def test_what_cannot_be_read(
     jsonl(tmp_path / "text.txt")
     (tmp_path / "folder").mkdir()
     jsonl(tmp_path / "folder" / "test.jsonl")
+    jsonl(tmp_path / "empty.jsonl", "")
+    (tmp_path / "empty").mkdir()
+    jsonl(tmp_path / "empty" / "train.jsonl", "")
     with pytest.raises(ConfigError, match=message):
         read_rows(source, "train")

@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -64,6 +65,19 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"body": "text"}])
     with pytest.raises(ConfigError, match=r"no field 'text'.*--data\.field body"):
         texts(opened(tmp_path))
+
+
+def test_samples_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "train.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"prompt": "a", "completion": "b"}\n', "utf-8")
+    samples: Any = {"format": "completion", "max_bytes": None, "validation_source": "held-out"}
+    with pytest.raises(ConfigError, match=r"split 'test', cannot be read: Bad split: test"):
+        opened(path.parent, split="test", **samples)
+    text = opened(path, **samples)
+    path.write_text("{", "utf-8")
+    with pytest.raises(ConfigError, match=r"train\.jsonl:1: Expecting property name"):
+        list(text.rows(text.dataset))
 
 
 def test_the_fingerprint_is_that_of_names_and_sizes(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.train.data_config import HUB
 
-__all__ = ["hub_dataset", "read_rows", "stream_rows"]
+__all__ = ["hub_dataset", "read_rows", "readable_rows", "stream_rows"]
 
 BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 BUILDERS |= {".arrow": "arrow", ".csv": "csv"}
@@ -25,11 +26,18 @@ def read_rows(source: str, split: str) -> list[dict[str, Any]]:
     Raises:
         ConfigError: there is no such source or split, or it cannot be read.
     """
-    datasets = _library()
-    try:
+    with readable_rows(source, split):
         if source.startswith(HUB):
             return list(hub_dataset(source, split, streaming=False))
         return list(_local(Path(source).expanduser(), source, split))
+
+
+@contextmanager
+def readable_rows(source: str, split: str) -> Iterator[None]:
+    """What `datasets` raises about rows of ``source``, as a ``ConfigError``."""
+    datasets = _library()
+    try:
+        yield
     except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -44,13 +52,14 @@ def stream_rows(source: str, split: str) -> tuple[Any, str]:
     """The rows as an ``IterableDataset``, and names and sizes of the files that hold them.
 
     Raises:
-        ConfigError: there is no such source.
+        ConfigError: there is no such source or split.
     """
     if source.startswith(HUB):
         dataset = hub_dataset(source, split, streaming=True)
         return dataset, f"{source} {split} {dataset.num_shards}"
     path = Path(source).expanduser()
-    dataset = _local(path, source, split)
+    with readable_rows(source, split):
+        dataset = _local(path, source, split)
     if isinstance(dataset, _library().Dataset):
         dataset = dataset.to_iterable_dataset()
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -88,14 +97,23 @@ def _local(path: Path, source: str, split: str) -> Any:
             return datasets.load_from_disk(str(path))[split]
         if (path / "state.json").exists():
             return datasets.load_from_disk(str(path))
-        return datasets.load_dataset(str(path), split=split, streaming=True)
+        return _streamed(source, str(path), split=split)
     builder = BUILDERS.get(Path(path.name.removesuffix(".gz")).suffix)
     if builder is None:
         raise ConfigError(
             f"data.source {source} is no file of samples: its name must end in "
             f"{', '.join(BUILDERS)}. For a file of text set data.format text."
         )
-    return datasets.load_dataset(builder, data_files=[str(path)], split="train", streaming=True)
+    return _streamed(source, builder, data_files=[str(path)], split="train")
+
+
+def _streamed(source: str, *args: str, **options: Any) -> Any:
+    try:
+        return _library().load_dataset(*args, **options, streaming=True)
+    except StopIteration:  # so the library ends where the first file has no row
+        raise ConfigError(
+            f"data.source {source} has no row in its first file; remove that file, or name another."
+        ) from None
 
 
 def _broken_lines(path: Path) -> Iterator[str]:

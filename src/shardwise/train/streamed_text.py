@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.corpus import STDLIB, Corpus, Split, is_held_out, readable, source_files
 from shardwise.train.data_config import HUB, DataConfig
 from shardwise.train.formats import documents
-from shardwise.train.sources import hub_dataset, stream_rows
+from shardwise.train.sources import hub_dataset, readable_rows, stream_rows
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -63,6 +63,11 @@ class StreamedText:
                     "--data.field."
                 )
             yield text
+
+    def rows(self, examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The examples, of samples. Raises ``ConfigError`` where one cannot be read."""
+        with readable_rows(self.config.source, self.config.split):
+            yield from examples
 
     def read_head(self) -> Corpus:
         """The first documents, up to the one that reaches ``config.max_bytes``."""

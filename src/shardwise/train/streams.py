@@ -89,7 +89,7 @@ class StreamedRows:
     def documents(self, dataset: IterableDataset) -> Iterator[Any]:
         """The texts, or the rows of samples, in ``dataset``."""
         is_text = self.recipe.data.format == "text"
-        return self.text.texts(dataset) if is_text else iter(dataset)
+        return self.text.texts(dataset) if is_text else self.text.rows(dataset)
 
     def rows(self, documents: Sequence[Any], window: int, before: Sequence[int]) -> RowSource:
         """A window's rows.
