@@ -104,9 +104,11 @@ def recipe(folder: Path, *overrides: str) -> Any:
 
 
 def prepared(folder: Path, world: int, *overrides: str) -> list[Data]:
+    made = recipe(folder, *overrides)
+
     def rank(comm: Comm) -> Data:
         run = Folder(folder) if comm.rank == 0 else None
-        return prepare(recipe(folder, *overrides), comm, run)
+        return prepare(made, comm, run)
 
     return threads.run(world, rank)
 
