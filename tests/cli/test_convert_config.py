@@ -105,6 +105,7 @@ def test_the_first_documents_command_is_a_recipe(
         "epochs": 2,
         "log_every": 1,
         "throughput_warmup": 3,
+        "seed": 42,
         "eval_every": "epoch",
         "eval_delay": 2,
     }
@@ -146,6 +147,8 @@ DIFFERENCES = {
         "sharding.compile": "true is the backend of any device; Gaudi's is hpu_backend",
         "sharding.wrap": "auto finds the same blocks in any model",
         "sharding.prefetch.forward": "the order is known before the first step, so it is on",
+        "checkpoint.save_total_limit": "all are kept, and there are none",
+        "run.seed": "Trainer's 42 is as good as 0",
     },
     "llama3-8b-qlora": {
         "data.source": "the program has a name to be filled in",
@@ -157,6 +160,7 @@ DIFFERENCES = {
         "model.dtype": "null is that of the base's files, which is the same",
         "model.quantization.type": "fp4 is what the program forgot to choose (D12)",
         "adapter.targets": "w1, w2, w3 are no modules of this model (D11)",
+        "run.seed": "Trainer's 42 is as good as 0",
     },
 }
 

@@ -389,6 +389,31 @@ def test_a_program_without_a_rank_has_that_of_its_library() -> None:
     )
 
 
+def test_the_file_for_validation_is_used_or_the_report_says_why_not() -> None:
+    options = "--train_file a.json --validation_file b.json --output_dir out"
+    samples, text = (
+        read({one.key: one.value for one in of_command(f"{script} {options}")}, "command")
+        for script in ("sft.py", "run_clm.py")
+    )
+    assert samples.places()[0]["data"]["validation_source"] == "b.json"
+    assert "validation_source" not in text.places()[0]["data"]
+    assert status(text, "validation_file") == (
+        *("ignored", "documents have no such key; data.validation holds some of them out"),
+    )
+
+
+def test_trainer_keeps_all_checkpoints_and_has_a_seed_of_its_own() -> None:
+    settings = of_command("run_lora_clm.py --output_dir out")
+    report = read({one.key: one.value for one in settings}, "command")
+    recipe = Recipe.model_validate(report.places()[0] | {"model": {"from": "m"}})
+    assert (recipe.checkpoint.save_total_limit, recipe.run.seed) == (None, 42)
+    for key in ("save_total_limit", "seed"):
+        assert status(report, key)[1].endswith("(Trainer's default)")
+    own = read({"save_total_limit": 3, "adam_beta2": 0, "learning_rate": 1}, "transformers")
+    assert own.places()[0]["checkpoint"]["save_total_limit"] == 3
+    assert own.places()[0]["optimizer"]["betas"] == [0.9, 0]
+
+
 @pytest.mark.parametrize(
     ("dialect", "settings"),
     [
@@ -457,6 +482,26 @@ MODEL = "AutoModelForCausalLM.from_pretrained"
         ('from_pretrained("m"); Dataset.from_list(rows)', {"source": FILL_IN, "format": FILL_IN}),
         (
             'load_dataset("json", data_files=["a.jsonl", "b.jsonl"])',
+            {"source": FILL_IN, "format": FILL_IN},
+        ),
+        (
+            'load_dataset("me/mine", data_files="data/x.jsonl")',
+            {"source": "hf://datasets/me/mine/data/x.jsonl", "format": FILL_IN},
+        ),
+        (
+            'load_dataset("me/mine", data_files={"validation": "b.jsonl", "train": "a.jsonl"})',
+            {
+                "source": "hf://datasets/me/mine/a.jsonl",
+                "format": FILL_IN,
+                "validation_source": "hf://datasets/me/mine/b.jsonl",
+            },
+        ),
+        (
+            'load_dataset("mine", data_files="x.jsonl")',
+            {"source": FILL_IN, "format": FILL_IN},
+        ),
+        (
+            'load_dataset("me/mine", data_files="data/part-*")',
             {"source": FILL_IN, "format": FILL_IN},
         ),
         (
@@ -560,7 +605,7 @@ TrainingArguments("out", learning_rate=rate, max_steps=args.steps, weight_decay=
     report = read({one.key: one.value for one in of_program(ast.parse(text))}, "script")
     recipe = report.places()[0]
     assert (recipe["optimizer"]["lr"], recipe["optimizer"]["weight_decay"]) == (3e-4, FILL_IN)
-    assert recipe["run"] == {"folder": "out", "epochs": 3}
+    assert recipe["run"] == {"folder": "out", "epochs": 3, "seed": 42}
     assert recipe["batch"] == {"rows": FILL_IN, "micro": 8}
     with pytest.raises(ConfigError, match=r"optimizer\.weight_decay.*\n.*batch\.rows"):
         report.check(strict=True)

@@ -185,6 +185,13 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     assert read_recipe(written(tmp_path, to_yaml(recipe), "again.yaml")) == recipe
 
 
+def test_whole_epochs_are_written_as_whole_numbers(tmp_path: Path) -> None:
+    run = "run: {epochs: 3, eval_every: epoch, eval_delay: 0.5}\n"
+    text = to_yaml(read_recipe(written(tmp_path, run)))
+    assert "  epochs: 3\n" in text
+    assert "  eval_delay: 0.5\n" in text
+
+
 def test_the_demo_runs_again_and_on_its_two_processes() -> None:
     demo = read_recipe(Path(__file__).parents[2] / "recipes" / "demo.yaml")
     assert demo.run.overwrite

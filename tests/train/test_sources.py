@@ -67,13 +67,23 @@ def test_another_split_of_a_folder(tmp_path: Path) -> None:
     assert read_rows(str(folder(tmp_path / "data")), "test") == ROWS[:1]
 
 
-def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*path: str, split: str, streaming: bool) -> datasets.Dataset:
-        assert (path, split, streaming) == (("tatsu-lab/alpaca", "small"), "test", False)
+@pytest.mark.parametrize(
+    ("inside", "arguments"),
+    [
+        ("", {}),
+        ("/20220301.en", {"name": "20220301.en"}),
+        ("/data/a.jsonl.gz", {"data_files": "data/a.jsonl.gz"}),
+    ],
+)
+def test_a_data_set_of_the_hub_or_its_configuration_or_a_file_of_it(
+    monkeypatch: pytest.MonkeyPatch, inside: str, arguments: dict[str, str]
+) -> None:
+    def load(path: str, *, split: str, streaming: bool, **rest: str) -> datasets.Dataset:
+        assert (path, split, streaming, rest) == ("tatsu-lab/alpaca", "test", False, arguments)
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    assert read_rows("hf://datasets/tatsu-lab/alpaca/small", "test") == ROWS
+    assert read_rows(f"hf://datasets/tatsu-lab/alpaca{inside}", "test") == ROWS
 
 
 def test_the_hub_that_cannot_be_reached() -> None:

@@ -115,8 +115,8 @@ def test_a_data_set_of_the_hub_is_streamed(
     write_jsonl(tmp_path / "a.jsonl", [{"text": "one", "url": "x"}, {"text": "two", "url": "y"}])
     load = datasets.load_dataset
 
-    def hub(*path: str, split: str, streaming: bool) -> datasets.IterableDataset:
-        assert (path, split, streaming) == (arguments, "train", True)
+    def hub(path: str, *, split: str, streaming: bool, **rest: str) -> datasets.IterableDataset:
+        assert ((path, *rest.values()), split, streaming) == (arguments, "train", True)
         return load("json", data_files=str(tmp_path / "a.jsonl"), split="train", streaming=True)
 
     monkeypatch.setattr(datasets, "load_dataset", hub)

@@ -135,7 +135,7 @@ MISSING = (
         "dataset",
         "text of the hub is read while it trains: set data.streaming.streams (such as batch.rows), "
         "data.max_bytes, and run.steps in place of run.epochs",
-        lambda p: str(p.dataset).startswith(HUB) and p.data_format == "text",
+        lambda p: str(p.dataset).startswith(HUB) and p.data_format in (None, "text"),
     ),
     Rule(
         "dataset",

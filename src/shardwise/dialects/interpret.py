@@ -138,6 +138,7 @@ def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
     items = flatten(tree, chosen.words)
     flat = {key: raw for key, raw in items if any(fnmatchcase(key, pattern) for pattern in only)}
     matches = {key: _match(chosen, key, raw) for key, raw in flat.items()}
+    matches |= _in_data_set(matches)
     matched = [match for match in matches.values() if isinstance(match, _Match)]
     version = next((match.value for match in matched if match.row.field == "fsdp_version"), None)
     winners = _winners(matched, version or chosen.version)
@@ -150,7 +151,7 @@ def read(tree: Any, dialect: str | None = None, strict: bool = False) -> Report:
     ours |= {r.key: FILL_IN for r in _OURS.rows if r.field in computed and r.key in ours}
     policy = replace(completed, **dict.fromkeys(computed)).settled()
     entries = [
-        (_overruled(match, winners[match.row.field]) or _judge(match, named, policy, ours))
+        (_overruled(match, winners[match.row.field]) or _judge(match, named, completed, ours))
         if isinstance(match, _Match)
         else match
         for match in matches.values()
@@ -185,6 +186,26 @@ def _match(dialect: Dialect, key: str, raw: Any) -> _Match | Entry:
         return _outside(key, raw, raw, outside)
     name = nearest(key, dialect.by_key, limit=1)[0]
     return Entry(key, raw, "ignored", f"there is no such key; did you mean {name}?")
+
+
+def _in_data_set(matches: Mapping[str, _Match | Entry]) -> dict[str, _Match]:
+    """Of ``load_dataset("OWNER/NAME", data_files=…)``: the files are in the data set."""
+    base = matches.get("load_dataset.0")
+    if not isinstance(base, _Match) or base.value is None:  # the kind of files on this machine
+        return {}
+    named = {
+        key: match
+        for key, match in matches.items()
+        if key.startswith("load_dataset.data_files") and isinstance(match, _Match)
+    }
+    files = {
+        key: match._replace(value=f"{base.value}/{match.raw}")
+        if base.value != FILL_IN and match.value == match.raw
+        else match._replace(value=FILL_IN)
+        for key, match in named.items()
+    }
+    trained = (match.value for match in files.values() if match.row.field == "dataset")
+    return {**files, base.key: base._replace(value=next(trained, base.value))}
 
 
 def _outside(key: str, raw: Any, value: Any, outside: Outside) -> Entry:
@@ -273,15 +294,16 @@ def _once(entries: list[Entry], assumed: list[Entry]) -> Iterator[Entry]:
     yield from (entry for entry in assumed if entry.key not in given)
 
 
-def _judge(match: _Match, named: Policy, policy: Policy, ours: Mapping[str, Any]) -> Entry:
-    """The entry of a key: of what is ``named``, and of the ``policy`` that it means."""
+def _judge(match: _Match, named: Policy, completed: Policy, ours: Mapping[str, Any]) -> Entry:
+    """The entry of a key: of what is ``named``, with defaults ``completed``, and our keys."""
     if match.value == FILL_IN and match.row.field not in NEEDED:
         return Entry(match.key, match.raw, *_computed(match.row.field, ours))
-    for status, rules in (("contradictory", CONTRADICTIONS), ("ignored", UNREAD)):
+    both = ("contradictory", CONTRADICTIONS, named), ("ignored", UNREAD, completed)
+    for status, rules, meant in both:
         for rule in rules:
-            if rule.field == match.row.field and rule.broken(named):
+            if rule.field == match.row.field and rule.broken(meant):
                 return Entry(match.key, match.raw, status, rule.sentence)
-    if match.value is not None and (missing := _missing(match.row.field, policy)):
+    if match.value is not None and (missing := _missing(match.row.field, completed.settled())):
         return Entry(match.key, match.raw, "fill in", missing)
     if always := [outside for outside in _OURS.outsiders if outside.key == match.row.field]:
         return _outside(match.key, match.raw, match.value, always[0])

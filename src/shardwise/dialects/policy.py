@@ -108,7 +108,7 @@ class Policy:
     save_strategy: str | None = None
     save_steps: int | None = None
     save_every: int | str | None = None
-    save_limit: int | None = None
+    save_limit: int | None = None  # 0: all are kept
     resume: str | None = None
     adapter_rank: int | None = None
     adapter_alpha: float | None = None
@@ -182,7 +182,7 @@ def _training(p: Policy) -> dict[str, Any]:
         "rows": p.rows or rows,
         "floor": None if constant else p.floor,
         "warmup": None if p.schedule == "constant" else p.warmup,
-        "betas": p.betas or (p.beta1 and p.beta2 and (p.beta1, p.beta2)),
+        "betas": p.betas or (None if None in (p.beta1, p.beta2) else (p.beta1, p.beta2)),
         "epochs": None if p.steps else p.epochs,
         "validation_source": None if is_text else p.validation_source or p.test_source,
         "packing": None if is_text else p.packing,

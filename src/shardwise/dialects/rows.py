@@ -152,6 +152,7 @@ _CONVERTERS = {
     "flag": _choice(_SWITCH),
     "on": _choice({True: True}),
     "whole": Converter(_whole),
+    "kept": Converter(_whole, lambda value: value or None, 0),
     "version": _choice({1: 1, 2: 2}),
     "number": Converter(_number),
     "steps": Converter(lambda value: None if float(value) < 0 else _whole(value)),

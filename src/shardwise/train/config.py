@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.adapter_config import AdapterConfig
 from shardwise.train.data_config import BatchConfig, DataConfig
 from shardwise.train.model_config import ModelConfig, TokenizerConfig
-from shardwise.train.section import DeviceName, Positive, Section
+from shardwise.train.section import DeviceName, Epochs, Positive, Section
 from shardwise.train.sharding_config import ShardingConfig
 from shardwise.train.trackers import LoggingConfig
 
@@ -122,7 +122,7 @@ class RunConfig(Section):
         None, description="cpu, cuda, xpu, hpu; null = what is available"
     )
     steps: Positive = Field(200, description="optimizer steps")
-    epochs: float | None = Field(
+    epochs: Epochs | None = Field(
         None, gt=0, description="passes over the training split, in place of run.steps"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and sample")
@@ -131,7 +131,7 @@ class RunConfig(Section):
     eval_every: NotNegative | Literal["epoch"] = Field(
         0, description="steps between validations, or epoch; 0 = only at the end"
     )
-    eval_delay: float = Field(
+    eval_delay: Epochs = Field(
         0, ge=0, description="no validation before this step; with eval_every epoch: this epoch"
     )
     patience: Positive | None = Field(

@@ -45,7 +45,7 @@ class DataConfig(Section):
         "stdlib",
         min_length=1,
         description="'stdlib' (Python's own source), a file, a folder of text, JSONL or parquet, "
-        "or with streaming a data set of the hub: hf://datasets/OWNER/NAME/CONFIG",
+        "or with streaming a data set of the hub: hf://datasets/OWNER/NAME/CONFIG_OR_FILE",
     )
     field: str = Field("text", min_length=1, description="the text's field in JSONL and parquet")
     max_bytes: Positive | None = Field(

@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -22,6 +23,7 @@ from pydantic import (
 from shardwise.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0)]
+Epochs = Annotated[float, PlainSerializer(lambda n: int(n) if n == int(n) else n)]  # 3, not 3.0
 
 SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

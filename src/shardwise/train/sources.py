@@ -72,15 +72,17 @@ def hub_dataset(source: str, split: str, streaming: bool) -> Any:
     Raises:
         ConfigError: it cannot be opened.
     """
-    owner, name, *subset = (*source.removeprefix(HUB).split("/"), "", "")[:3]
-    path = (f"{owner}/{name}", *filter(None, subset))
+    owner, name, part = (*source.removeprefix(HUB).split("/", 2), "", "")[:3]
+    is_file = Path(part.removesuffix(".gz")).suffix in (*BUILDERS, ".txt")
+    inside = {"data_files" if is_file else "name": part} if part else {}
     try:
-        return _library().load_dataset(*path, split=split, streaming=streaming)
+        library = _library()
+        return library.load_dataset(f"{owner}/{name}", split=split, streaming=streaming, **inside)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.source {source} cannot be opened: {error} It must be {HUB}OWNER/NAME or "
-            f"{HUB}OWNER/NAME/CONFIG, and the hub must be reached. Without a network, download it "
-            "elsewhere and name its folder."
+            f"{HUB}OWNER/NAME/CONFIG_OR_FILE, and the hub must be reached. Without a network, "
+            "download it elsewhere and name its folder."
         ) from error
 
 
