@@ -155,6 +155,7 @@ def test_what_has_no_keys_is_refused_with_what_to_pass(tree: object) -> None:
             *("transformer_layer_cls_to_wrap", ["A", "B,C"]),
             "'B,C' has a comma; write each name as an element of its own",
         ),
+        ("sharding.mesh", "no", "could not convert string to float: 'n'"),
     ],
 )
 def test_a_value_that_is_none_of_a_keys_says_what_to_write(
@@ -217,6 +218,11 @@ def test_every_key_is_in_the_report_once_and_in_its_order(
     assert len({entry.key for entry in rest}) == len(rest)
     assert {e.status for e in report.entries} <= STATUSES
     assert report.policy == report.policy.settled()
+
+
+def test_a_dtype_beside_another_word_for_it_is_settled_at_once() -> None:
+    settled = Policy(mixed_precision="no", compute="bfloat16").settled()
+    assert settled == settled.settled()
 
 
 # --- the dialects ----------------------------------------------------------------------------

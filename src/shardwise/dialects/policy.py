@@ -167,7 +167,7 @@ def _dtypes(p: Policy) -> dict[str, Any]:
     words = {long: short for short, long in _SHORT.items()}
     if p.mixed_precision == "fp16" and p.quantized_compute == "bfloat16":
         p = replace(p, mixed_precision="bf16")
-    mixed = p.mixed_precision or words.get(p.compute or "", "no")
+    mixed = words.get(p.compute or "", p.mixed_precision or "no")
     compute = p.compute or _SHORT.get(mixed)
     return {"compute": compute, "mixed_precision": None if mixed == "no" else mixed}
 

@@ -174,7 +174,7 @@ _CONVERTERS = {
     "object": Converter(lambda value: value),
     "names": Converter(_names, ",".join),
     "list": Converter(_names, list),
-    "pair": Converter(tuple),
+    "pair": Converter(lambda value: tuple(map(_whole, value))),
     "list_of": Converter(tuple, list),
     "strategy": _choice({name.upper(): name for name in _FIVE} | dict(enumerate(_FIVE, 1))),
     "ours": _choice({name: name for name in (*_FIVE, "zero1", "hybrid_full")}),
