@@ -171,8 +171,10 @@ def test_a_loss_is_scaled_where_float16_is_computed_or_it_is_asked_for(
 
 
 def test_every_rank_starts_with_shards_and_never_had_the_whole(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+
     def rank(comm: Comm) -> tuple[int, int]:
-        job = build(tiny_recipe(tmp_path), comm, rows(), VOCABULARY)
+        job = build(recipe, comm, rows(), VOCABULARY)
         shards = job.sharded.local_state_dict()
         del shards["lm_head.weight"]  # tied: it is the embedding's
         local = sum(shard.numel() for shard in shards.values())

@@ -162,8 +162,8 @@ def test_a_run_on_samples_is_the_same_on_two_ranks(tmp_path: Path) -> None:
             if isinstance(record, Stepped | Evaluated):
                 found.append(record.loss)
 
-        folder = f"run.folder={tmp_path}/{world}"
-        threads.run(world, lambda comm: train(recipe(tmp_path, folder), comm, emit))
+        made = recipe(tmp_path, f"run.folder={tmp_path}/{world}")
+        threads.run(world, lambda comm: train(made, comm, emit))
         return found
 
     assert losses(2) == pytest.approx(one := losses(1), rel=1e-5)
@@ -275,7 +275,8 @@ def test_a_run_on_streamed_samples_is_the_same_on_two_ranks(tmp_path: Path) -> N
                 found.append(record.loss)
 
         values = streamed(tmp_path, f"run.folder={tmp_path}/{world}", "sample.tokens=0")
-        threads.run(world, lambda comm: train(recipe(tmp_path, *values), comm, emit))
+        made = recipe(tmp_path, *values)
+        threads.run(world, lambda comm: train(made, comm, emit))
         return found
 
     assert losses(2) == pytest.approx(losses(1), rel=1e-5)
