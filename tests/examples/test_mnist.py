@@ -153,10 +153,8 @@ def test_digits_are_recognised_and_two_runs_are_equal(tmp_path: Path) -> None:
         lines = run(
             MNIST, "--epochs", 4, "--save-model", "--data", tmp_path, folder=tmp_path / name
         )
-        assert lines[:2] == [
-            "0 devices: 2 ranks on the CPU",
-            "using built-in digits (offline)",
-        ]
+        assert lines[0] == "0 devices: 2 ranks on the CPU"
+        assert "using built-in digits (offline)" in lines[1:3]  # test_toy may have taken the port
         accuracies = [match for line in lines if (match := re.fullmatch(ACCURACY, line))]
         assert {match[2] for match in accuracies} == {"257"}
         assert float(accuracies[-1][3]) >= 95
