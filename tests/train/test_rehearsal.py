@@ -43,7 +43,7 @@ def test_every_recipe_has_a_small_one_that_reads_what_is_there(tmp_path: Path, p
     assert changed["run.folder"][1] == str(tmp_path / "ranks-2")
     epochs = rehearsal.recipe.run.epochs
     assert small.run.epochs == epochs
-    assert changed.get("run.epochs") == (epochs and (str(epochs), f"{epochs}, 40 samples"))
+    assert changed.get("run.epochs") == (epochs and (f"{epochs:g}", f"{epochs:g}, 40 samples"))
     assert ("run.steps" in changed) == (epochs is None)
     base = changed.get("model.from", ("", ""))[1]
     assert base.endswith("random, 2 layers of width 64") == (small.model.source is not None)
