@@ -369,6 +369,23 @@ def test_a_rank_that_keeps_its_gradients_while_others_drop_theirs_is_found() -> 
         on_ranks(2, tied_decoder, rank)
 
 
+def test_a_rank_that_leaves_without_its_gradients_is_found() -> None:
+    """As where a loss that is not finite ends the loop on one rank, before the step."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = sgd(list(model.parameters()))
+        with sharded.join(optimizer):
+            loss(model, batches(0)[0]).backward()
+            if comm.rank == 0:
+                optimizer.zero_grad()
+            else:
+                optimizer.step()
+
+    with pytest.raises(sw.RanksDisagree, match="rank 0 dropped gradients, left join"):
+        on_ranks(2, tied_decoder, rank)
+
+
 @pytest.mark.parametrize("begins_frozen", [False, True])
 def test_requires_grad_that_changes_changes_without_data_too(begins_frozen: bool) -> None:
     """Also where that is the first of which a rank with data tells one that has none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any, Protocol
@@ -241,21 +241,23 @@ class _Follower:
         optimizer = self._joined.optimizers[message.values[0]]
         numbers = iter(self._agree_gradients(message.numbers))
         _options(optimizer, numbers)
+        if message.numbers[: len(self._params)] != self._runtime.trained.has_gradient():
+            raise RanksDisagree(
+                f"rank {self._sharded.comm.rank} dropped gradients, left join(), and cannot step "
+                "with the others. Drop them after the same steps on all ranks."
+            )
         if list(map(str, numbers)) != list(map(str, _replicated_norms(self._params))):
             raise RanksDisagree(
                 f"inside join() gradients were changed after backward() on the ranks that have "
                 f"data, and not on rank {self._sharded.comm.rank}, which has none: by a GradScaler "
                 f"or torch's clip_grad_norm_, which ranks with whole parameters do unseen. Clip by "
-                "sharded.clip_grad_norm_(); with a GradScaler choose strategy='zero1', which steps "
-                "on shards."
+                "sharded.clip_grad_norm_(); with a GradScaler choose strategy='zero1'."
             )
         optimizer.step()
         self._runtime.used_up |= {id(p) for g in optimizer.param_groups for p in g["params"]}
         self._joined.missed_steps += 1
 
-    def _agree_gradients(
-        self, numbers: Sequence[float], used_up: Container[int] = ()
-    ) -> Sequence[float]:
+    def _agree_gradients(self, numbers: list[float], used_up: Container[int] = ()) -> list[float]:
         """Drop the gradients that ranks with data have dropped; returns the other numbers.
 
         Those may be zeros there instead (``set_to_none=False``), so what was used up is zero here.
