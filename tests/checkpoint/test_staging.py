@@ -61,7 +61,7 @@ def test_copying_waits_for_writing() -> None:
         pool.copy(large(3))
         got.set()
 
-    thread = threading.Thread(target=third)
+    thread = threading.Thread(target=third, daemon=True)
     thread.start()
     assert not got.wait(0.05)
     pool.free(copies[0])
@@ -116,7 +116,7 @@ def test_two_threads_copy_each_chunk_once_and_in_order(budget: int) -> None:
     for _ in range(20):
         pool = Pool(budget)
         copying = Copying(chunks(40), pool)
-        main = threading.Thread(target=copying.rest)
+        main = threading.Thread(target=copying.rest, daemon=True)
         main.start()
         assert drain(copying) == list(range(40))
         main.join(60)
