@@ -73,6 +73,10 @@ def test_what_a_recipe_says_is_read_as_train_predicts_it_unless_an_option_says_o
     assert other["optimizer"] == 0 < known["optimizer"]
     assert other["in_host"] > known["in_host"] == 0
     assert other["gradients"] > known["gradients"]
+    step = explain(capsys, "step", str(recipe))
+    assert "hybrid_full (replicate=2 × shard=2) on 4 ranks" in step
+    step = explain(capsys, "step", str(recipe), "--strategy", "hybrid_shard", "--mesh", "1", "2")
+    assert "hybrid_shard (replicate=1 × shard=2) on 2 ranks" in step
 
 
 def test_hybrids_are_in_the_table_and_have_events_where_a_mesh_is_given(

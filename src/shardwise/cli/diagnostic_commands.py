@@ -159,7 +159,7 @@ Examples:
 @click.argument("model", required=False)
 @click.option("--ranks", type=click.IntRange(min=1), help="Ranks.  [default: the mesh's, or 2]")
 @MESH
-@click.option("--strategy", default="full_shard", show_default=True, help="Of `step`.")
+@click.option("--strategy", help="Of `step`.  [default: a recipe's, or full_shard]")
 @click.option("--optimizer", type=OPTIMIZERS, help="[default: a recipe's, or adamw]")
 @click.option("--offload", type=OFFLOADS, multiple=True, help="What is in host memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table of `memory` as JSON.")

@@ -31,7 +31,7 @@ class About:
 
     ranks: int | None = None
     mesh: tuple[int, int] | None = None  # for hybrids
-    strategy: str = "full_shard"
+    strategy: str | None = None
     optimizer: str | None = None
     offload: tuple[str, ...] = ()
     as_json: bool = False
@@ -40,7 +40,8 @@ class About:
     def arguments(self) -> dict[str, Any]:
         """Those of ``shard()`` that were given."""
         offload = {"offload": Offload(**dict.fromkeys(self.offload, True))} if self.offload else {}
-        return offload | ({"mesh": self.mesh} if self.mesh else {})
+        others = {"mesh": self.mesh, "strategy": self.strategy}
+        return offload | {name: value for name, value in others.items() if value}
 
     def world(self, mesh: tuple[int, int] | None) -> int:
         """The number of ranks."""
@@ -83,6 +84,7 @@ def _memory(model: str | None, about: About) -> Iterator[str]:
     named = named_model(model)
     optimizer = about.optimizer or named.optimizer
     arguments = {"mesh": None, "offload": Offload(), **named.arguments, **about.arguments}
+    arguments.pop("strategy", None)  # each has a row
     arguments["blocksize"] = blocksize_of(optimizer)
     ranks, offloads = about.world(arguments["mesh"]), any(astuple(arguments["offload"]))
     rows = table_of(named.model, (0, ranks), optimizer, **arguments)
@@ -123,7 +125,8 @@ def _row(row: Kept, offloads: bool) -> list[str]:
 
 
 def _step(model: str | None, about: About) -> Iterator[str]:
-    module = named_model(model).model
-    ranks = 0, about.world(about.mesh)
-    blueprint = draw(module, about.strategy, ranks=ranks, **about.arguments)
-    yield str(blueprint.schedule(order.guess(module, blueprint.units.unit_names)))
+    named = named_model(model)
+    arguments = {"strategy": "full_shard", **named.arguments, **about.arguments}
+    ranks = 0, about.world(arguments.get("mesh"))
+    blueprint = draw(named.model, ranks=ranks, **arguments)
+    yield str(blueprint.schedule(order.guess(named.model, blueprint.units.unit_names)))

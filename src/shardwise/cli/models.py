@@ -31,7 +31,7 @@ class Named(NamedTuple):
 
     Attributes:
         inputs: for it, if one is known.
-        optimizer, arguments: a recipe's, and its other arguments of ``shard()`` than the strategy.
+        optimizer, arguments: a recipe's, and its arguments of ``shard()``.
     """
 
     model: nn.Module
@@ -84,9 +84,7 @@ def _decoder(path: str) -> Named:
     from shardwise.train.shard_arguments import shard_arguments
 
     recipe = read_recipe(path, (), ())
-    arguments = shard_arguments(recipe.sharding)
-    del arguments["strategy"]
-    settings = recipe.optimizer.name.removeprefix("paged_"), arguments
+    settings = recipe.optimizer.name.removeprefix("paged_"), shard_arguments(recipe.sharding)
     if recipe.model.source is not None:
         return Named(on_meta(recipe), FOR_TRANSFORMERS, *settings)
     with torch.device("meta"):
