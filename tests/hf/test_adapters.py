@@ -427,8 +427,12 @@ def test_initial_values_that_change_the_base_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"init_lora_weights": "orthogonal"}, {"target_modules": "(q_proj"}],
-    ids=["an odd rank", "no regular expression"],
+    [
+        {"init_lora_weights": "orthogonal"},
+        {"target_modules": "(q_proj"},
+        {"trainable_token_indices": [10**6]},
+    ],
+    ids=["an odd rank", "no regular expression", "no such token"],
 )
 def test_a_configuration_that_peft_refuses_is_an_error_of_ours(options: dict[str, Any]) -> None:
     options = {"r": 3, "target_modules": ["q_proj"], **options}

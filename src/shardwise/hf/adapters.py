@@ -345,7 +345,7 @@ _PEFT_ERRORS = (
     AssertionError,
     AttributeError,
     ImportError,
-    KeyError,
+    LookupError,
     RuntimeError,
     TypeError,
     ValueError,
