@@ -30,7 +30,7 @@ class Sharded(Protocol):
     runtime: Runtime
 
     def admitted(self, operation: str, optimizer: Given = None) -> Optimizers: ...
-    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor: ...
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, parameters: Any) -> Tensor: ...
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def send_clip(
 
 def send_step(self: Sharded, optimizer: Optimizer, closure: object) -> None:
     """An optimizer steps next."""
-    if (joined := self.runtime.join) is None or joined.has_left:
+    if (joined := self.runtime.join) is None:
         return
     at = next((i for i, one in enumerate(joined.optimizers) if one is optimizer), None)
     scaled = "found_inf" in vars(optimizer)  # for a fused kernel, by a GradScaler
@@ -254,7 +254,6 @@ class _Follower:
                 "sharded.clip_grad_norm_(); with a GradScaler choose strategy='zero1'."
             )
         optimizer.step()
-        self._runtime.used_up |= {id(p) for g in optimizer.param_groups for p in g["params"]}
         self._joined.missed_steps += 1
 
     def _agree_gradients(self, numbers: list[float], used_up: Container[int] = ()) -> list[float]:

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from types import FrameType
 from typing import Any
 
@@ -148,7 +149,7 @@ class Hooks:
         if self.runtime.join is not None:
             trained = self.runtime.trained
             unscaled = [sharding_of(param) in shardings for param in trained.params]
-            self.runtime.used_up |= {id(p) for p in trained.params if sharding_of(p) in shardings}
+            self.runtime.used_up |= set(map(id, compress(trained.params, unscaled)))
             self.runtime.join.send(
                 Kind.UNSCALE, numbers=lambda: [*trained.has_gradient(), *unscaled, float(factor)]
             )
