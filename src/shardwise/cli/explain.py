@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from shardwise.cli.models import named_model
+from shardwise.cli.models import Named, named_model
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.tables import table
 from shardwise.explain.memory import Kept, table_of
@@ -36,12 +36,15 @@ class About:
     offload: tuple[str, ...] = ()
     as_json: bool = False
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of ``shard()`` that were given."""
-        offload = {"offload": Offload(**dict.fromkeys(self.offload, True))} if self.offload else {}
-        others = {"mesh": self.mesh, "strategy": self.strategy}
-        return offload | {name: value for name, value in others.items() if value}
+    def of(self, named: Named) -> tuple[str, dict[str, Any]]:
+        """The optimizer, and the arguments of ``shard()``: as given, as a recipe says, or usual."""
+        optimizer = self.optimizer or named.optimizer
+        usual = {"strategy": "full_shard", "mesh": None, "offload": Offload()}
+        offload = self.offload and Offload(**dict.fromkeys(self.offload, True))
+        own = {"strategy": self.strategy, "mesh": self.mesh, "offload": offload}
+        given = {name: value for name, value in own.items() if value}
+        blocksize = {"blocksize": blocksize_of(optimizer)}
+        return optimizer, {**usual, **named.arguments, **given, **blocksize}
 
     def world(self, mesh: tuple[int, int] | None) -> int:
         """The number of ranks."""
@@ -82,10 +85,8 @@ def _word(word: Word) -> Iterator[str]:
 
 def _memory(model: str | None, about: About) -> Iterator[str]:
     named = named_model(model)
-    optimizer = about.optimizer or named.optimizer
-    arguments = {"mesh": None, "offload": Offload(), **named.arguments, **about.arguments}
-    arguments.pop("strategy", None)  # each has a row
-    arguments["blocksize"] = blocksize_of(optimizer)
+    optimizer, arguments = about.of(named)
+    del arguments["strategy"]  # each has a row
     ranks, offloads = about.world(arguments["mesh"]), any(astuple(arguments["offload"]))
     rows = table_of(named.model, (0, ranks), optimizer, **arguments)
     if about.as_json:
@@ -126,7 +127,7 @@ def _row(row: Kept, offloads: bool) -> list[str]:
 
 def _step(model: str | None, about: About) -> Iterator[str]:
     named = named_model(model)
-    arguments = {"strategy": "full_shard", **named.arguments, **about.arguments}
-    ranks = 0, about.world(arguments.get("mesh"))
+    _, arguments = about.of(named)
+    ranks = 0, about.world(arguments["mesh"])
     blueprint = draw(named.model, ranks=ranks, **arguments)
     yield str(blueprint.schedule(order.guess(named.model, blueprint.units.unit_names)))
