@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +130,23 @@ def test_a_gradient_penalty_is_trained_bit_for_bit(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "offload",
+    [
+        sw.Offload(optimizer=True),
+        sw.Offload(gradients=True, optimizer=True),
+        sw.Offload(parameters=True, gradients=True, optimizer=True),
+    ],
+    ids=["optimizer", "gradients", "parameters"],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_so_is_one_of_parameters_that_lie_in_host_memory(
+    strategy: str, offload: sw.Offload
+) -> None:
+    options = {"strategy": strategy, "offload": offload}
+    play(critic(), [with_a_penalty] * 3, BATCHES, wrap=BY_LAYER, **options)
+
+
+@pytest.mark.parametrize(
     ("strategy", "run"),
     [*((name, run_threads) for name in STRATEGIES), ("full_shard", run_sharing)],
 )
@@ -137,15 +154,28 @@ def test_a_gradient_penalty_is_trained_bit_for_bit(strategy: str) -> None:
 def test_units_stay_whole_for_the_graph_of_a_recorded_backward_pass(
     step: Step, strategy: str, run: Callable[..., object]
 ) -> None:
-    models = [STEPS[step]()]
-    models.append(deepcopy(models[0]))
-    truth = averaged(models[0], step, BATCHES)
+    check_gradients(step, strategy, 2, run)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_so_they_do_in_a_model_with_copies(step: Step, strategy: str) -> None:
+    check_gradients(step, strategy, 4, run_threads, mesh=(2, 2))
+
+
+def check_gradients(
+    step: Step, strategy: str, world: int, run: Callable[..., object], **options: Any
+) -> None:
+    """Of two steps, held against those of plain copies."""
+    models = [STEPS[step]() for _ in range(world)]
+    batches = [BATCHES[rank % 2] for rank in range(world)]
+    truth = averaged(models[0], step, batches)
 
     def rank(comm: Comm) -> None:
         model = models[comm.rank]
-        sharded = sw.shard(model, strategy, BY_LAYER, comm)
+        sharded = sw.shard(model, strategy, BY_LAYER, comm, **options)
         for _ in range(2):
-            step(model, BATCHES[comm.rank])
+            step(model, batches[comm.rank])
             assert not any(param._backward_hooks for param in model.parameters())
             with sharded.full_params():
                 for name, param in model.named_parameters():
@@ -154,7 +184,7 @@ def test_units_stay_whole_for_the_graph_of_a_recorded_backward_pass(
         if run is run_threads:
             assert_at_rest(sharded)
 
-    run(2, rank)
+    run(world, rank)
 
 
 def alone(strategy: str = "full_shard") -> sw.Sharded:

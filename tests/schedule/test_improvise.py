@@ -113,6 +113,8 @@ DUE: dict[str, tuple[Op, Facts, bool]] = {
     "and not before": (Op.STORE, Facts(reducing=["a"]), False),
     "a shard in host memory is loaded": (Op.LOAD, Facts(updated={"a"}), True),
     "and not again": (Op.LOAD, Facts(loaded={"a"}), False),
+    "nor while a graph keeps it whole": (Op.LOAD, replace(GATHERED, keeps_graph=True), False),
+    "nor is it updated then": (Op.UPDATE, replace(GATHERED, keeps_graph=True), False),
 }
 
 

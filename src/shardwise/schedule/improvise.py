@@ -110,8 +110,9 @@ def is_due(event: Event, facts: Facts) -> bool:
         return unit not in facts.gathered
     if op is Op.FREE:
         return unit in facts.gathered and not facts.in_use(unit)
-    if op in (Op.LOAD, Op.UPDATE):
-        return unit not in (facts.loaded if op is Op.LOAD else facts.updated)
+    if op in (Op.LOAD, Op.UPDATE):  # what a graph keeps whole shows no shard that could be read
+        made = facts.loaded if op is Op.LOAD else facts.updated
+        return unit not in facts.gathered and unit not in made
     if op is Op.STORE:
         return unit in facts.settled
     return op is Op.REDUCE or unit in facts.reducing
