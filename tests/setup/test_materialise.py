@@ -69,7 +69,11 @@ class Forgetful(nn.Module):
         return out
 
 
-ROTARY = Net(Rotated, lambda seed, rows: (nets.numbers(seed, (rows, 4)),) * 2)
+def numbers_for(seed: int, rows: int) -> nets.Batch:
+    return (nets.numbers(seed, (rows, 4)),) * 2
+
+
+ROTARY = Net(Rotated, numbers_for)
 
 
 def drawing(generator: torch.Generator) -> Init:
@@ -237,6 +241,53 @@ def test_a_half_filled_parameter_is_seen_too() -> None:
 
     model = built_on_meta(Net(lambda: nn.Linear(3, 3), nets.oddities_batch))
     assert "'weight' of Linear" in said(sw.ConfigError, lambda: sw.shard(model, init=init))
+
+
+class Sentinel(nn.Module):
+    """Fills a buffer with the same value everywhere, and draws its weight."""
+
+    def __init__(self, value: complex, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.value = value
+        self.weight = nn.Parameter(torch.empty(3))
+        self.register_buffer("mask", torch.zeros(2, 2, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.get_buffer("mask").fill_(self.value)
+        nn.init.normal_(self.weight)
+
+
+SENTINELS: list[tuple[complex, torch.dtype]] = [
+    (float("nan"), torch.float32),
+    (float("nan"), torch.complex64),
+    (255, torch.uint8),
+    (torch.iinfo(torch.int64).max, torch.int64),
+    (True, torch.bool),
+]
+
+
+@pytest.mark.parametrize(("value", "dtype"), SENTINELS, ids=[str(kind) for _, kind in SENTINELS])
+def test_any_number_may_be_a_value(value: complex, dtype: torch.dtype) -> None:
+    """Also the one with which memory is marked; what is drawn is as in a whole model."""
+    net = Net(lambda: nn.Sequential(*[Sentinel(value, dtype) for _ in range(2)]), numbers_for)
+    whole, model = made_whole(net), built_on_meta(net)
+    torch.manual_seed(0)
+    sw.shard(model)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, whole.state_dict()[name], equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [kind for _, kind in SENTINELS], ids=str)
+def test_what_is_not_filled_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
+    def fill_half(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.data[:1] = 0
+
+    model = built_on_meta(Net(lambda: Sentinel(0, dtype), numbers_for))
+    model.register_parameter("weight", None)
+    model.linear = nn.Linear(1, 1)
+    assert "'mask' of Sentinel" in said(sw.ConfigError, lambda: sw.shard(model, init=fill_half))
 
 
 # --- no rank ever holds the whole model ------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -59,9 +60,9 @@ def give_values(
     last = {id(module): place for place, (_, module) in enumerate(order)}  # one may come twice
     for place, (name, module) in enumerate(order):
         if module in unmade:
-            _make(module, device, load_later)
+            made = _make(module, device, load_later)
             init(module)
-            _check_made(name, module)
+            _check_made(name, module, made, init)
         if last[id(module)] > place:
             continue
         for unit, owners in list(waiting.items()):
@@ -96,49 +97,77 @@ def leave_meta(param: nn.Parameter, device: torch.device) -> None:
     torch.utils.swap_tensors(param, nn.Parameter(empty, requires_grad=param.requires_grad))
 
 
-def _make(module: nn.Module, device: torch.device, load_later: frozenset[Tensor]) -> None:
-    """Give meta tensors memory, filled with a mark that no initialisation leaves behind.
+def _make(module: nn.Module, device: torch.device, load_later: frozenset[Tensor]) -> set[str]:
+    """Give meta tensors memory, which is marked, and return their names.
 
     Parameters are swapped, not replaced: optimizers and ties refer to the objects.
     """
-    for _, param in _present(parameters_of(module)):
-        if _is_unmade(param, load_later):
-            made = nn.Parameter(_marked(param, device), requires_grad=param.requires_grad)
-            torch.utils.swap_tensors(param, made)
-    for name, buffer in _present(buffers_of(module)):
-        if _is_unmade(buffer, load_later):
-            buffers_of(module)[name] = _marked(buffer, device)
+    unmade = {name: tensor for name, tensor in _own(module) if _is_unmade(tensor, load_later)}
+    for name, tensor in unmade.items():
+        marked = _mark(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(marked, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, made)
+        else:
+            buffers_of(module)[name] = marked
+    return set(unmade)
 
 
-def _marked(like: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty(like.shape, dtype=like.dtype, device=device)
-    if made.is_floating_point():
-        return made.fill_(torch.nan)
-    return made if made.dtype is torch.bool else made.fill_(torch.iinfo(made.dtype).max)
+def _mark(tensor: Tensor) -> Tensor:
+    """Fill it with a value that few initialisations leave behind."""
+    if tensor.dtype is torch.bool:
+        return tensor.fill_(True)
+    counts = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.fill_(torch.iinfo(tensor.dtype).max if counts else torch.nan)
 
 
-def _check_made(name: str, module: nn.Module) -> None:
-    for own, tensor in _own(module):
-        if tensor.numel() and not tensor.is_meta and _is_marked(tensor):
-            full = f"{name}.{own}".lstrip(".")
-            raise ConfigError(
-                f"{full!r} of {type(module).__name__} was built on the meta device and still has "
-                "no value after its initialisation, so training would start from garbage. Give "
-                f"{type(module).__name__} a reset_parameters() that fills it, or pass "
-                "init=<function of a module> to shard(); for a transformers model "
-                "init=model._init_weights."
-            )
+def _check_made(name: str, module: nn.Module, made: set[str], init: Init) -> None:
+    """Raises ``ConfigError`` for elements that no initialisation has filled.
+
+    A value may be equal to the mark: a mask of ones, a sentinel. So where marks are left, ``init``
+    runs again over zeros: it leaves a mark that is a value, and a zero where it fills nothing.
+    """
+    suspects = [own for own, tensor in _own(module) if own in made and _is_marked(tensor)]
+    if not suspects:
+        return
+    values = {own: tensor.detach().clone() for own, tensor in _own(module)}
+    with _same_numbers(values[suspects[0]].device), torch.no_grad():
+        for own, tensor in _own(module):
+            if own in made:
+                tensor.zero_()
+        init(module)
+        for own, tensor in _own(module):
+            if own in suspects and (_marks(values[own]) & ~_marks(tensor)).any():
+                raise _no_value(f"{name}.{own}".lstrip("."), type(module).__name__)
+            tensor.copy_(values[own])
 
 
 def _is_marked(tensor: Tensor) -> bool:
     # In pieces: a whole one's answer has a byte for each element, which is half of a bf16 unit.
-    return any(_has_mark(piece) for piece in tensor.detach().reshape(-1).split(1 << 20))
+    return any(_marks(piece).any() for piece in tensor.detach().reshape(-1).split(1 << 20))
 
 
-def _has_mark(piece: Tensor) -> bool:
-    if piece.is_floating_point():
-        return bool(piece.isnan().any())
-    return piece.dtype is not torch.bool and bool((piece == torch.iinfo(piece.dtype).max).any())
+def _marks(tensor: Tensor) -> Tensor:
+    """Which elements are as ``_mark`` has filled them."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.detach().isnan()
+    return tensor if tensor.dtype is torch.bool else tensor == torch.iinfo(tensor.dtype).max
+
+
+def _same_numbers(device: torch.device) -> AbstractContextManager[None]:
+    """What is drawn inside the block is drawn again after it."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def _no_value(name: str, kind: str) -> ConfigError:
+    return ConfigError(
+        f"{name!r} of {kind} was built on the meta device and still has no value after its "
+        "initialisation, so training would start from garbage. Give "
+        f"{kind} a reset_parameters() that fills it, or pass init=<function of a module> to "
+        "shard(); for a transformers model init=model._init_weights."
+    )
 
 
 def sync(value: Tensor, comm: Comm, name: str) -> Tensor:
