@@ -441,6 +441,21 @@ def test_a_penalty_that_is_added_as_told_is_that_of_the_plain_model() -> None:
     on_ranks(WORLD, BUILD, rank)
 
 
+def test_a_full_tensor_may_be_kept_over_steps() -> None:
+    """It holds no node of autograd's, which would remember the shape of a shard."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        weight = model.get_parameter("project.weight")
+        kept = weight.full_tensor()  # type: ignore[operator]
+        train(model, BATCH(comm.rank, 2))
+        assert kept.shape == sharding_of(weight).shape  # type: ignore[union-attr]
+        assert not kept.requires_grad
+        assert sharded.clip_grad_norm_(1.0) > 0
+
+    on_ranks(WORLD, BUILD, rank)
+
+
 # ---- programs of users --------------------------------------------------------------------------
 
 

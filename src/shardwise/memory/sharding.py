@@ -117,7 +117,7 @@ class Sharding:
         ranges = [self.layout.owned(self.slot, shard) for shard in range(self.layout.world)]
         sizes = [stop - start for start, stop in ranges]
         padded = torch.empty(max(sizes), dtype=part.dtype, device=self.axes[0].device)
-        padded[: part.numel()] = part.reshape(-1)
+        padded[: part.numel()] = part.detach().reshape(-1)  # a graph would outlive the shard
         rows = gather_rows(padded, self.axes, Label("read", self.name))
         pieces = [row[:size] for row, size in zip(rows.unbind(), sizes, strict=True)]
         return torch.cat(pieces).view(self.shape).to(part.device)
