@@ -447,7 +447,7 @@ def test_a_full_tensor_may_be_kept_over_steps() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm)
         weight = model.get_parameter("project.weight")
-        kept = weight.full_tensor()  # type: ignore[operator]
+        kept = weight.full_tensor()  # type: ignore[attr-defined]
         train(model, BATCH(comm.rank, 2))
         assert kept.shape == sharding_of(weight).shape  # type: ignore[union-attr]
         assert not kept.requires_grad
