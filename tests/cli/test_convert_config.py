@@ -221,3 +221,62 @@ def test_a_recipe_that_is_not_complete_says_what_to_set(
 
 def test_a_file_that_is_not_there_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere.sh cannot be used: No such file" in convert(capsys, here, "nowhere.sh", code=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("torchrun --nnodes 2 --nproc_per_node 8 train.py", "of 'train.py' no option is shown"),
+        ("python t.py --seed 3 --colour red", "most options are unknown (--seed, --colour)"),
+        ("srun accelerate launch run.py", "Pass the program itself: shardwise convert-config run."),
+        ("accelerate config", "`accelerate config` asks questions and writes a file."),
+    ],
+)
+def test_a_command_of_which_nothing_is_known_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str
+) -> None:
+    assert sentence in convert(capsys, here, "--", *words.split(), code=1)
+    assert not (here / "command.recipe.yaml").exists()
+
+
+def test_options_of_accelerate_launch_are_converted_for_any_script(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "accelerate launch --use_fsdp --fsdp_sharding_strategy NO_SHARD --mixed_precision bf16"
+    convert(capsys, here, "--", *words.split(), "train.py")
+    tree = yaml.safe_load((here / "command.recipe.yaml").read_text("utf-8"))
+    assert tree == {"sharding": {"strategy": "no_shard", "precision": {"compute": "bfloat16"}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("if True:\nx = 1\n", "p.py:2 is not Python, so nothing is converted"),
+        ("tokenizer = AutoTokenizer.from_pretrained('x')\n", "sets nothing that a recipe has"),
+        ("for x in y:\n  fully_shard(x, mesh=a)\nfully_shard(m, mesh=b)\n", "keep one of them"),
+    ],
+)
+def test_a_program_that_is_not_understood_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str
+) -> None:
+    (here / "p.py").write_text(text, "utf-8")
+    assert sentence in convert(capsys, here, "p.py", code=1)
+    assert not (here / "p.recipe.yaml").exists()
+
+
+def test_a_program_with_a_loop_of_its_own_says_that_the_loop_is_not_converted(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "p.py").write_text("fully_shard(model)\n", "utf-8")
+    assert "the program's own loop is not converted" in convert(capsys, here, "p.py")
+    tree = yaml.safe_load((here / "p.recipe.yaml").read_text("utf-8"))
+    assert tree == {"sharding": {"strategy": "full_shard"}}  # and not {}, which is the demo
+
+
+def test_the_report_fits_the_terminal(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = convert(capsys, here, "fsdp_config.json").splitlines()[1:]
+    assert max(map(len, lines)) <= 80
+    assert "translated     fsdp_sharding_strategy 1" in lines

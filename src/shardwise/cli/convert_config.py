@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import click
 import yaml
 
 from shardwise.cli.format_names import escape
-from shardwise.cli.tables import table
-from shardwise.dialects import DIALECTS, Policy, Report, read, write
+from shardwise.cli.tables import table, terminal_width
+from shardwise.dialects import DIALECTS, Policy, Report, is_of_trainer, read, write
 from shardwise.dialects.settings import Setting, of_command, of_program
 from shardwise.errors import ConfigError, nearest
 
@@ -55,13 +57,15 @@ def run_convert_config(words: Sequence[str], options: ConvertOptions) -> None:
     output = options.output or Path(f"{path.stem}.{options.to}{_suffix(options.to)}")
     if output.exists() and not options.overwrite:
         raise ConfigError(f"{output} exists; name another --output, or pass --overwrite.")
-    tree, source = _load(path, text)
+    tree, source = _load(path, text, len(words) > 1)
     report = read(tree, options.source or source)
     click.echo(f"{escape(path)}: {report.dialect.title}")
-    rows = [(e.status, e.key, json.dumps(e.value, default=str), e.text) for e in report.entries]
-    for line in table(rows, left=4):
-        click.echo(line)
+    click.echo("\n".join(_lines(report, terminal_width())))
     report.check(options.strict)
+    if not report.flat:
+        raise ConfigError(f"{path} sets nothing that a recipe has, so nothing is written.{_KNOWN}")
+    if report.dialect.name == "script" and not is_of_trainer(report.dialect, tree):
+        click.echo(f"note      {_LOOP}")
     if options.to == "recipe":
         text = "".join(_recipe(report, path, output))
     else:
@@ -71,6 +75,28 @@ def run_convert_config(words: Sequence[str], options: ConvertOptions) -> None:
             click.echo(f"lost      {name}: {value}; {options.to} would read {other}")
     output.write_text(text, "utf-8")
     click.echo(f"wrote     {escape(output)}")
+
+
+_KNOWN = (
+    " Known are FSDP(…), fully_shard(…), TrainingArguments, LoraConfig, BitsAndBytesConfig, "
+    "Accelerator and its plug-in, and the scripts that pass Trainer's options on."
+)
+_LOOP = "the program's own loop is not converted: write its optimizer, batches and length yourself"
+
+
+def _lines(report: Report, width: int) -> Iterator[str]:
+    """A line for each key; where one is wider, what became of a key is in lines below it."""
+    rows = [(e.status, e.key, json.dumps(e.value, default=str), e.text) for e in report.entries]
+    lines = table(rows, left=4)
+    if max(map(len, lines), default=0) <= width:
+        yield from lines
+        return
+    for status, key, value, text in rows:
+        yield from wrap(f"{key} {value}", width, initial_indent=f"{status:<15}", **_INDENT)
+        yield from wrap(text, width, initial_indent=f"{'':<15}", **_INDENT)
+
+
+_INDENT: dict[str, Any] = {"subsequent_indent": f"{'':<17}", "break_on_hyphens": False}
 
 
 def _suffix(dialect: str) -> str:
@@ -85,20 +111,74 @@ def _dump(tree: dict[str, Any], dialect: str) -> str:
     return yaml.safe_dump(tree, sort_keys=False)
 
 
-def _load(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
-    """What is set, and its dialect, if that is known before its keys are."""
+def _load(path: Path, text: str, is_typed: bool) -> tuple[dict[str, Any], str | None]:
+    """What is set, and its dialect, if that is known before its keys are.
+
+    Raises:
+        ConfigError: a program cannot be parsed, or of a command nothing is known.
+    """
     if path.suffix == ".py":
-        return _by_key(of_program(ast.parse(text, str(path)))), "script"
-    if path.suffix not in (".json", ".yaml", ".yml") and (options := _by_key(of_command(text))):
-        file = path.parent / str(options.get("fsdp_config"))
-        if file.is_file():
-            options["fsdp_config"] = _tree(file, file.read_text("utf-8"))
-        return options, "command"
-    return _tree(path, text), None
+        try:
+            return _by_key(of_program(ast.parse(text, str(path)))), "script"
+        except SyntaxError as error:
+            raise ConfigError(
+                f"{path}:{error.lineno} is not Python, so nothing is converted: {error.msg}. "
+                "If it was copied from a page, its indentation may be lost."
+            ) from None
+    if path.suffix in (".json", ".yaml", ".yml"):
+        return _tree(path, text), None
+    options = _by_key(of_command(text))
+    if not options and not is_typed:
+        return _tree(path, text), None
+    _check_command(path, text, options)
+    file = path.parent / str(options.get("fsdp_config"))
+    if file.is_file():
+        options["fsdp_config"] = _tree(file, file.read_text("utf-8"))
+    return options, "command"
+
+
+_SHARDING = ("launch.fsdp", "launch.mixed_precision")  # of accelerate launch, for any script
+
+
+def _check_command(path: Path, text: str, options: dict[str, Any]) -> None:
+    """Raise if it asks questions, or if a script is started of which nothing is known."""
+    if re.match(r"accelerate config\b", text):
+        raise ConfigError(
+            "`accelerate config` asks questions and writes a file. Answer them, and convert the "
+            "file: shardwise convert-config ~/.cache/huggingface/accelerate/default_config.yaml; "
+            "or write a recipe: shardwise train --help lists its keys."
+        )
+    script, dialect = options.get("launch.script"), DIALECTS["command"]
+    is_sharding = any(key.startswith(_SHARDING) for key in options)
+    if is_of_trainer(dialect, options) or is_sharding or (options and script is None):
+        return
+    own = [f"--{key}" for key in options if not key.startswith(("launch.", "env."))]
+    named = script or next((word for word in shlex.split(text) if word.endswith(".py")), None)
+    raise ConfigError(
+        f"{path}: of {named or text!r} "
+        + (f"most options are unknown ({', '.join(own)})" if own else "no option is shown")
+        + ", so what it trains is not known, and nothing is written. Pass the program itself: "
+        f"shardwise convert-config {named or 'PROGRAM.py'}."
+    )
 
 
 def _by_key(settings: Iterator[Setting]) -> dict[str, Any]:
-    return {setting.key: setting.value for setting in settings}
+    """By key, as the last line says; units are sharded in one way.
+
+    Raises:
+        ConfigError: two calls of FSDP say different things.
+    """
+    by_key: dict[str, Setting] = {}
+    for one in settings:
+        other = by_key.setdefault(one.key, one)
+        is_unit = one.key.startswith(("FullyShardedDataParallel.", "fully_shard."))
+        if is_unit and one.name != "module" and one.value != other.value:
+            raise ConfigError(
+                f"{one.key} is {other.value} at line {other.line} and {one.value} at line "
+                f"{one.line}, and a recipe shards all units in one way; keep one of them."
+            )
+        by_key[one.key] = one
+    return {key: setting.value for key, setting in by_key.items()}
 
 
 def _tree(path: Path, text: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Iterable, Sequence
 
 from rich import box
@@ -10,9 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["table"]
+__all__ = ["table", "terminal_width"]
 
 LINE_WIDTH = 100_000  # characters of a line: nothing is cut or wrapped, wherever it is printed
+
+
+def terminal_width() -> int:
+    """The columns of the terminal; without one, lines are as long as they are."""
+    return shutil.get_terminal_size((LINE_WIDTH, 0)).columns
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: int = 1) -> list[str]:

@@ -10,7 +10,7 @@ tables, ``contradictions`` knows what does not go together, ``interpret`` reads 
 """
 
 from shardwise.dialects.arguments import shard_arguments
-from shardwise.dialects.interpret import Entry, Report, Written, guess, read, write
+from shardwise.dialects.interpret import Entry, Report, Written, guess, is_of_trainer, read, write
 from shardwise.dialects.policy import Policy
 from shardwise.dialects.rows import DIALECTS
 
@@ -21,6 +21,7 @@ __all__ = [
     "Report",
     "Written",
     "guess",
+    "is_of_trainer",
     "read",
     "shard_arguments",
     "write",

@@ -21,11 +21,10 @@ from shardwise.dialects.settings import Expression
 from shardwise.errors import ConfigError, nearest
 from shardwise.train.config import keys
 
-__all__ = ["Entry", "Report", "Written", "guess", "read", "write"]
+__all__ = ["Entry", "Report", "Written", "guess", "is_of_trainer", "read", "write"]
 
 _OURS = DIALECTS["recipe"]
 _OFF: tuple[Any, ...] = (None, False, (), "no", "local")  # needs no option of an engine
-_OF_TRAINER = ("launch.script", "TrainingArguments.")  # with these a training, and not its part
 _COMPUTED = "it is computed when this runs"
 _OFF_WORDS = ("false", "no", "0", "", "[]", "{}")
 
@@ -45,7 +44,7 @@ class Entry(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The policy that a configuration means, and each of its keys once, in its order; defaults.
 
@@ -56,6 +55,10 @@ class Report:
     policy: Policy
     entries: tuple[Entry, ...]
     flat: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        lines = (f"  {e.status:<13} {e.key}: {e.value} → {e.text}" for e in self.entries)
+        return "\n".join([f"Report of {self.dialect.title}:", *lines])
 
     def check(self, strict: bool = False) -> None:
         """Raise if keys contradict each other; with ``strict`` also if one is not used.
@@ -247,8 +250,10 @@ def _defaults(
         for source in dialect.implied
         if all(any(fnmatchcase(line, pattern) for line in lines) for pattern in source["when"])
     ]
-    is_training = any(key.startswith(_OF_TRAINER) for key in flat)
-    if is_training or (named.lr, named.epochs, named.steps, named.micro) != (None,) * 4:
+    if (
+        is_of_trainer(dialect, flat)
+        or (named.lr, named.epochs, named.steps, named.micro) != (None,) * 4
+    ):
         sources.append((dialect.defaults, "Trainer's default"))
     dataset = named.dataset or (named.model and FILL_IN)
     if dataset and dialect.call:
@@ -264,6 +269,19 @@ def _defaults(
     return defaults
 
 
+def is_of_trainer(dialect: Dialect, flat: Mapping[str, Any]) -> bool:
+    """Is a whole training configured, by a program or the command line of a known script?
+
+    A script is known by its name, or by its options: most of them are Trainer's.
+    """
+    if "launch.script" not in flat:
+        return any(key.startswith("TrainingArguments.") for key in flat)
+    own = [key for key in flat if not key.startswith(("launch.", "env."))]
+    known = [key for key in own if key in dialect.by_key or dialect.outside(key)]
+    line = f"launch.script = {flat['launch.script']}"
+    return 2 * len(known) > len(own) or any(line in source["when"] for source in dialect.implied)
+
+
 def _assumed(
     dialect: Dialect,
     completed: Policy,
@@ -274,7 +292,7 @@ def _assumed(
     flat = dict(_flat(completed.settled(), _OURS))
     for name, (value, whose) in defaults.items():
         without = replace(completed, **{name: None}).settled()
-        rows = [row for row in dialect.rows if row.field == name]
+        rows = sorted((r for r in dialect.rows if r.field == name), key=lambda r: not r.writes)
         if name == "dataset":
             yield Entry(rows[0].key, None, "fill in", _missing(name, completed))
         if value == FILL_IN or dict(_flat(without, _OURS)) == flat:

@@ -62,6 +62,7 @@ class Policy:
     clip: float | None = None  # norm of the gradients
     cpu: bool | None = None
     processes: int | None = None  # on all machines
+    processes_of_one: int | None = None  # machine
     machines: int | None = None
     machine_rank: int | None = None
     address: str | None = None
@@ -126,9 +127,14 @@ class Policy:
     def settled(self) -> Policy:
         """With what its fields imply, and without what they leave unread. Idempotent."""
         policy = self
-        for implied in (_mesh, _offload, _units, _compile, _dtypes, _training, _intervals):
+        for implied in (_ranks, _mesh, _offload, _units, _compile, _dtypes, _training, _intervals):
             policy = replace(policy, **implied(policy))
         return policy
+
+
+def _ranks(p: Policy) -> dict[str, Any]:
+    ranks = p.processes_of_one and p.processes_of_one * (p.machines or 1)
+    return {"processes": p.processes or ranks, "processes_of_one": None}
 
 
 def _mesh(p: Policy) -> dict[str, Any]:

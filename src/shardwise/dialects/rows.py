@@ -181,7 +181,7 @@ _CONVERTERS = {
     "reshard": _choice({True: "full_shard", False: "shard_grad_op"})._replace(write=_as_reshard),
     "offload": _choice({word: OFFLOADED if on else () for word, on in _SWITCH.items()}),
     "offloaded": _choice({True: OFFLOADED, False: OFFLOADED}),  # pinned or not
-    "not_offloaded": _choice({"OffloadPolicy()": ()}),
+    "offload_policy": _choice({"OffloadPolicy()": (), "CPUOffloadPolicy()": OFFLOADED}),
     "dtype": _choice(_DTYPE_WORDS),
     "dtype_of_model": _choice({"auto": None} | _DTYPE_WORDS),
     "mixed": _choice({"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp32": "no"}),
