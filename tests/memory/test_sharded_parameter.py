@@ -240,6 +240,7 @@ def test_while_its_unit_computes_a_parameter_is_a_plain_whole_one() -> None:
 class Looking(torch.optim.SGD):
     """An optimizer that says which classes it works on."""
 
+    elementwise = True
     seen: list[type]
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]

@@ -204,6 +204,8 @@ def test_what_was_read_keeps_its_values_when_an_optimizer_puts_others_in() -> No
     """To whom parameters are plain."""
 
     class Replacing(torch.optim.SGD):
+        elementwise = True
+
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             for param in self.param_groups[0]["params"]:
                 param.data = torch.full_like(param, 2.0)

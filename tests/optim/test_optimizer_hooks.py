@@ -124,8 +124,12 @@ REFUSED: dict[str, tuple[Callable[[Groups], Optimizer], str]] = {
 }
 
 
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_looks_across_elements_is_refused_with_the_reason(name: str) -> None:
+def test_an_optimizer_that_looks_across_elements_is_refused_with_the_reason(
+    name: str, world: int
+) -> None:
+    """On one rank, too, so that nobody meets the rule for the first time at scale."""
     make, reason = REFUSED[name]
 
     def rank(comm: Comm, model: nn.Module) -> str:
@@ -137,7 +141,7 @@ def test_an_optimizer_that_looks_across_elements_is_refused_with_the_reason(name
         assert equal(sharded.local_state_dict(), before)
         return text
 
-    for text in on_ranks(2, nets.decoder, rank):
+    for text in on_ranks(world, nets.decoder, rank):
         assert text.startswith(f"{name} cannot step on shards (")
         assert f"{reason}" in text
         assert "so on shards it would be silently wrong" in text
@@ -210,25 +214,53 @@ class SignedElementwise(Signed):
     elementwise = True
 
 
+class SignedByNorm(SignedElementwise):
+    """What its base says of itself does not hold for a step of its own."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+
+
 class DecayedAdamW(torch.optim.AdamW):
-    """A subclass of one that is known."""
+    """A subclass of one that is known, with its step."""
 
 
-def test_an_unknown_optimizer_is_refused_until_it_says_that_it_is_elementwise() -> None:
-    def rank(comm: Comm, model: nn.Module) -> str:
+class ClippedAdamW(torch.optim.AdamW):
+    """One with a step of its own, which looks across each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.grad.div_(param.grad.norm())
+        super().step()
+
+
+class ValueClippedAdamW(ClippedAdamW):
+    elementwise = True
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_unknown_optimizer_is_refused_until_it_says_that_it_is_elementwise(world: int) -> None:
+    def rank(comm: Comm, model: nn.Module) -> list[str]:
         sw.shard(model, comm=comm)
         train(model, nets.decoder_batch(comm.rank, 2))
-        SignedElementwise(model.parameters()).step()
-        DecayedAdamW(model.parameters()).step()
-        return said(sw.OptimizerError, Signed(model.parameters()).step)
+        for kind in (SignedElementwise, DecayedAdamW, ValueClippedAdamW):
+            kind(model.parameters()).step()
+        refused: list[type[Optimizer]] = [Signed, SignedByNorm, ClippedAdamW]
+        return [said(sw.OptimizerError, kind(model.parameters()).step) for kind in refused]  # type: ignore[call-arg]
 
-    for text in on_ranks(2, nets.decoder, rank):
-        assert "it is not known to update each element by itself. If it does, and takes no" in text
-        assert "`Signed.elementwise = True`" in text
+    for texts in on_ranks(world, nets.decoder, rank):
+        assert len(texts) == 3
+        for text, name in zip(texts, ("Signed", "SignedByNorm", "ClippedAdamW"), strict=True):
+            assert "it is not known to update each element by itself" in text
+            assert f"takes no norm or other sum over a parameter, say so: `{name}.elem" in text
+        assert "since it has a step() of its own and not that of AdamW" in texts[2]
 
 
 class ByKernel(SignedElementwise):
     """Updates by a kernel that takes memory and its length, as 8-bit optimizers do."""
+
+    elementwise = True
 
     def __init__(self, params: Groups, before: Callable[[], object]) -> None:
         super().__init__(params)
@@ -604,6 +636,8 @@ class Stop(RuntimeError):
 
 class Stops(torch.optim.SGD):
     """An optimizer whose own code raises."""
+
+    elementwise = True
 
     def step(self, closure: Any = None) -> Any:
         assert {type(param) for param in self.param_groups[0]["params"]} == {nn.Parameter}

@@ -9,6 +9,7 @@ before sharding is cut to the shard, and parameters show their plain class to fu
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -189,13 +190,26 @@ class OptimizerHooks:
             return
         _check_elementwise(optimizer, params)
         for param in params:
-            cut_state(optimizer, param, isinstance(optimizer, _ELEMENTWISE))
+            cut_state(optimizer, param, is_elementwise(type(optimizer)))
         self._admitted.add(optimizer)
         if optimizer not in self._known:
             self._known[optimizer] = loaded = optimizer.register_load_state_dict_post_hook(
                 self._admitted.discard
             )
             self._handles.append(loaded)
+
+
+def is_elementwise(kind: type[Optimizer]) -> bool:
+    """Is the ``step`` of this class known to update each element by itself, or vouched for?
+
+    A subclass that has a ``step`` of its own is not known, whatever it inherits: LARS is an SGD.
+    """
+    for base in (base for base in kind.__mro__ if issubclass(base, Optimizer)):
+        if base in _ELEMENTWISE or "elementwise" in vars(base):
+            # torch wraps the ``step`` of each class when the first instance is made.
+            inherited = inspect.unwrap(kind.step) is inspect.unwrap(base.step)
+            return inherited and bool(vars(base).get("elementwise", True))
+    return False
 
 
 def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -210,7 +224,6 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
 
 def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
     check_optimizer(type(optimizer).__name__, params)
-    split = [s for p in params if (s := _split(p)) is not None]
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise OptimizerError(
@@ -220,30 +233,30 @@ def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None
     if is_blockwise(optimizer):
         check_blocks(optimizer, params)
         return
-    if not split or isinstance(optimizer, _ELEMENTWISE) or getattr(kind, "elementwise", False):
-        return
-    example = split[0]
-    reason = _REASONS.get(kind.__name__)
-    if reason is None:
-        advice = (
-            "it is not known to update each element by itself. If it does, and takes no norm or "
-            f"other sum over a parameter, say so: `{kind.__name__}.elementwise = True`"
-        )
+    split = [s for p in params if (s := sharding_of(p)) and s.placement == "fully_sharded"]
+    if split and not is_elementwise(kind):
+        raise OptimizerError(_not_elementwise(kind, split, len(params)))
+
+
+def _not_elementwise(kind: type[Optimizer], split: Sequence[Sharding], held: int) -> str:
+    """Why it cannot step on the parameters in ``split``, of the ``held`` ones."""
+    example, name = split[0], kind.__name__
+    if name in _REASONS:
+        advice = f"{_REASONS[name]}, so on shards it would be silently wrong"
     else:
-        advice = f"{reason}, so on shards it would be silently wrong"
-    instead = _INSTEAD.get(kind.__name__, "an elementwise optimizer such as torch.optim.AdamW")
-    raise OptimizerError(
-        f"{kind.__name__} cannot step on shards ({len(split)} of {len(params)} parameters are "
-        f"split; {example.name!r} is held here as {example.stop - example.start:,} of "
+        advice = "it is not known to update each element by itself"
+        if base := next((base for base in kind.__mro__ if base in _ELEMENTWISE), None):
+            advice += f", since it has a step() of its own and not that of {base.__name__}"
+        advice += (
+            ". If it does, and takes no norm or other sum over a parameter, say so: "
+            f"`{name}.elementwise = True`"
+        )
+    instead = _INSTEAD.get(name, "an elementwise optimizer such as torch.optim.AdamW")
+    return (
+        f"{name} cannot step on shards ({len(split)} of {held} parameters are "
+        f"sharded; {example.name!r} is held here as {example.stop - example.start:,} of "
         f'{example.shape.numel():,} elements): {advice}. Use {instead}, or strategy="no_shard".'
     )
-
-
-def _split(param: nn.Parameter) -> Sharding | None:
-    """The sharding of a parameter that the ranks share, whether or not this one holds all of it."""
-    sharding = sharding_of(param)
-    whole = sharding is None or sharding.shape == param.shape
-    return None if whole and not isinstance(param, ShardedParameter) else sharding
 
 
 skip_in_dynamo(OptimizerHooks._before)
