@@ -63,7 +63,7 @@ def failed(*arguments: str) -> int:
 def test_help_shows_how_to_start_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert failed("--help") == 0
     said = capsys.readouterr().out
-    assert "shardwise train recipes/demo.yaml --nproc 2" in said
+    assert "shardwise train demo --nproc 2" in said
     assert "torchrun --nproc-per-node 2 -m shardwise.cli train" in said
     assert "Ctrl-C, kill PID, or touch RUN/stop           save and exit with status 75" in said
     assert [key.name for key in keys() if f"{key.name}: " not in said] == []

@@ -43,10 +43,10 @@ Any value of the recipe can be overridden: --optimizer.lr 3e-4 or optimizer.lr=3
 
 \b
 Examples:
-  shardwise train recipes/demo.yaml --nproc 2
-  shardwise train recipes/demo.yaml --run.steps 50 --sharding.precision bf16
-  shardwise train recipes/llama2-70b-lora.yaml --rehearse
-  torchrun --nproc-per-node 2 -m shardwise.cli train recipes/demo.yaml
+  shardwise train demo --nproc 2                      a shipped recipe: shardwise recipe lists them
+  shardwise train my.yaml --run.steps 50 --sharding.precision bf16
+  shardwise train llama2-70b-lora --rehearse
+  torchrun --nproc-per-node 2 -m shardwise.cli train my.yaml
 
 \b
 The run's folder then holds metrics.jsonl, loss.png, the recipe with every default filled in,
@@ -146,6 +146,28 @@ def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
         if write_error_file(error):
             sys.exit(1)
         raise
+
+
+# --- recipe ----------------------------------------------------------------------------------
+
+
+@commands.command("recipe", short_help="Write a copy of a shipped recipe to start from.")
+@click.argument("name", required=False)
+@click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+def recipe(name: str | None, file: Path | None) -> None:
+    """Write a copy of the shipped recipe NAME to FILE, or list the recipes.
+
+    FILE is NAME.yaml if it is left out; an existing file is not replaced.
+    """
+    from shardwise.train.shipped import shipped, write_copy
+
+    if name is None:
+        for each, path in shipped().items():
+            click.echo(f"{each:<20} {path.read_text('utf-8').splitlines()[0].lstrip('# ')}")
+        return
+    file = file or Path(f"{name}.yaml")
+    write_copy(name, file)
+    click.echo(f"wrote {file}: shardwise train {file} --nproc 2")
 
 
 # --- inspect ---------------------------------------------------------------------------------

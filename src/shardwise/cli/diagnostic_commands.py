@@ -144,7 +144,7 @@ Without a word: all words. `memory` and `step` are about a MODEL, which is named
 \b
 Examples:
   shardwise explain all-gather
-  shardwise explain memory recipes/demo.yaml --ranks 8
+  shardwise explain memory demo --ranks 8
   shardwise explain step --strategy shard_grad_op
 """
 
@@ -219,7 +219,7 @@ its id, and whether it is trained on or is the end token. Nothing is written.
 
 \b
 Examples:
-  shardwise data show recipes/demo.yaml 0
+  shardwise data show demo 0
   shardwise data show recipe.yaml 7 --data.loss_on all
 """
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, nearest
 from shardwise.tracing.stages import Inputs
+from shardwise.train.shipped import shipped
 
 __all__ = ["Named", "named_model"]
 
@@ -48,7 +49,7 @@ def named_model(name: str | None) -> Named:
     """
     if name is None:
         return _example()
-    if name.endswith((".yaml", ".yml", ".toml")):
+    if name.endswith((".yaml", ".yml", ".toml")) or name in shipped():
         return _decoder(name)
     if (Path(name) / "config.json").is_file():
         return _hugging_face(Path(name))

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from shardwise.errors import ConfigError
 from shardwise.train.config import Key, Recipe, keys
 from shardwise.train.recipe_errors import ValueOrigins, did_you_mean, error_messages, known_keys
+from shardwise.train.shipped import path_of, shipped
 
 __all__ = ["Key", "flatten", "keys", "read_recipe", "set_key", "to_yaml"]
 
@@ -43,14 +44,14 @@ def read_recipe(
     """The recipe in ``path`` with ``overrides`` applied, validated.
 
     Args:
-        path: a ``.yaml``, ``.yml`` or ``.toml`` file.
+        path: a ``.yaml``, ``.yml`` or ``.toml`` file, or the name of a shipped recipe.
         overrides: ``--a.b value``, ``--a.b=value`` or ``a.b=value``, as split by a shell.
         options: of the command, such as ``--nproc``, to suggest for a misspelt override.
 
     Raises:
         ConfigError: with the file, the line if known, and the nearest key.
     """
-    path = Path(path)
+    path = path_of(path)
     tree, lines = _parse(path)
     values = dict(_split(overrides, options))
     for name, text in values.items():
@@ -74,7 +75,11 @@ def to_yaml(recipe: Recipe) -> str:
 def _parse(path: Path) -> tuple[Tree, dict[KeyPath, int]]:
     """The file's values, and the line of each key (YAML only)."""
     if path.suffix not in {".yaml", ".yml", ".toml"}:
-        raise ConfigError(f"recipe {path}: expected a .yaml, .yml or .toml file.")
+        names = ", ".join(shipped())
+        raise ConfigError(
+            f"recipe {path}: expected a .yaml, .yml or .toml file, or the name of a shipped one: "
+            f"{names}."
+        )
     try:
         text = path.read_text("utf-8")
     except FileNotFoundError:
