@@ -82,6 +82,7 @@ def test_the_command_line_lists_its_commands(capsys: pytest.CaptureFixture[str])
         "export",
         "inspect",
         "lint",
+        "recipe",
         "trace",
         "train",
     ]

@@ -46,11 +46,6 @@ def test_kv_heads_divide_heads() -> None:
         ModelConfig(heads=4, kv_heads=3)
 
 
-def test_warm_up_ends_before_the_run() -> None:
-    with pytest.raises(ValidationError, match=r"warmup is 30 and run\.steps is 20"):
-        Recipe.model_validate({"optimizer": {"warmup": 30}, "run": {"steps": 20}})
-
-
 @pytest.mark.parametrize("betas", [[0.9, 1.0], [-0.1, 0.9]])
 def test_betas_are_decay_rates(betas: list[float]) -> None:
     with pytest.raises(ValidationError, match=r"both must lie in \[0, 1\)"):

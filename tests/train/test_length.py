@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
 from shardwise.train.length import in_steps, is_multiple, notes
 from shardwise.train.records import Built, Complete, Evaluated, Prepared, Saved, Stepped, Warned
@@ -77,9 +76,12 @@ def test_what_would_have_no_effect_is_an_error(given: dict[str, Any], message: s
         Recipe.model_validate(given)
 
 
-def test_a_warm_up_that_the_epochs_do_not_reach_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"warmup is 20 and run\.steps is 13"):
-        in_steps(recipe({"epochs": 2}), ROWS)
+def test_a_warm_up_longer_than_the_run_ends_with_its_last_step_and_is_noted() -> None:
+    given = in_steps(recipe({"epochs": 2}), ROWS)
+    (note,) = notes(given)
+    assert note.startswith("optimizer.warmup is 20 and the run has 13 steps: ")
+    assert given.optimizer.warmup_steps(13) == 12
+    assert given.optimizer.warmup_steps(1) == 0
 
 
 def test_a_run_of_epochs_is_finished_or_goes_on_with_more(

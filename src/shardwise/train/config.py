@@ -71,8 +71,12 @@ class OptimizerConfig(Section):
         return self
 
     def warmup_steps(self, steps: int) -> int:
-        """Of a run of ``steps`` steps; a fraction is rounded up."""
-        return math.ceil(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
+        """Return the warm-up steps of a run of ``steps`` steps, at most all but the last one.
+
+        A fraction is rounded up.
+        """
+        wanted = math.ceil(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
+        return min(wanted, steps - 1)
 
     @model_validator(mode="after")
     def _moments_decay(self) -> Self:
@@ -187,24 +191,13 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _rates_rise_before_they_fall(self) -> Self:
-        if self.run.epochs is None:
-            self.check_warmup(self.run.steps)
-        elif self.data.streaming.streams:
+    def _epochs_have_a_length(self) -> Self:
+        if self.run.epochs is not None and self.data.streaming.streams:
             raise ConfigError(
                 f"run.epochs is {self.run.epochs:g}, and how long streamed text is, is not known; "
                 "set data.streaming.epochs and run.steps."
             )
         return self
-
-    def check_warmup(self, steps: int) -> None:
-        """Raise ``ConfigError`` if a run of ``steps`` steps ends before the peak."""
-        warmup = self.optimizer.warmup_steps(steps)
-        if warmup >= steps and warmup > 0:
-            raise ConfigError(
-                f"optimizer.warmup is {self.optimizer.warmup} and run.steps is {steps}: "
-                "the learning rate would never reach its peak; use fewer warm-up steps."
-            )
 
     @model_validator(mode="after")
     def _every_stream_gives_as_many_rows(self) -> Self:

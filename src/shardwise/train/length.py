@@ -19,9 +19,6 @@ def in_steps(recipe: Recipe, rows: int) -> Recipe:
 
     Args:
         rows: of the training split.
-
-    Raises:
-        ConfigError: the run would end before the learning rate has reached its peak.
     """
     run, epoch = recipe.run, math.ceil(rows / recipe.batch.rows)
     by_epoch = run.eval_every == "epoch"
@@ -30,7 +27,6 @@ def in_steps(recipe: Recipe, rows: int) -> Recipe:
         "eval_every": epoch if by_epoch else run.eval_every,
         "eval_delay": math.ceil(run.eval_delay * epoch) if by_epoch else run.eval_delay,
     }
-    recipe.check_warmup(int(length["steps"]))
     saving = recipe.checkpoint
     every = epoch if saving.save_every == "epoch" else saving.save_every
     return recipe.model_copy(
@@ -48,7 +44,12 @@ def is_multiple(step: int, every: int | str) -> bool:
 
 def notes(recipe: Recipe) -> Iterator[str]:
     """What a recipe in steps asks for and a reader might not expect."""
-    run = recipe.run
+    run, warmup = recipe.run, recipe.optimizer.warmup
+    if warmup >= run.steps:
+        yield (
+            f"optimizer.warmup is {warmup} and the run has {run.steps} steps: the learning rate "
+            f"rises for {recipe.optimizer.warmup_steps(run.steps)} and reaches its peak in the last."
+        )
     due = (s for s in range(1, run.steps) if is_multiple(s, run.eval_every) and s >= run.eval_delay)
     if run.eval_delay and not any(due):
         yield (
