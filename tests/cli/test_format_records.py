@@ -47,7 +47,7 @@ PREPARED = Prepared(
 
 def test_the_data_is_accounted_for() -> None:
     assert format_record(PREPARED) == [
-        "text      /data: 12 files, first 3.4 MB (data.max_bytes); more was not read",
+        "text      /data: 12 files, first 3.2 MiB (data.max_bytes); more was not read",
         "left out  2 files, not text (/data/a.gif, …)",
         "split     10 train + 2 validation documents, by a hash of their text",
         "tokenizer BPE vocabulary 2,048, trained on the training split",
@@ -61,7 +61,7 @@ def test_the_data_is_accounted_for() -> None:
 
 def test_text_without_a_limit_is_read_whole() -> None:
     one = replace(PREPARED, files=1, capped=False, left_out=(), origin="from the last run")
-    assert format_record(one)[0] == "text      /data: 1 file, 3.4 MB"
+    assert format_record(one)[0] == "text      /data: 1 file, 3.2 MiB"
     assert format_record(one)[2] == "tokenizer BPE vocabulary 2,048, from the last run"
 
 
@@ -74,7 +74,7 @@ def test_streams_are_said_to_be_of_one_rank_each() -> None:
             "each has shards of its own"
         ),
         "shuffle   1,000 documents together, packed into rows",
-        "head      first 20.0 MB (data.max_bytes): 54,321 tokens for validation (1.3 s)",
+        "head      first 19.1 MiB (data.max_bytes): 54,321 tokens for validation (1.3 s)",
         "tokenizer vocabulary 2,048, trained on it",
     ]
     uneven = format_record(replace(streamed, shards=3, ranks=16))[1]
@@ -87,11 +87,11 @@ def test_streams_are_said_to_be_of_one_rank_each() -> None:
 def test_what_each_rank_will_keep_is_one_line() -> None:
     (line,) = format_record(Predicted(2_000_000, 300_000, 600_000, 0, 1_500_000))
     assert line == (
-        "memory    each rank will keep 2.9 MB: parameters 2.0 MB, gradients 0.3 MB, "
-        "optimizer state 0.6 MB; gathered besides, at most 1.5 MB, and activations"
+        "memory    each rank will keep 2.8 MiB: parameters 1.9 MiB, gradients 293.0 KiB, "
+        "optimizer state 585.9 KiB; gathered besides, at most 1.4 MiB, and activations"
     )
     (line,) = format_record(Predicted(0, 0, 0, 7_000_000, 1_500_000))
-    assert "optimizer state 0.0 kB; 7.0 MB in host memory; gathered" in line
+    assert "optimizer state 0 B; 6.7 MiB in host memory; gathered" in line
 
 
 def test_the_global_batch_is_a_product_that_can_be_checked() -> None:
@@ -101,6 +101,7 @@ def test_the_global_batch_is_a_product_that_can_be_checked() -> None:
         "batch     global batch 12 = micro-batch 2 × 2 accumulation steps × 3 ranks",
         "schedule  30 steps of 384 tokens, 0.50 epochs",
         "tokens/s  over all ranks, in recent steps, without validation and saving",
+        "memory    of the process that uses most; on an accelerator, of its device",
         "",
     ]
     warmed = format_record(replace(built, warmup=3, untimed=3))
@@ -119,7 +120,7 @@ def test_a_step_is_one_line_with_everything() -> None:
     assert format_record(STEPPED) == [
         (
             "step   7/150  loss  5.4322  lr 1.50e-03  grad norm  0.988    6,512 tokens/s  "
-            "memory 640 MB  ETA 1:32"
+            "memory 610.4 MiB  ETA 1:32"
         )
     ]
 
@@ -135,7 +136,7 @@ def test_a_scaled_step_shows_its_scale_and_whether_it_overflowed(norm: float, sh
 @pytest.mark.parametrize(
     ("width", "line"),
     [
-        (80, "step   7/150  loss  5.4322    6,512 tokens/s  memory 640 MB  ETA 1:32"),
+        (80, "step   7/150  loss  5.4322    6,512 tokens/s  memory 610.4 MiB  ETA 1:32"),
         (60, "step   7/150  loss  5.4322    6,512 tokens/s  ETA 1:32"),
         (30, "step   7/150  ETA 1:32"),
         (9, "step   7/150  ETA 1:32"),
@@ -193,6 +194,18 @@ def test_a_sample_is_indented_as_a_whole() -> None:
     ]
 
 
+def test_a_question_and_its_answer_stand_apart() -> None:
+    assert format_record(Sampled("what is 2+3?", "5", continues=False)) == [
+        "",
+        "prompt    what is 2+3?",
+        "answer    5",
+    ]
+
+
+def test_at_the_first_steps_no_end_is_estimated() -> None:
+    assert format_step(replace(STEPPED, seconds_left=None)).endswith("memory 610.4 MiB")
+
+
 def test_the_end_says_where_everything_is() -> None:
     assert format_record(Finished("runs/demo", ("a", "b"), 65.0, 128)) == [
         "",
@@ -203,9 +216,11 @@ def test_the_end_says_where_everything_is() -> None:
 def test_a_checkpoint_says_its_place_size_and_time_and_what_went() -> None:
     saved = Saved(100, "runs/demo/checkpoints/step-100", 41_800_000, 0.44, ("step-50", "step-25"))
     assert format_record(saved) == [
-        "saved runs/demo/checkpoints/step-100 (41.8 MB, 0.4 s); step-50, step-25 removed"
+        "saved runs/demo/checkpoints/step-100 (39.9 MiB, 0.4 s); step-50, step-25 removed"
     ]
-    assert format_record(Saved(1, "a/step-1", 4_180, 0.0, ())) == ["saved a/step-1 (4.2 kB, 0.0 s)"]
+    assert format_record(Saved(1, "a/step-1", 4_180, 0.0, ())) == [
+        "saved a/step-1 (4.1 KiB, 0.0 s)"
+    ]
 
 
 def test_where_a_run_goes_on_is_said_in_steps_and_samples() -> None:

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardwise.train.config import Recipe
-from shardwise.train.length import in_steps, is_multiple, notes
+from shardwise.train.length import in_steps, is_multiple, notes, times_due
 from shardwise.train.records import Built, Complete, Evaluated, Prepared, Saved, Stepped, Warned
 from shardwise.train.validation import Validation
 from tests.train.runs import Watched, losses
@@ -164,3 +164,12 @@ def test_a_perplexity_that_overflows_is_infinite() -> None:
     evaluated = Evaluated(1, 709.0, 0.0, 0.0, 1, 1.0)
     assert evaluated.perplexity == math.exp(709.0)
     assert replace(evaluated, loss=710.0).perplexity == math.inf
+
+
+@pytest.mark.parametrize("every", [0, 1, 2, 3, 7, 10, 40])
+@pytest.mark.parametrize("delay", [0, 4, 30])
+def test_how_often_something_is_still_due_is_counted(every: int, delay: int) -> None:
+    last = 20
+    for step in range(1, last + 1):
+        due = {s for s in range(step, last + 1) if is_multiple(s, every) and s >= delay}
+        assert times_due(step, last, every, delay) == len(due | {last})

@@ -88,8 +88,8 @@ def test_what_cannot_fit_is_refused_with_its_numbers(
         check_memory(large, CPU, 2)
     said = str(caught.value)
     assert said.startswith("the model has at least 47,516,237,824 parameters: with gradients")
-    assert "full_shard over 2 ranks takes 760.3 GB for the 2 of them on this cpu" in said
-    assert "which has 24.0 GB. Choose a smaller model" in said
+    assert "full_shard over 2 ranks takes 708.0 GiB for the 2 of them on this cpu" in said
+    assert "which has 22.4 GiB. Choose a smaller model" in said
     check_memory(large, CPU, 128)
     with pytest.raises(ConfigError):
         check_memory(large, CPU, 2, 300)
@@ -103,14 +103,17 @@ def test_the_host_memory_of_a_machine_is_that_of_all_ranks_that_any_launcher_sta
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
     monkeypatch.setattr(estimate, "machine_memory", lambda: needed - 1)
     monkeypatch.setattr(estimate, "_memory", lambda _: 0)
-    with pytest.raises(ConfigError, match=r"GB for the 4 of them in host memory, which has"):
+    with pytest.raises(
+        ConfigError,
+        match=r"GiB for the 4|MiB for the 4|KiB for the 4 of them in host memory, which has",
+    ):
         check_memory(recipe, torch.device("cuda"), 4, 300)
     with pytest.raises(ConfigError, match=r"for the 4 of them on this cpu"):
         check_memory(recipe, CPU, 4, 300)
     monkeypatch.setattr(estimate, "machine_memory", lambda: needed)
     check_memory(recipe, torch.device("cuda"), 4, 300)
     plain = tiny_recipe(tmp_path)
-    with pytest.raises(ConfigError, match=r"for the 1 of them on this cuda, which has 0.0 GB"):
+    with pytest.raises(ConfigError, match=r"for the 1 of them on this cuda, which has 0 B"):
         check_memory(plain, torch.device("cuda"), 4, 300)
 
 

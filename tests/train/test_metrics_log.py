@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
+
+import pytest
 
 from shardwise.train.metrics_log import MetricsLog, lines_until
 from shardwise.train.records import Evaluated, Stepped, Warned
@@ -25,7 +28,10 @@ def begun(folder: Path, after: int = 0) -> MetricsLog:
 def test_each_record_is_a_line_as_soon_as_it_happens(tmp_path: Path) -> None:
     journal = begun(tmp_path)
     journal(Warned("é"))
-    assert journal.path.read_text("utf-8") == '{"record": "warned", "message": "é"}\n'
+    line = json.loads(journal.path.read_text("utf-8"))
+    assert '"message": "é"' in journal.path.read_text("utf-8")
+    assert {"record": "warned", "message": "é"}.items() <= line.items()
+    assert time.time() - line["time"] < 60
     journal(evaluated(2.0))
     last = json.loads(journal.path.read_text("utf-8").splitlines()[1])
     assert last["record"] == "evaluated"
@@ -83,3 +89,17 @@ def test_a_loss_that_was_no_number_is_none_when_read_back(tmp_path: Path) -> Non
     (back,) = begun(tmp_path, 1).records
     assert isinstance(back, Evaluated)
     assert math.isnan(back.loss)
+
+
+def test_the_time_of_earlier_attempts_counts_also_that_of_steps_taken_again(
+    tmp_path: Path,
+) -> None:
+    lines = [{"record": "stepped", "step": step, "elapsed": 100.0 * step} for step in (1, 2, 3)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"record": "st', "utf-8")
+    again = begun(tmp_path, 2)
+    again(stepped(3))
+    elapsed = [json.loads(line)["elapsed"] for line in open_lines(again.path)]
+    assert elapsed[:2] == [100.0, 200.0]
+    assert 300.0 < elapsed[2] == pytest.approx(again.elapsed, abs=10)
+    assert begun(tmp_path).elapsed < 60

@@ -17,6 +17,7 @@ from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.comm.local import LocalComm
 from shardwise.errors import ConfigError
+from shardwise.printed import size
 from shardwise.train import memory_estimate
 from shardwise.train.config import Recipe
 from shardwise.train.memory_estimate import check_memory, predict
@@ -125,7 +126,7 @@ def test_of_a_name_on_the_hub_the_memory_is_known_without_its_weights(
         (hub / "config.json").write_text(json.dumps(config), "utf-8")
         assert predict(name, 2) == predict(known, 2)
         monkeypatch.setattr(memory_estimate, "machine_memory", lambda: 0)
-        with pytest.raises(ConfigError, match=r"on this cpu, which has 0\.0 GB"):
+        with pytest.raises(ConfigError, match=r"on this cpu, which has "):
             watched.run(name, 1)
     assert not list(cache.glob("*.safetensors"))
 
@@ -205,7 +206,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_read(
     monkeypatch.setattr(memory_estimate, "machine_memory", lambda: needed - 1)
     text = said(ConfigError, lambda: check_memory(recipe, cpu, 2))
     assert text.startswith("with gradients and optimizer state, the model in ")
-    assert "full_shard over 2 ranks takes 0.0 GB for the 1 of them on this cpu, which has" in text
+    assert f"full_shard over 2 ranks takes {size(needed)} for the 1 of them on this cpu" in text
     monkeypatch.setattr(memory_estimate, "machine_memory", lambda: needed)
     assert check_memory(recipe, cpu, 2) is not None
     assert predict(recipe_of(tmp_path, "model.dtype=bf16"), 1).parameters == 2 * 36_000

@@ -162,7 +162,10 @@ def test_a_wrong_override_is_blamed_and_not_the_file(tmp_path: Path) -> None:
     ("override", "said"),
     [
         (["--model.heads", "3"], "override --model.heads 3: width 64 over 3 heads"),
-        (["--run.patience", "5"], "override --run.patience 5: run.patience is 5 and run.eval_every is"),
+        (
+            ["--run.patience", "5"],
+            "override --run.patience 5: run.patience is 5 and run.eval_every is",
+        ),
         (["run.seed=1"], "r.yaml:1: model: width 64 over 5 heads"),
     ],
 )

@@ -140,7 +140,8 @@ def test_a_model_is_asked_as_the_samples_ask(
     tokenizer = bpe.load((tmp_path / "tokenizer.json").read_text("utf-8"))
     asked_ids, shown = asked_of(monkeypatch, tokenizer, recipe)
     assert tokenizer.decode(asked_ids, skip_special_tokens=False).endswith(asked)
-    assert shown == Sampled(prompt or (QUESTION if form == "messages" else "def "), "")
+    question = prompt or (QUESTION if form == "messages" else "def ")
+    assert shown == Sampled(question, "", continues=False)
     is_chat = form in ("messages", "sharegpt")
     assert (tokenizer.token_to_id("<|im_start|>") in asked_ids) == is_chat
 

@@ -22,9 +22,7 @@ def test_a_recipe_is_read_by_its_name() -> None:
     assert read_recipe("demo") == read_recipe(ROOT / "recipes" / "demo.yaml")
 
 
-def test_a_file_of_that_name_goes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_that_name_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     assert path_of("demo") == Path("demo")

@@ -63,6 +63,14 @@ def test_rows_are_read_in_order(tmp_path: Path, name: str, written: Callable[[Pa
     assert read_rows(str(written(tmp_path / name)), "train") == ROWS
 
 
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz"])
+def test_columns_of_csv_are_text_as_they_stand(tmp_path: Path, suffix: str) -> None:
+    path, text = tmp_path / f"a.{suffix}", "\ufeffprompt,completion\n1+1,2\nname,NA\nid,007\n"
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    assert [row["completion"] for row in read_rows(str(path), "train")] == ["2", "NA", "007"]
+    assert list(read_rows(str(path), "train")[0]) == ["prompt", "completion"]
+
+
 def test_another_split_of_a_folder(tmp_path: Path) -> None:
     assert read_rows(str(folder(tmp_path / "data")), "test") == ROWS[:1]
 

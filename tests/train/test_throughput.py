@@ -56,9 +56,24 @@ def test_a_slowdown_shows_within_twenty_steps() -> None:
     assert meter.seconds_per_step == 4.0
 
 
-def test_the_time_that_is_left_counts_what_lies_between_steps() -> None:
-    assert metered([2.0] * 5).seconds_left(10) == 10 * (2.0 + 10.0)
-    assert metered([2.0]).seconds_left(10) == 20.0
+def test_the_time_that_is_left_counts_validations_and_saves_as_often_as_they_come() -> None:
+    now = 0.0
+    meter = Throughput(1, lambda: now)
+
+    def step(seconds: float) -> None:
+        nonlocal now
+        with meter.step(100):
+            now += seconds
+
+    step(50.0)
+    assert meter.seconds_left(10, {}) is None  # the first step says nothing of the others
+    assert meter.seconds_left(0, {"saving": 1}) == 0.0
+    step(2.0)
+    assert meter.seconds_left(10, {"validation": 2}) == 20.0  # none has been timed
+    for seconds in (4.0, 6.0):
+        with meter.between_steps("validation"):
+            now += seconds
+    assert meter.seconds_left(10, {"validation": 2, "saving": 3}) == 20.0 + 2 * 5.0
 
 
 def test_a_step_costs_the_same_however_many_there_were() -> None:

@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.loop import train
 from shardwise.train.records import Evaluated, Record, Sampled, Stepped, Warned
 from shardwise.train.run_logger import RunLogger
-from shardwise.train.trackers import OPEN, numbers_of
+from shardwise.train.trackers import OPEN, LoggingConfig, check_installed, numbers_of
 from tests.train.tiny import tiny_recipe
 
 STEPPED = Stepped(3, 9, 2.5, 1e-3, math.inf, 100.0, 4096, 7.0)
@@ -82,6 +82,7 @@ def test_finite_numbers_of_steps_and_validations_are_given_by_name() -> None:
         "train/lr": 1e-3,
         "train/tokens_per_second": 100.0,
         "train/memory": 4096,
+        "train/tokens": 0,
     }
     assert numbers_of(EVALUATED)["eval/perplexity"] == 1.0
     assert numbers_of(Sampled("a", "b")) == {}
@@ -163,3 +164,14 @@ def test_a_secret_in_a_recipe_is_refused_and_not_repeated(tmp_path: Path, text: 
     with pytest.raises(ConfigError, match=r"folder holds what looks like a secret") as refused:
         tiny_recipe(tmp_path, f"run.folder={text}")
     assert "planted" not in str(refused.value)
+
+
+def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_installed(LoggingConfig())
+    recipe = tiny_recipe(tmp_path, "logging.trackers=[wandb]")
+    with pytest.raises(ConfigError, match=r"names wandb, which is not .*'shardwise\[wandb\]'"):
+        threads.run(2, lambda comm: train(recipe, comm, lambda _: None))
+    assert not (tmp_path / "run").exists()

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.cli.format_names import escape
 from shardwise.cli.tables import table
+from shardwise.printed import size
 from shardwise.train.records import (
     Built,
     Busy,
@@ -50,8 +51,8 @@ def _labelled(word: str, text: str) -> str:
 
 
 def _prepared(r: Prepared) -> list[str]:
-    size = f"first {_size(r.nbytes)} (data.max_bytes); more was not read"
-    text = f"{r.source}: {count(r.files, 'file')}, {size if r.capped else _size(r.nbytes)}"
+    read = f"first {size(r.nbytes)} (data.max_bytes); more was not read"
+    text = f"{r.source}: {count(r.files, 'file')}, {read if r.capped else size(r.nbytes)}"
     dropped = f"last {r.dropped[0]} + {r.dropped[1]} dropped"
     return [
         _labelled("text", text),
@@ -99,7 +100,7 @@ def _streamed(r: Streamed) -> list[str]:
     whole = "each has shards of its own"
     if r.shards % r.streams:
         whole = f"each reads all shards and takes every {r.streams}th document"
-    before = f"first {_size(r.nbytes)} (data.max_bytes): " if r.nbytes else ""
+    before = f"first {size(r.nbytes)} (data.max_bytes): " if r.nbytes else ""
     head = f"{before}{r.validation:,} tokens for validation"
     return [
         _labelled("text", f"{r.source}: {count(r.shards, 'shard')}, read while training"),
@@ -134,6 +135,7 @@ def _built(r: Built) -> list[str]:
             f"{count(r.steps, 'step')} of {r.rows * r.context:,} tokens{epochs}{warmup}",
         ),
         _labelled("tokens/s", f"over all ranks, {padding}in recent steps, without {untimed}"),
+        _labelled("memory", "of the process that uses most; on an accelerator, of its device"),
         "",
     ]
 
@@ -148,14 +150,14 @@ def format_step(r: Stepped, width: int | None = None) -> str:
         "lr": f"lr {r.lr:.2e}",
         "norm": norm + (f"  loss scale {r.loss_scale:,.0f}" if r.loss_scale else ""),
         "speed": f"{r.tokens_per_second:>7,.0f} tokens/s",
-        "memory": f"memory {r.memory / 1e6:,.0f} MB",
-        "eta": f"ETA {clock(r.seconds_left)}",
+        "memory": f"memory {size(r.memory)}",
+        "eta": "" if r.seconds_left is None else f"ETA {clock(r.seconds_left)}",
     }
     for part in ("norm", "lr", "memory", "speed", "loss"):
         if width is None or len("  ".join(parts.values())) <= width:
             break
         del parts[part]
-    return "  ".join(parts.values())
+    return "  ".join(parts.values()).rstrip()
 
 
 def _evaluated(r: Evaluated) -> str:
@@ -169,7 +171,7 @@ def _evaluated(r: Evaluated) -> str:
 
 def _saved(r: Saved) -> str:
     removed = f"; {', '.join(r.removed)} removed" if r.removed else ""
-    return f"saved {r.path} ({_size(r.nbytes)}, {r.seconds:.1f} s){removed}"
+    return f"saved {r.path} ({size(r.nbytes)}, {r.seconds:.1f} s){removed}"
 
 
 def _resumed(r: Resumed) -> str:
@@ -192,12 +194,12 @@ def _complete(r: Complete) -> str:
 
 def _predicted(r: Predicted) -> str:
     together = r.parameters + r.gradients + r.optimizer
-    host = f"; {_size(r.in_host)} in host memory" if r.in_host else ""
+    host = f"; {size(r.in_host)} in host memory" if r.in_host else ""
     return _labelled(
         "memory",
-        f"each rank will keep {_size(together)}: parameters "
-        f"{_size(r.parameters)}, gradients {_size(r.gradients)}, optimizer state "
-        f"{_size(r.optimizer)}{host}; gathered besides, at most {_size(r.gathered)}, and "
+        f"each rank will keep {size(together)}: parameters "
+        f"{size(r.parameters)}, gradients {size(r.gradients)}, optimizer state "
+        f"{size(r.optimizer)}{host}; gathered besides, at most {size(r.gathered)}, and "
         "activations",
     )
 
@@ -220,6 +222,12 @@ def _placed(r: Placed) -> list[str]:
     return table(rows, ["bytes", *titles, "one process", "share"])
 
 
+def _sampled(r: Sampled) -> list[str]:
+    if r.continues:
+        return [_labelled("sample", r.prompt + r.text)]
+    return [_labelled("prompt", r.prompt), _labelled("answer", r.text)]
+
+
 def _finished(r: Finished) -> list[str]:
     saved = f"saved in {r.folder} after {clock(r.seconds)}: "
     return ["", _labelled("done", saved + ", ".join(r.files))]
@@ -232,7 +240,7 @@ _FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
     Built: _built,
     Stepped: lambda r: [format_step(r)],
     Evaluated: lambda r: [_evaluated(r)],
-    Sampled: lambda r: ["", _labelled("sample", r.prompt + r.text)],
+    Sampled: lambda r: ["", *_sampled(r)],
     Placed: lambda r: ["", *_placed(r)],
     Predicted: lambda r: [_predicted(r)],
     Warned: lambda r: [_labelled("warning", r.message)],
@@ -250,7 +258,3 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 100_000 else f"{nbytes / 1e3:,.1f} kB"

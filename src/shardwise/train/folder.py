@@ -30,7 +30,16 @@ from shardwise.checkpoint.disk import MODE, make_folder
 from shardwise.checkpoint.folder import LATEST, remove, remove_stale_partials, steps
 from shardwise.errors import ConfigError
 
-__all__ = ["ADAPTER", "CHECKPOINTS", "METRICS", "RECIPE", "Folder", "errors_naming", "locate"]
+__all__ = [
+    "ADAPTER",
+    "CHECKPOINTS",
+    "METRICS",
+    "RECIPE",
+    "RESULTS",
+    "Folder",
+    "errors_naming",
+    "locate",
+]
 
 RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from shardwise.train.config import Recipe
 
-__all__ = ["in_steps", "is_multiple", "notes"]
+__all__ = ["in_steps", "is_multiple", "notes", "times_due"]
 
 
 def in_steps(recipe: Recipe, rows: int) -> Recipe:
@@ -42,13 +42,25 @@ def is_multiple(step: int, every: int | str) -> bool:
     return isinstance(every, int) and every > 0 and step % every == 0
 
 
+def times_due(step: int, last: int, every: int | str, delay: float = 0) -> int:
+    """Count how often something is due from ``step`` to ``last``, where it is due in any case.
+
+    Args:
+        delay: it is not due before this step, except at the end.
+    """
+    if not isinstance(every, int) or every < 1:
+        return 1
+    first = max(step, math.ceil(delay), 1)
+    return max(0, last // every - (first - 1) // every) + (last % every != 0 or last < first)
+
+
 def notes(recipe: Recipe) -> Iterator[str]:
     """What a recipe in steps asks for and a reader might not expect."""
     run, warmup = recipe.run, recipe.optimizer.warmup
     if warmup >= run.steps:
         yield (
             f"optimizer.warmup is {warmup} and the run has {run.steps} steps: the learning rate "
-            f"rises for {recipe.optimizer.warmup_steps(run.steps)} and reaches its peak in the last."
+            f"rises for {recipe.optimizer.warmup_steps(run.steps)}, and is at its peak in the last."
         )
     due = (s for s in range(1, run.steps) if is_multiple(s, run.eval_every) and s >= run.eval_delay)
     if run.eval_delay and not any(due):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -31,9 +30,10 @@ from shardwise.train.checkpoints import Checkpoints, RunState, is_due
 from shardwise.train.collectives import all_gather_floats, all_gather_values
 from shardwise.train.config import Recipe
 from shardwise.train.data import Data, prepare
+from shardwise.train.disk_estimate import check_disk
 from shardwise.train.footprint import footprint
 from shardwise.train.job import Job, build
-from shardwise.train.length import in_steps, is_multiple, notes
+from shardwise.train.length import in_steps, is_multiple, notes, times_due
 from shardwise.train.memory_estimate import check_memory
 from shardwise.train.model_folder import with_tokenizer
 from shardwise.train.packing_check import check_packing
@@ -55,6 +55,7 @@ from shardwise.train.run_logger import RunLogger
 from shardwise.train.start import FIRST_ATTEMPT, Attempt, Start, finished_steps
 from shardwise.train.streams import StreamedRows, streams_per_rank
 from shardwise.train.throughput import Throughput, memory_in_use
+from shardwise.train.trackers import check_installed
 from shardwise.train.validation import Validation
 
 __all__ = ["Outcome", "train"]
@@ -101,7 +102,7 @@ def train(
         RanksDisagree: the ranks were given different recipes.
         ShardwiseError: the loss is not finite.
     """
-    started = time.perf_counter()
+    check_installed(recipe.logging)
     accumulation(recipe.batch, comm.size)  # before anything is read or written
     streams_per_rank(recipe, comm.size)
     values = flatten(recipe.model_dump())  # by key, so that a difference between ranks is named
@@ -127,6 +128,8 @@ def train(
             if recipe.data.format != "text" and recipe.data.packing is True:
                 check_packing(job.model, data.tokenizer.get_vocab_size(), comm.device)
         logger.log(_built_record(job, data))
+        if logger.folder is not None:
+            check_disk(job, logger.folder.checkpoints)
         for note in notes(recipe):
             logger.log(Warned(note))
         with closing(job.batches):
@@ -136,8 +139,8 @@ def train(
         if not outcome.stopped:
             export(job, data, logger, run.tokens_per_second, outcome.save_error)
             logger.log(run.placement)
-            seconds = time.perf_counter() - started
-            logger.log(Finished(recipe.run.folder, files_of(logger), seconds, outcome.step))
+            files = files_of(logger)
+            logger.log(Finished(recipe.run.folder, files, logger.elapsed, outcome.step))
         return outcome
 
 
@@ -280,6 +283,11 @@ class _Loop:
         self, step: int, values: tuple[float, float, float, float | None], memory: int
     ) -> Stepped:
         steps, throughput = self._steps, self._throughput
+        config, save_every = self._config, self._job.recipe.checkpoint.save_every
+        between = {
+            "validation": times_due(step, steps, config.eval_every, config.eval_delay),
+            "saving": times_due(step, steps, save_every) if save_every else 0,
+        }
         return Stepped(
             step=step,
             steps=steps,
@@ -288,14 +296,16 @@ class _Loop:
             lr=values[2],
             tokens_per_second=throughput.tokens_per_second,
             memory=memory,
-            seconds_left=throughput.seconds_left(steps - step),
+            seconds_left=throughput.seconds_left(steps - step, between),
             loss_scale=values[3],
+            tokens=step * self._job.tokens_per_step,
         )
 
     def _evaluate(self) -> bool:
         """Validate; returns whether the loss is the lowest so far."""
         state = self._state
-        evaluated = self._validation.evaluate(self._job.model, self._comm, state.step)
+        with self._throughput.between_steps("validation"):
+            evaluated = self._validation.evaluate(self._job.model, self._comm, state.step)
         self._evaluated = evaluated
         self._logger.log(evaluated)
         best = state.best is None or evaluated.loss < state.best
@@ -329,9 +339,9 @@ class _Loop:
         self._state = replace(self._state, streams=streams)
         evaluated = self._evaluated
         is_current = evaluated is not None and evaluated.step == self._state.step
-        return self._checkpoints.save(
-            self._state, evaluated.loss if evaluated and is_current else None
-        )
+        metric = evaluated.loss if evaluated and is_current else None
+        with self._throughput.between_steps("saving"):
+            return self._checkpoints.save(self._state, metric)
 
     @property
     def tokens_per_second(self) -> float:

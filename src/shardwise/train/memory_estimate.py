@@ -19,6 +19,7 @@ from shardwise.comm.mesh import shape_of
 from shardwise.errors import ConfigError
 from shardwise.explain.memory import Kept, kept
 from shardwise.precision import dtype_name
+from shardwise.printed import size
 from shardwise.strategies import placement_of
 from shardwise.tracing.blueprint import draw
 from shardwise.train import model_folder
@@ -72,8 +73,8 @@ def check_memory(
         if needed > available:
             raise ConfigError(
                 f"{_described(recipe, vocabulary)}, {recipe.sharding.strategy} over {ranks:,} "
-                f"ranks takes {needed / 1e9:,.1f} GB for the {count:,} of them {where}, which has "
-                f"{available / 1e9:,.1f} GB. Choose a smaller model, more machines, "
+                f"ranks takes {size(needed)} for the {count:,} of them {where}, which has "
+                f"{size(available)}. Choose a smaller model, more machines, "
                 "sharding.strategy full_shard, or sharding.precision.stored bfloat16."
             )
     if row is None:

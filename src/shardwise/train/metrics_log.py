@@ -3,6 +3,9 @@
 A killed run has recorded steps that the resumed run repeats. So the file is cut at the step that
 the run resumes from, atomically, before anything is appended. Records that are logged before that
 step is known are queued.
+
+Beside its record each line has ``time``, seconds since 1970, and ``elapsed``, seconds that all
+attempts of the run have taken so far.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -34,12 +38,21 @@ class MetricsLog:
         self.path = path
         self.records: list[Record] = []
         self._started = False
+        self._began = time.perf_counter()  # less the seconds of earlier attempts
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the run so far, with those of its earlier attempts."""
+        return time.perf_counter() - self._began
 
     def start(self, step: int) -> None:
         """Keep the records up to step ``step``, and append from now on."""
         with errors_naming(self.path):
             lines = self.path.read_text("utf-8", "replace") if self.path.exists() else ""
         kept_lines = list(lines_until(lines.splitlines(), step))
+        if kept_lines:  # steps that will be taken again have cost their time, too
+            *_, last = lines_until(lines.splitlines(), math.inf)
+            self._began -= last.get("elapsed", 0.0)
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept_lines)
         queued, self._started = self.records, True
         self.records = [
@@ -54,6 +67,7 @@ class MetricsLog:
         if not self._started:
             return
         line = {"record": type(record).__name__.lower(), **asdict(record)}
+        line |= {"time": round(time.time(), 3), "elapsed": round(self.elapsed, 3)}
         if isinstance(record, Evaluated):
             line["perplexity"] = record.perplexity
         with errors_naming(self.path), self.path.open("a", encoding="utf-8") as file:
@@ -65,7 +79,7 @@ class MetricsLog:
             os.fsync(file.fileno())
 
 
-def lines_until(lines: Iterable[str], step: int) -> Iterator[dict[str, Any]]:
+def lines_until(lines: Iterable[str], step: float) -> Iterator[dict[str, Any]]:
     """The lines before the first that is torn or speaks of a step later than ``step``. Pure.
 
     Of a run that begins anew, ``step`` 0, there are none.

@@ -195,8 +195,9 @@ class Stepped:
         lr, grad_norm: of this step; the norm is that before clipping.
         tokens_per_second: over all ranks, in recent steps, without validation and saving.
         memory: bytes, of the rank that uses most.
-        seconds_left: estimated, with as much validation and saving as so far.
+        seconds_left: estimated, validation and saving included; ``None`` at the first steps.
         loss_scale: of this step; ``None`` without one.
+        tokens: trained on so far, over all ranks, with the padding of rows.
     """
 
     step: int
@@ -206,8 +207,9 @@ class Stepped:
     grad_norm: float
     tokens_per_second: float
     memory: int
-    seconds_left: float
+    seconds_left: float | None
     loss_scale: float | None = None
+    tokens: int = 0
 
     @property
     def skipped(self) -> bool:
@@ -247,10 +249,11 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Text that the model generated."""
+    """Text that the model generated; ``continues``: the prompt is its beginning, no question."""
 
     prompt: str
     text: str
+    continues: bool = True
 
 
 @dataclass(frozen=True)
@@ -303,7 +306,7 @@ class Busy:
 
 @dataclass(frozen=True)
 class Finished:
-    """The run is finished and written; ``seconds`` since it was started or resumed."""
+    """The run is finished and written; ``seconds`` of all its attempts together."""
 
     folder: str
     files: tuple[str, ...]

@@ -14,7 +14,7 @@ from shardwise.printed import size
 from shardwise.train.batches import evenly_spaced
 from shardwise.train.config import Recipe
 from shardwise.train.data import Data
-from shardwise.train.folder import ADAPTER, Folder
+from shardwise.train.folder import ADAPTER, RECIPE, RESULTS, Folder
 from shardwise.train.hf_config import WEIGHTS, config_texts
 from shardwise.train.job import Job
 from shardwise.train.plot import plot_loss
@@ -76,10 +76,11 @@ def _export_error(error: Exception, steps: int, last_error: str) -> CheckpointEr
 
 
 def files_of(logger: RunLogger) -> tuple[str, ...]:
-    """The names of all files in the run's folder, on rank 0."""
+    """Return the names of the run's files, and of nothing else in its folder, on rank 0."""
     if logger.folder is None:
         return ()
-    files = (path.name for path in logger.folder.path.iterdir() if path.is_file())
+    own = {*RESULTS, RECIPE, "train_results.json", "eval_results.json"}
+    files = (path.name for path in logger.folder.path.iterdir() if path.name in own)
     adapter = [path for path in (logger.folder.path / ADAPTER).glob("*") if path.is_file()]
     nbytes = sum(path.stat().st_size for path in adapter)
     shown = [f"{ADAPTER}/ ({size(nbytes)})"] if adapter else []

@@ -120,6 +120,11 @@ class RunLogger:
             reason = f"{error.filename}: {error.strerror}"
             self.log(Warned(f"the run that this one replaces could not be removed: {reason}"))
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the run so far, over all its attempts; 0 on the other ranks."""
+        return 0.0 if self.folder is None else self.metrics_log.elapsed
+
     def sync(self) -> None:
         """Flush the metrics log to the disk."""
         if self.folder is not None:

@@ -40,7 +40,8 @@ def sample(model: nn.Module, tokenizer: Tokenizer, recipe: Recipe) -> Sampled:
     context = recipe.data.context
     written = generate(model, ids, config.tokens, context, config.temperature, generator)
     new, end = written[len(ids) :].tolist(), end_id(tokenizer, recipe.tokenizer.end)
-    return Sampled(prompt, tokenizer.decode(new[: new.index(end)] if end in new else new))
+    text = tokenizer.decode(new[: new.index(end)] if end in new else new)
+    return Sampled(prompt, text, continues=recipe.data.format == "text")
 
 
 def _prompt_ids(prompt: str, tokenizer: Tokenizer, recipe: Recipe) -> list[int]:

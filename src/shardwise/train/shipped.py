@@ -1,4 +1,4 @@
-"""The recipes that travel with the package, by name: in a wheel, or at the root of a source tree."""
+"""The recipes that travel with the package, by name: in a wheel, or in a source tree."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,7 +108,17 @@ def _local(path: Path, source: str, split: str) -> Any:
             f"data.source {source} is no file of samples: its name must end in "
             f"{', '.join(BUILDERS)}. For a file of text set data.format text."
         )
-    return _streamed(source, builder, data_files=[str(path)], split="train")
+    options = _as_text(path) if builder == "csv" else {}
+    return _streamed(source, builder, data_files=[str(path)], split="train", **options)
+
+
+def _as_text(path: Path) -> dict[str, Any]:
+    """Options that read each column of a CSV file as the text it is: ``007`` stays ``007``."""
+    datasets = _library()
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+        columns = next(csv.reader(file), [])
+    text = datasets.Features({column: datasets.Value("string") for column in columns})
+    return {"features": text, "keep_default_na": False}
 
 
 def _streamed(source: str, *args: str, **options: Any) -> Any:

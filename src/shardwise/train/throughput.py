@@ -2,8 +2,8 @@
 
 Throughput is that of the last training steps only: an average over the whole run would be wrong
 for minutes, since the first steps allocate and record, and would hide a slowdown for hours. The
-first steps are dropped as soon as there are others. The mean time between steps (validation,
-saving) counts for the time that is left.
+first steps are dropped as soon as there are others. Validation and saving are timed apart: the time
+that is left counts as many of them as there will be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,21 +36,17 @@ class Throughput:
         self._all = (0.0, 0)  # seconds and tokens of all steps that count
         self._steps = 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds and tokens of each
-        self._ended = clock()
-        self._seconds_between = 0.0  # seconds outside of steps, since the first
+        self._between: dict[str, list[float]] = {}  # seconds of each validation, of each save
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
         """Time one step on ``tokens`` tokens (over all ranks)."""
         start = self._clock()
-        if self._steps:
-            self._seconds_between += start - self._ended
         yield
-        self._ended = self._clock()
+        seconds = self._clock() - start
         if self._steps == self._warmup:
             self._recent.clear()
             self._all = (0.0, 0)
-        seconds = self._ended - start
         self._recent.append((seconds, tokens))
         self._all = (self._all[0] + seconds, self._all[1] + tokens)
         self._steps += 1
@@ -72,9 +68,28 @@ class Throughput:
         seconds, tokens = self._all
         return tokens / seconds if seconds else 0.0
 
-    def seconds_left(self, steps: int) -> float:
-        """The estimated seconds of ``steps`` more steps and the time between them."""
-        return steps * (self.seconds_per_step + self._seconds_between / max(1, self._steps - 1))
+    @contextmanager
+    def between_steps(self, kind: str) -> Iterator[None]:
+        """Time what is done between two steps, such as ``validation``."""
+        start = self._clock()
+        yield
+        self._between.setdefault(kind, []).append(self._clock() - start)
+
+    def seconds_left(self, steps: int, between: Mapping[str, int]) -> float | None:
+        """Estimate the seconds of ``steps`` more steps and of what lies between them.
+
+        Args:
+            between: how often each kind will be done; a kind that has not been done yet is not
+                counted.
+
+        Returns:
+            ``None`` while only first steps were taken, which say nothing of the others.
+        """
+        if steps and self._steps <= self._warmup:
+            return None
+        means = {kind: sum(all_) / len(all_) for kind, all_ in self._between.items()}
+        rest = sum(means.get(kind, 0.0) * number for kind, number in between.items())
+        return steps * self.seconds_per_step + rest
 
 
 def memory_in_use(device: torch.device) -> int:

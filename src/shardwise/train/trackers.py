@@ -8,8 +8,10 @@ One that fails is left out from then on, and the run continues.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,10 +20,11 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from shardwise.errors import ConfigError
 from shardwise.train.records import Evaluated, Record, Stepped, Warned
 from shardwise.train.section import Section
 
-__all__ = ["LoggingConfig", "Tracker", "Trackers", "numbers_of"]
+__all__ = ["LoggingConfig", "Tracker", "Trackers", "check_installed", "numbers_of"]
 
 
 class LoggingConfig(Section):
@@ -32,6 +35,20 @@ class LoggingConfig(Section):
     )
     project: str = Field("shardwise", min_length=1, description="project, or experiment, of them")
     name: str | None = Field(None, description="of the run; null = the name of run.folder")
+
+
+def check_installed(config: LoggingConfig) -> None:
+    """Raise ``ConfigError`` if a tracker is not installed, before anything is prepared."""
+    missing = [kind for kind in config.trackers if not _is_installed(kind)]
+    if missing:
+        raise ConfigError(
+            f"logging.trackers names {' and '.join(missing)}, which is not installed: run "
+            f"pip install 'shardwise[{','.join(missing)}]', or leave it out."
+        )
+
+
+def _is_installed(kind: str) -> bool:
+    return kind in sys.modules or importlib.util.find_spec(kind) is not None
 
 
 class Tracker(NamedTuple):
