@@ -127,11 +127,7 @@ def train(
             job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
             if recipe.data.format != "text" and recipe.data.packing is True:
                 check_packing(job.model, data.tokenizer.get_vocab_size(), comm.device)
-        logger.log(_built_record(job, data))
-        if logger.folder is not None:
-            check_disk(job, logger.folder.checkpoints)
-        for note in notes(recipe):
-            logger.log(Warned(note))
+        _report_built(job, data, logger)
         with closing(job.batches):
             run = _Loop(job, data, logger, requests or SignalRequests())
             run.resume(start)
@@ -149,6 +145,14 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is what libraries draw from
     torch.manual_seed(seed)
+
+
+def _report_built(job: Job, data: Data, logger: RunLogger) -> None:
+    logger.log(_built_record(job, data))
+    if logger.folder is not None:
+        check_disk(job, logger.folder.checkpoints)
+    for note in notes(job.recipe):
+        logger.log(Warned(note))
 
 
 def _built_record(job: Job, data: Data) -> Built:
