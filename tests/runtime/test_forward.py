@@ -142,11 +142,61 @@ def test_a_module_that_returns_nothing_has_not_failed_where_its_caller_handles_a
 class Opaque:
     """Nobody can know that there is a tensor inside."""
 
+    __slots__ = ("open",)
+
     def __init__(self, y: Tensor) -> None:
-        self.__hidden = y
+        self.open = lambda: y
+
+
+class Scored:
+    """A tensor in an attribute, beside one that no loss uses, and itself."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.__hidden, self.itself = [y], self
 
     def open(self) -> Tensor:
-        return self.__hidden
+        return self.__hidden[0]
+
+
+class Returns(nn.Module):
+    """A model whose output is what ``pack`` makes of a tensor."""
+
+    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.fc, self.head, self.pack = nn.Linear(6, 5), nn.Linear(5, 2), pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(self.head(torch.relu(self.fc(x))))
+
+
+PACKED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "an object": (Scored, lambda out: out.open()),
+    "an object beside a number": (lambda y: (y.mean(), Scored(y)), lambda out: out[1].open()),
+    "what hides its tensors": (Opaque, lambda out: out.open()),
+    "a dataclass": (Packed, lambda out: out.y),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("wrap", [sw.wrap.whole(), sw.wrap.by_class(nn.Linear)], ids=str)
+@pytest.mark.parametrize("name", PACKED)
+def test_a_model_may_return_objects_and_take_several_backward_passes(
+    name: str, wrap: sw.wrap.Wrap, strategy: str
+) -> None:
+    pack, unpack = PACKED[name]
+
+    def twice(model: nn.Module, batch: Batch) -> None:
+        for _ in range(2):  # the same, so that sums are exact in any order
+            unpack(model(batch[0])).square().sum().backward()
+
+    play(Returns(pack), [twice] * 2, BATCHES, strategy=strategy, wrap=wrap)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_block_may_return_an_object_beside_a_tensor(strategy: str) -> None:
+    model = Chain(lambda y: (y.detach(), Scored(torch.tanh(y))), lambda out: out[1].open())
+    taken = play(model, [train] * 3, BATCHES, strategy=strategy)
+    assert all(step.follows for step in taken)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -121,11 +121,19 @@ class Backward:
         self._begun = False
         self._hook_before(self.runtime.facts.keeps_graph)
 
-    def _hook_before(self, recorded: bool) -> None:
-        """A pass through a recorded graph comes to parameters before it comes to a unit."""
+    def expect_parameters(self) -> None:
+        """A backward pass may come to a parameter before it comes to a node that is known."""
+        if not self._handles_before:
+            self._hook_before(True)
+
+    def _hook_before(self, hooks: bool) -> None:
+        """Hear of gradients before they are added, or no longer; until the next pass has ended.
+
+        A pass through a recorded graph comes to parameters before it comes to a unit.
+        """
         for handle in self._handles_before:
             handle.remove()
-        places = self._places if recorded else ()
+        places = self._places if hooks else ()
         params = [bucket.params[index] for _, bucket, index in places]
         with disable_torch_function():
             self._handles_before = [

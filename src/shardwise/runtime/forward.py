@@ -30,7 +30,13 @@ from shardwise.runtime.compiling import hide_gradients
 from shardwise.runtime.forward_calls import ForwardCall
 from shardwise.runtime.join import Kind
 from shardwise.runtime.kept import cast_around_kept
-from shardwise.runtime.pytrees import cast, grad_fns, may_hide_tensors, tensors
+from shardwise.runtime.pytrees import (
+    cast,
+    grad_fns,
+    may_hide_tensors,
+    tensors,
+    tensors_in_objects,
+)
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.structure_check import StructureCheck
 from shardwise.schedule.events import Phase
@@ -38,6 +44,7 @@ from shardwise.torch_internals import (
     graph_task,
     is_transformed,
     next_sequence_number,
+    sequence_number,
     skip_in_dynamo,
     storage_key,
 )
@@ -270,12 +277,27 @@ class Hooks:
         """
         pins = frame.listed and frame.unit is not None and self._shows(frame.unit, output)
         if frame.call is not None:
-            nodes = [n for n in grad_fns(output, with_bases=True) if n not in frame.inputs]
+            hides = output is None or may_hide_tensors(output)
+            nodes = self._nodes_of(frame, output, hides)
             if nodes:
                 self.backward.expect(frame.call, nodes, frame.inputs)
-            pins = pins or (not nodes and may_hide_tensors(output))
+            elif hides:
+                self.backward.expect_parameters()
+                pins = True
         if pins and frame.unit is not None:
             self.runtime.facts.pinned.add(frame.unit)
+
+    def _nodes_of(self, frame: Frame, output: Any, hides: bool) -> list[Node]:
+        """Those that made an output; also what ``hides`` in attributes, if the call made it."""
+        assert frame.call is not None
+        nodes = grad_fns(output, with_bases=True)
+        if hides:
+            nodes += [
+                node
+                for node in grad_fns(tensors_in_objects(output), with_bases=True)
+                if sequence_number(node) >= frame.call.first_node and node not in nodes
+            ]
+        return [node for node in nodes if node not in frame.inputs]
 
     def _shows(self, unit: str, output: Any) -> bool:
         storages = {bucket.storage_key for bucket in self.runtime.units[unit].buckets}

@@ -9,12 +9,12 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.torch_internals import base_of, tree_leaves, tree_map
 
-__all__ = ["cast", "grad_fns", "may_hide_tensors", "tensors"]
+__all__ = ["cast", "grad_fns", "may_hide_tensors", "tensors", "tensors_in_objects"]
 
 _LEAVES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -58,8 +58,27 @@ def _is_dataclass(leaf: Any) -> bool:
 
 def may_hide_tensors(tree: Any) -> bool:
     """May ``tree`` contain tensors that ``tensors`` does not find?"""
+    if type(tree) is tuple:  # as with ``_find``
+        return any(map(may_hide_tensors, tree))
+    if isinstance(tree, Tensor):
+        return False
     plain = (Tensor, *_LEAVES)
     return not all(isinstance(leaf, plain) or _is_dataclass(leaf) for leaf in tree_leaves(tree))
+
+
+def tensors_in_objects(tree: Any) -> list[Tensor]:
+    """The tensors in attributes of objects that ``tensors`` does not look into."""
+    result: list[Tensor] = []
+    seen: set[int] = set()  # objects may refer to each other
+    waiting = [tree]
+    while waiting:
+        for leaf in tree_leaves(waiting.pop()):
+            if isinstance(leaf, Tensor):
+                result.append(leaf)
+            elif not isinstance(leaf, (*_LEAVES, nn.Module, type)) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                waiting += getattr(leaf, "__dict__", {}).values()
+    return result
 
 
 def grad_fns(tree: Any, with_bases: bool = False) -> list[Node]:
