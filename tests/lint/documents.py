@@ -221,6 +221,7 @@ def fsdp_main(rank, world_size, args):
     model = FSDP(model, device_id="xpu:{}".format(rank))
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
     for epoch in range(1, args.epochs + 1):
+        sampler1.set_epoch(epoch)
         train(args.lr)
     if rank == 0:
         print(f"event: {init_start_event.elapsed_time(init_end_event) / 1000}sec")  # D23
@@ -269,10 +270,12 @@ def main():
             loss.backward()
         if not is_accumulating:
             optimizer.step()
+            optimizer.zero_grad()
 
 
 if __name__ == "__main__":
     init_process_group(backend="nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     main()
     destroy_process_group()
 """,

@@ -1,4 +1,4 @@
-"""Each defect of the documents is found on its line, and nothing else; repaired, nothing is."""
+"""Each defect is found on its line, and nothing else; repaired, nothing is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from shardwise.cli import main
 from shardwise.errors import ConfigError
 from shardwise.lint import DEFECTS, lint
 from tests.lint.documents import DOCUMENTS, MARK, REPAIRED
+from tests.lint.programs import BROKEN, RIGHT
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "recipes").glob("*.yaml")])
@@ -35,10 +36,24 @@ def test_the_defects_of_a_document_are_found_where_they_are(tmp_path: Path, name
     assert all(f.fact and f.fix and "\n" not in f.fix for f in findings)
 
 
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_mistakes_of_a_program_are_found_where_they_are(tmp_path: Path, name: str) -> None:
+    findings = lint(written(tmp_path, name, BROKEN[name]))
+    assert {(f.line, f.defect) for f in findings} == set(marked(BROKEN[name]))
+    assert all(f.fact and f.fix and "{" not in f.fact for f in findings)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_program_without_them_has_no_finding(tmp_path: Path, name: str) -> None:
+    assert lint(written(tmp_path, name, RIGHT[name])) == []
+
+
 def test_every_defect_is_in_a_document_or_says_why_no_file_shows_it() -> None:
-    found = {defect for text in DOCUMENTS.values() for _, defect in marked(text)}
+    texts = [*DOCUMENTS.values(), *BROKEN.values()]
+    found = {defect for text in texts for _, defect in marked(text)}
     said = {name.partition("-")[0] for name, row in DEFECTS.items() if "why_not" in row}
-    assert found | said == {f"D{number}" for number in range(1, 31)}
+    assert found | said == {name.partition("-")[0] for name in DEFECTS}
+    assert len(found | said) == 43
     assert said - found == {"D28"}
 
 
@@ -130,7 +145,18 @@ def test_the_command_prints_file_line_fact_and_fix(
     assert capsys.readouterr().out == (
         "run.sh:1: D3 warmup_steps 9 has no effect: the schedule constant has no warm-up\n"
         "    fix: lr_scheduler_type constant_with_warmup\n"
+        f"1 defect, {len(DEFECTS) - 2} rules, 1 file\n"
+        f"0 defects, {len(DEFECTS) - 2} rules, 1 file\n"
     )
+
+
+def test_the_rules_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["lint", "--rules"])
+    assert not end.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum("why_not" not in row for row in DEFECTS.values())
+    assert lines[0].startswith("D1   optimum-habana never reads …")
 
 
 def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path: Path) -> None:

@@ -176,12 +176,13 @@ LINT = """\
 Find known defects in FILE: a configuration, a command line, or a program, which is not run.
 
 Each line of the output has file, line, the defect's number (docs/lint.md) and the fact; the next
-one says what to write instead. A program has the suffix .py, a configuration .json or .yaml; any
-other file is read as a shell script.
+one says what to write instead. The last line counts defects, rules and files. A program has the
+suffix .py, a configuration .json or .yaml; any other file is read as a shell script.
 
 \b
 Examples:
   shardwise lint train.py run.sh fsdp_config.json
+  shardwise lint --rules
 
 \b
 Exit status: 0 if nothing is found; 1 if there is a defect, or a file cannot be read.
@@ -197,14 +198,19 @@ Exit status: 0 if nothing is found; 1 if there is a defect, or a file cannot be 
 @click.argument(
     "files",
     nargs=-1,
-    required=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     metavar="FILE...",
 )
-def lint(files: tuple[Path, ...]) -> int:
+@click.option("--rules", is_flag=True, help="List what is looked for.")
+def lint(files: tuple[Path, ...], rules: bool) -> int:
     """The command; its help is ``LINT``."""
-    from shardwise.cli.lint import run_lint
+    from shardwise.cli.lint import run_lint, run_rules
 
+    if rules:
+        run_rules()
+        return 0
+    if not files:
+        raise click.UsageError("Missing argument 'FILE...'.")
     return run_lint(files)
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from shardwise.cli.format_names import escape
-from shardwise.lint import lint
+from shardwise.cli.format_names import escape, plural
+from shardwise.lint import DEFECTS, lint
 
-__all__ = ["run_lint"]
+__all__ = ["run_lint", "run_rules"]
 
 
 def run_lint(paths: Sequence[Path]) -> int:
@@ -21,4 +21,14 @@ def run_lint(paths: Sequence[Path]) -> int:
             count += 1
             click.echo(f"{escape(path)}:{finding.line}: {finding.defect} {finding.fact}")
             click.echo(f"    fix: {finding.fix}")
+    rules = sum("why_not" not in row for row in DEFECTS.values())
+    amounts = plural(count, "defect"), plural(rules, "rule"), plural(len(paths), "file")
+    click.echo(", ".join(amounts))
     return int(count > 0)
+
+
+def run_rules() -> None:
+    """Print what is looked for."""
+    for name, row in DEFECTS.items():
+        if "why_not" not in row:
+            click.echo(f"{name.partition('-')[0]:<4} {row['fact'].format(*'………')}")

@@ -177,7 +177,7 @@ class _Program:
                     del self.constants[changed]
         imports = [n for n in self.nodes if isinstance(n, ast.ImportFrom)]
         aliases = {a.asname: a.name for node in imports for a in node.names if a.asname}
-        self.names = {"FSDP": "FullyShardedDataParallel"} | aliases
+        self.names = _SHORT_NAMES | aliases
 
     def settings(self) -> Iterator[Setting]:
         for node in self.nodes:
@@ -234,6 +234,7 @@ class _Program:
         )
 
 
+_SHORT_NAMES = {"FSDP": "FullyShardedDataParallel", "DDP": "DistributedDataParallel"}
 _PARTS = ast.Attribute | ast.Subscript
 _MODEL = re.compile(r"^(?!Auto)\w+(ForCausalLM|LMHeadModel)\.(?=from_pretrained$)")
 

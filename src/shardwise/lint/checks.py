@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from shardwise.dialects.settings import Expression, dotted
 from shardwise.hf.targets import instead
@@ -96,6 +97,92 @@ def _option_is_not_read(source: Source) -> Iterator[Hit]:
             yield Hit("D21-unused", call.lineno, (name,))
 
 
+def _accumulates_inverted(source: Source) -> Iterator[Hit]:
+    """``no_sync()`` where ``step % n == 0`` holds, by an if, a conditional or a name of it."""
+    assigned = {dotted(node.targets[0]): node for node in source.nodes(ast.Assign)}
+    for node in source.nodes(ast.If, ast.IfExp):
+        place = assigned.get(dotted(node.test), node)
+        test = place.value if isinstance(place, ast.Assign) else node.test
+        counts = [n.right for n in ast.walk(test) if _is_remainder(n)]
+        if not isinstance(test, ast.Compare) or not counts:
+            continue
+        one_in_n = node.body if isinstance(test.ops[0], ast.Eq) else node.orelse
+        branch = one_in_n if isinstance(one_in_n, list) else [one_in_n]
+        if any("no_sync" in ast.unparse(part).partition("\n")[0] for part in branch):
+            yield Hit("D25", place.lineno, (ast.unparse(test), ast.unparse(counts[0])))
+
+
+def _is_remainder(node: ast.AST) -> TypeGuard[ast.BinOp]:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+
+
+def _sharded(source: Source) -> Iterator[tuple[str, int]]:
+    """Names of models that FSDP1 or FSDP2 shards, each with its line."""
+    for node in source.nodes(ast.Assign):
+        if isinstance(node.value, ast.Call) and _SHARDS.search(dotted(node.value.func)):
+            yield dotted(node.targets[0]), node.lineno
+    for call in _calls(source, "fully_shard"):
+        if call.args:
+            yield dotted(call.args[0]), call.lineno
+
+
+def _optimizer_before_shards(source: Source) -> Iterator[Hit]:
+    sharded = dict(_sharded(source))
+    for node in source.nodes(ast.Assign):
+        text, name = ast.unparse(node.value), dotted(node.targets[0])
+        owner = re.match(r"[\w.]+\(.*?\b(\w+)\.(?:named_)?parameters\(\)", text)
+        line = sharded.get(owner[1], 0) if owner and _OPTIMIZER.search(name) else 0
+        if owner and node.lineno < line:
+            yield Hit("D31", node.lineno, (name, owner[1], line))
+
+
+def _called_on_one_rank(source: Source) -> Iterator[Hit]:
+    """What all ranks must call, within ``if rank == 0:`` or ``if accelerator.is_main_process:``."""
+    sharded = {name for name, _ in _sharded(source)}
+    calls = {*sharded, *(f"{name}.state_dict" for name in sharded), *_OF_ALL_RANKS}
+    for branch in source.nodes(ast.If):
+        if _ONE_RANK.search(ast.unparse(branch.test)):
+            for node in (inner for part in branch.body for inner in ast.walk(part)):
+                if isinstance(node, ast.Call) and dotted(node.func) in calls:
+                    yield Hit("D33", node.lineno, (ast.unparse(node),))
+
+
+def _is_one_unit(source: Source) -> Iterator[Hit]:
+    """One call for a model that has blocks; FSDP1's for one of transformers is D27."""
+    if not _BLOCKS.search(source.text):
+        return
+    wrapped = [call for call in source.nodes(ast.Call) if _SHARDS.search(dotted(call.func))]
+    is_named = "wrap_policy" in source.text or "transformers" in source.text
+    if len(wrapped) == 1 and not is_named:
+        policy = "auto_wrap_policy=ModuleWrapPolicy({…}), with the class of the blocks"
+        yield Hit("D35", wrapped[0].lineno, (dotted(wrapped[0].func), policy))
+    loops = source.nodes(ast.For, ast.ListComp)
+    in_loops = [node for loop in loops for node in ast.walk(loop)]
+    calls = [*_calls(source, "fully_shard")]
+    if len(calls) == 1 and calls[0] not in in_loops and ".apply(" not in source.text:
+        yield Hit(
+            "D35", calls[0].lineno, ("fully_shard", "fully_shard(block) for each block first")
+        )
+
+
+def _is_never_zero(source: Source) -> Iterator[Hit]:
+    for loop in source.nodes(ast.For, ast.While):
+        calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
+        steps = {dotted(call.func).rpartition(".")[2]: call.lineno for call in calls}
+        if {"backward", "step"} <= steps.keys() and not _ZERO.search(source.text):
+            yield Hit("D36", steps["backward"])
+
+
+_SHARDS = re.compile(r"(?:^|\.)(?:FSDP|FullyShardedDataParallel)$")
+_OPTIMIZER = re.compile(r"(?i)^opt|optim")
+_ONE_RANK = re.compile(r"rank\w*(?:\(\))? == 0|\bnot \w*rank\b|is_(?:local_)?main_process")
+_OF_ALL_RANKS = {f"accelerator.{name}" for name in ("get_state_dict", "save_state", "save_model")}
+_BLOCKS = re.compile(
+    r"ModuleList|nn\.Transformer|Block\(|Layer\(|transformers|\.(?:layers|blocks)\b"
+)
+_ZERO = re.compile(r"zero_grad|\.grad = None|deepspeed")
+
+
 def _calls(source: Source, name: str) -> Iterator[ast.Call]:
     """Of a function of this name, whatever it is reached through."""
     calls = source.nodes(ast.Call)
@@ -121,12 +208,15 @@ def _keyword(call: ast.Call, name: str) -> ast.expr | None:
 
 
 CHECKS = (
-    *(
-        _evaluates_once,
-        _target_is_no_module,
-        _flag_after_import,
-        _rows_do_not_divide,
-        _workers_have_no_seed,
-    ),
+    _evaluates_once,
+    _target_is_no_module,
+    _flag_after_import,
+    _rows_do_not_divide,
+    _workers_have_no_seed,
     _option_is_not_read,
+    _accumulates_inverted,
+    _optimizer_before_shards,
+    _called_on_one_rank,
+    _is_one_unit,
+    _is_never_zero,
 )
