@@ -80,6 +80,9 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum over all dimensions": lambda g: torch.sum(g, dim=None, keepdim=False),
     "sum over each of them": lambda g: g.sum(dim=()),
     "sum of complex numbers": lambda g: (g.to(torch.complex64) * 1j).sum(),
+    "norm of complex numbers": lambda g: (g.to(torch.complex64) * (1 + 2j)).norm(),
+    "norms of a list": lambda g: torch._foreach_norm([g.to(torch.complex64) * (1 + 2j)])[0],
+    "mean of complex numbers": lambda g: (g.to(torch.complex64) * 1j).mean(),
     "sum beyond float32": lambda g: (g.double() * 0 + 1e300).sum(),
 }
 

@@ -41,8 +41,22 @@ def clipped(
     return on_ranks(world, net.build, rank)
 
 
+class Rotated(nn.Module):
+    """A product with complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.turn).abs()
+
+
+COMPLEX = Net(Rotated, lambda seed, rows: (nets.numbers(seed, (rows, 8)),) * 2)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, inf, 1.0, 3.0])
-@pytest.mark.parametrize("net", NETS, ids=str)
+@pytest.mark.parametrize("net", [*NETS, COMPLEX], ids=[*map(str, NETS), "complex"])
 def test_it_clips_as_torch_clips_the_plain_model(net: Net, norm_type: float) -> None:
     world = 3
     plain = seeded(net.build)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,6 +123,16 @@ def test_so_it_does_on_ranks_that_draw_alike_without_a_word(net: Net, strategy: 
 
     models = [built_on_meta(net) for _ in range(3)]
     run_threads(3, rank)
+
+
+def test_complex_numbers_are_made_and_missed_like_others() -> None:
+    with torch.device("meta"):
+        models = [nn.Linear(3, 4, dtype=torch.complex64) for _ in range(2)]
+    fill = partial(torch.Tensor.fill_, value=1j)
+    sw.shard(models[0], init=lambda module: [fill(p.data) for p in module.parameters()])
+    assert models[0].state_dict()["weight"].eq(1j).all()
+    text = said(sw.ConfigError, lambda: sw.shard(models[1], init=lambda module: None))
+    assert text.startswith("'weight' of Linear was built on the meta device and still has no value")
 
 
 def test_rank_0s_values_count_where_ranks_draw_differently() -> None:

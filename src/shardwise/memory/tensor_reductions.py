@@ -110,7 +110,8 @@ def norms_of_list(call: Call) -> Any:
         for index, norm in zip(indices, norms_over_ranks.unbind(), strict=True):
             norms[index] = norm
     dtype = call.kwargs.get("dtype")
-    return [norm.to(dtype or t.dtype) for norm, t in zip(norms, tensors, strict=True)]
+    pairs = zip(norms, tensors, strict=True)
+    return [norm.to((dtype or tensor.dtype).to_real()) for norm, tensor in pairs]
 
 
 def _is_clipping() -> bool:
@@ -128,7 +129,8 @@ def vector_norm(part: Tensor, order: float) -> Tensor:
     """The p-norm of a tensor of any shape, in a wide dtype; 0-dim."""
     flat = part.reshape(-1).to(_wide(part.dtype))
     if not flat.numel():
-        return torch.full((), inf if order < 0 else 0.0, dtype=flat.dtype, device=flat.device)
+        of_nothing = inf if order < 0 else 0.0
+        return torch.full((), of_nothing, dtype=flat.dtype.to_real(), device=flat.device)
     chunks = flat.split(CHUNK) if flat.device.type == "cpu" else (flat,)
     return joined_norm(order, torch.stack(foreach_norm(chunks, order)))
 
@@ -141,10 +143,11 @@ def joined_norm(order: float, norms: Tensor) -> Tensor:
 def _norm(args: ReductionArgs) -> TensorReduction | None:
     order = args.options.get("p", args.options.get("ord", "fro"))
     order = 2.0 if order == "fro" else order
-    if isinstance(order, str) or not args.part.is_floating_point():
+    dtype = args.part.dtype
+    if isinstance(order, str) or not (dtype.is_floating_point or dtype.is_complex):
         return None
     part, combine = partial(vector_norm, order=float(order)), partial(joined_norm, float(order))
-    return TensorReduction(part, combine, args.dtype or args.part.dtype)
+    return TensorReduction(part, combine, (args.dtype or dtype).to_real())
 
 
 def _linalg_norm(args: ReductionArgs) -> TensorReduction | None:
@@ -168,7 +171,8 @@ def _sum(args: ReductionArgs) -> TensorReduction:
 
 
 def _mean(args: ReductionArgs) -> TensorReduction | None:
-    if not (args.dtype or args.part.dtype).is_floating_point:  # torch refuses it, too
+    dtype = args.dtype or args.part.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):  # torch refuses it, too
         return None
     return replace(_sum(args), combine=lambda sums: sums.sum() / args.numel)
 
