@@ -120,7 +120,8 @@ def _parts(place: Place) -> Iterator[tuple[int, Tensor]]:
 def _power(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of ``|g| ** p`` (for ``inf``: the maximum of ``|g|``)."""
     # Of a complex number its magnitude counts.
-    gradients = [g.cfloat() if g.is_complex() else g.float() for g in gradients if g.numel()]
+    wide = {True: torch.complex64, False: torch.float32}
+    gradients = [grad.to(wide[grad.is_complex()]) for grad in gradients if grad.numel()]
     if gradients and gradients[0].is_cpu:
         gradients = [chunk for grad in gradients for chunk in grad.split(CHUNK)]
     if not gradients:

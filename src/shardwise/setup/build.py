@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.comm.malloc import trim
 from shardwise.comm.protocol import Comm
@@ -26,6 +26,7 @@ from shardwise.options import Options
 from shardwise.runtime.unit import UnitState
 from shardwise.schedule.placement import Placement
 from shardwise.setup.materialise import checksums, give_values, leave_meta, sync
+from shardwise.setup.overlaps import check_overlaps, is_expanded
 from shardwise.torch_internals import buffers_of
 from shardwise.units.units import Unit, Units
 from shardwise.version import __version__
@@ -47,6 +48,7 @@ def check_unsharded(model: nn.Module) -> None:
     """Raises ``ConfigError`` where ``shard()`` would cut what is sharded or wrapped already."""
     check_unwrapped(model)
     check_adapters(model)
+    check_overlaps(model)
     for name, param in model.named_parameters():
         if sharding_of(param) is not None:
             raise ConfigError(
@@ -149,6 +151,7 @@ def _place_buffers(
     model: nn.Module, dtype: torch.dtype | None, comm: Comm, sends: bool
 ) -> Iterable[int]:
     """Buffers stay whole on each rank: moved, cast, and sent by rank 0 once. Yields their bytes."""
+    placed = dict[Tensor, Tensor]()  # one object in several modules stays one
     for prefix, module in model.named_modules():
         for name, buffer in buffers_of(module).items():
             if buffer is None:
@@ -158,11 +161,21 @@ def _place_buffers(
                 zeros = torch.zeros_like(buffer, dtype=cast, device=comm.device)
                 torch.utils.swap_tensors(buffer, zeros)
                 continue
-            placed = buffer.to(comm.device, cast)
-            if sends:
-                placed = sync(placed, comm, f"{prefix}.{name}".lstrip("."))
-            buffers_of(module)[name] = placed
-            yield placed.nbytes
+            if buffer not in placed:
+                moved = buffer.to(comm.device, cast)
+                full_name = f"{prefix}.{name}".lstrip(".")
+                placed[buffer] = _received(moved, comm, full_name) if sends else moved
+                yield moved.nbytes
+            buffers_of(module)[name] = placed[buffer]
+
+
+def _received(buffer: Tensor, comm: Comm, name: str) -> Tensor:
+    """A buffer with rank 0's values, the same object where it can be written to. A collective."""
+    values = sync(buffer, comm, name)
+    if values is buffer or is_expanded(buffer):
+        return values
+    with torch.no_grad():
+        return buffer.copy_(values)
 
 
 def uncut(buckets: Iterable[Bucket]) -> None:
