@@ -58,7 +58,7 @@ def _neighbours(together: Iterable[Named]) -> Iterator[tuple[Named, Named]]:
 
 def _range(tensor: Tensor) -> tuple[int, int]:
     """The bytes of its storage between its first and its last element."""
-    start, size = tensor.storage_offset(), tensor.element_size()
+    start, size = int(tensor.storage_offset()), tensor.element_size()
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start * size, (start + int(last) + 1) * size
 
