@@ -34,7 +34,7 @@ class Precision:
 
     Attributes:
         stored: shards, gradients of shards and optimizer state; ``None`` = as the model has them.
-        compute: gathered parameters and the floating-point inputs of the model.
+        compute: gathered parameters and floating-point inputs (see ``cast_forward_inputs``).
         wire: gradients on their way to the rank that sums them; ``None`` = as computed.
             ``torch.int8`` and ``torch.float8_e4m3fn`` travel in blocks (see ``comm.codec``).
         gather_wire: one of these two, for parameters on their way into a gathered bucket; each
@@ -46,6 +46,8 @@ class Precision:
             ``"predivide"`` (divide, then sum), ``"sqrt"`` (the power of two from √W up before, the
             rest after, which neither overflows nor underflows fp16), ``"avg"`` (the backend's own,
             after a self-test). ``None`` = ``"sqrt"`` where fp16 travels, else ``"postdivide"``.
+        cast_forward_inputs: cast the floating-point inputs of the model and of each unit to
+            ``compute``, as torch's ``fully_shard`` does; ``False``: none.
         keep: modules that stay in float32: patterns with ``*`` and ``?`` for their names, whole
             (``"blocks.0.norm"``) or the last part (``"norm*"``). Their inputs are cast, and their
             outputs are cast to ``compute``.
@@ -59,6 +61,7 @@ class Precision:
     buffers: torch.dtype | None = None
     output: torch.dtype | None = None
     average: str | None = None
+    cast_forward_inputs: bool = True
     keep: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -120,6 +123,10 @@ class Precision:
         parts = name.split(".")[:-1]
         around = [".".join(parts[: end + 1]) for end in range(len(parts))]
         return any(_matches(module, pattern) for module in around for pattern in self.keep)
+
+    def of_inputs(self, name: str) -> torch.dtype | None:
+        """The dtype to which the inputs of the unit with a module of this name are cast."""
+        return self.compute if self.cast_forward_inputs and not self.keeps(f"{name}.") else None
 
     def of(self, dtype: torch.dtype, trainable: bool, kept: bool = False) -> Dtypes:
         """The dtypes of a parameter that the model holds in ``dtype``; ``kept``: by ``keep``."""

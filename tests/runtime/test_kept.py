@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
@@ -110,6 +114,76 @@ def test_a_pattern_is_for_the_whole_name_of_a_module_or_its_last_part(
     modules = ["norm", "lm_head", *(f"blocks.{i}.{m}" for i in (0, 1) for m in ("norm1", "norm2"))]
     precision = sw.Precision(compute=BF16, keep=patterns)
     assert {m for m in [*modules, "blocks.1.mlp"] if precision.keeps(f"{m}.weight")} == kept
+
+
+# ---- inputs of units ---------------------------------------------------------------------------
+
+
+class Between(nn.Module):
+    """Makes float32 tensors between its layers, and gives one in a keyword and a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = Scaled(), Scaled(), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x, scale=Scale(torch.ones(8))).float().softmax(-1))
+        out: Tensor = self.second(x.float(), scale=Scale(torch.ones(8)))
+        return out
+
+
+@dataclass
+class Scale:
+    of: Tensor
+    names: tuple[str, ...] = ()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, *, scale: Scale) -> Tensor:
+        self.seen = [x.dtype, scale.of.dtype]
+        out: Tensor = self.fc(x) * scale.of
+        return out
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inputs_are_cast_at_each_unit(strategy: str, checkpointing: bool) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        assert isinstance(model, Between)
+        precision = sw.Precision(compute=BF16, output=FP32, keep=("norm",))
+        by = sw.wrap.by_class(Scaled, nn.LayerNorm)
+        options = {"precision": precision, "activation_checkpointing": checkpointing}
+        sw.shard(model, strategy, by, comm, **options)
+        if not checkpointing:  # by the user: the recomputation calls the unit itself
+            again = partial(checkpoint, model.second, use_reentrant=False)
+            model.__dict__["second"] = again
+        value = model(torch.ones(2, 8))
+        assert value.dtype is FP32
+        value.sum().backward()
+        assert model.first.seen == [BF16, BF16]
+        assert all(param.grad is not None for param in model.parameters())
+
+    on_ranks(2, Between, rank)
+
+
+def test_none_are_cast_where_the_precision_says_so() -> None:
+    model = seeded(Between)
+    by, precision = sw.wrap.by_class(Scaled), sw.Precision(compute=BF16, cast_forward_inputs=False)
+    sw.shard(model, wrap=by, precision=precision)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(torch.ones(2, 8))
+
+
+def test_a_trace_casts_them_too() -> None:
+    model = seeded(Between)
+    options = {"wrap": sw.wrap.by_class(Scaled), "precision": sw.Precision(compute=BF16)}
+    traced = sw.trace(model, (torch.ones(2, 8),), "full_shard", (0, 2), **options)
+    assert "bfloat16" in str(traced.forward)
 
 
 def test_a_trace_computes_them_in_float32_too() -> None:

@@ -29,9 +29,10 @@ from shardwise.runtime.backward import Backward
 from shardwise.runtime.compiling import hide_gradients
 from shardwise.runtime.forward_calls import ForwardCall
 from shardwise.runtime.join import Kind
-from shardwise.runtime.kept import cast_around_kept
+from shardwise.runtime.kept import cast_around_kept, input_dtypes
 from shardwise.runtime.pytrees import (
     cast,
+    cast_where_needed,
     grad_fns,
     may_hide_tensors,
     tensors,
@@ -72,7 +73,7 @@ class Hooks:
 
     Args:
         unit_names: the unit that a module's forward uses.
-        precision: the dtypes of the model's inputs and outputs, and of those of kept modules.
+        precision: the dtypes of inputs and outputs.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class Hooks:
         self._partial_roots = partial_roots(model, unit_names, own)
         #: What the user's code calls: the model, or the parts of one that has no forward.
         self._outermost = frozenset((model,) if has_forward(model) else as_group(model))
+        called = {*self._outermost, *unit_names, *self._partial_roots}
+        self._input_dtypes = input_dtypes(model, called, precision)
         self.backward = Backward(runtime)
         self._frames: list[Frame] = []
         self._handles: list[Any] = []
@@ -207,7 +210,8 @@ class Hooks:
         self._frames.append(frame)
         if unit is not None:
             self.runtime.enter(unit, Phase.FORWARD, frame.listed)
-        return None if recomputes else self._cast(module, given, self.precision.compute)
+        dtype = self._input_dtypes.get(module)
+        return None if dtype is None else cast_where_needed(given, dtype)
 
     def _expected(self, unit: str | None, recomputes: bool) -> ForwardCall | None:
         """The call that begins, if the backward pass comes back to it.
@@ -261,7 +265,8 @@ class Hooks:
             self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
         if frame.listed and not self._frames:
             self.runtime.end_forward(frame.resume)
-        return self._cast(module, output, self.precision.output)
+        dtype = self.precision.output
+        return None if dtype is None or module not in self._outermost else cast(output, dtype)
 
     def _failed(self, frame: Frame) -> None:
         """The call raised. Early-stopped recomputations do so, and mean no harm."""
@@ -341,10 +346,6 @@ class Hooks:
             raise
         replaced = self._after(module, args, output)
         return output if replaced is None else replaced
-
-    def _cast(self, module: nn.Module, tree: Any, dtype: torch.dtype | None) -> Any:
-        """What goes into or comes out of the model, in its dtype; ``None``: as it is."""
-        return None if dtype is None or module not in self._outermost else cast(tree, dtype)
 
 
 def _goes_on(call: FrameType) -> bool:

@@ -1,12 +1,13 @@
-"""Modules that compute in float32 inside a model that computes in 16 bits.
+"""The dtypes of inputs: those of units are cast, and some modules stay in float32.
 
-Their parameters are gathered in float32 (see ``precision``). Their inputs are cast to float32 and
-their outputs back, as FSDP1 does for ``MixedPrecision._module_classes_to_ignore``: so the modules
-around them see one dtype.
+The parameters of these are gathered in float32 (see ``precision``). Their inputs are cast to
+float32 and their outputs back, as FSDP1 does for ``MixedPrecision._module_classes_to_ignore``: so
+the modules around them see one dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.precision import Precision
 from shardwise.runtime.pytrees import cast
 
-__all__ = ["cast_around_kept"]
+__all__ = ["cast_around_kept", "input_dtypes"]
+
+
+def input_dtypes(
+    model: nn.Module, modules: Collection[nn.Module], precision: Precision
+) -> dict[nn.Module, torch.dtype]:
+    """For each of ``modules`` whose floating-point inputs are cast: to which dtype."""
+    named = ((module, precision.of_inputs(name)) for name, module in model.named_modules())
+    return {module: dtype for module, dtype in named if dtype is not None and module in modules}
 
 
 def cast_around_kept(model: nn.Module, precision: Precision) -> list[RemovableHandle]:

@@ -14,7 +14,14 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.torch_internals import base_of, tree_leaves, tree_map
 
-__all__ = ["cast", "grad_fns", "may_hide_tensors", "tensors", "tensors_in_objects"]
+__all__ = [
+    "cast",
+    "cast_where_needed",
+    "grad_fns",
+    "may_hide_tensors",
+    "tensors",
+    "tensors_in_objects",
+]
 
 _LEAVES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -95,6 +102,13 @@ def grad_fns(tree: Any, with_bases: bool = False) -> list[Node]:
             if base is not None and base.grad_fn is not None:
                 result[base.grad_fn] = None
     return list(result)
+
+
+def cast_where_needed(tree: Any, dtype: torch.dtype) -> Any:
+    """``cast``, or ``None`` where each floating-point tensor has the dtype already."""
+    given = tensors(tree)
+    casts = any(tensor.dtype is not dtype and tensor.is_floating_point() for tensor in given)
+    return cast(tree, dtype) if casts else None
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from threading import Lock
@@ -22,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise.errors import ScheduleError
 from shardwise.precision import Precision
-from shardwise.runtime.kept import cast_around_kept
-from shardwise.runtime.pytrees import cast, tensors
+from shardwise.runtime.kept import cast_around_kept, input_dtypes
+from shardwise.runtime.pytrees import cast, cast_where_needed, tensors
 from shardwise.schedule.events import Order, Phase
 from shardwise.torch_internals import FakeTensorMode, tree_leaves, tree_map
 from shardwise.tracing.blueprint import Blueprint
@@ -77,6 +78,7 @@ class _Step:
     precision: Precision
     watch: Watch
     trained: Sequence[str]
+    input_dtypes: Mapping[nn.Module, torch.dtype]
     has_gradient: Sequence[bool] = ()
 
     def forward(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -85,9 +87,10 @@ class _Step:
         args, kwargs = tree_map(
             lambda leaf: next(leaves) if isinstance(leaf, Tensor) else leaf, self.given
         )
-        if self.precision.compute is not None:
-            args, kwargs = cast((args, kwargs), self.precision.compute)
         with ExitStack() as casts:
+            for module, dtype in self.input_dtypes.items():
+                hook = partial(_cast_inputs, dtype)
+                casts.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
             for handle in cast_around_kept(self.model, self.precision):
                 casts.enter_context(handle)
             returned = torch.func.functional_call(self.model, dict(state), args, kwargs)
@@ -134,7 +137,9 @@ def trace_joint(
     """
     watch, device = Watch(blueprint.units.unit_names), blueprint.device
     trained = [name for name, tensor in state.items() if tensor.requires_grad]
-    step = _Step(model, given, blueprint.options.precision, watch, trained)
+    precision, called = blueprint.options.precision, {model, *blueprint.units.unit_names}
+    dtypes = input_dtypes(model, called, precision)
+    step = _Step(model, given, precision, watch, trained, dtypes)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with (
@@ -160,6 +165,10 @@ def trace_joint(
             "step of any model."
         ) from error
     return _joint(traced, step, list(state), len(inputs))
+
+
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast_where_needed((args, kwargs), dtype)
 
 
 def _place_of(error: Exception) -> str:

@@ -35,15 +35,17 @@ class PrecisionConfig(Section):
     average: Literal["postdivide", "predivide", "sqrt", "avg"] | None = Field(
         None, description="how the mean over ranks is formed"
     )
+    cast_forward_inputs: bool = Field(True, description="cast the inputs of each unit to compute")
     keep: tuple[str, ...] = Field((), description="modules that stay in float32, such as norm*")
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of ``shardwise.Precision``."""
         import torch  # a recipe is read and validated without it
 
-        dtypes = self.model_dump(exclude={"average", "keep"})
+        others = {"average", "cast_forward_inputs", "keep"}
+        dtypes = self.model_dump(exclude=others)
         values = {name: value and getattr(torch, value) for name, value in dtypes.items()}
-        return {**values, "average": self.average, "keep": self.keep}
+        return {**values, **{name: getattr(self, name) for name in others}}
 
 
 def _short_precision(value: object) -> object:
