@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # which a checkpoint imports, and threads cannot do so at once
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -181,7 +183,8 @@ def test_none_are_cast_where_the_precision_says_so() -> None:
 
 def test_a_trace_casts_them_too() -> None:
     model = seeded(Between)
-    options = {"wrap": sw.wrap.by_class(Scaled), "precision": sw.Precision(compute=BF16)}
+    options: dict[str, Any] = {"wrap": sw.wrap.by_class(Scaled)}
+    options["precision"] = sw.Precision(compute=BF16)
     traced = sw.trace(model, (torch.ones(2, 8),), "full_shard", (0, 2), **options)
     assert "bfloat16" in str(traced.forward)
 
