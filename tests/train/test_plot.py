@@ -3,9 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from shardwise.train.plot import plot_loss, smoothed
+from shardwise.train.plot import _plot_validation, plot_loss, smoothed
 from shardwise.train.records import Evaluated, Record, Stepped
 
 
@@ -20,7 +21,18 @@ def run(steps: int) -> list[Record]:
 @pytest.mark.parametrize("records", [[], run(2), run(200)])
 def test_the_picture_is_drawn_whatever_there_is(records: list[Record], tmp_path: Path) -> None:
     plot_loss(records, "a run", tmp_path / "loss.png")
-    assert imread(tmp_path / "loss.png").shape[:2] == (675, 1200)
+    assert imread(tmp_path / "loss.png").shape[:2] == (975, 1200)
+
+
+def test_a_baseline_far_from_the_losses_leaves_them_their_room() -> None:
+    def drawn(entropy: float) -> tuple[float, float]:
+        axes = Figure().add_subplot()
+        _plot_validation(axes, [Evaluated(s, 1.0 + s / 10, 0.1, entropy, 9, 1.0) for s in (1, 2)])
+        assert f"unigram baseline ({entropy:.3f})" in axes.get_legend_handles_labels()[1]
+        return axes.get_ylim()
+
+    assert drawn(1.12)[1] < 1.3 > drawn(6.0)[1]
+    assert drawn(1.24)[1] > 1.235
 
 
 def test_the_same_run_gives_the_same_picture(tmp_path: Path) -> None:

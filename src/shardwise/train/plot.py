@@ -1,4 +1,4 @@
-"""Plots the loss curve from the records of a run.
+"""Plots the records of a run: loss, learning rate, gradient norm and tokens/s.
 
 Uses matplotlib's object interface on Agg: no display and no global figure.
 """
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["plot_loss", "smoothed"]
 
 INK, TRAINING, VALIDATION = "#222222", "#4477aa", "#cc6677"
+PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 
 
 def smoothed(losses: Sequence[float]) -> tuple[list[float], int]:
@@ -37,7 +38,7 @@ def smoothed(losses: Sequence[float]) -> tuple[list[float], int]:
 
 
 def plot_loss(records: Sequence[Record], title: str, path: Path) -> None:
-    """Write the curve of training and validation loss to ``path`` (PNG).
+    """Write training and validation loss, and rate, norm and speed below, to ``path`` (PNG).
 
     Raises:
         ImportError: matplotlib is missing.
@@ -47,31 +48,51 @@ def plot_loss(records: Sequence[Record], title: str, path: Path) -> None:
 
     steps = [record for record in records if isinstance(record, Stepped)]
     evaluations = [record for record in records if isinstance(record, Evaluated)]
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8, 6.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    grid = figure.add_gridspec(2, len(PANELS), height_ratios=(2.2, 1))
+    axes = figure.add_subplot(grid[0, :])
+    _plot_training(axes, steps)
+    if evaluations:
+        _plot_validation(axes, evaluations)
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
+    axes.legend(frameon=False)
+    steps_x = [s.step for s in steps]
+    for column, (name, label) in enumerate(PANELS.items()):
+        panel = figure.add_subplot(grid[1, column])
+        panel.plot(steps_x, [getattr(s, name) for s in steps], color=TRAINING, linewidth=1)
+        panel.set(title=label, xlabel="step")
+    for each in figure.axes:
+        each.set_xlim(0, max(steps_x, default=1) * 1.06)  # room for the last number
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(alpha=0.2)
+    figure.savefig(path, format="png")
+
+
+def _plot_training(axes: Axes, steps: Sequence[Stepped]) -> None:
+    """Plot the loss of each step, and its running mean."""
     steps_x, losses = [s.step for s in steps], [s.loss for s in steps]
     axes.plot(steps_x, losses, color=TRAINING, alpha=0.35, linewidth=1, label="training, each step")
     means, first = smoothed(losses)
     middle = steps_x[first : first + len(means)]
     axes.plot(middle, means, color=TRAINING, linewidth=2, label="training, running mean")
-    if evaluations:
-        _plot_validation(axes, evaluations)
-    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
-    axes.set_xlim(0, max(steps_x, default=1) * 1.06)  # room for the last number
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.2)
-    axes.legend(frameon=False)
-    figure.savefig(path, format="png")
 
 
 def _plot_validation(axes: Axes, evaluations: Sequence[Evaluated]) -> None:
-    """Plot the validation loss with its last value, and the unigram entropy as a baseline."""
+    """Plot the validation loss with its last value.
+
+    The unigram entropy is a baseline where losses come near it; further away, as of a fine-tuned
+    model, it would leave no room for the curve, and stands in the legend alone.
+    """
     steps_x, losses = [e.step for e in evaluations], [e.loss for e in evaluations]
     entropy = evaluations[-1].unigram_entropy
     label = f"unigram baseline ({entropy:.3f})"
     axes.plot(steps_x, losses, color=VALIDATION, marker="o", markersize=5, label="validation")
-    axes.axhline(entropy, color=INK, linestyle="--", linewidth=1, label=label)
+    low, high = axes.get_ylim()
+    if low - (high - low) / 2 < entropy < high + (high - low) / 2:
+        axes.axhline(entropy, color=INK, linestyle="--", linewidth=1, label=label)
+    else:
+        axes.plot([], [], " ", label=label)
     axes.annotate(
         f"{losses[-1]:.3f}",
         (steps_x[-1], losses[-1]),
