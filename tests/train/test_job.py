@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +18,7 @@ from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.job import Job, build
 from shardwise.train.learning_rate import learning_rate
 from shardwise.train.packed import Examples, SampleRows
+from tests.train.runs import Watched, checkpoint, losses
 from tests.train.tiny import tiny_recipe
 
 VOCABULARY = 40
@@ -207,3 +209,23 @@ def test_prefetch_and_precision_reach_the_engine(tmp_path: Path) -> None:
     assert options.prefetch.backward == 0
     assert options.bucketing == "layer"
     assert options.precision.average == "predivide"
+
+
+def test_a_moving_average_is_validated_and_saved_and_survives_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("optimizer.ema=0.5", "checkpoint.save_every=2")
+
+    def recipe(folder: str) -> Recipe:
+        return tiny_recipe(tmp_path, *options, f"run.folder={tmp_path / folder}")
+
+    watched = Watched(monkeypatch)
+    watched.run(recipe("whole"), 2)
+    watched.killed(recipe("killed"), 2, at=(4, 1, 2))
+    watched.run(recipe("killed"), 2)
+    assert losses(recipe("killed")) == losses(recipe("whole"))
+    model = load_file(tmp_path / "whole" / "model.safetensors")
+    resumed = load_file(tmp_path / "killed" / "model.safetensors")
+    assert all(map(torch.equal, resumed.values(), model.values()))
+    last = load_file(checkpoint(recipe("whole"), 4) / "model.safetensors")
+    assert not any(map(torch.equal, last.values(), model.values()))

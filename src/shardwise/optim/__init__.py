@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from shardwise.optim.average import EMA
 from shardwise.optim.fused import SGD, AdamW
 from shardwise.optim.muon import Muon
 
-__all__ = ["SGD", "AdamW", "Muon"]
+__all__ = ["EMA", "SGD", "AdamW", "Muon"]

@@ -44,6 +44,13 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="on matrices only")
     clip: float = Field(1.0, gt=0, description="clip gradients to this norm")
+    ema: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="decay of a moving average of the weights, such as 0.999, which is validated "
+        "and saved as the model; null = none",
+    )
     loss_scale: float | None = Field(
         None, ge=0, description="initial loss scale; null = 65536 with float16 compute; 0 = none"
     )

@@ -61,4 +61,5 @@ def checkpoint_bytes(job: Job) -> tuple[int, int]:
         parameters += numel * itemsize * (trained or not only_trained)
         in_8_bits = job.recipe.optimizer.name.endswith("8bit")
         state += MOMENTS * numel * (1 if in_8_bits else itemsize) * trained
+        state += numel * itemsize * trained * (job.ema is not None)
     return parameters, state

@@ -9,6 +9,7 @@ losses whenever micro-batches have different numbers of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.protocol import Comm
+from shardwise.optim.average import EMA
 from shardwise.sharded import Sharded
 from shardwise.train import language_model
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, RowSource
@@ -38,6 +40,7 @@ class Job:
     optimizer: torch.optim.Optimizer
     batches: Batches | StreamBatches
     scaler: torch.amp.GradScaler  # of the loss; does nothing where it is not enabled
+    ema: EMA | None = None
     report: str = ""  # of a model that was read: what of the files, and of an adapter's targets
 
     @property
@@ -86,6 +89,12 @@ class Job:
         """Update the parameters; with a loss scale only if no rank's gradients overflowed."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if self.ema is not None:
+            self.ema.update()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside the block the parameters are their moving averages, if the recipe has any."""
+        return nullcontext() if self.ema is None else self.ema.applied()
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         """The sum over the tokens that are trained on."""
@@ -101,7 +110,9 @@ def build(recipe: Recipe, comm: Comm, rows: RowSource | StreamedRows, vocabulary
     sharded, report = language_model.build(recipe, comm, vocabulary)
     optimizer = optimizer_of(sharded.model.parameters(), recipe.optimizer)
     scaler, batches = _scaler(recipe, comm.device.type), _batches(rows, recipe, comm)
-    return Job(recipe, sharded.model, sharded, optimizer, batches, scaler, report)
+    decay = recipe.optimizer.ema
+    ema = None if decay is None else EMA(optimizer, decay)
+    return Job(recipe, sharded.model, sharded, optimizer, batches, scaler, ema, report)
 
 
 def _scaler(recipe: Recipe, device: str) -> torch.amp.GradScaler:

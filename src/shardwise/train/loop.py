@@ -133,7 +133,8 @@ def train(
             run.resume(start)
             outcome = run.run_steps()
         if not outcome.stopped:
-            export(job, data, logger, run.tokens_per_second, outcome.save_error)
+            with job.averaged():
+                export(job, data, logger, run.tokens_per_second, outcome.save_error)
             logger.log(run.placement)
             files = files_of(logger)
             logger.log(Finished(recipe.run.folder, files, logger.elapsed, outcome.step))
@@ -308,7 +309,7 @@ class _Loop:
     def _evaluate(self) -> bool:
         """Validate; returns whether the loss is the lowest so far."""
         state = self._state
-        with self._throughput.between_steps("validation"):
+        with self._throughput.between_steps("validation"), self._job.averaged():
             evaluated = self._validation.evaluate(self._job.model, self._comm, state.step)
         self._evaluated = evaluated
         self._logger.log(evaluated)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import shardwise as sw
+from shardwise.comm import threads
+from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
+
+X = torch.linspace(-1, 1, 20).reshape(4, 5)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, after: Callable[[], object]) -> None:
+    for _ in range(3):
+        net(X).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+
+
+def values(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def expected() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and averages of one plain process, by torch's own class."""
+    net = model()
+    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    train(net, optimizer, lambda: averaged.update_parameters(net))
+    return values(net), values(averaged.module)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_averages_are_those_of_one_process_and_training_goes_on_from_the_weights(
+    strategy: str, world: int
+) -> None:
+    def run(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        net = model()
+        sw.shard(net, strategy, comm=comm)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        ema = sw.optim.EMA(optimizer, 0.8)
+        with ema.applied():  # nothing is averaged yet
+            net(X)
+        train(net, optimizer, ema.update)
+        with ema.applied():
+            averages = values(net)
+        return values(net), averages
+
+    for result in threads.run(world, run):
+        for got, wanted in zip(result, expected(), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_averages_are_in_checkpoints_at_any_number_of_ranks(tmp_path: Path, flat: bool) -> None:
+    def run(comm: Comm, steps: int) -> dict[str, Tensor]:
+        net = model()
+        sharded = sw.shard(net, comm=comm)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        if flat:
+            optimizer = sw.optim.AdamW(sharded, lr=0.1)
+        ema = sw.optim.EMA(optimizer, 0.8)
+        if steps:
+            train(net, optimizer, ema.update)
+            sharded.save(tmp_path / "step-3", optimizer)
+        else:
+            sharded.load(tmp_path / "step-3", optimizer)
+        with ema.applied():
+            return values(net)
+
+    saved = threads.run(2, lambda comm: run(comm, 3))[0]
+    for loaded in threads.run(3, lambda comm: run(comm, 0)):
+        assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1])
+def test_a_decay_lies_between_0_and_1(decay: float) -> None:
+    optimizer = torch.optim.AdamW(model().parameters())
+    with pytest.raises(ConfigError, match="it must lie in"):
+        sw.optim.EMA(optimizer, decay)
