@@ -123,7 +123,7 @@ class Sharded:
         specs = with_residency(specs, self.options.residency)
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
         params = [member.param for unit in units for member in unit.members]
-        self._optimizer_hooks = OptimizerHooks(params, self._before_update, self.comm)
+        self._optimizer_hooks = OptimizerHooks(params, self._before_update, self._idle, self.comm)
         states = cut(self.model, units, specs, self.options, self.comm)
         self.buckets = tuple(bucket for state in states.values() for bucket in state.buckets)
         self._places = places_of(self.buckets)
@@ -252,8 +252,7 @@ class Sharded:
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """This rank's shards by parameter name; no communication, no copies."""
-        self._check_idle("shards were asked for")
-        return local_state(self.buckets)
+        return local_state(self._idle("shards were asked for"))
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
@@ -373,6 +372,10 @@ class Sharded:
         self._hooks.check_idle(operation)
         self._background.finish_copy()
         self.runtime.end_step(steps_only)
+
+    def _idle(self, operation: str) -> tuple[Bucket, ...]:
+        self._check_idle(operation)
+        return self.buckets
 
     def _state_asked(self) -> bool:
         if not self._hooks.backward.suspended:  # inside full_params() a state dict is a plain one

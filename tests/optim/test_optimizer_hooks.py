@@ -9,6 +9,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -114,6 +115,94 @@ def test_state_from_before_shard_is_cut_with_the_parameters(kind: type[Optimizer
     on_ranks(4, ODD.build, rank)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_from_before_shard_lies_in_memory_as_its_shard_does(strategy: str) -> None:
+    """A fused kernel goes through both side by side: a channels_last image has another order.
+
+    A parameter that one rank holds whole is not cut, and so is not copied otherwise.
+    """
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(32, 3))
+        return nn.Module.to(model, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    def steps(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+        for seed in range(2):
+            image = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(seed))
+            model(image).square().mean().backward()
+            optimizer.step(), optimizer.zero_grad()
+        return clones(model.state_dict())
+
+    plain = seeded(build)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-4, fused=True)
+    steps(plain, optimizer)
+    expected = steps(plain, optimizer)
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
+        steps(model, optimizer)
+        sw.shard(model, strategy, comm=comm)
+        assert_near(steps(model, optimizer), expected)
+        for param in model.parameters():
+            assert optimizer.state[param]["exp_avg"].stride() == param.stride()
+
+    on_ranks(2, build, rank)
+
+
+class Signed(Optimizer):
+    """Somebody's own."""
+
+    def __init__(self, params: Groups, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                with torch.no_grad():
+                    param.sub_(param.grad.sign(), alpha=group["lr"])
+
+
+class SignedElementwise(Signed):
+    elementwise = True
+
+
+class Remembering(SignedElementwise):
+    """State in a list, as of methods that remember the last gradients."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            past = self.state[param].setdefault("past", [])
+            past.append(param.grad.clone())
+        super().step()
+
+    elementwise = True
+
+
+def test_state_in_a_list_is_cut_and_made_whole_again() -> None:
+    plain = seeded(ODD.build)
+    train(plain, ODD.batch(0, 2))
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        optimizer = Remembering(model.parameters())
+        train(model, ODD.batch(0, 2))
+        optimizer.step()
+        sharded = sw.shard(model, comm=comm)
+        train(model, ODD.batch(0, 2))
+        optimizer.step()
+        for param in model.parameters():
+            assert [past.shape for past in optimizer.state[param]["past"]] == [param.shape] * 2
+        given = optimizer.state_dict()["state"]
+        sharded.unshard()
+        for number, (param, other) in enumerate(
+            zip(model.parameters(), plain.parameters(), strict=True)
+        ):
+            for whole in (optimizer.state[param]["past"], given[number]["past"]):
+                assert torch.equal(whole[0], other.grad if other.grad is not None else whole[0])
+                assert len(whole) == 2
+
+    on_ranks(3, ODD.build, rank)
+
+
 REFUSED: dict[str, tuple[Callable[[Groups], Optimizer], str]] = {
     "LBFGS": (torch.optim.LBFGS, "its line search needs inner products over whole parameters"),
     "Adafactor": (torch.optim.Adafactor, "averages over whole rows and columns"),
@@ -195,23 +284,6 @@ def test_the_refusal_is_the_same_on_a_rank_that_holds_all_of_what_is_optimized()
         return bias.numel() == 1
 
     assert sorted(on_ranks(3, ODD.build, rank)) == [False, False, True]
-
-
-class Signed(Optimizer):
-    """Somebody's own."""
-
-    def __init__(self, params: Groups, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                with torch.no_grad():
-                    param.sub_(param.grad.sign(), alpha=group["lr"])
-
-
-class SignedElementwise(Signed):
-    elementwise = True
 
 
 class SignedByNorm(SignedElementwise):
@@ -431,24 +503,60 @@ def test_one_optimizer_steps_on_a_sharded_and_a_plain_model() -> None:
         assert equal(other, clones(head.state_dict()))
 
 
-def test_an_optimizers_own_state_dict_is_that_of_its_shards() -> None:
-    """Saved and loaded by the same rank of the same layout, as long as there are no checkpoints."""
+@pytest.mark.parametrize("make", [torch.optim.AdamW, "sw.optim.AdamW"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizers_own_state_dict_is_whole_on_every_rank(strategy: str, make: Any) -> None:
+    """So rank 0 saves it as a plain script does, and every rank loads it, before or after shard().
 
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm)
-        first = torch.optim.AdamW(model.parameters(), lr=0.1)
-        train(model, nets.decoder_batch(comm.rank, 2))
-        first.step()
-        second = torch.optim.AdamW(model.parameters(), lr=0.7)
-        second.load_state_dict(copy.deepcopy(first.state_dict()))
-        start = clones(model.state_dict())
-        first.step()
-        ended = clones(model.state_dict())
-        model.load_state_dict(start)
-        second.step()
-        assert equal(clones(model.state_dict()), ended)
+    Another number of ranks does, too.
+    """
+    flat, adamw = make == "sw.optim.AdamW", partial(sw.optim.AdamW, eps=1e-4)
 
-    on_ranks(3, nets.decoder, rank)
+    def made(model: nn.Module, handle: sw.Sharded) -> Optimizer:
+        return adamw(handle) if flat else torch.optim.AdamW(model.parameters(), eps=1e-4)
+
+    def steps(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+        for number in range(2):
+            train(model, ODD.batch(number, 2))  # the same on every rank: its mean is exact
+            optimizer.step(), optimizer.zero_grad()
+        return clones(model.state_dict())
+
+    def first(comm: Comm, model: nn.Module) -> tuple[Any, ...]:
+        optimizer = made(model, sw.shard(model, strategy, comm=comm))
+        before = steps(model, optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        shapes = [saved["state"][k]["exp_avg"].shape for k in range(len(saved["state"]))]
+        return saved, before, shapes, steps(model, optimizer)
+
+    results = on_ranks(4, ODD.build, first)
+    saved, before, shapes, after = results[0]
+    assert shapes == [param.shape for param in ODD.build().parameters()]
+    for other in results[1:]:
+        assert equal(flattened(other[0]), flattened(saved))
+
+    def resumed(early: bool, comm: Comm, model: nn.Module) -> None:
+        model.load_state_dict(before)
+        optimizer: Optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
+        if early:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        handle = sw.shard(model, strategy, comm=comm)
+        if not early:
+            optimizer = made(model, handle)
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            assert equal(flattened(optimizer.state_dict()), flattened(saved))  # before a step
+        assert_near(steps(model, optimizer), after)
+
+    for early in (False, True):
+        on_ranks(2, ODD.build, partial(resumed, early))
+
+
+def assert_near(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        assert (state[name] - value).abs().max() <= 2e-5 * value.abs().max(), name
+
+
+def flattened(states: dict[str, Any]) -> dict[str, Tensor]:
+    return {f"{n} {key}": value for n, s in states["state"].items() for key, value in s.items()}
 
 
 def test_parameters_that_an_optimizer_gets_later_are_seen() -> None:
@@ -569,9 +677,25 @@ def test_state_of_another_number_of_ranks_is_refused() -> None:
     )
     assert said(sw.ShardwiseError, optimizer.step) == (
         "state 'exp_avg' of parameter 'weight' has shape (4, 6); the shard here is (32, 1) of "
-        "(6, 6). It is another rank's state, or that of other ranks. Load whole state, as an "
-        "unsharded optimizer has it, or use sharded.load_optimizer_state_dict() or sharded.load()."
+        "(6, 6). It is another rank's state, or that of other ranks. Load whole state, as "
+        "optimizer.state_dict() gives it, sharded or not, or use "
+        "sharded.load_optimizer_state_dict() or sharded.load()."
     )
+
+
+def test_state_that_fits_on_one_rank_alone_is_refused_on_every_rank() -> None:
+    """What rank 0 has of its shard, saved by other means and loaded by all."""
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, comm=comm)
+        optimizer = torch.optim.Adam(model.parameters())
+        first = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3, 2)}
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": {0: first}, "param_groups": groups})
+        return said(sw.RanksDisagree, optimizer.step)
+
+    for text in on_ranks(2, lambda: nn.Linear(2, 5), rank):
+        assert "state 'exp_avg' of parameter 'weight' has shape (3, 2); the shard here is" in text
 
 
 # --- parameters beside those of the model -----------------------------------------------------

@@ -6,12 +6,10 @@ and each rank combines them in rank order. So the result is the same bits on eve
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from shardwise.comm.mesh import gather_rows
 from shardwise.comm.protocol import Comm, Label
 from shardwise.memory.function_call import Call
 from shardwise.memory.sharding import Sharding
-from shardwise.memory.use_errors import torch_clip_grad_called
 from shardwise.torch_internals import foreach_norm
 
 __all__ = ["norms_of_list", "over_ranks", "reduce"]
@@ -69,8 +66,6 @@ def reduce(call: Call) -> Any:
     if call.records():
         return call.recording_error()
     name = call.name.removeprefix("linalg_")
-    if name.endswith("norm") and _is_clipping():
-        raise torch_clip_grad_called()
     sharding.check_together("reduced to a number")
     local = reduction.part(shard).reshape(1)
     label = Label(name, sharding.name)
@@ -93,8 +88,6 @@ def norms_of_list(call: Call) -> Any:
     """The norm of each tensor of a list: one collective for all shards of the same ranks."""
     if call.records():
         return call.recording_error()
-    if _is_clipping():
-        raise torch_clip_grad_called()
     tensors = list(call.args[0])
     order = float(call.kwargs.get("ord", (*call.args[1:], 2.0)[0]))
     norms = [vector_norm(tensor, order) for tensor in tensors]
@@ -112,13 +105,6 @@ def norms_of_list(call: Call) -> Any:
     dtype = call.kwargs.get("dtype")
     pairs = zip(norms, tensors, strict=True)
     return [norm.to((dtype or tensor.dtype).to_real()) for norm, tensor in pairs]
-
-
-def _is_clipping() -> bool:
-    """Is this norm computed by torch's clip_grad_norm_, which cannot be intercepted itself?"""
-    clipping = "torch.nn.utils.clip_grad", "clip_grad_norm_"
-    frames = walk_stack(sys._getframe(1))
-    return clipping in ((f.f_globals.get("__name__"), f.f_code.co_name) for f, _ in frames)
 
 
 def _is_default(value: object) -> bool:

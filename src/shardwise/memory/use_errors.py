@@ -14,7 +14,6 @@ __all__ = [
     "gradient_without_gather",
     "needs_full_tensor",
     "recorded_by_autograd",
-    "torch_clip_grad_called",
     "wrong_replacement",
 ]
 
@@ -49,16 +48,6 @@ def recorded_by_autograd(function: str, shard: Tensor) -> ShardUseError:
         "p.grad.add_(p.detach(), alpha=2 * c)`. Otherwise read the parameter in the forward() of "
         "the model, where it is gathered, or detach it: p.detach() is correct in elementwise "
         "functions, norms and sums."
-    )
-
-
-def torch_clip_grad_called() -> ShardUseError:
-    """torch.nn.utils.clip_grad_norm_ would clip by one rank's norm."""
-    return ShardUseError(
-        "torch.nn.utils.clip_grad_norm_ on a sharded model would clip by the norm of this "
-        "rank's shards, another norm on every rank. Use sharded.clip_grad_norm_(max_norm), "
-        "which computes the norm over all ranks with one collective; pass parameters= for a part "
-        "of the model."
     )
 
 

@@ -6,15 +6,20 @@ parameters. State with one value for each element is cut like the parameter; num
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor import ShardTensor
-from shardwise.memory.sharding import sharding_of
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.blockwise import SCALES, blocks, cut_scales, whole_of_parts
+from shardwise.torch_internals import tree_leaves, tree_map, tree_map_only
 
 # 0-dim state that counts or schedules steps, and is no element's value.
 BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
@@ -25,53 +30,95 @@ def is_scalar(name: str, value: Tensor, shape: torch.Size) -> bool:
     return value.ndim == 0 and (name in BOOKKEEPING or len(shape) > 0)
 
 
-def cut_state(optimizer: Optimizer, param: nn.Parameter, is_elementwise: bool) -> None:
-    """Cut a parameter's state to plain tensors of the shape of this rank's shard.
+def cut_state(optimizer: Optimizer, param: nn.Parameter, is_known: bool) -> str:
+    """Cut a parameter's state to plain tensors of the shape, device and memory format of its shard.
 
-    Raises:
-        OptimizerError: an optimizer that ``is_elementwise`` has tensors of another shape.
+    Tensors in lists, tuples and dicts are state, too. A fused kernel goes through the memory of
+    state and parameter side by side, so their formats must be one.
+
+    Returns:
+        Which tensor of an optimizer that ``is_known`` has another shape; empty if all fit.
     """
     sharding, state = sharding_of(param), optimizer.state.get(param)
-    if not state:
-        return
+    if sharding is None or not state:
+        return ""
     for name, value in state.items():
-        if isinstance(value, ShardTensor):  # made before the first step, like the parameter
-            state[name] = value.to_local()
-        elif sharding is None or sharding.shape == param.shape or not isinstance(value, Tensor):
+        if isinstance(value, Tensor) and name in SCALES:
+            if value.numel() == blocks(sharding.shape.numel()):
+                state[name] = cut_scales(value, sharding)
             continue
-        elif name in SCALES and value.numel() == blocks(sharding.shape.numel()):
-            state[name] = cut_scales(value, sharding)
-        elif _is_elements(name, value, sharding.shape):
-            state[name] = sharding.cut(value, param.shape).clone()
-        elif is_elementwise and name not in BOOKKEEPING and value.shape != param.shape:
-            raise OptimizerError(
-                f"state {name!r} of parameter {sharding.name!r} has shape {tuple(value.shape)}; "
-                f"the shard here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another "
-                "rank's state, or that of other ranks. Load whole state, as an unsharded optimizer "
-                "has it, or use sharded.load_optimizer_state_dict() or sharded.load()."
-            )
+        cut = partial(_cut, name, param=param, sharding=sharding)
+        state[name] = new = tree_map_only(Tensor, cut, value)
+        is_one = isinstance(new, Tensor) and name not in BOOKKEEPING
+        if is_known and is_one and new.shape != param.shape:
+            return _misfit(name, new, param, sharding)
+    return ""
 
 
-def uncut_state(optimizer: Optimizer, bucket: Bucket) -> None:
-    """Make the state of a bucket's parameters whole. A collective."""
+def _cut(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -> Tensor:
+    if isinstance(value, ShardTensor):  # made before the first step, like the parameter
+        value = value.to_local()
+    elif _is_elements(name, value, sharding.shape) and value.shape != param.shape:
+        value = sharding.cut(value, param.shape).clone()
+    if not _is_elements(name, value, param.shape):
+        return value
+    return value.to(param.device).contiguous()
+
+
+def _misfit(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -> str:
+    return (
+        f"state {name!r} of parameter {sharding.name!r} has shape {tuple(value.shape)}; "
+        f"the shard here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another "
+        "rank's state, or that of other ranks. Load whole state, as optimizer.state_dict() gives "
+        "it, sharded or not, or use sharded.load_optimizer_state_dict() or sharded.load()."
+    )
+
+
+def whole_state(
+    optimizer: Optimizer, bucket: Bucket, copy: Callable[[Tensor], Tensor]
+) -> list[dict[str, Any]]:
+    """The state of each of a bucket's parameters, whole. A collective.
+
+    Args:
+        copy: called with each whole tensor, which is a view of a larger one.
+    """
     states = [optimizer.state.get(param, {}) for param in bucket.params]
-    cut = [
-        {
-            name: value
-            for name, value in state.items()
-            if name in SCALES or _is_elements(name, value, param.shape)
-        }
-        for state, param in zip(states, bucket.params, strict=True)
-    ]
+    cut = [_elements(*pair) for pair in zip(states, bucket.params, strict=True)]
+    wholes: list[dict[_Key, Tensor]] = [{} for _ in cut]
     # 8-bit optimizers keep the state of small parameters in another dtype.
-    kinds = {(name, value.dtype) for of_param in cut for name, value in of_param.items()}
-    for name, dtype in sorted(kinds, key=str):
-        values = [of_param.get(name) for of_param in cut]
+    kinds = {(key, value.dtype) for of_param in cut for key, value in of_param.items()}
+    for key, dtype in sorted(kinds, key=str):
+        values = [of_param.get(key) for of_param in cut]
         parts = [part if part is not None and part.dtype is dtype else None for part in values]
-        wholes = whole_of_parts(bucket, name, parts, dtype)
-        for state, part, whole in zip(states, parts, wholes, strict=True):
+        every = whole_of_parts(bucket, key[0], parts, dtype)
+        for of_param, part, whole in zip(wholes, parts, every, strict=True):
             if part is not None:
-                state[name] = whole.clone()
+                of_param[key] = copy(whole)
+    return [_replaced(*pair) for pair in zip(states, wholes, strict=True)]
+
+
+_Key = tuple[str, int]
+"""The name of a state, and the number of a tensor in it: 0, but for state that is a list."""
+
+
+def _elements(state: Mapping[str, Any], param: nn.Parameter) -> dict[_Key, Tensor]:
+    """The tensors that have one value for each element of the shard."""
+    return {
+        (name, number): leaf
+        for name, value in state.items()
+        for number, leaf in enumerate(tree_leaves(value))
+        if name in SCALES or _is_elements(name, leaf, param.shape)
+    }
+
+
+def _replaced(state: Mapping[str, Any], wholes: Mapping[_Key, Tensor]) -> dict[str, Any]:
+    """The state with other tensors in place of some."""
+
+    def replaced(name: str, value: Any) -> Any:
+        numbers = count()
+        return tree_map(lambda leaf: wholes.get((name, next(numbers)), leaf), value)
+
+    return {name: replaced(name, value) for name, value in state.items()}
 
 
 def _is_elements(name: str, value: object, shape: torch.Size) -> bool:

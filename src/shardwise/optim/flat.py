@@ -36,6 +36,9 @@ class ShardedModel(Protocol):
     comm: Comm
     buckets: tuple[Bucket, ...]
 
+    def admitted(self, operation: str, optimizer: Optimizer) -> object:
+        """Checks the optimizer, and knows from now on that its state is that of shards."""
+
 
 class FlatOptimizer(Optimizer, ABC):
     """An optimizer of a sharded model that updates runs by a fused kernel.
@@ -112,8 +115,7 @@ class FlatOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From ``state_dict()`` of this optimizer, or of torch's of the same name.
 
-        State may have the shapes of this rank's shards, or of whole parameters, of which each
-        rank keeps its part.
+        State is that of whole parameters, of which each rank keeps its part.
 
         Raises:
             ConfigError: it is another optimizer's, or of other shapes.
@@ -123,6 +125,7 @@ class FlatOptimizer(Optimizer, ABC):
             check_loaded(group, self._policy)
         super().load_state_dict(state_dict)
         self._hold()
+        self._sharded.admitted(f"{type(self).__name__}.load_state_dict() was called", self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; clip before, if there is a ``max_norm``.

@@ -29,7 +29,7 @@ from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.memory.sharded_parameter import ShardedParameter
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.blockwise import check_blocks, is_blockwise, make_state
-from shardwise.optim.cut_state import cut_state, uncut_state
+from shardwise.optim.cut_state import cut_state, whole_state
 from shardwise.torch_internals import hooks_behind, skip_in_dynamo
 
 log = logging.getLogger("shardwise")
@@ -103,17 +103,24 @@ class OptimizerHooks:
         params: the model's parameters.
         before_step: a method, held weakly, called before each step of an optimizer that holds any,
             with the optimizer and the arguments of the step.
+        between_steps: a method, held weakly, that gives the model's buckets, or raises while a
+            step is under way.
         comm: the ranks.
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], before_step: Callable[..., None], comm: Comm
+        self,
+        params: Iterable[nn.Parameter],
+        before_step: Callable[..., None],
+        between_steps: Callable[[str], Sequence[Bucket]],
+        comm: Comm,
     ) -> None:
-        self._ranks, self._warns = comm.size, comm.size > 1 and comm.rank == 0
+        self._between_steps = weakref.WeakMethod(between_steps)
+        self._comm, self._warns = comm, comm.size > 1 and comm.rank == 0
         self._own_ids = {id(param) for param in params}
         self._before_step = weakref.WeakMethod(before_step)
         #: In order of their first step.
-        self._known: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._admitted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._params: weakref.WeakKeyDictionary[Optimizer, _Params] = weakref.WeakKeyDictionary()
         self._handles = [register_optimizer_step_pre_hook(self._before)]
@@ -139,8 +146,34 @@ class OptimizerHooks:
 
     def uncut(self, buckets: Iterable[Bucket]) -> None:
         """Make the state of the optimizers that stepped here whole. A collective."""
-        for optimizer, bucket in product(tuple(self._known), buckets):
-            uncut_state(optimizer, bucket)
+        admitted = [optimizer for optimizer in self._known if optimizer in self._admitted]
+        for optimizer, bucket in product(admitted, buckets):
+            wholes = whole_state(optimizer, bucket, Tensor.clone)
+            for param, whole in zip(bucket.params, wholes, strict=True):
+                if whole:
+                    optimizer.state[param].update(whole)
+
+    def _make_whole(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+        """What ``optimizer.state_dict()`` gives: whole tensors on CPU, as the model's does.
+
+        Rank 0 may then save it for all, and each rank that loads it keeps its part. A collective.
+        """
+        between_steps = self._between_steps()
+        if between_steps is None or optimizer not in self._admitted:  # it is whole
+            return None
+        numbers = {
+            id(param): number
+            for group, packed in zip(optimizer.param_groups, given["param_groups"], strict=True)
+            for param, number in zip(group["params"], packed["params"], strict=True)
+        }
+        state = dict(given["state"])
+        for bucket in between_steps(f"{type(optimizer).__name__}.state_dict() was called"):
+            if any(id(param) in numbers for param in bucket.params):
+                wholes = whole_state(optimizer, bucket, _to_host)
+                for param, whole in zip(bucket.params, wholes, strict=True):
+                    if whole:
+                        state[numbers[id(param)]] = whole
+        return {**given, "state": state}
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         before_step = self._before_step()
@@ -180,7 +213,7 @@ class OptimizerHooks:
             type(optimizer).__name__,
             len(plain),
             some,
-            self._ranks,
+            self._comm.size,
         )
 
     def admit(self, optimizer: Optimizer) -> None:
@@ -189,14 +222,19 @@ class OptimizerHooks:
         if not params or optimizer in self._admitted:
             return
         _check_elementwise(optimizer, params)
-        for param in params:
-            cut_state(optimizer, param, is_elementwise(type(optimizer)))
+        is_known = isinstance(optimizer, _ELEMENTWISE)
+        misfits = [text for p in params if (text := cut_state(optimizer, p, is_known))]
+        if any(map(optimizer.state.get, params)):  # it may fit on some ranks only
+            self._comm.agree({f"state of {type(optimizer).__name__}": "".join(misfits[:1])})
+        if misfits:
+            raise OptimizerError(misfits[0])
         self._admitted.add(optimizer)
         if optimizer not in self._known:
-            self._known[optimizer] = loaded = optimizer.register_load_state_dict_post_hook(
-                self._admitted.discard
-            )
-            self._handles.append(loaded)
+            self._known[optimizer] = True
+            self._handles += [
+                optimizer.register_load_state_dict_post_hook(self._admitted.discard),
+                optimizer.register_state_dict_post_hook(self._make_whole),
+            ]
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:
@@ -210,6 +248,10 @@ def is_elementwise(kind: type[Optimizer]) -> bool:
             inherited = inspect.unwrap(kind.step) is inspect.unwrap(base.step)
             return inherited and bool(vars(base).get("elementwise", True))
     return False
+
+
+def _to_host(whole: Tensor) -> Tensor:
+    return whole.to("cpu", copy=True)
 
 
 def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
