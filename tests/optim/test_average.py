@@ -17,8 +17,11 @@ X = torch.linspace(-1, 1, 20).reshape(4, 5)
 
 
 def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+    net = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+    with torch.no_grad():
+        for param in net.parameters():  # ranks are threads, and have one generator
+            param.copy_(torch.linspace(0, 9, param.numel()).sin().view_as(param))
+    return net
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, after: Callable[[], object]) -> None:
