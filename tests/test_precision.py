@@ -15,7 +15,7 @@ from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.comm.reduction import Reduction
 from shardwise.memory.sharding import sharding_of
-from shardwise.precision import AVERAGES, Dtypes, Precision
+from shardwise.precision import Dtypes, Precision
 from tests.copies import local
 from tests.nets import decoder, decoder_batch, loss, mostly_frozen, numbers
 from tests.parity.plain import mean_in_rank_order
@@ -242,7 +242,7 @@ def test_the_backends_own_mean_can_be_chosen() -> None:
     assert mean_of([0.1, 0.7, 1.3], average="avg") == mean_of([0.1, 0.7, 1.3])
 
 
-@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("average", ["postdivide", "predivide", "sqrt", "avg"])
 def test_one_rank_alone_keeps_its_gradient(average: str) -> None:
     assert mean_of([0.1], average=average) == torch.tensor(0.1).item()
 
@@ -376,8 +376,8 @@ def test_it_is_refused_where_the_device_is_known() -> None:
 
 
 def test_an_unknown_way_to_average_is_refused_with_those_there_are() -> None:
-    with pytest.raises(sw.ConfigError, match=r"'mean'; choose one of postdivide, predivide, sqrt"):
-        Precision(average="mean")
+    with pytest.raises(sw.ConfigError, match=r"'mean'; choose one of 'postdivide', 'predivide'"):
+        Precision(average="mean")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "full_shard"])

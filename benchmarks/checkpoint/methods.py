@@ -64,7 +64,7 @@ def synchronous(name: str) -> str:
     return name.partition("_")[0]
 
 
-def _ours(trained: TrainedModel, copied_by: str = "") -> tuple[Save, Load]:
+def _ours(trained: TrainedModel, copied_by: Any = "") -> tuple[Save, Load]:
     sharded = trained.sharded
     assert sharded is not None
 

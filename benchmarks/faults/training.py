@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -111,7 +112,8 @@ class _Saver:
         begin = self.sharded.save_async if how.background else self.sharded.save
         for _ in range(1 + how.again):
             self.calls.append(self.made)
-            options = {"kind": how.kind, "copied_by": how.copied_by, "save_total_limit": how.limit}
+            asked = {"kind": how.kind, "copied_by": how.copied_by, "save_total_limit": how.limit}
+            options: dict[str, Any] = asked
             begin(path, optimizer, training, **options)
 
 

@@ -8,7 +8,7 @@ One training step is a list of events. Read the package in this order:
     memory     shards, full buckets and gradient buckets: who holds which bytes
     runtime    the user's calls as cues, and the events that answer them
     setup      what is done once per model
-    sharded    ``shard(model)`` and the handle that it returns
+    front_door, sharded    ``shard(model)``, and the handle that it returns
 
 and then ``comm`` (how ranks exchange bytes), ``optim`` (what happens on shards), ``checkpoint``
 (to disk and back), ``convert`` and ``dialects`` (others' files), ``launch``, ``train``, ``cli``.
@@ -42,12 +42,13 @@ if TYPE_CHECKING:
         ShardUseError,
         ShardwiseError,
     )
+    from shardwise.front_door import shard
     from shardwise.offload import Offload
     from shardwise.precision import Precision
     from shardwise.schedule.events import Prefetch
     from shardwise.schedule.placement import Placement
     from shardwise.setup.recompute import ActivationCheckpointing
-    from shardwise.sharded import Sharded, shard
+    from shardwise.sharded import Sharded
     from shardwise.tracing import Recording, Trace, record, trace
     from shardwise.units import wrap
 
@@ -99,6 +100,7 @@ _DEFINING_MODULES = (
     "precision",
     "comm.connect",
     "setup.recompute",
+    "front_door",
     "sharded",
     "checkpoint",
     "tracing",

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.arguments import checked
 from shardwise.errors import ConfigError
 
 __all__ = ["Offload"]
 
 
+@checked
 @dataclass(frozen=True)
 class Offload:
     """What is kept in host memory; pinned, where there is a device.

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from shardwise.errors import ConfigError, nearest
+from shardwise.arguments import checked
+from shardwise.comm.mesh import Ranks
+from shardwise.errors import ConfigError
 from shardwise.offload import Offload
 from shardwise.precision import Precision
 from shardwise.schedule.events import Prefetch
 from shardwise.setup.materialise import Init, default_init
 from shardwise.setup.recompute import ActivationCheckpointing
-from shardwise.synonyms import option_hint
 
 
+@checked
 @dataclass(frozen=True)
 class Options:
     """Options of ``shard()`` beyond strategy and units.
@@ -52,35 +53,23 @@ class Options:
             launcher, and a copy on each host.
     """
 
-    precision: Precision = field(default_factory=Precision)
-    prefetch: Prefetch = field(default_factory=Prefetch)
-    offload: Offload = field(default_factory=Offload)
-    bucketing: str = "block"
-    uneven: str = "pad"
+    precision: Precision = Precision()
+    prefetch: Prefetch = Prefetch()
+    offload: Offload = Offload()
+    bucketing: Literal["block", "layer", "none"] = "block"
+    uneven: Literal["pad", "error"] = "pad"
     blocksize: int = 0
     residency: int = 0
     sync_module_states: bool = True
     init: Init = default_init
     load_later: frozenset[Tensor] = frozenset()
-    buffers: str = "local"
-    divergence: str = "error"
+    buffers: Literal["local", "broadcast", "average"] = "local"
+    divergence: Literal["error", "participate"] = "error"
     activation_checkpointing: bool | ActivationCheckpointing = False
     compile: bool | str = False
-    mesh: Any = None
+    mesh: Ranks | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        check_type("precision", self.precision, Precision, "sw.Precision(compute=torch.bfloat16)")
-        check_type("prefetch", self.prefetch, Prefetch, "sw.Prefetch(backward=0)")
-        if not isinstance(self.activation_checkpointing, bool):
-            kind, example = ActivationCheckpointing, "sw.ActivationCheckpointing(every=2)"
-            check_type("activation_checkpointing", self.activation_checkpointing, kind, example)
-        if not isinstance(self.compile, bool):
-            check_type("compile", self.compile, str, '"inductor"')
-        check_type("offload", self.offload, Offload, "sw.Offload(optimizer=True)")
-        _check_choice("bucketing", self.bucketing, ("block", "layer", "none"))
-        _check_choice("uneven", self.uneven, ("pad", "error"))
-        _check_choice("buffers", self.buffers, ("local", "broadcast", "average"))
-        _check_choice("divergence", self.divergence, ("error", "participate"))
         if self.residency < 0:
             raise ConfigError(f"residency is {self.residency}; it is a number of bytes, or 0.")
         if self.blocksize < 0:
@@ -90,30 +79,6 @@ class Options:
                 f'uneven="error" needs dim-0 shards, and bucketing={self.bucketing!r} shards '
                 'buckets, not parameters. Add bucketing="none", or leave uneven out.'
             )
-
-    @classmethod
-    def of(cls, keywords: Mapping[str, Any]) -> Options:
-        """From keyword arguments; the error for an unknown one names the nearest option."""
-        known = {item.name for item in fields(cls)}
-        if not keywords.get("use_orig_params", True):
-            raise ConfigError(
-                "shard() has no use_orig_params=False: parameters always keep their names and "
-                "objects, as with FSDP1's use_orig_params=True, so parameter groups and mixed "
-                "requires_grad work, and there is no flat parameter. Leave it out."
-            )
-        options = {name: value for name, value in keywords.items() if name != "use_orig_params"}
-        for name in sorted(options.keys() - known):
-            near = nearest(name, known | {"strategy", "wrap", "comm"})[0]
-            raise ConfigError(
-                f"shard() has no option {name!r}; {option_hint(name) or f'nearest is {near!r}'}. "
-                f"Options are {', '.join(sorted(known))}."
-            )
-        return cls(**options)
-
-
-def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(repr, known))}.")
 
 
 def check_type(name: str, value: object, kind: type, example: str) -> None:

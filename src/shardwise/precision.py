@@ -16,18 +16,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import torch
 from torch import nn
 
 from shardwise.accelerators import row
+from shardwise.arguments import checked
 from shardwise.comm.codec import QUANTISED
 from shardwise.comm.reduction import Reduction
 from shardwise.errors import ConfigError, nearest
 
-AVERAGES = ("postdivide", "predivide", "sqrt", "avg")
 
-
+@checked
 @dataclass(frozen=True)
 class Precision:
     """The dtypes of a model. ``None`` leaves each tensor as it is.
@@ -60,15 +61,11 @@ class Precision:
     sum: torch.dtype | None = None
     buffers: torch.dtype | None = None
     output: torch.dtype | None = None
-    average: str | None = None
+    average: Literal["postdivide", "predivide", "sqrt", "avg"] | None = None
     cast_forward_inputs: bool = True
     keep: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.average is not None and self.average not in AVERAGES:
-            raise ConfigError(
-                f"precision.average is {self.average!r}; choose one of {', '.join(AVERAGES)}."
-            )
         if self.gather_wire is not None and self.gather_wire not in QUANTISED:
             raise ConfigError(
                 f"precision.gather_wire is {self.gather_wire}; it can be torch.int8 or "

@@ -1,4 +1,4 @@
-"""The public API: ``shard(model)`` in place, and the handle that it returns.
+"""The handle of a sharded model: what ``shard(model)`` returns.
 
 FSDP1 wraps the model in another module and FSDP2 replaces its parameters, which breaks names,
 optimizers and hooks that exist already. Here the model, its names and its ``Parameter`` objects
@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from shardwise import uneven
 from shardwise.checkpoint import api
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.optimizer_state import Given, Optimizers, as_optimizers
-from shardwise.comm.connect import comm_for
 from shardwise.comm.environment import local_size
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh, Shape, shape_of
@@ -35,7 +33,7 @@ from shardwise.optim.norm import chosen, clip_gradients, places_of
 from shardwise.optim.optimizer_hooks import OptimizerHooks
 from shardwise.options import Options
 from shardwise.printed import Layouts, Schedule
-from shardwise.runtime.buffers import check_batch_norm, sync_buffers
+from shardwise.runtime.buffers import sync_buffers
 from shardwise.runtime.forward import Hooks
 from shardwise.runtime.forward_methods import ForwardMethods
 from shardwise.runtime.full_params import full_params
@@ -44,54 +42,13 @@ from shardwise.runtime.unit import UnitState
 from shardwise.schedule.events import Mode, Order
 from shardwise.schedule.placement import Placement
 from shardwise.setup import order
-from shardwise.setup.build import check_unsharded, cut, facts, uncut
+from shardwise.setup.build import cut, facts, uncut
 from shardwise.setup.forwards import Forwards
 from shardwise.setup.whole_values import StateHooks, local_state, whole_copy
-from shardwise.strategies import placement_of
 from shardwise.units.units import Units, choose_units
 from shardwise.units.wrap import Wrap
 
-__all__ = ["Sharded", "shard"]
-
-
-def shard(
-    model: nn.Module,
-    strategy: str | int | Enum | Placement = "full_shard",
-    wrap: Wrap | None = None,
-    comm: Comm | None = None,
-    **options: Any,
-) -> Sharded:
-    """Shard ``model`` in place over the ranks of ``comm``. A collective.
-
-    Args:
-        model: any module; parameters may be frozen, tied, scalar, of several dtypes, or on the
-            meta device.
-        strategy: ``"full_shard"`` (ZeRO-3), ``"shard_grad_op"`` (ZeRO-2), ``"zero1"`` or
-            ``"no_shard"`` (DDP); ``"hybrid_shard"``, ``"hybrid_shard_zero2"`` and ``"hybrid_full"``
-            with copies on other hosts; also torch's ``ShardingStrategy``, its numbers, and a
-            ``Placement``.
-        wrap: the wrap policy; ``None`` = repeated blocks, embeddings and head.
-        comm: the communicator; ``None`` = from the launcher's environment, or of one rank.
-        options: the fields of ``Options``.
-
-    Returns:
-        A handle: ``accumulate``, ``clip_grad_norm_``, ``full_params``, ``units``, ``schedule`` …
-
-    Raises:
-        ConfigError: an argument is invalid, or the model is sharded already.
-        RanksDisagree: the ranks were given different models or arguments.
-    """
-    checked, placement = Options.of(options), placement_of(strategy)
-    if wrap is not None and not isinstance(wrap, Wrap):
-        raise ConfigError(
-            f"wrap is {wrap!r}, not a wrap policy. Pass one, such as sw.wrap.by_class('Block')."
-        )
-    check_unsharded(model)
-    comm = comm_for(comm, checked.mesh)
-    checked.precision.check(comm.device, model)
-    check_batch_norm(model, comm)
-    with comm.device:  # not the one of a `with torch.device("meta"):` around this call
-        return Sharded(model, placement, wrap, comm, checked)
+__all__ = ["Sharded"]
 
 
 @dataclass(eq=False, repr=False)

@@ -86,6 +86,11 @@ _OPTIONS = {
         "reduce_bucket_size allgather_bucket_size reduce_scatter"
     ),
     'that is buffers= here: "broadcast" for True, "local" for False': "broadcast_buffers",
+    "Parameters keep their names and objects, so parameter groups and mixed requires_grad work; "
+    "there is no flat parameter": "use_orig_params",
+    "leave it out: the launcher's environment says it, and the device's row which backend": (
+        "rank world_size local_rank init_method backend dist_backend"
+    ),
     "leave it out: ranks hold equal ranges of whole units": "shard_placement_fn device_map",
 }
 

@@ -125,7 +125,7 @@ def test_many_saves_in_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip"])
 def test_a_slow_disk_with_a_save_at_every_step(
-    when_busy: str, tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
+    when_busy: Any, tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
 ) -> None:
     """Memory stays within its budget, nobody waits for ever, and the last one is what it says."""
 

@@ -94,7 +94,7 @@ def test_any_strategy_reads_what_any_other_wrote(before: str, after: str, tmp_pa
 @pytest.mark.parametrize("wrap", [sw.wrap.whole(), sw.wrap.by_class("Mlp")], ids=str)
 @pytest.mark.parametrize("bucketing", ["block", "layer", "none"])
 def test_any_choice_of_units_reads_what_any_other_wrote(
-    wrap: Any, bucketing: str, tmp_path: Path
+    wrap: Any, bucketing: Any, tmp_path: Path
 ) -> None:
     state = saved(DECODER, 3, tmp_path / "step-2")
 

@@ -413,7 +413,7 @@ def test_gradients_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
         ({"max_file_sise": 3}, "nearest is 'max_file_size'"),
         ({"max_file_size": 0}, "at least 1"),
         ({"save_total_limit": 0}, "at least 1"),
-        ({"keep_best": "best"}, "'lowest' or 'highest'"),
+        ({"keep_best": "best"}, "one of 'lowest', 'highest'"),
         ({"kind": "local"}, "pass kind='sharded', or"),
     ],
 )
@@ -438,7 +438,7 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path) -> None:
         gone = []
         for step, metric in enumerate([3.0, 1.0, 2.0, 2.5], start=1):
             training = sw.Training(step=step, metric=metric)
-            options = {"save_total_limit": 2, "keep_best": "lowest"}
+            options: dict[str, Any] = {"save_total_limit": 2, "keep_best": "lowest"}
             report = sharded.save(tmp_path / f"step-{step}", None, training, **options)
             gone.append(report.removed)
         return gone

@@ -492,5 +492,5 @@ def test_what_the_engine_itself_changes_waits_for_the_copy(tmp_path: Path) -> No
 
 def test_an_unknown_way_to_copy_is_an_error(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(sw.ConfigError, match="choose 'return' or 'next_step'"):
-        sw.shard(model).save_async(tmp_path / "step-1", copied_by="never")
+    with pytest.raises(sw.ConfigError, match="choose one of 'return', 'next_step'"):
+        sw.shard(model).save_async(tmp_path / "step-1", copied_by="never")  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def test_fsdps_words_mean_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "how", "said"),
+    ("kind", "how", "message"),
     [
         ("ful", {}, "nearest is 'full'"),
         ("full", {"rank_0_only": True}, "nearest is 'rank0_only'"),
@@ -40,9 +40,10 @@ def test_fsdps_words_mean_the_same(kind: str) -> None:
         (StateDict.FULL, {"rank0_only": True}, "says all of it"),
     ],
 )
-def test_what_means_nothing_is_an_error(kind: Any, how: dict[str, Any], said: str) -> None:
-    with pytest.raises(sw.ConfigError, match=said):
-        StateDict.of(kind, how)
+def test_what_means_nothing_is_an_error(kind: Any, how: dict[str, Any], message: str) -> None:
+    sharded = sw.shard(torch.nn.Linear(2, 2))
+    with pytest.raises(sw.ConfigError, match=message):
+        sharded.state_dict(kind, **how)
 
 
 DECODER, TIED, CONVNET = NETS[0], NETS[1], next(n for n in NETS if "convnet" in str(n))

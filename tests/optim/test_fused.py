@@ -132,7 +132,7 @@ def test_momentum_may_begin_later_and_end() -> None:
 # ---- options -------------------------------------------------------------------------------
 
 REFUSED: list[tuple[Callable[..., Optimizer], dict[str, Any], str]] = [
-    (sw.optim.SGD, {"betas": (0.9, 0.9)}, "there is no option 'betas'; nearest is"),
+    (sw.optim.SGD, {"betas": (0.9, 0.9)}, "SGD() has no option 'betas'; nearest is"),
     (sw.optim.AdamW, {"lr": -0.1}, "lr is -0.1; it must not be negative."),
     (sw.optim.AdamW, {"eps": float("nan")}, "eps is nan; it must not be negative."),
     (sw.optim.AdamW, {"weight_decay": -1}, "weight_decay is -1; it must not be negative."),
@@ -154,8 +154,8 @@ def test_options_that_cannot_work_are_refused(
 
 def test_an_option_that_does_not_exist_is_refused_with_the_nearest() -> None:
     sharded = sw.shard(nets.decoder())
-    text = said(sw.ConfigError, lambda: sw.optim.AdamW(sharded, weigth_decay=0.1))
+    text = said(sw.ConfigError, lambda: sw.optim.AdamW(sharded, weigth_decay=0.1))  # type: ignore[call-arg]
     assert text == (
-        "there is no option 'weigth_decay'; nearest is 'weight_decay'. Options are lr, betas, eps, "
-        "weight_decay, amsgrad, max_norm."
+        "AdamW() has no option 'weigth_decay'; nearest is 'weight_decay'. Options are amsgrad, "
+        "betas, eps, groups, lr, max_norm, sharded, weight_decay."
     )

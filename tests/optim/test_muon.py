@@ -246,15 +246,15 @@ def test_what_is_no_matrix_or_no_option_is_refused() -> None:
     assert "parameter 'blocks.0.norm1.weight' of shape (16,) is in a group of Muon" in refused(
         groups=[{"params": r".*norm1\.weight"}]
     )
-    assert "algorithm is 'sgd'; it must be in ('muon', 'adamw')." in refused(
+    assert "algorithm is 'sgd'; choose one of 'muon', 'adamw'." in refused(
         groups=[{"params": ".*", "algorithm": "sgd"}]
     )
-    assert "there is no option 'momentun'; nearest is 'momentum'" in refused(momentun=0.9)
-    assert "there is no option 'beta'" in refused(adamw={"beta": 0.9})
+    assert "Muon() has no option 'momentun'; nearest is 'momentum'" in refused(momentun=0.9)
+    assert "AdamW() has no option 'beta'" in refused(adamw={"beta": 0.9})
     assert "a parameter group has a max_norm" in refused(adamw={"max_norm": 1.0})
     assert "no trainable parameter has a name that 'nope' matches" in refused(
         adamw={"params": "nope"}
     )
-    assert "ns_steps is 100; it must be in range(1, 100)." in refused(ns_steps=100)
+    assert "ns_steps is 100; it must be from 1 to 99." in refused(ns_steps=100)
     assert "adjust_lr_fn is 'none'" in refused(adjust_lr_fn="none")
     assert "momentum is -1; it must not be negative" in refused(momentum=-1)

@@ -341,5 +341,5 @@ def test_frozen_shards_are_in_host_memory_only_where_parameters_are() -> None:
 
 def test_what_cannot_be_offloaded_says_why() -> None:
     assert "Add optimizer=True" in said(ConfigError, lambda: sw.Offload(parameters=True))
-    words = said(ConfigError, lambda: sw.shard(nn.Linear(2, 2), offload=True))
+    words = said(ConfigError, lambda: sw.shard(nn.Linear(2, 2), offload=True))  # type: ignore[arg-type]
     assert "sw.Offload(optimizer=True)" in words

@@ -1085,7 +1085,7 @@ def test_without_backward_prefetch_a_unit_is_gathered_when_its_turn_comes() -> N
 
 @pytest.mark.parametrize("when", ["pre", "post"])
 @pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op", "full_shard"])
-def test_collectives_are_issued_as_the_schedule_lists_them(strategy: str, when: str) -> None:
+def test_collectives_are_issued_as_the_schedule_lists_them(strategy: str, when: Any) -> None:
     _, log, events = watched_step(sw.Prefetch(when=when), strategy)
     listed = [f"{e.op} {e.unit}" for e in events if e.op in (Op.GATHER, Op.REDUCE)]
     assert [line for line in log if line.startswith(("gather", "reduce"))] == listed

@@ -83,7 +83,7 @@ def test_programs_of_a_grid_do_what_the_engine_does_on_each_axis(
 
 
 @pytest.mark.parametrize("average", ["predivide", "sqrt", "avg"])
-def test_each_way_to_average_divides_on_both_axes_where_the_engine_does(average: str) -> None:
+def test_each_way_to_average_divides_on_both_axes_where_the_engine_does(average: Any) -> None:
     hold(SCALAR, 6, "hybrid_full", mesh=(2, 3), precision=sw.Precision(average=average))
 
 
@@ -111,7 +111,7 @@ def test_programs_of_every_model_do_what_the_engine_does(net: Net, strategy: str
 
 
 @pytest.mark.parametrize("average", ["predivide", "sqrt", "avg"])
-def test_each_way_to_average_divides_where_the_engine_does(average: str) -> None:
+def test_each_way_to_average_divides_where_the_engine_does(average: Any) -> None:
     hold(SCALAR, 3, "full_shard", precision=sw.Precision(average=average))
 
 

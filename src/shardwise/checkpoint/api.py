@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.arguments import named, taken
 from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
 from shardwise.checkpoint.background import Background, Saving
@@ -24,7 +25,6 @@ from shardwise.checkpoint.options import (
     Saved,
     SaveOptions,
     SaveRequest,
-    check_known,
 )
 from shardwise.checkpoint.state_dict import StateDict, model_state, put_model_state
 from shardwise.checkpoint.training_state import Training
@@ -45,12 +45,22 @@ class Sharded(ShardedModel, Protocol):
 # --- folders ---------------------------------------------------------------------------------
 
 
+@named
 def save(
     self: Sharded,
     path: str | Path,
     optimizer: Given = None,
     training: Training | None = None,
-    **options: Any,
+    *,
+    kind: str | Enum = "sharded",
+    max_file_size: int = 5_000_000_000,
+    save_total_limit: int | None = None,
+    keep_best: Literal["lowest", "highest"] | None = None,
+    files: Mapping[str, str | bytes] | None = None,
+    names: Callable[[str], bool] | None = None,
+    snapshot_bytes: int | None = None,
+    copied_by: Literal["return", "next_step"] = "return",
+    when_busy: Literal["wait", "skip"] = "wait",
 ) -> Saved:
     """Write a checkpoint: a folder that ``transformers`` loads. A collective.
 
@@ -58,22 +68,32 @@ def save(
         path: the folder, such as ``"run/step-100"``; ``run/latest`` will point at it.
         optimizer: whose state is stored, too; or several.
         training: step, scheduler, data position: what a run needs to go on.
-        options: the fields of ``SaveOptions``.
+        kind, …, when_busy: see ``shardwise.checkpoint.SaveOptions``, field by field.
 
     Raises:
         CheckpointError: on every rank alike; what was under ``path`` before still is.
     """
-    request = _save_request(self, "save()", path, optimizer, training, options)
+    request = _save_request(self, "save()", locals())
     self._background.wait_pending()
     return writing.save(self, request)
 
 
+@named
 def save_async(
     self: Sharded,
     path: str | Path,
     optimizer: Given = None,
     training: Training | None = None,
-    **options: Any,
+    *,
+    kind: str | Enum = "sharded",
+    max_file_size: int = 5_000_000_000,
+    save_total_limit: int | None = None,
+    keep_best: Literal["lowest", "highest"] | None = None,
+    files: Mapping[str, str | bytes] | None = None,
+    names: Callable[[str], bool] | None = None,
+    snapshot_bytes: int | None = None,
+    copied_by: Literal["return", "next_step"] = "return",
+    when_busy: Literal["wait", "skip"] = "wait",
 ) -> Saving | None:
     """``save``, but write while training goes on; ``copied_by`` says when it returns.
 
@@ -83,23 +103,15 @@ def save_async(
         The running save: call its ``wait()`` before the process ends. ``None`` if the previous
         save is still being written and ``when_busy`` is ``"skip"``.
     """
-    request = _save_request(self, "save_async()", path, optimizer, training, options)
+    request = _save_request(self, "save_async()", locals())
     return self._background.save(self, request)
 
 
-def _save_request(
-    sharded: Sharded,
-    call: str,
-    path: str | Path,
-    optimizer: Given,
-    training: Training | None,
-    given: Mapping[str, Any],
-) -> SaveRequest:
-    optimizers = sharded.admitted(f"{call} was called", optimizer)
+def _save_request(sharded: Sharded, call: str, given: Mapping[str, Any]) -> SaveRequest:
+    optimizers = sharded.admitted(f"{call} was called", given["optimizer"])
 
     def chosen() -> SaveOptions:
-        check_known("save()", given, [item.name for item in fields(SaveOptions)])
-        options = SaveOptions(**given)
+        options = taken(SaveOptions, given)
         if options.kind == "full" and call == "save_async()":
             raise ConfigError(
                 "kind='full' sends everything to rank 0 while it is written, which training must "
@@ -108,15 +120,18 @@ def _save_request(
         return options
 
     options = raise_on_all(sharded.comm, f"options of {call}", chosen)
-    return SaveRequest(path, optimizers, training, options)
+    return SaveRequest(given["path"], optimizers, given["training"], options)
 
 
+@named
 def load(
     self: Sharded,
     path: str | Path,
     optimizer: Given = None,
     training: Training | None = None,
-    **how: Any,
+    *,
+    strict: bool = True,
+    cast: bool = False,
 ) -> Loaded:
     """Load a checkpoint of any number of ranks, or a Hugging Face folder. A collective.
 
@@ -124,20 +139,24 @@ def load(
         path: a checkpoint's folder, ``latest``, or one safetensors file.
         optimizer: gets its state back, too; or several.
         training: its scheduler and scaler get theirs; and random generators are restored.
-        how: ``strict=False`` leaves out what does not fit, ``cast=True`` converts dtypes.
+        strict: whatever does not fit is an error; ``False`` leaves it out, and says so.
+        cast: floating-point tensors in the files may have another dtype than the model's.
 
     Raises:
         CheckpointError: on every rank alike, naming everything that does not fit.
     """
-    return reading.load(self, path, _load_options(self, optimizer, training, how))
+    return reading.load(self, path, _load_options(self, locals()))
 
 
+@named
 def resume(
     self: Sharded,
     run: str | Path,
     optimizer: Given = None,
     training: Training | None = None,
-    **how: Any,
+    *,
+    strict: bool = True,
+    cast: bool = False,
 ) -> Loaded | None:
     """``load`` the newest whole checkpoint ``run/step-N``. A collective.
 
@@ -150,34 +169,40 @@ def resume(
         DamagedCheckpoint: it has some, and all are damaged.
         CheckpointError: as for ``load``; also where the disk does not let the newest one be read.
     """
-    return reading.resume(self, run, _load_options(self, optimizer, training, how))
+    return reading.resume(self, run, _load_options(self, locals()))
 
 
-def _load_options(
-    sharded: Sharded, optimizer: Given, training: Training | None, how: dict[str, Any]
-) -> LoadOptions:
-    optimizers = sharded.admitted("a checkpoint was to be loaded", optimizer)
-    known = ("strict", "cast")
-    raise_on_all(sharded.comm, "options of load()", lambda: check_known("load()", how, known))
+def _load_options(sharded: Sharded, given: Mapping[str, Any]) -> LoadOptions:
+    optimizers = sharded.admitted("a checkpoint was to be loaded", given["optimizer"])
+    given = {**given, "optimizers": optimizers}
+    options = raise_on_all(sharded.comm, "options of load()", lambda: taken(LoadOptions, given))
     sharded._background.wait_pending()
-    return LoadOptions(optimizers, training, **how)
+    return options
 
 
 # --- state dicts, and one file ---------------------------------------------------------------
 
 
-def state_dict(self: Sharded, kind: str | StateDict = "full", **how: Any) -> dict[str, Any]:
+@named
+def state_dict(
+    self: Sharded,
+    kind: str | Enum | StateDict = "full",
+    *,
+    offload_to_cpu: bool = True,
+    rank0_only: bool = False,
+    names: Callable[[str], bool] | None = None,
+) -> dict[str, Any]:
     """The model's state dict, of FSDP's three kinds. A collective.
 
     Args:
         kind: ``"full"``, ``"sharded"`` or ``"local"`` (or ``"FULL_STATE_DICT"`` …), or a policy.
-        how: the fields of ``StateDict``: ``offload_to_cpu``, ``rank0_only``, ``names``.
+        offload_to_cpu, rank0_only, names: see ``sw.StateDict``; a policy has its own.
 
     Returns:
         name → whole tensor, ``ShardTensor``, or plain shard; empty on ranks that ``rank0_only``
         leaves out.
     """
-    policy = StateDict.of(kind, how)
+    policy = StateDict.of(locals())
     _between_steps(self, "state_dict() was called")
     return model_state(self, policy)
 
@@ -194,20 +219,27 @@ def load_state_dict(self: Sharded, states: Mapping[str, Tensor]) -> None:
     put_model_state(self, states)
 
 
+@named
 def optimizer_state_dict(
-    self: Sharded, optimizer: Optimizer, kind: str | StateDict = "full", **how: Any
+    self: Sharded,
+    optimizer: Optimizer,
+    kind: str | Enum | StateDict = "full",
+    *,
+    offload_to_cpu: bool = True,
+    rank0_only: bool = False,
+    names: Callable[[str], bool] | None = None,
 ) -> dict[str, Any]:
     """The optimizer's state by parameter name, of FSDP's three kinds. A collective.
 
     Args:
         optimizer: of this model's parameters.
-        kind: as for ``state_dict``; ``names`` are those of parameters.
+        kind, offload_to_cpu, rank0_only, names: as for ``state_dict``, of parameters.
 
     Returns:
         ``{"state": {name: {"exp_avg": …}}, "param_groups": [{"params": [name, …], …}]}``, as FSDP's
         ``full_optim_state_dict`` gives; ``sw.numbered(…)`` of it is what a plain optimizer loads.
     """
-    policy = StateDict.of(kind, how)
+    policy = StateDict.of(locals())
     self.admitted("optimizer_state_dict() was called", optimizer)
     return optimizer_state(self, optimizer, policy)
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
+from shardwise.arguments import checked
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.training_state import Document, Training
 from shardwise.errors import ConfigError, nearest
 from shardwise.printed import size
 
 KINDS = ("full", "sharded", "local")
-CHOICES = {
-    "copied_by": ("return", "next_step"),
-    "when_busy": ("wait", "skip"),
-    "keep_best": ("lowest", "highest", None),
-}
 
 
 def kind_of(word: object) -> str:
@@ -35,16 +32,7 @@ def kind_of(word: object) -> str:
     return kind
 
 
-def check_known(call: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Raises ``ConfigError``, which names the nearest, where ``call`` has no such option."""
-    for name in given:
-        if name not in known:
-            raise ConfigError(
-                f"{call} has no option {name!r}; nearest is {nearest(name, known, 1)[0]!r}. "
-                f"Options are {', '.join(known)}."
-            )
-
-
+@checked
 @dataclass(frozen=True)
 class SaveOptions:
     """How to save.
@@ -70,15 +58,15 @@ class SaveOptions:
             ``"wait"`` for that one, or ``"skip"`` this one.
     """
 
-    kind: str = "sharded"
+    kind: str | Enum = "sharded"
     max_file_size: int = 5_000_000_000
     save_total_limit: int | None = None
-    keep_best: str | None = None
-    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    keep_best: Literal["lowest", "highest"] | None = None
+    files: Mapping[str, str | bytes] | None = None
     names: Callable[[str], bool] | None = None
     snapshot_bytes: int | None = None
-    copied_by: str = "return"
-    when_busy: str = "wait"
+    copied_by: Literal["return", "next_step"] = "return"
+    when_busy: Literal["wait", "skip"] = "wait"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", kind_of(self.kind))
@@ -95,9 +83,6 @@ class SaveOptions:
                 f"snapshot_bytes is {self.snapshot_bytes:,}; at least {BLOCK:,} are needed "
                 f"({size(BLOCK)}, one block of a file)."
             )
-        for name, choices in CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                raise ConfigError(f"{name} is {value!r}; choose {' or '.join(map(repr, choices))}.")
 
     @property
     def is_live(self) -> bool:
@@ -166,6 +151,7 @@ class Loaded:
         return None if self.document is None else self.document.position
 
 
+@checked
 @dataclass(frozen=True)
 class LoadOptions:
     """What is to be loaded, and how strictly.

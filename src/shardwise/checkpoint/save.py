@@ -100,7 +100,7 @@ def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
     values = raise_on_all(
         comm, "what is saved", lambda: training_state.values_of(training) if training else {}
     )
-    facts = {"path": str(request.path), "kind of checkpoint": options.kind}
+    facts = {"path": str(request.path), "kind of checkpoint": str(options.kind)}
     facts |= {"optimizers": str(len(request.optimizers)), "training state": str(bool(training))}
     facts |= training_state.facts_of(training, values) if training else {}
     check_same_on_all(comm, facts)

@@ -128,7 +128,7 @@ def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
         aliases = {alias: name for alias, name in aliases.items() if wanted(name)}
     live = options.is_live
     groups = {MODEL: [s.clone() if live and s.entry.everywhere else s for s in shards]}
-    small = {**_model_config(sharded.model), **_checked(options.files)}
+    small = {**_model_config(sharded.model), **_checked(options.files or {})}
     if request.training is None:
         return _LocalState(groups, aliases, small, (), {})
     _check_reduced(sharded.buckets)

@@ -16,12 +16,14 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.arguments import checked, taken
 from shardwise.checkpoint.collectives import all_gather_object, run_on_rank_0
 from shardwise.checkpoint.load_plan import ModelPlan, misfit_error
 from shardwise.checkpoint.local_shards import (
@@ -31,7 +33,7 @@ from shardwise.checkpoint.local_shards import (
     persistent_buffers,
     warn_of_extra_state,
 )
-from shardwise.checkpoint.options import check_known, kind_of
+from shardwise.checkpoint.options import kind_of
 from shardwise.checkpoint.read_requests import ReadRequest
 from shardwise.checkpoint.reader import TensorLocation
 from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of, dtype_of
@@ -43,6 +45,7 @@ from shardwise.printed import size
 from shardwise.torch_internals import buffers_of, parameters_of
 
 
+@checked
 @dataclass(frozen=True)
 class StateDict:
     """What ``sharded.state_dict`` and ``sharded.optimizer_state_dict`` give.
@@ -62,7 +65,7 @@ class StateDict:
     SHARDED: ClassVar[StateDict]
     LOCAL: ClassVar[StateDict]
 
-    kind: str = "full"
+    kind: str | Enum = "full"
     offload_to_cpu: bool = True
     rank0_only: bool = False
     names: Callable[[str], bool] | None = None
@@ -77,16 +80,16 @@ class StateDict:
             )
 
     @classmethod
-    def of(cls, kind: object, how: Mapping[str, Any]) -> StateDict:
-        """From what a caller wrote: a policy, or a kind's name with the other fields beside it."""
-        if isinstance(kind, cls):
-            if how:
-                raise ConfigError(
-                    f"{', '.join(how)} beside a StateDict, which says all of it. Put it into that."
-                )
-            return kind
-        check_known("a state dict", how, [item.name for item in fields(cls)])
-        return cls(kind_of(kind), **how)
+    def of(cls, given: Mapping[str, Any]) -> StateDict:
+        """From the arguments of a caller: a policy, or a kind with the other fields beside it."""
+        if not isinstance(policy := given["kind"], cls):
+            return taken(cls, given)
+        others = [item for item in fields(cls) if item.name != "kind"]
+        if beside := [item.name for item in others if given[item.name] != item.default]:
+            raise ConfigError(
+                f"{', '.join(beside)} beside a StateDict, which says all of it. Put it into that."
+            )
+        return policy
 
     def wants(self, names: Sequence[str]) -> bool:
         """Is a tensor of these names wanted?"""
@@ -94,7 +97,7 @@ class StateDict:
 
     def facts(self) -> dict[str, str]:
         """What every rank must ask for alike, as short texts to compare."""
-        return {"kind of state dict": self.kind, "rank0_only": str(self.rank0_only)}
+        return {"kind of state dict": str(self.kind), "rank0_only": str(self.rank0_only)}
 
     def part(self, value: Tensor, shard: ParamShard | None = None) -> Tensor:
         """A copy of a whole tensor, or of this rank's part of one; a view would keep its bucket."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.arguments import named
 from shardwise.checkpoint import json_codec
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
@@ -36,6 +37,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
+@named
 @dataclass(frozen=True)
 class Training:
     """Where a run stands.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.accelerators import Accelerator, Backend, row
+from shardwise.arguments import checked
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.devices import detect, device_module, device_of, imported
 from shardwise.comm.environment import Launch, read_launch
@@ -34,7 +35,12 @@ TRANSPORTS = ("auto", "memory", "messages", "native")
 LINGER = 5.0  # seconds for which the rank that serves the store waits for the others to close
 
 
-def connect(device: str | None = None, timeout: float = TIMEOUT, transport: str = "auto") -> Comm:
+@checked
+def connect(
+    device: str | None = None,
+    timeout: float = TIMEOUT,
+    transport: Literal["auto", "memory", "messages", "native"] = "auto",
+) -> Comm:
     """A communicator over all ranks: ``with sw.connect() as comm: …``.
 
     Args:

@@ -18,12 +18,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
 from shardwise.schedule.placement import Placement
+
+Ranks = ProcessGroup | DeviceMesh
+"""Ranks as torch names them."""
 
 
 class Shape(NamedTuple):

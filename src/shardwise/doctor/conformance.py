@@ -27,8 +27,9 @@ from shardwise.comm.backend import BackendComm
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.reduction import Reduction
 from shardwise.errors import RanksDisagree
+from shardwise.front_door import shard
 from shardwise.precision import Precision, dtype_name
-from shardwise.sharded import Sharded, shard
+from shardwise.sharded import Sharded
 from shardwise.strategies import STRATEGIES
 
 __all__ = ["CHECKS", "Result", "conform"]

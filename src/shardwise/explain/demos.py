@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from shardwise.comm import threads
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.reduction import Reduction
+from shardwise.front_door import shard
 from shardwise.printed import size
-from shardwise.sharded import shard
 from shardwise.strategies import STRATEGIES
 
 __all__ = ["demonstrate"]

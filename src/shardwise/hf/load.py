@@ -33,6 +33,7 @@ from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.comm.connect import comm_for
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
+from shardwise.front_door import shard
 from shardwise.hf import weights
 from shardwise.hf.adapters import add_adapter, init_adapter
 from shardwise.hf.file_map import FileMap, map_files
@@ -44,7 +45,7 @@ from shardwise.hf.quantized_weights import QuantizedWeights
 from shardwise.hf.report import Report
 from shardwise.hf.targets import Matches, trainable_line
 from shardwise.options import Options, check_type
-from shardwise.sharded import Sharded, shard
+from shardwise.sharded import Sharded
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -128,7 +129,7 @@ def load(
         check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
     options = {k: v for k, v in shard_arguments.items() if k not in ("strategy", "wrap")}
     changes = Changes(quantization, lora, _tokens(new_tokens))
-    changes.check(Options.of(options).precision.compute)
+    changes.check(Options(**options).precision.compute)
     with ExitStack() as stack:
         build = partial(_build, source, (revision, cache_dir), dtype, changes, stack)
         built = raise_on_all(comm, "opening a model", build)

@@ -23,11 +23,12 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
+from shardwise.front_door import shard
 from shardwise.hf.quantized import adopt
 from shardwise.integrations import handover
 from shardwise.integrations.handover import handle, steps_on
 from shardwise.precision import Precision
-from shardwise.sharded import Sharded, shard
+from shardwise.sharded import Sharded
 
 __all__ = ["Accelerator"]
 

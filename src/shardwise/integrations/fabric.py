@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import numbered
+from shardwise.front_door import shard
 from shardwise.integrations.handover import comm_of, handle, handle_of, steps_on
-from shardwise.sharded import Sharded, shard
+from shardwise.sharded import Sharded
 
 __all__ = ["ShardwiseStrategy"]
 

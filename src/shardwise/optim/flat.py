@@ -9,19 +9,20 @@ To its user it is a ``torch.optim.Optimizer``: groups, schedulers, hooks, ``stat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.arguments import taken
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, OptimizerError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.flat_state import FlatState
-from shardwise.optim.groups import Policy, check_loaded, chosen, defaults, resolved
+from shardwise.optim.groups import Policy, check_loaded, defaults, resolved
 from shardwise.optim.norm import norm_of
 from shardwise.optim.optimizer_hooks import Shown
 from shardwise.optim.update import Key, Update, decide
@@ -48,7 +49,7 @@ class FlatOptimizer(Optimizer, ABC):
         groups: as for torch: parameters, or dicts with ``"params"`` and options of their own,
             where ``"params"`` may also be regular expressions that match whole names; ``None`` =
             every trainable parameter.
-        options: for all groups.
+        options: for all groups, among other names.
 
     Raises:
         ConfigError: an option that does not exist or cannot work, a pattern that finds nothing.
@@ -64,7 +65,7 @@ class FlatOptimizer(Optimizer, ABC):
     policy_type: type[Policy]
 
     def __init__(
-        self, sharded: ShardedModel, groups: Iterable[Any] | None = None, **options: Any
+        self, sharded: ShardedModel, groups: Iterable[Any] | None, options: Mapping[str, Any]
     ) -> None:
         kind = type(self).__name__
         if not isinstance(sharded, ShardedModel):
@@ -73,7 +74,7 @@ class FlatOptimizer(Optimizer, ABC):
                 "shards of a sharded model. Pass the handle that sw.shard() returned: "
                 f"sw.optim.{kind}(sharded)."
             )
-        self._sharded, self._policy = sharded, chosen(self.policy_type, options)
+        self._sharded, self._policy = sharded, taken(self.policy_type, options)
         self.max_norm = self._policy.max_norm
         self.norm: Tensor | None = None
         self._mark: tuple[object, Sharding | None] = ((), None)

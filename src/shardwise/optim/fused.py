@@ -7,20 +7,22 @@ the same runs. On CPU this was run; on CUDA it was not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from shardwise.arguments import checked, named
 from shardwise.errors import ConfigError
-from shardwise.optim.flat import FlatOptimizer
+from shardwise.optim.flat import FlatOptimizer, ShardedModel
 from shardwise.optim.flat_state import STEP
 from shardwise.optim.groups import Policy
 from shardwise.optim.update import Call, Update
 from shardwise.torch_internals import fused_adamw_, fused_sgd_
 
 
+@checked
 @dataclass(frozen=True)
 class AdamWPolicy:
     """The options of AdamW, those of ``torch.optim.AdamW`` and ``max_norm``.
@@ -49,6 +51,7 @@ class AdamWPolicy:
             )
 
 
+@checked
 @dataclass(frozen=True)
 class SGDPolicy:
     """The options of SGD, those of ``torch.optim.SGD`` and ``max_norm``.
@@ -93,10 +96,26 @@ def check_numbers(policy: Policy, *names: str) -> None:
 class AdamW(FlatOptimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019), flat and fused.
 
-    Options are the fields of ``AdamWPolicy``; for the rest see ``FlatOptimizer``.
+    Options are those of ``torch.optim.AdamW`` and ``max_norm``: see ``AdamWPolicy``. For the rest
+    see ``FlatOptimizer``.
     """
 
     policy_type = AdamWPolicy
+
+    @named
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        groups: Iterable[Any] | None = None,
+        *,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(sharded, groups, locals())
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return adamw_names(group)
@@ -143,6 +162,21 @@ class SGD(FlatOptimizer):
     """
 
     policy_type = SGDPolicy
+
+    @named
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        groups: Iterable[Any] | None = None,
+        *,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(sharded, groups, locals())
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()

@@ -16,7 +16,6 @@ from torch import Tensor
 from shardwise.errors import ConfigError, OptimizerError, nearest
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import sharding_of
-from shardwise.synonyms import OPTIMIZER_OPTIONS
 from shardwise.units.units import Member
 
 # Options of torch's groups that have one value here.
@@ -31,17 +30,6 @@ class Policy(Protocol):
     @property
     def max_norm(self) -> float | None:
         """The largest global norm of gradients; not a group's, but the optimizer's."""
-
-
-def chosen(kind: type[Policy], given: Mapping[str, Any]) -> Policy:
-    """From keyword arguments; an unknown one is an error that names the nearest."""
-    known = [item.name for item in fields(kind)]
-    for name in sorted(set(given) - set(known)):
-        like = OPTIMIZER_OPTIONS.get(name, nearest(name, known)[0])
-        raise ConfigError(
-            f"there is no option {name!r}; nearest is {like!r}. Options are {', '.join(known)}."
-        )
-    return kind(**given)
 
 
 def defaults(policy: Policy) -> dict[str, Any]:

@@ -9,13 +9,14 @@ choice says its rule.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import nn
 
 from shardwise.units.units import Member
 
-MUON, ADAMW = "muon", "adamw"
+MUON: Final = "muon"
+ADAMW: Final = "adamw"
 
 
 class Choice(NamedTuple):

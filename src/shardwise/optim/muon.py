@@ -15,20 +15,21 @@ bits are those of ``torch.optim.Muon`` on whole matrices with the same gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.arguments import checked, named
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
 from shardwise.memory.sharding import sharding_of
 from shardwise.optim.flat import FlatOptimizer, ShardedModel
 from shardwise.optim.fused import AdamWPolicy, adamw_names, check_numbers, update_by_adamw
-from shardwise.optim.groups import chosen, defaults, matching
+from shardwise.optim.groups import defaults, matching
 from shardwise.optim.matrix_rules import ADAMW, MUON, Choice, choose, table
 from shardwise.optim.owners import Exchange, Matrix, owners
 from shardwise.optim.update import Call, Update
@@ -36,13 +37,11 @@ from shardwise.torch_internals import muon_learning_rate, orthogonalize
 
 WIRE = torch.bfloat16  # in which torch's Newton-Schulz iteration computes and returns
 MOMENTUM = "momentum_buffer"
-_CHOICES: dict[str, Container[object]] = {
-    "algorithm": (MUON, ADAMW),
-    "adjust_lr_fn": (None, "original", "match_rms_adamw"),
-    "ns_steps": range(1, 100),
-}
+Algorithm = Literal["muon", "adamw"]
+Adjusted = Literal["original", "match_rms_adamw"]
 
 
+@checked
 @dataclass(frozen=True)
 class MuonPolicy(AdamWPolicy):
     """The options of ``torch.optim.Muon``, and those of groups that AdamW updates.
@@ -58,19 +57,18 @@ class MuonPolicy(AdamWPolicy):
 
     weight_decay: float = 0.1
     eps: float = 1e-7
-    algorithm: str = MUON
+    algorithm: Algorithm = MUON
     momentum: float = 0.95
     nesterov: bool = True
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     ns_steps: int = 5
-    adjust_lr_fn: str | None = None
+    adjust_lr_fn: Adjusted | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_numbers(self, "momentum")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be in {known}.")
+        if not 1 <= self.ns_steps < 100:
+            raise ConfigError(f"ns_steps is {self.ns_steps}; it must be from 1 to 99.")
 
 
 class _Part(NamedTuple):
@@ -100,7 +98,7 @@ class Muon(FlatOptimizer):
             ``"adamw"``. ``None`` = every trainable parameter, by the rules that ``table`` shows.
         adamw: without ``groups``, the options of those that AdamW updates, as of
             ``sw.optim.AdamW``, and as ``"params"`` names or patterns of further ones.
-        options: the fields of ``MuonPolicy``.
+        lr, …, adjust_lr_fn: see ``MuonPolicy``, field by field.
 
     Raises:
         ConfigError: as ``FlatOptimizer``, and a group of Muon's has a parameter that is no matrix.
@@ -108,18 +106,32 @@ class Muon(FlatOptimizer):
 
     policy_type = MuonPolicy
 
+    @named
     def __init__(
         self,
         sharded: ShardedModel,
         groups: Iterable[Any] | None = None,
         adamw: Mapping[str, Any] | None = None,
-        **options: Any,
+        *,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-7,
+        weight_decay: float = 0.1,
+        amsgrad: bool = False,
+        max_norm: float | None = None,
+        algorithm: Algorithm = MUON,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        adjust_lr_fn: Adjusted | None = None,
     ) -> None:
+        options = locals()
         self._choices: dict[str, Choice] = {}
         self._plan: _Plan | None = None
         if groups is None and isinstance(sharded, ShardedModel):
             groups = self._groups_by_rule(sharded, dict(adamw or {}))
-        super().__init__(sharded, groups, **options)
+        super().__init__(sharded, groups, options)
 
     @property
     def table(self) -> str:
@@ -154,7 +166,7 @@ class Muon(FlatOptimizer):
         position = {id(p): at for at, p in enumerate(sharded.model.parameters())}
         members.sort(key=lambda member: position[id(member.param)])
         self._choices = {c.name: c for c in choose(sharded.model, members, named)}
-        by_adamw = {"algorithm": ADAMW, **defaults(chosen(AdamWPolicy, adamw)), **adamw}
+        by_adamw = {"algorithm": ADAMW, **defaults(AdamWPolicy(**adamw)), **adamw}
         groups = [
             {
                 "params": [m.param for m in members if self._choices[m.name].algorithm == kind],

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from shardwise.arguments import checked
 from shardwise.errors import ConfigError
 from shardwise.schedule.placement import Placement
 
@@ -110,6 +111,7 @@ class UnitBytes(NamedTuple):
     kept_sent: int = 0  # of ``gather_sent``, what is frozen and stays: only in the first step
 
 
+@checked
 @dataclass(frozen=True)
 class Prefetch:
     """How far ahead of their use units are gathered.
@@ -124,15 +126,10 @@ class Prefetch:
 
     forward: int | None = None
     backward: int | None = None
-    when: str = "pre"
+    when: Literal["pre", "post"] = "pre"
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.when not in ("pre", "post"):
-            raise ConfigError(
-                f"prefetch.when is {self.when!r}; it can be 'pre' (BACKWARD_PRE) or 'post' "
-                "(BACKWARD_POST). For no backward prefetch set prefetch.backward=0."
-            )
         if self.limit is not None and self.limit < 1:
             raise ConfigError(
                 f"prefetch.limit is {self.limit}; at least 1 gather must be allowed in flight."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardwise.arguments import checked
 from shardwise.errors import ConfigError
 
 __all__ = ["Placement"]
@@ -12,6 +13,7 @@ __all__ = ["Placement"]
 AXES = ("shard", "replicate")
 
 
+@checked
 @dataclass(frozen=True)
 class Placement:
     """Over which axes of the mesh parameters, gradients and optimizer state are split.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.arguments import checked
 from shardwise.errors import ConfigError, nearest
 from shardwise.torch_internals import storage_key
 from shardwise.units.units import Unit
@@ -28,6 +29,7 @@ __all__ = ["ActivationCheckpointing", "check_own_checkpointing", "offload", "rec
 Forward = Callable[..., Any]
 
 
+@checked
 @dataclass(frozen=True)
 class ActivationCheckpointing:
     """Which units are recomputed in the backward pass, instead of keeping their activations.

@@ -128,7 +128,7 @@ def draw(
     Raises:
         ConfigError: an argument that cannot work.
     """
-    chosen, placement = Options.of(options), placement_of(strategy)
+    chosen, placement = Options(**options), placement_of(strategy)
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     comm = FakeComm(*ranks, "cpu" if device.type == "meta" else device)
     chosen.precision.check(comm.device, model)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm
-from shardwise.sharded import Sharded, shard
+from shardwise.front_door import shard
+from shardwise.sharded import Sharded
 from shardwise.train import model_folder
 from shardwise.train.batches import MicroBatch
 from shardwise.train.config import Recipe
