@@ -159,8 +159,8 @@ def test_inputs_are_cast_at_each_unit(strategy: str, checkpointing: bool) -> Non
         assert isinstance(model, Between)
         precision = sw.Precision(compute=BF16, output=FP32, keep=("norm",))
         by = sw.wrap.by_class(Scaled, nn.LayerNorm)
-        options = {"precision": precision, "activation_checkpointing": checkpointing}
-        sw.shard(model, strategy, by, comm, **options)
+        options: dict[str, Any] = {"activation_checkpointing": checkpointing}
+        sw.shard(model, strategy, by, comm, precision=precision, **options)
         if not checkpointing:  # by the user: the recomputation calls the unit itself
             again = partial(checkpoint, model.second, use_reentrant=False)
             model.__dict__["second"] = again

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from shardwise.arguments import checked
 from shardwise.errors import ConfigError
 
 __all__ = ["EMA"]
@@ -37,6 +38,7 @@ class EMA:
         ConfigError: ``decay`` is not in [0, 1).
     """
 
+    @checked
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float = 0.999) -> None:
         if not 0 <= decay < 1:
             raise ConfigError(f"decay is {decay}; it must lie in [0, 1), such as 0.999.")
