@@ -20,7 +20,7 @@ def run(*arguments: object) -> int:
 
 
 def test_what_is_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run("--json", tmp_path / "here.json") == 0
+    assert run("--output", tmp_path / "here.json") == 0
     out = capsys.readouterr().out
     for start in ("torch ", "cpu     1 × ", "cuda    none", "hpu     PT_HPU_LAZY_MODE "):
         assert any(line.startswith(start) for line in out.splitlines()), start
@@ -40,7 +40,7 @@ def test_a_package_that_is_too_old_fails(
 def test_conformance_prints_a_line_for_each_check_and_writes_a_result(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert run("--conformance", "--device=cpu", "--nproc=1", "--json", tmp_path / "r.json") == 0
+    assert run("--conformance", "--device=cpu", "--nproc=1", "--output", tmp_path / "r.json") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[6:26].strip() for line in lines if line.startswith("pass  ")] == list(CHECKS)
     assert "rank 0 → cpu" in lines
@@ -56,7 +56,7 @@ def test_a_check_that_fails_is_named_and_the_status_is_1(
     result = Result("all-gather", passed=False, detail="rank 0: wrong", seconds=0.1)
     monkeypatch.setattr(doctor, "CHECKS", {"all-gather": None})
     monkeypatch.setattr(doctor, "conform", lambda _: iter([result]))
-    assert run("--conformance", "--device=cpu", "--nproc=1", "--json", tmp_path / "r.json") == 1
+    assert run("--conformance", "--device=cpu", "--nproc=1", "--output", tmp_path / "r.json") == 1
     out, err = capsys.readouterr()
     assert "FAIL  all-gather            rank 0: wrong" in out
     assert err.startswith("error: 1 of 1 checks did not pass: all-gather. Do not train")

@@ -58,7 +58,7 @@ check: collectives, sums, dtypes, training under every strategy, saving and load
 \b
 Examples:
   shardwise doctor
-  shardwise doctor --conformance --json result.json
+  shardwise doctor --conformance --output result.json
   torchrun --nnodes 2 … -m shardwise.cli doctor --conformance
 
 \b
@@ -80,7 +80,7 @@ Exit status: 0 if all is well; 1 if something is missing, or a check did not pas
     help="Ranks of --conformance.  [default: one for each device, two on a CPU]",
 )
 @click.option(
-    "--json", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here, too."
+    "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result as JSON."
 )
 def doctor(**wanted: Any) -> None:
     """The command; ``DOCTOR`` is what people read."""

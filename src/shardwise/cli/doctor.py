@@ -41,7 +41,7 @@ class Examination:
     conformance: bool
     device: str | None
     nproc: int | None
-    json: Path | None
+    output: Path | None
 
 
 def run_doctor(wanted: Examination) -> None:
@@ -50,14 +50,14 @@ def run_doctor(wanted: Examination) -> None:
         _look(wanted)
         return
     if read_launch(os.environ) is None and (ranks := _ranks(wanted)) > 1:
-        given = {"device": wanted.device, "json": wanted.json}
+        given = {"device": wanted.device, "output": wanted.output}
         options = [f"--{name}={value}" for name, value in given.items() if value is not None]
         start([sys.executable, "-m", "shardwise.cli", "doctor", "--conformance", *options], ranks)
         return
     exit_with_launcher(os.environ)
     try:
         with connect(wanted.device) as comm:
-            _examine(comm, wanted.json)
+            _examine(comm, wanted.output)
     except ShardwiseError as error:
         if write_error_file(error):
             sys.exit(1)
@@ -85,9 +85,9 @@ def _look(wanted: Examination) -> None:
     ours = _accelerator(wanted.device)
     here = next(one for one in seen if one.accelerator is ours)
     click.echo(f"here      ranks use {here.accelerator.device} over {here.backend or 'nothing'}")
-    if wanted.json:
+    if wanted.output:
         facts = {**_facts(found), "devices": {one.accelerator.device: one.names for one in seen}}
-        _write(wanted.json, facts)
+        _write(wanted.output, facts)
     if unfit := [one.name for one in found if not one.fits]:
         raise ShardwiseError(f"missing, or too old: {', '.join(unfit)}. Install what is needed.")
 
