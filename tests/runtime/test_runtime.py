@@ -887,6 +887,57 @@ def test_new_values_wait_for_a_backward_pass_that_ended_without_a_collective(
     assert len(comm.fences) == (0 if trainable else 1)
 
 
+# ---- evaluation on one rank ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", [run_threads, run_sharing])
+def test_a_rank_that_has_every_value_may_evaluate_alone(run: Callable[..., list[Any]]) -> None:
+    """As programs of DDP do; the next steps are those of ranks that did not."""
+    models = [Chain()]
+    models += deepcopy(models)
+    expected = averaged(models[0], train, BATCHES[:2])
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sw.shard(model, "no_shard", comm=comm)
+        for _ in range(2):
+            train(model, BATCHES[comm.rank])
+            assert_gradients(model, expected)
+            model.zero_grad()
+            if comm.rank == 0:
+                with torch.no_grad():
+                    model(BATCHES[0][0])
+                    model.eval()(BATCHES[1][0])
+                    model.train()
+
+    run(2, rank)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op", "full_shard"])
+@pytest.mark.parametrize("run", [run_threads, run_sharing])
+def test_elsewhere_every_rank_says_at_once_that_they_differ(
+    run: Callable[..., list[Any]], strategy: str
+) -> None:
+    """And not after a time-out."""
+    models = [Chain()]
+    models += deepcopy(models)
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sw.shard(model, strategy, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            train(model, BATCHES[comm.rank])
+            optimizer.step()
+            optimizer.zero_grad()
+            if comm.rank == 0:
+                with torch.no_grad():
+                    model(BATCHES[0][0])
+
+    with pytest.raises(sw.RanksDisagree, match=r"rank 0 .*rank 1|rank 1 .*rank 0"):
+        run(2, rank, timeout=30.0)
+
+
 # ---- what was gathered before is old after a step ----------------------------------------------
 
 

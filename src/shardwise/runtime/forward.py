@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
 from types import FrameType
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from shardwise.comm.protocol import Comm
-from shardwise.errors import ScheduleError, ShardUseError
+from shardwise.errors import RanksDisagree, ScheduleError, ShardUseError
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.memory.use_errors import functorch_transform
 from shardwise.precision import Precision
@@ -273,7 +274,8 @@ class Hooks:
         if frame.listed and not self._frames:
             self.backward.abandon("a forward pass raised an exception")
         elif frame.unit is not None:  # the model may catch it and go on
-            self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
+            with suppress(RanksDisagree):  # what is raised already says that the group is dead
+                self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
 
     def _expect_backward(self, frame: Frame, output: Any) -> None:
         """Ask autograd to tell when it comes back; where it cannot, pin the unit.

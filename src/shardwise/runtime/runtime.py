@@ -81,6 +81,9 @@ class Runtime:
         #: Parameters whose gradients a step in ``join()`` used, by id, until the next backward.
         self.used_up = set[int]()
         self._peers_may_read = False  # a peer may still compute with shared parameters
+        buckets = [bucket for state in units.values() for bucket in state.buckets]
+        #: Otherwise a rank has all parameters itself, and may compute with them alone.
+        self._is_split = not all(bucket.allocation.whole for bucket in buckets)
         self._pinned: frozenset[str] = frozenset()  # before the forward pass without gradients
         #: Once gradients were reduced; called with all ranks, and those that have no data.
         self.at_step_end: Callable[[Comm, Sequence[int]], object] = lambda *_: None
@@ -342,7 +345,8 @@ class Runtime:
 
     def _fence(self, reason: str) -> None:
         """Wait until every rank is here, so until none computes with shared parameters."""
-        self.comm.fence(Label("fence", reason))
+        if self._is_split:
+            self.comm.fence(Label("fence", reason))
         self._peers_may_read = False
 
     def update_trained(self) -> None:
