@@ -72,6 +72,12 @@ def test_one_bucket_holds_one_combination_of_dtypes_and_trainability() -> None:
     assert len([spec for spec in specs(model) if spec.unit == "blocks.0"]) == 3
 
 
+def test_a_collective_names_its_unit_also_where_that_is_the_whole_model() -> None:
+    assert {str(spec.label("gather")) for spec in specs(nn.Linear(3, 3))} == {"gather (root)"}
+    labels = {str(spec.label("reduce")) for spec in specs(nn.Sequential(decoder(), decoder()))}
+    assert all(label.split(" ")[1] for label in labels)
+
+
 def test_bucketing_by_layer_and_by_parameter_splits_units_further() -> None:
     counts = {
         way: len(

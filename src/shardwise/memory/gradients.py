@@ -23,7 +23,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.comm.protocol import Label
 from shardwise.comm.reduction import PendingReduction
 from shardwise.errors import RanksDisagree, ShardUseError
 from shardwise.memory.sharded_parameter import LocalGradient, is_of_shard, put_grad
@@ -72,7 +71,7 @@ class Gradients:
         self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
         self._stored: Tensor | None = None  # the same, in host memory
         self._is_moved = False  # is ``.grad`` where the optimizer steps, and not where it rests?
-        self._label = Label("reduce", spec.unit)
+        self._label = spec.label("reduce")
         self.set_share(Share())
 
     def set_share(self, share: Share) -> None:
@@ -270,7 +269,7 @@ class Gradients:
             return mean
         full = copies.memory.gradient(spec.layout.shard_numel, mean.dtype)
         full.view(copies.size, -1)[copies.rank] = mean
-        copies.all_gather(full, Label("spread", spec.unit)).wait()
+        copies.all_gather(full, spec.label("spread")).wait()
         return full
 
     def store(self) -> None:

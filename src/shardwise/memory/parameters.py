@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.malloc import in_huge_pages
-from shardwise.comm.protocol import Label, Pending
+from shardwise.comm.protocol import Pending
 from shardwise.memory.gathered_parameter import GatheredParameter
 from shardwise.memory.gradients import Gradients
 from shardwise.memory.sent import Sent
@@ -68,7 +68,7 @@ class Bucket:
         self.state = State.AT_REST
         self.copied = 0  # bytes that gathers copied or cast on this rank
         self._pending: Pending | None = None
-        self._label = Label("gather", spec.unit)
+        self._label = spec.label("gather")
         self._memory = spec.shard.memory
         self._is_current = False  # does a kept full bucket hold what all shards hold now?
         self._allocate()
@@ -312,7 +312,7 @@ class Bucket:
         else:
             full = torch.empty(self.layout.numel, dtype=flat.dtype, device=self.full.device)
             self.spec.own(full).copy_(flat)
-            label = Label("whole", self.unit)
+            label = self.spec.label("whole")
             if self.spec.splits_copies:
                 self.spec.replicate.all_gather(self.spec.sent(full), label).wait()
             self.spec.shard.all_gather(full, label).wait()

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from shardwise.comm.protocol import Label, Pending
+from shardwise.comm.protocol import Pending
 from shardwise.memory.spec import BucketSpec
 
 __all__ = ["Sent"]
@@ -55,7 +55,7 @@ class Sent:
         if moves:
             self.piece.copy_(shard)
         with self.copying():
-            label = Label("update", self._spec.unit)
+            label = self._spec.label("update")
             self._spec.replicate.all_gather(self.joined, label).wait()
         self.is_updated = True
         return self.piece.nbytes * moves

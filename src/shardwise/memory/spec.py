@@ -19,7 +19,7 @@ from shardwise import accelerators
 from shardwise.comm.codec import Codec, codec_of, wire_nbytes
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh
-from shardwise.comm.protocol import Comm
+from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.reduction import Reduction
 from shardwise.errors import ConfigError
 from shardwise.layout.layout import Layout, Slot, chunk_rows
@@ -63,6 +63,15 @@ class BucketSpec:
     offload: Offload
     host: HostMemory
     kept: bool = False  # is it frozen, and stays in memory as it was gathered first?
+
+    def label(self, op: str) -> Label:
+        """Of a collective that moves this bucket."""
+        return Label(op, self.title)
+
+    @property
+    def title(self) -> str:
+        """The unit's name as it is shown."""
+        return self.unit or "(root)"
 
     @cached_property
     def params(self) -> list[nn.Parameter]:

@@ -119,16 +119,16 @@ class Lines:
         value = of_shape(dtype, own.meta["val"].numel() * comm.size)
         sent = value.nbytes - value.nbytes // comm.size if codec is None else spec.gather_sent
         prefix = {"gather": "gathering", "update": "joining"}.get(verb, "spreading")
-        function, args = all_gather, [own, spec.unit, *([] if verb == "gather" else [verb])]
+        function, args = all_gather, [own, spec.title, *([] if verb == "gather" else [verb])]
         if codec is not None:
-            function, args = all_gather_encoded, [own, spec.unit, codec.dtype, dtype]
+            function, args = all_gather_encoded, [own, spec.title, codec.dtype, dtype]
         return self.call(
             self.named(prefix, spec),
             value,
             function,
             *args,
             note=f"{self._over(spec, comm)}{size(value.nbytes)}, sends {size(sent)}: {reason}",
-            collective=Collective(verb, spec.unit, sent),
+            collective=Collective(verb, spec.title, sent),
             axis=self.axis(spec, comm),
         )
 
@@ -143,9 +143,9 @@ class Lines:
             self.named(prefix, spec),
             of_shape(spec.dtypes.sum, numel // comm.size),  # what one rank sums
             reduce_scatter,
-            *(full, spec.unit, spec.dtypes.sum, *([] if codec_of(wire) is None else [wire])),
+            *(full, spec.title, spec.dtypes.sum, *([] if codec_of(wire) is None else [wire])),
             note=f"{self._over(spec, comm)}sums {size(nbytes)}, sends {size(sent)}: {reason}",
-            collective=Collective("reduce", spec.unit, sent),
+            collective=Collective("reduce", spec.title, sent),
             axis=self.axis(spec, comm),
         )
 
