@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -111,6 +112,8 @@ def test_a_group_over_which_no_comm_can_be_made_is_destroyed(
     destroyed: list[bool] = []
     launch_two(monkeypatch, 0)
     monkeypatch.setattr(connect_module, "_comm", fail)
+    called = iter([False, True])  # there is no group at first
+    monkeypatch.setattr(dist, "is_initialized", lambda: next(called))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
     with pytest.raises(KeyError):
         connect("cpu")
@@ -125,18 +128,18 @@ def test_torch_waits_longer_than_we_do_where_its_own_watchdog_kills(
         dist, "init_process_group", lambda name, **options: made.update(options, name=name)
     )
     cpu, device = torch.device("cpu"), torch.device("cuda", 1)
-    init = connect_module._init_process_group
-    init(Backend("nccl"), device, 30.0, Launch(1, 2, 1, "::1", 29500))
+    init, meeting = connect_module._init_process_group, MagicMock()
+    meeting.store.return_value, meeting.run = "the store", lambda call: call()
+    init(Backend("nccl"), device, 30.0, Launch(1, 2, 1, "::1", 29500), meeting)
     assert made == {
         "name": "nccl",
-        "init_method": "tcp://[::1]:29500",
+        "store": "the store",
         "rank": 1,
         "world_size": 2,
         "timeout": timedelta(seconds=90),
         "device_id": device,
     }
-    init(Backend("gloo"), cpu, 30.0, Launch(0, 2, 0, "10.0.0.7", 29500))
-    assert made["init_method"] == "tcp://10.0.0.7:29500"
+    init(Backend("gloo"), cpu, 30.0, Launch(0, 2, 0, "10.0.0.7", 29500), meeting)
     assert (made["timeout"], made["device_id"]) == (timedelta(seconds=30), None)
 
 

@@ -60,7 +60,13 @@ class BackendComm(Group):
         self._gather_group = self._reduce_group = group
         self._is_gloo = dist.get_backend(group) == "gloo"
         self._watchdog = Watchdog(
-            store, self.rank, self.size, self._interrupt, timeout, self.shutdown.where
+            store,
+            self.rank,
+            self.size,
+            self._interrupt,
+            timeout,
+            shutdown.where,
+            shutdown.failure,
         )
         try:
             self._watchdog.greet("start")

@@ -25,10 +25,11 @@ from shardwise.comm.environment import Launch, read_launch
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.malloc import keep_mapped
+from shardwise.comm.meeting import Meeting
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
 from shardwise.comm.transport import IMMEDIATE, Shutdown, axis_name
-from shardwise.errors import ConfigError, RanksDisagree
+from shardwise.errors import ConfigError
 
 TIMEOUT = 1800.0  # seconds for which a rank waits for a slow one
 TRANSPORTS = ("auto", "memory", "messages", "native")
@@ -67,16 +68,24 @@ def connect(
         name = load_backend(accelerator).name
         dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
         return LocalComm(this_device, Shutdown(callback=dist.destroy_process_group))
-    _init_process_group(load_backend(accelerator), this_device, timeout, launch)
-    serves_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    open_axes = partial(_new_axes, this_device.type, timeout, transport)
-    callback = dist.destroy_process_group
-    shutdown = Shutdown(LINGER if serves_store else 0.0, callback, open_axes=open_axes)
+    backend, open_axes = load_backend(accelerator), partial(_new_axes, this_device.type, timeout)
+    serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    meeting = Meeting(launch, serves, timeout, attempt)
     try:
+        _init_process_group(backend, this_device, timeout, launch, meeting)
         assert dist.group.WORLD is not None  # it was created above
+        shutdown = Shutdown(
+            LINGER if serves else 0.0,
+            dist.destroy_process_group,
+            open_axes=partial(open_axes, transport),
+            failure=meeting.failure,
+        )
         return _comm(dist.group.WORLD, this_device, timeout, shutdown, transport)
-    except BaseException:
-        dist.destroy_process_group()
+    except BaseException as error:
+        meeting.fail(error)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         raise
 
 
@@ -219,27 +228,21 @@ def _current_device(group: ProcessGroup, device: str | None) -> torch.device:
 
 
 def _init_process_group(
-    backend: Backend, device: torch.device, timeout: float, launch: Launch
+    backend: Backend, device: torch.device, timeout: float, launch: Launch, meeting: Meeting
 ) -> None:
     # A vendor's own watchdog would kill the process before ours could report.
     torch_timeout = timeout if device.type == "cpu" else timeout + 60
-    host = f"[{launch.address}]" if ":" in launch.address else launch.address  # of IPv6
-    try:
-        dist.init_process_group(
-            backend.name,
-            init_method=f"tcp://{host}:{launch.port}",
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timedelta(seconds=torch_timeout),
-            device_id=None if device.type == "cpu" else device,
-        )
-    except dist.DistError as error:
-        raise RanksDisagree(
-            f"the ranks did not all connect to {host}:{launch.port} within {torch_timeout:,.0f} s "
-            f"({error}). Nothing has started. Check that every rank was started with the same "
-            "MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and that no firewall or wrong network "
-            "interface lies between them."
-        ) from error
+    connect_ranks = partial(
+        dist.init_process_group,
+        backend.name,
+        store=meeting.store(),
+        rank=launch.rank,
+        world_size=launch.size,
+        timeout=timedelta(seconds=torch_timeout),
+        device_id=None if device.type == "cpu" else device,
+    )
+    # A thread has a current device of its own, so only what needs none is done on another.
+    meeting.run(connect_ranks) if device.type == "cpu" else connect_ranks()
 
 
 def load_backend(accelerator: Accelerator) -> Backend:

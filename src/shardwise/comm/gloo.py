@@ -13,6 +13,7 @@ import atexit
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.desync import NO_TAG, Collective
+from shardwise.comm.meeting import on_thread
 from shardwise.comm.messages import MessagesComm
 from shardwise.comm.transport import IMMEDIATE, Shutdown
 from shardwise.comm.watchdog import Wait, Watchdog
@@ -40,19 +42,25 @@ class GlooComm(MessagesComm):
         # Kept even if nobody waits: a peer's message needs its buffer.
         self._works: dict[int, list[tuple[int, Work]]] = {}
         self._group: Any = None  # torch has no types for ``send`` and ``recv``
-        self._watchdog = Watchdog(store, rank, size, self._interrupt, timeout, self.shutdown.where)
+        self._watchdog = Watchdog(
+            store, rank, size, self._interrupt, timeout, shutdown.where, shutdown.failure
+        )
         self.watched = self._watchdog
         try:
             self._watchdog.greet("start")  # names missing ranks, which gloo does not
-            # Longer than ours, so that the watchdog can report first.
-            torch_timeout = timedelta(seconds=timeout + 60)
-            self._group = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, torch_timeout)
+            self._watchdog.greet("connection", rendezvous=lambda: self._connect(store, timeout))
             # Otherwise a rank could close while a peer still connects.
-            self._watchdog.greet("connection")
+            self._watchdog.greet("end of connection")
         except BaseException as error:
             self._watchdog.leave(f"it raised {error!r}")
             raise
         atexit.register(self._close_at_exit)
+
+    def _connect(self, store: Store, timeout: float) -> None:
+        # Longer than ours, so that the watchdog can report first.
+        limit, store = timedelta(seconds=timeout + 60), PrefixStore("gloo/", store)
+        new_group = partial(ProcessGroupGloo, store, self.rank, self.size, limit)
+        self._group = on_thread(new_group, self._watchdog.raise_if_failed)
 
     def _post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]

@@ -59,16 +59,16 @@ def shared_memory(
             word[0] = 1
 
     store = PrefixStore("memory/", store)
-    watchdog = Watchdog(store, rank, size, interrupt, timeout, shutdown.where)
+    watchdog = Watchdog(store, rank, size, interrupt, timeout, shutdown.where, shutdown.failure)
     try:
         arenas, pids = _open_everywhere(watchdog, rank)
+        if arenas is None:
+            watchdog.leave("the ranks cannot share memory")
+            return None
+        comm = SharedMemoryComm(rank, size, watchdog, arenas, pids, shutdown)
     except BaseException as error:
         watchdog.leave(f"it raised {error!r}")
         raise
-    if arenas is None:
-        watchdog.leave("the ranks cannot share memory")
-        return None
-    comm = SharedMemoryComm(rank, size, watchdog, arenas, pids, shutdown)
     abort_flag.append(comm.abort_flag)
     return comm
 

@@ -76,6 +76,7 @@ class Shutdown(NamedTuple):
     callback: Callable[[], None] = noop  # called last
     where: str = ""  # which axis of a grid it is, for messages
     open_axes: OpenAxes = _without_axes  # makes the axes of a grid of its ranks
+    failure: Callable[[], str] = str  # why a rank gave up while all connected, or ""
 
 
 IMMEDIATE = Shutdown()

@@ -63,7 +63,7 @@ class Watchdog:
     Args:
         store, timeout: see ``Group``.
         interrupt: makes every pending operation of this rank fail, from any thread.
-        where: begins every message; see ``Shutdown``.
+        where, failure: see ``Shutdown``; ``where`` begins every message.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Watchdog:
         interrupt: Callable[[], None],
         timeout: float,
         where: str = "",
+        failure: Callable[[], str] = str,
     ) -> None:
         self.waits: Wait | None = None  # this rank's present wait
         self.failure = ""  # why the group has failed
@@ -81,7 +82,7 @@ class Watchdog:
         self._rank = rank
         self._size = size
         self._interrupt = interrupt
-        self._timeout, self._where = timeout, where
+        self._timeout, self._where, self._failed_before = timeout, where, failure
         self._recent: deque[Collective] = deque(maxlen=HISTORY)
         self._issued = 0
         self._greetings = itertools.count(-HISTORY)  # numbers of what comes before collectives
@@ -109,10 +110,12 @@ class Watchdog:
         self._recent.append(collective)
         self._issued = collective.seq + 1
 
-    def greet(self, purpose: str, text: str = "") -> list[str]:
+    def greet(
+        self, purpose: str, text: str = "", rendezvous: Callable[[], None] = lambda: None
+    ) -> list[str]:
         """Every rank's ``text``, by rank, before the group is in use."""
         number = next(self._greetings)
-        return self.gather_texts(Collective(number, "greeting", purpose, "", 0), text)
+        return self.gather_texts(Collective(number, "greeting", purpose, "", 0), text, rendezvous)
 
     def gather_texts(
         self,
@@ -221,7 +224,8 @@ class Watchdog:
             self._publish(waits=collective.seq)
             progress = self._read_progress()
             # Before ``diagnose``, which would see only that another rank of a ring has left.
-            reason = self._read("verdict") or self._deadlock(waits) or desync.diagnose(progress)
+            reason = self._failed_before() or self._read("verdict") or self._deadlock(waits)
+            reason = reason or desync.diagnose(progress)
         except RuntimeError as error:
             return _without_store(error, collective, waits.peer), ""
         if waits.peer is None:

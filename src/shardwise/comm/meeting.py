@@ -1,0 +1,235 @@
+"""The ranks of a launch meet at a store, before there is a process group.
+
+torch waits in C++ for up to half an hour, deaf to Ctrl-C, with stack frames or with nothing. Here
+each rank looks in short steps, and says what it waits for:
+
+    1. reach the store    its host's name resolves, and its port answers
+    2. be there           each rank writes its host and process, so all know who is missing
+    3. connect            on a thread; an error of one rank is in the store, and ends all waits
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import platform
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from datetime import timedelta
+from threading import Thread
+from time import monotonic, sleep
+from typing import TypeVar
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shardwise.comm.desync import format_ranks
+from shardwise.comm.environment import Launch
+from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
+
+T = TypeVar("T")
+
+FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
+LONGEST_INTERVAL = 60.0  # seconds
+POLL_INTERVAL = 0.05  # seconds
+PROBE_TIMEOUT = 2.0  # seconds in which a port has to answer
+LINGER = 1.0  # seconds for which a failed rank goes on serving the store, so others read why
+CHECKS = (
+    "Nothing has started. Check that every rank was started with the same MASTER_ADDR, "
+    "MASTER_PORT and WORLD_SIZE, and that no firewall or wrong network interface lies between them."
+)
+
+log = logging.getLogger("shardwise")
+_meetings = itertools.count()  # of this process; every rank holds the same number of them
+
+
+class Meeting:
+    """One rank's part in it. Final.
+
+    Args:
+        launch: which rank this is, and where the store is.
+        serves: does this rank serve the store?
+        timeout: seconds that the ranks have to meet.
+        attempt: how often the launcher has restarted all ranks; its store may be the same.
+    """
+
+    def __init__(self, launch: Launch, serves: bool, timeout: float, attempt: str) -> None:
+        self._launch, self._serves, self._timeout = launch, serves, timeout
+        host = f"[{launch.address}]" if ":" in launch.address else launch.address  # of IPv6
+        self._place = f"{host}:{launch.port}"
+        self._since, self._next_warning = monotonic(), FIRST_WARNING
+        self._prefix = f"shardwise/meeting/{attempt}/{next(_meetings)}/"
+        self._store: Store | None = None
+
+    def store(self) -> Store:
+        """The store, for a process group, once every rank is there.
+
+        Raises:
+            ConfigError: another process says that it is this rank.
+            RanksDisagree: a rank did not come in time, or gave up.
+        """
+        client = self._open()
+        self._store = PrefixStore(self._prefix, client)
+        self._appear(self._store)
+        while not self._store.check([f"rank/{rank}" for rank in range(self._launch.size)]):
+            self._check(self._missing)
+            sleep(POLL_INTERVAL)
+        return PrefixStore(f"{self._prefix}group/", client.clone())  # type: ignore[attr-defined]
+
+    def run(self, call: Callable[[], T]) -> T:
+        """The result of ``call``, which connects all ranks in C++.
+
+        Raises:
+            RanksDisagree: another rank gave up, or it took too long.
+        """
+        return self._run(call, lambda: "their connections are not all made")
+
+    def failure(self) -> str:
+        """Why a rank has given up, or ``""``."""
+        if self._store is None or not self._store.check(["failed"]):
+            return ""
+        return self._store.get("failed").decode()
+
+    def fail(self, error: BaseException) -> None:
+        """Let the other ranks know that this one gives up, and why."""
+        if self._store is None:
+            return
+        cause = str(error) if isinstance(error, ShardwiseError) else repr(error)
+        with suppress(RuntimeError):
+            text = f"rank {self._launch.rank} could not connect: {cause}"
+            self._store.compare_set("failed", "", text)
+            sleep(LINGER if self._serves else 0.0)
+
+    # ---- its steps -----------------------------------------------------------------------------
+
+    def _open(self) -> Store:
+        """A client of the store, which rank 0 serves from now on."""
+        launch = self._launch
+        serves = self._serves and _is_free(launch.port)  # else another rank 0 may serve it
+        while not serves and (problem := _problem(launch.address, launch.port)):
+            self._check(lambda problem=problem: problem)  # type: ignore[misc]
+            sleep(POLL_INTERVAL)
+
+        def open_store() -> Store:
+            return TCPStore(
+                launch.address,
+                launch.port,
+                launch.size,
+                serves,
+                timedelta(seconds=self._timeout),
+                wait_for_workers=False,
+                multi_tenant=serves,
+            )
+
+        other = "a program listens there that is not a store of torch"
+        return self._run(open_store, lambda: _problem(launch.address, launch.port) or other)
+
+    def _appear(self, store: Store) -> None:
+        """Write down that this rank is there."""
+        launch = self._launch
+        own = f"process {os.getpid()} on {platform.node()}"
+        other = store.compare_set(f"rank/{launch.rank}", "", own).decode()
+        if other != own:
+            raise ConfigError(
+                f"two processes are rank {launch.rank} of {launch.size}: {other}, and {own}. One "
+                "of them would wait for ever. Give each process a rank of its own, and each run a "
+                "MASTER_PORT of its own."
+            )
+        size = store.compare_set("size", "", str(launch.size)).decode()
+        if size != str(launch.size):
+            raise ConfigError(
+                f"rank {launch.rank} was started as one of {launch.size} ranks, and a rank before "
+                f"it as one of {size}. Start all with the same WORLD_SIZE."
+            )
+
+    def _missing(self) -> str:
+        """Who is not there."""
+        assert self._store is not None
+        ranks = range(self._launch.size)
+        missing = [rank for rank in ranks if not self._store.check([f"rank/{rank}"])]
+        verb = "is" if len(missing) == 1 else "are"
+        return f"{format_ranks(missing)} {verb} not there" if missing else "all are there"
+
+    # ---- waiting -------------------------------------------------------------------------------
+
+    def _run(self, call: Callable[[], T], why: Callable[[], str]) -> T:
+        try:
+            return on_thread(call, lambda: self._check(why))
+        except DistError as error:
+            raise RanksDisagree(f"the ranks cannot connect ({error}). {CHECKS}") from error
+
+    def _check(self, why: Callable[[], str]) -> None:
+        """Say now and then why this rank waits; raise after the time limit."""
+        waited = monotonic() - self._since
+        if failure := self._read_failure():
+            raise RanksDisagree(f"{failure} Nothing has started.")
+        if waited > self._timeout:
+            raise RanksDisagree(
+                f"the ranks did not all connect to {self._place} within {self._timeout:,.0f} s: "
+                f"{why()}. {CHECKS}"
+            )
+        if waited >= self._next_warning:
+            self._next_warning += min(self._next_warning, LONGEST_INTERVAL)
+            who = f"rank {self._launch.rank} has waited {waited:,.0f} s to meet the others"
+            log.warning("%s at %s: %s", who, self._place, why())
+
+    def _read_failure(self) -> str:
+        try:
+            return self.failure()
+        except RuntimeError as error:
+            return (
+                f"the store at {self._place} does not answer any more ({error}): the process that "
+                "served it, rank 0 or the launcher, has ended. Read its own output."
+            )
+
+
+def on_thread(call: Callable[[], T], check: Callable[[], None]) -> T:
+    """The result of ``call``, which waits in C++; meanwhile ``check`` and Ctrl-C may raise here."""
+    result: Future[T] = Future()
+
+    def carry_out() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by ``result``
+            result.set_exception(error)
+
+    Thread(target=carry_out, name="shardwise-connect", daemon=True).start()
+    while not wait([result], POLL_INTERVAL).done:
+        check()
+    return result.result()
+
+
+def _problem(host: str, port: int) -> str:
+    """Why nothing can connect to this address now, or ``""``.
+
+    Raises:
+        OSError: this process can open no socket.
+    """
+    try:
+        socket.create_connection((host, port), PROBE_TIMEOUT).close()
+    except socket.gaierror as error:
+        return f"the name {host} does not resolve on {platform.node()} ({error.strerror})"
+    except ConnectionRefusedError:
+        return f"no program listens at port {port} of {host}, where rank 0 serves the store"
+    except TimeoutError:
+        return f"{host} does not answer"
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return f"{host} cannot be reached ({error.strerror})"
+    return ""
+
+
+def _is_free(port: int) -> bool:
+    """May this process listen at ``port``?"""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
