@@ -240,6 +240,19 @@ def test_a_run_that_is_told_to_end_saves_and_says_with_what_status_it_goes_on(
     assert "run is already complete (4 steps)" in capsys.readouterr().out
 
 
+def test_a_request_to_save_is_no_death_before_there_is_anything_to_save(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr(sys, "argv", ["shardwise", "train", "--version"])
+    try:
+        with pytest.raises(SystemExit):
+            main()
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_second_interrupt_ends_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

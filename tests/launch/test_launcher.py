@@ -245,15 +245,22 @@ time.sleep(300)
 
 
 @forked
-def test_if_the_launcher_is_killed_the_ranks_die_though_they_are_suspended(tmp_path: Path) -> None:
-    launcher = subprocess.Popen(python(LAUNCHER, NOTED, str(tmp_path)))
-    wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
-    pids = [int(path.name) for path in tmp_path.iterdir()]
+def test_a_launcher_that_is_killed_leaves_no_rank_though_suspended_and_no_file(
+    tmp_path: Path,
+) -> None:
+    temporary, noted = tmp_path / "temporary", tmp_path / "noted"
+    temporary.mkdir()
+    noted.mkdir()
+    environ = {**os.environ, "TMPDIR": str(temporary)}
+    launcher = subprocess.Popen(python(LAUNCHER, NOTED, str(noted)), env=environ)
+    wait_for(lambda: len(list(noted.iterdir())) == 2)
+    pids = [int(path.name) for path in noted.iterdir()]
     launcher.send_signal(signal.SIGTSTP)
     wait_for(lambda: [state(pid) for pid in pids] == ["T", "T"])
     launcher.kill()
     launcher.wait()
     wait_for(lambda: not any(map(is_alive, pids)))
+    assert list(temporary.iterdir()) == []
 
 
 @forked

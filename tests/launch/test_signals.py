@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
@@ -74,3 +77,49 @@ def test_off_the_main_thread_nothing_changes() -> None:
     thread.start()
     thread.join()
     assert found == [signal.getsignal(signal.SIGTERM)]
+
+
+# ---- where Python runs no handler ----------------------------------------------------------------
+
+DEAF = """
+import ctypes, os, signal, sys, time
+from shardwise.launch import signals
+signals.GRACE = 0.1
+mutex, until = ctypes.create_string_buffer(64), (ctypes.c_long * 2)(int(time.time()) + 3, 0)
+with signals.save_and_stop_signals(lambda: None, lambda: None):
+    print("ready", flush=True)
+    for _ in range(2):  # the second waits for three seconds, which no signal ends
+        ctypes.CDLL(None).pthread_mutex_timedlock(mutex, until)
+    os._exit(5)
+"""
+FORKED = """
+import os, signal, time
+from shardwise.launch import signals
+signals.GRACE = 0.1
+with signals.save_and_stop_signals(lambda: None, lambda: None):
+    if not os.fork():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os._exit(0)
+    os.wait()
+    time.sleep(0.5)
+    os._exit(5)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the mutex is that of Linux")
+@pytest.mark.parametrize(("sent", "status"), [("INT INT", 130), ("TERM INT", 130), ("INT", 5)])
+def test_a_second_interrupt_ends_a_wait_in_another_language(sent: str, status: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for name in sent.split():
+            process.send_signal(signal.Signals[f"SIG{name}"])
+            time.sleep(0.2)  # two at once may be one
+        assert process.wait(60) == status
+
+
+def test_the_signals_of_a_forked_child_are_its_own() -> None:
+    assert subprocess.run([sys.executable, "-c", FORKED], check=False).returncode == 5

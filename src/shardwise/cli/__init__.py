@@ -16,6 +16,8 @@ __all__ = ["main"]
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; ``arguments`` are those of the process if not given."""
+    if arguments is None and "train" in sys.argv:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
     try:
         _run(arguments)  # includes the imports, so Ctrl-C prints no traceback during them
     except KeyboardInterrupt:

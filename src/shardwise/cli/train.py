@@ -127,8 +127,8 @@ def _run(recipe: Recipe, options: LaunchOptions, launch: Launch | None) -> None:
     requests = _requests(options, launch.rank if launch else 0)
     with (
         without_their_noise(),
-        save_and_stop_signals(requests.save, requests.stop),
         connect(recipe.run.device) as comm,
+        save_and_stop_signals(requests.save, requests.stop),  # until then nothing is to be saved
         reporter(recipe.run.log_every, restarted=attempt.number > 0) as report,
         record_errors(),
     ):

@@ -78,10 +78,10 @@ def write_error_file(error: BaseException) -> bool:
     Returns:
         Whether there is a launcher that reads it.
     """
-    error_file = os.environ.get(ERROR_FILE)
-    if error_file is None:
+    if ERROR_FILE not in os.environ:
         return False
-    if Path(error_file).exists():
+    error_file = Path(os.environ[ERROR_FILE])
+    if error_file.exists() and error_file.stat().st_size:
         return True
     message = str(error)
     if isinstance(error, OSError):
@@ -98,7 +98,7 @@ def write_error_file(error: BaseException) -> bool:
         "is_permanent": isinstance(error, ShardwiseError) and not is_consequence,
     }
     report = json.dumps({"message": {"message": message, "extraInfo": extra_info}})
-    Path(error_file).write_text(report, "utf-8")
+    error_file.write_text(report, "utf-8")
     return True
 
 

@@ -24,6 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -80,20 +81,16 @@ def start(
         SystemExit: the ranks saved and stopped as requested (75), or another signal ended them.
     """
     signals, run_id = _SignalQueue(), uuid.uuid4().hex
-    with (
-        tempfile.TemporaryDirectory(prefix="shardwise-") as parent,
-        signal_handlers(signals.handlers),
-    ):
+    with signal_handlers(signals.handlers):
         for restart in range(restarts + 1):
-            folder = Path(parent) / str(restart)
-            folder.mkdir()
-            running = _Ranks.launch(
-                command, folder, _rank_environment(ranks, restarts, restart) | {RUN_ID: run_id}
-            )
-            try:
-                failures = _wait(running, signals)
-            finally:
-                running.end()
+            variables = _rank_environment(ranks, restarts, restart) | {RUN_ID: run_id}
+            with ExitStack() as files:
+                error_files = [_error_file(files) for _ in range(ranks)]
+                running = _Ranks.launch(command, error_files, variables)
+                try:
+                    failures = _wait(running, signals)
+                finally:
+                    running.end()
             if (
                 not failures
                 or signals.stop_signal
@@ -161,10 +158,11 @@ class _Ranks:
     lifeline: IO[bytes]
 
     @classmethod
-    def launch(cls, command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> _Ranks:
+    def launch(
+        cls, command: Sequence[str], error_files: list[Path], variables: Mapping[str, str]
+    ) -> _Ranks:
         store, port = _store()
         read_end, write_end = os.pipe()
-        error_files = [folder / f"{rank}.json" for rank in range(int(variables["WORLD_SIZE"]))]
         environ = {**os.environ, **variables, "MASTER_PORT": str(port), LIFELINE: str(read_end)}
         ranks = cls([], error_files, store, os.fdopen(write_end, "wb", buffering=0))
         try:
@@ -231,6 +229,18 @@ class _Ranks:
         for process in self.processes:
             process.wait()
         self.lifeline.close()
+
+
+def _error_file(files: ExitStack) -> Path:
+    """A file for one rank's error, until ``files`` closes.
+
+    On Linux it has no name in a folder, so a launcher that is killed leaves none.
+    """
+    if platform.system() != "Linux":
+        return Path(files.enter_context(tempfile.NamedTemporaryFile(prefix="shardwise-")).name)
+    descriptor = os.memfd_create("error")
+    files.callback(os.close, descriptor)
+    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
 def _store() -> tuple[TCPStore, int]:

@@ -5,11 +5,13 @@
     SIGINT after that       end at once (``KeyboardInterrupt``)
 
 A handler only sets a flag: it runs between any two instructions, and the state of all ranks can be
-saved only at the end of a step.
+saved only at the end of a step. Python runs no handler while it waits in C++, for a message of
+another rank for example; so a thread ends the process soon after the last one, whatever it does.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +21,7 @@ from typing import Any
 
 __all__ = ["save_and_stop_signals", "signal_handlers"]
 
+GRACE = 2.0  # seconds
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
@@ -60,5 +63,35 @@ def save_and_stop_signals(save: Callable[[], None], stop: Callable[[], None]) ->
         stop()
 
     stop_handlers = {signal.SIGTERM: on_stop, signal.SIGINT: on_stop}
-    with signal_handlers({signal.SIGUSR1: on_save, **stop_handlers}):
+    with signal_handlers({signal.SIGUSR1: on_save, **stop_handlers}), _ended_in_time():
         yield
+
+
+@contextmanager
+def _ended_in_time() -> Iterator[None]:
+    """End this process ``GRACE`` seconds after a SIGINT that was not the first signal to stop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # gets a byte per signal
+    left = threading.Event()
+    # A forked child has the same pipe, and may get signals that this process does not.
+    os.register_at_fork(after_in_child=lambda: left.is_set() or signal.set_wakeup_fd(-1))
+
+    def watch() -> None:
+        stops = 0
+        while number := os.read(reader, 1):
+            if number[0] == signal.SIGINT and stops and not left.wait(GRACE):
+                os._exit(128 + signal.SIGINT)
+            stops += number[0] in (signal.SIGINT, signal.SIGTERM)
+        os.close(reader)
+
+    threading.Thread(target=watch, name="shardwise-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(previous)
+        os.close(writer)
