@@ -191,13 +191,35 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing() -> None:
         assert part in texts[0]
 
 
-def test_shards_are_not_loaded_as_wholes() -> None:
+@pytest.mark.parametrize("by_model", [False, True], ids=["handle", "model"])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "no_shard"])
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_what_sharded_gave_loads_back_in_any_layout(
+    net: Net, strategy: str, by_model: bool
+) -> None:
+    """Each rank gives its shards, of a model that was cut in another way."""
+    models = [seeded(net.build, seed=1) for _ in range(3)]
+    given = clones(models[0].state_dict())
+
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        shards = sw.shard(models[comm.rank], strategy, comm=comm).state_dict("sharded")
+        sharded = sw.shard(model, wrap=sw.wrap.whole(), comm=comm)
+        model.load_state_dict(shards) if by_model else sharded.load_state_dict(shards)
+        return clones(model.state_dict())
+
+    assert all(equal(state, given) for state in on_ranks(3, net.build, rank))
+
+
+def test_shards_of_one_rank_are_refused_on_every_rank() -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
         shards = sharded.state_dict("sharded")
-        return said(sw.CheckpointError, lambda: sharded.load_state_dict(shards))
+        mine = shards if comm.rank == 0 else {}
+        return said(sw.CheckpointError, lambda: sharded.load_state_dict(mine))
 
-    assert "full_tensor(), called on every rank" in on_ranks(2, DECODER.build, rank)[1]
+    one, other = on_ranks(2, DECODER.build, rank)
+    assert one == other
+    assert "shards on rank 0 and 0 on rank 1" in one
 
 
 def test_in_the_middle_of_a_step_it_is_refused() -> None:

@@ -30,7 +30,7 @@ from shardwise.checkpoint.optimizer_state import (
     local_state,
     record_of,
 )
-from shardwise.checkpoint.state_dict import StateDict, offered, receive, warn_of_copies
+from shardwise.checkpoint.state_dict import StateDict, joined, offered, receive, warn_of_copies
 from shardwise.errors import CheckpointError
 from shardwise.optim.blockwise import whole_of_parts
 
@@ -142,8 +142,9 @@ def by_name(states: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def put_optimizer_state(
     sharded: ShardedModel, optimizer: Optimizer, states: Mapping[str, Any]
 ) -> None:
-    """Give every rank its part of rank 0's ``states``, by name. A collective."""
+    """Give every rank its part of rank 0's ``states``, or of all ranks' shards. A collective."""
     comm = sharded.comm
+    states = joined(comm, states)
     kind = type(optimizer).__qualname__
     record = run_on_rank_0(comm, "options of an optimizer", lambda: _record(states, kind))
     tensors = _tensors(states) if comm.rank == 0 else {}
@@ -156,8 +157,8 @@ def put_optimizer_state(
         raise misfit_error(
             "rank 0's optimizer state dict does not fit",
             problems,
-            "Pass the state of this model's optimizer by name, of kind 'full'; nothing loads one "
-            "of kind 'local'.",
+            "Pass the state of this model's optimizer by name, of kind 'full', or of kind 'sharded' "
+            "on all ranks; nothing loads one of kind 'local'.",
         )
     receive(comm, tensors, restoring.requests())
     restoring.apply()

@@ -5,8 +5,8 @@ full       FULL_STATE_DICT      whole tensors under the usual names    any numbe
 sharded    SHARDED_STATE_DICT   shards that know their whole           any, by ``full_tensor()``
 local      LOCAL_STATE_DICT     its shards as plain tensors            the same layout alone
 
-Whole tensors exist one bucket at a time. On the way back rank 0 has the tensors, and every rank
-keeps its part of each.
+Whole tensors exist one bucket at a time. On the way back rank 0 has the tensors, or joins those
+of which every rank gives its shard, and every rank keeps its part of each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.printed import size
-from shardwise.torch_internals import buffers_of, parameters_of
+from shardwise.torch_internals import buffers_of, parameters_of, tree_leaves, tree_map_only
 
 
 @checked
@@ -192,15 +192,17 @@ def warn_of_copies(comm: Comm, values: Iterable[Any]) -> None:
 
 
 def put_model_state(sharded: ShardedModel, states: Mapping[str, Tensor]) -> None:
-    """Give every rank its part of rank 0's ``states``. A collective."""
+    """Give every rank its part of rank 0's ``states``, or of all ranks' shards. A collective."""
     comm = sharded.comm
+    states = joined(comm, states)
     states = _without_extra_state(states) if comm.rank == 0 else {}
     plan = ModelPlan(sharded, offered(comm, states), {})
     if problems := plan.matched.problems(cast=False):
         raise misfit_error(
             "rank 0's state dict does not fit the model",
             problems,
-            "Pass this model's state dict of kind 'full', on rank 0 at least; one of kind 'local' "
+            "Pass this model's state dict of kind 'full', on rank 0 at least, or of kind 'sharded', "
+            "on all ranks; one of kind 'local' "
             "only fits model.load_state_dict(). Convert tensors of another dtype first: "
             "states[NAME] = states[NAME].to(dtype).",
         )
@@ -208,6 +210,31 @@ def put_model_state(sharded: ShardedModel, states: Mapping[str, Tensor]) -> None
     plan.apply()
     for bucket in sharded.buckets:
         bucket.expire()
+
+
+def joined(comm: Comm, states: Any) -> Any:
+    """``states`` with whole tensors in place of shards, on rank 0. A collective.
+
+    Raises:
+        CheckpointError: not all ranks have given shards of the same parameters.
+    """
+    shards = [leaf for leaf in tree_leaves(states) if isinstance(leaf, ShardTensor)]
+    mine = [shard.sharding.name for shard in shards]
+    every = all_gather_object(comm, mine, "shards of a state dict")
+    if not any(every):
+        return states
+    if other := next((rank for rank, names in enumerate(every) if names != every[0]), 0):
+        raise CheckpointError(
+            f"the state dict has {len(every[0])} shards on rank 0 and {len(every[other])} on rank "
+            f"{other}, or those of other parameters. Each rank has its own part of a tensor: pass "
+            "what state_dict('sharded') gave on all ranks, or one of kind 'full' on rank 0."
+        )
+    wholes = dict[int, Tensor]()
+    for shard in shards:
+        whole = shard.full_tensor()
+        if comm.rank == 0:
+            wholes[id(shard)] = whole
+    return tree_map_only(ShardTensor, lambda s: wholes[id(s)], states) if comm.rank == 0 else {}
 
 
 def _without_extra_state(states: Any) -> Any:

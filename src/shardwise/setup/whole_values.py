@@ -73,7 +73,10 @@ class StateHooks:
         for name, param in parameters_of(module).items():
             sharding, value = param is not None and sharding_of(param), state.get(prefix + name)
             if param is not None and sharding and isinstance(value, Tensor):
+                other = sharding_of(value)
                 with disable_torch_function():
+                    if other is not None and not other.cuts_like(sharding):
+                        value = other.whole(value)
                     state[prefix + name] = _part(value.detach(), param, sharding)
 
 
