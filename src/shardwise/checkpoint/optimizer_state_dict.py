@@ -157,8 +157,8 @@ def put_optimizer_state(
         raise misfit_error(
             "rank 0's optimizer state dict does not fit",
             problems,
-            "Pass the state of this model's optimizer by name, of kind 'full', or of kind 'sharded' "
-            "on all ranks; nothing loads one of kind 'local'.",
+            "Pass the state of this model's optimizer by name, of kind 'full', or on all ranks one "
+            "of kind 'sharded'; nothing loads one of kind 'local'.",
         )
     receive(comm, tensors, restoring.requests())
     restoring.apply()
