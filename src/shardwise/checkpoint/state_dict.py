@@ -201,8 +201,9 @@ def put_model_state(sharded: ShardedModel, states: Mapping[str, Tensor]) -> None
         raise misfit_error(
             "rank 0's state dict does not fit the model",
             problems,
-            "Pass this model's state dict of kind 'full', on rank 0 at least, or on all ranks one of "
-            "kind 'sharded'; one of kind 'local' only fits model.load_state_dict(). Convert tensors of another dtype first: "
+            "Pass this model's state dict of kind 'full', on rank 0 at least, or one of kind "
+            "'sharded', on all ranks; one of kind 'local' only fits model.load_state_dict(). "
+            "Convert tensors of another dtype first: "
             "states[NAME] = states[NAME].to(dtype).",
         )
     receive(comm, states, plan.requests({}))
