@@ -44,6 +44,7 @@ from shardwise.schedule.placement import Placement
 from shardwise.setup import order
 from shardwise.setup.build import cut, facts, uncut
 from shardwise.setup.forwards import Forwards
+from shardwise.setup.unsharded import unsharded
 from shardwise.setup.whole_values import StateHooks, local_state, whole_copy
 from shardwise.units.units import Units, choose_units
 from shardwise.units.wrap import Wrap
@@ -227,7 +228,7 @@ class Sharded:
         """The optimizers, checked to be of this model; called between steps only.
 
         Args:
-            operation: the call, for error messages.
+            operation: the call, for errors.
         """
         self._hooks.registered.compare()
         self._check_idle(operation)
@@ -243,6 +244,7 @@ class Sharded:
         uncut(self.buckets)
         self._optimizer_hooks.close()
         self._detach()
+        self.__class__ = unsharded(Sharded)
         return self.model
 
     def _attach(self) -> None:
@@ -271,6 +273,7 @@ class Sharded:
     def relayout(self) -> None:
         """Shard the model again, after it was changed. Gradients are dropped. A collective."""
         self.unshard()
+        self.__class__ = Sharded
         self._build()
 
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Module:
