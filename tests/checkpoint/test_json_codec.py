@@ -92,6 +92,27 @@ def test_arrays_and_numbers_of_numpy() -> None:
     assert there_and_back(np.float64(0.1)) == 0.1
 
 
+@pytest.mark.parametrize("value", [np.array(3.0), np.arange(6).reshape(2, 3).T, np.arange(4)[::-2]])
+def test_arrays_keep_their_shape_however_they_lie(value: np.ndarray[Any, Any]) -> None:
+    found = there_and_back(value)
+    assert found.shape == value.shape
+    assert np.array_equal(found, value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([1.0, 2.0])[::2],
+        torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.arange(6.0).view(2, 3).t(),
+    ],
+    ids=["one strided element", "conjugate", "negative", "transposed"],
+)
+def test_tensors_however_they_lie(value: torch.Tensor) -> None:
+    assert torch.equal(there_and_back(value), value)
+
+
 class Odd:
     pass
 
@@ -99,6 +120,23 @@ class Odd:
 @pytest.mark.parametrize("value", [Odd(), Odd, print, lambda: 0, {"a": [Odd()]}, object()])
 def test_nothing_that_only_pickle_could_write(value: Any) -> None:
     with pytest.raises(CheckpointError, match="cannot be written without pickle"):
+        encode(value, "training.position")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (np.longdouble(1.5), "numpy.longdouble"),
+        (np.zeros(2, np.longdouble), "numpy.ndarray of float128"),
+        (np.zeros(2, ">f8"), "numpy.ndarray of >f8"),
+        (np.zeros(2, complex), "numpy.ndarray of complex128"),
+        (torch.eye(2).to_sparse(), "torch.Tensor of torch.float32"),
+        (torch.ones(1, device="meta"), "torch.Tensor of torch.float32"),
+    ],
+    ids=str,
+)
+def test_values_that_no_file_has_are_named(value: Any, kind: str) -> None:
+    with pytest.raises(CheckpointError, match=f"training.position is a {kind}, which cannot be"):
         encode(value, "training.position")
 
 

@@ -11,7 +11,7 @@ import resource
 import stat
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,39 @@ def test_only_persistent_buffers_are_stored(tmp_path: Path) -> None:
     stored = tensors(tmp_path / "out", "model")
     assert set(stored) == {"weight", "bias", "kept"}
     assert stored["kept"].tolist() == [0, 1, 2]
+
+
+class Buffered(nn.Linear):
+    """A layer with one buffer."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("kept", buffer)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(8.0).view(1, 8)[:, 3],
+        lambda: torch.arange(6.0).view(2, 3).t(),
+        lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    ],
+    ids=["one strided element", "transposed", "conjugate"],
+)
+def test_buffers_come_back_however_they_lie(
+    make: Callable[[], Tensor], world: int, tmp_path: Path
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        kept: Tensor = model.kept  # type: ignore[assignment]
+        sharded.save(tmp_path / "out", None, sw.Training())
+        kept.zero_()
+        sharded.load(tmp_path / "out")
+        assert torch.equal(kept, make())
+
+    on_ranks(world, lambda: Buffered(make()), rank)
+    assert torch.equal(tensors(tmp_path / "out", "model")["kept"], make())
 
 
 def test_optimizer_state_is_stored_by_name_and_whole(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 from torch import nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.setup import build
 from shardwise.tracing.blueprint import draw
+from tests.copies import on_ranks, said
 from tests.ranks import run_threads
 
 
@@ -41,3 +43,19 @@ def test_a_model_is_large_from_a_billion_parameters(
         build.warn_of_copies(blueprint.specs, blueprint.world)
     said = "no_shard holds all 1.0 billion parameters, their gradients and optimizer state on every"
     assert (said in caplog.text) is warns
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sparse_buffer_is_refused_by_its_name_before_anything_changes(world: int) -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.register_buffer("graph", torch.eye(3).to_sparse())
+        return model
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        text = said(sw.ConfigError, lambda: sw.shard(model, comm=comm))
+        assert {tuple(param.shape) for param in model.parameters()} == {(4, 4), (4,)}
+        return text
+
+    for text in on_ranks(world, build, rank):
+        assert text.startswith("'graph' is torch.sparse_coo, and ranks exchange and store dense")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.safetensors_format import DTYPES, code_of
+from shardwise.checkpoint.safetensors_format import DTYPES, bytes_of, code_of
 from shardwise.errors import CheckpointError
 
 MOST_ELEMENTS = 1 << 20
@@ -35,8 +35,8 @@ def encode(value: Any, where: str) -> Any:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, np.generic):
-        return encode(value.item(), where)
+    if isinstance(value, np.generic) and type(item := value.item()) is not type(value):
+        return encode(item, where)
     if isinstance(value, dict):
         return _encode_dict(value, where)
     if type(value) in (list, tuple, set, frozenset, deque):
@@ -45,12 +45,13 @@ def encode(value: Any, where: str) -> Any:
         return made if type(value) is list else {f"${type(value).__name__}": made}
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return {"$array": _encode_tensor(torch.from_numpy(np.ascontiguousarray(value)), where)}
-    if isinstance(value, Tensor):
+    if isinstance(value, np.ndarray) and _torch_has(value.dtype):
+        return {"$array": _encode_tensor(torch.from_numpy(np.array(value, order="C")), where)}
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
         return {"$tensor": _encode_tensor(value, where)}
+    kind = f" of {value.dtype}" if isinstance(value, (np.ndarray, Tensor)) else ""
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}{kind}, which cannot be "
         "written without pickle, and a checkpoint that holds pickles can run anybody's code. Keep "
         "numbers, texts, bytes, small tensors, and lists and dicts of them there."
     )
@@ -92,14 +93,18 @@ def _encode_dict(value: dict[Any, Any], where: str) -> Any:
     return {"$counter" if isinstance(value, Counter) else "$dict": items}
 
 
+def _torch_has(dtype: np.dtype[Any]) -> bool:
+    """Has torch this dtype? Not in another byte order, and no long double."""
+    return dtype.kind in "biuf" and dtype.isnative and dtype.itemsize <= 8
+
+
 def _encode_tensor(value: Tensor, where: str) -> dict[str, Any]:
     if value.numel() > MOST_ELEMENTS:
         raise CheckpointError(
             f"{where} is a tensor of {value.numel():,} elements; up to {MOST_ELEMENTS:,} are "
             "written into the training state. Keep it in a buffer of the model."
         )
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    text = base64.b64encode(data.numpy().tobytes()).decode()
+    text = base64.b64encode(bytes_of(value.cpu()).numpy().tobytes()).decode()
     return {"dtype": code_of(value.dtype, where), "shape": list(value.shape), "data": text}
 
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.plan import Entry, Held
-from shardwise.checkpoint.safetensors_format import code_of
+from shardwise.checkpoint.safetensors_format import bytes_of, code_of
 from shardwise.comm.protocol import Comm
 from shardwise.layout.layout import Layout, Slot
 from shardwise.memory.parameters import Bucket
@@ -59,7 +58,7 @@ class LocalShard:
     @property
     def data(self) -> Tensor:
         """The bytes of ``value``, ``[bytes]`` uint8, where they lie."""
-        return self.value.detach().reshape(-1).view(torch.uint8)
+        return bytes_of(self.value)
 
     def clone(self) -> LocalShard:
         """The same, of the value as it is now."""

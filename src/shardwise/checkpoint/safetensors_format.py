@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
@@ -71,6 +72,20 @@ def code_of(dtype: torch.dtype, name: str) -> str:
             f"saved. Cast it to one of {', '.join(str(known) for known in _CODES)}."
         )
     return _CODES[dtype]
+
+
+def lies_plain(value: Tensor) -> bool:
+    """Are its bytes in memory those of a file? Not if it is strided, or a conjugate view."""
+    lazy = value.is_conj() or value.is_neg()
+    return value.is_contiguous() and not lazy and value.reshape(-1).stride() == (1,)
+
+
+def bytes_of(value: Tensor) -> Tensor:
+    """The bytes of a dense tensor as a file has them: ``[bytes]`` uint8, a copy or a view."""
+    value = value.detach()
+    if not lies_plain(value):
+        value = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+    return value.reshape(-1).view(torch.uint8)
 
 
 CAP = 100_000_000

@@ -56,6 +56,13 @@ def check_unsharded(model: nn.Module) -> None:
                 "shards of shards. Call shard() once, on the outermost model; to shard anew, "
                 "call sharded.unshard() first."
             )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided:
+            raise ConfigError(
+                f"{name!r} is {tensor.layout}, and ranks exchange and store dense tensors. Keep it "
+                "dense, and call to_sparse() in forward(); or as an attribute that is no parameter "
+                "and no buffer."
+            )
 
 
 def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs) -> dict[str, str]:

@@ -173,7 +173,7 @@ def _no_value(name: str, kind: str) -> ConfigError:
 def sync(value: Tensor, comm: Comm, name: str) -> Tensor:
     """Rank 0's ``value`` on every rank, contiguous and on the comm's device. A collective."""
     # Moved first: what a model was built on may be no place that the comm's backend serves.
-    moved = value.to(comm.device).contiguous()
+    moved = value.to(comm.device).resolve_conj().resolve_neg().contiguous()
     if moved.numel():
         comm.broadcast(moved, 0, Label("broadcast", name)).wait()
     return moved
