@@ -165,12 +165,12 @@ def folder(model: tuple[Two, sw.Sharded, torch.optim.Optimizer], tmp_path: Path)
     """A checkpoint with an index, and with values of every kind."""
     _, sharded, optimizer = model
 
-    class Schedule:
+    class Taken:
         def state_dict(self) -> dict[str, Any]:
             return {"last": 3, "rates": (0.1, float("inf")), "table": torch.ones(2)}
 
     values = {1: b"x", "s": {1, 2}, "n": [None, True]}
-    training = sw.Training(step=1, scheduler=Schedule(), position=values)  # type: ignore[arg-type]
+    training = sw.Training(step=1, scheduler=Taken(), position=values)  # type: ignore[arg-type]
     sharded.save(tmp_path / "step-1", optimizer, training, max_file_size=60)
     return tmp_path / "step-1"
 
@@ -274,4 +274,4 @@ def test_what_cannot_be_understood_is_one_error_on_all_ranks(tmp_path: Path) -> 
     assert one == other
     assert one.startswith("rank 1: ")
     assert "holds what cannot be understood" in one
-    assert "were already replaced. Load another checkpoint" in one
+    assert "Nothing of it was used. Load another checkpoint" in one

@@ -240,7 +240,7 @@ def test_a_group_of_parameters_with_unlike_options_is_an_error(tmp_path: Path) -
 
     on_ranks(2, DECODER.build, save)
     text = refusal(DECODER.build, tmp_path / "step-1", make=adamw)
-    assert "norm.weight: saved with weight_decay=0.0, and embed.weight" in text
+    assert "norm1.weight: saved with weight_decay=0.0, and embed.weight, now in the same" in text
 
 
 def test_a_rate_that_is_a_tensor_is_filled_in_place(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_it_comes_back_as_it_was() -> None:
         position=position,
         config={"lr": 0.1},
         local=[b"0", b"1"],
+        classes={"scheduler": "Counter"},
     )
 
 

@@ -7,6 +7,7 @@ values to hand over when they have been read.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,14 +20,17 @@ from torch import Tensor
 from shardwise.checkpoint import training_state
 from shardwise.checkpoint.local_shards import ShardedModel, param_shards, persistent_buffers
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.optimizer_state import Named, Restored
+from shardwise.checkpoint.optimizer_restore import Restored, StoredStates
+from shardwise.checkpoint.optimizer_state import Named
 from shardwise.checkpoint.options import Loaded, LoadOptions
 from shardwise.checkpoint.read_requests import ReadRequest, request_for
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation, find_stored
-from shardwise.checkpoint.safetensors_format import DTYPES, PACKED, Stored, code_of
+from shardwise.checkpoint.safetensors_format import DTYPES, PACKED, Stored, code_of, lies_plain
 from shardwise.checkpoint.save_plan import BUFFER, OPTIMIZER, RANKS, RNG
 from shardwise.checkpoint.training_state import Document, Stateful, Training
 from shardwise.errors import CheckpointError, nearest
+
+log = logging.getLogger("shardwise")
 
 NEAREST = 20
 """Missing names for which the nearest stored one is looked up: each costs a comparison with all."""
@@ -151,8 +155,8 @@ class ModelPlan:
                     "have rank 0's now"
                 )
             memory = buffer
-            if not buffer.is_contiguous():
-                memory = torch.empty_like(buffer).contiguous()
+            if not lies_plain(buffer):
+                memory = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
                 self._late.append((buffer, memory))
             yield request_for(place, start, memory)
 
@@ -231,17 +235,22 @@ class LoadPlan:
         self._inexact = self._model.inexact
         self._optimizers: Restored | None = None
         problems = self._model.matched.problems(options.cast)
+        others: list[str] = []  # what does not fit beside the model's tensors
         if options.optimizers:
-            self._optimizers = _optimizers(checkpoint, options, Named(self._model.shards))
-            problems += self._optimizers.problems
-        problems += _absent(checkpoint, options)
-        if options.strict and problems:
+            self._optimizers = self._restored(options)
+            others += self._optimizers.problems
+        reordered = self._optimizers.reordered if self._optimizers else ()
+        self._stateful, unlike = _stateful(checkpoint.document, options.training, reordered)
+        if options.strict and (problems or others or unlike):
             raise misfit_error(
                 f"{checkpoint.source.folder} does not fit what is to be loaded",
-                problems,
+                [*problems, *others, *unlike],
                 "Load it into the model that was saved; or pass strict=False to load what fits "
                 "(the result lists the rest), cast=True to convert dtypes.",
             )
+        self._inexact += [*others, *unlike, *(self._optimizers.dropped if self._optimizers else ())]
+        self._changed = [*self._model.matched.problems(cast=False), *self._inexact]
+        self._local = self._local_values()
         self.requests = list(self._model.requests(checkpoint.own))
         if self._optimizers is not None:
             self.requests += self._optimizers.requests()
@@ -253,28 +262,28 @@ class LoadPlan:
         if self._optimizers is not None:
             self._optimizers.apply()
         if training is not None:
-            self._restore_training(training)
+            self._restore_training()
         return self._report()
 
-    def _restore_training(self, training: Training) -> None:
+    def _restore_training(self) -> None:
         for bucket in self._buckets:  # a checkpoint is of the moment between two steps
             bucket.gradients.drop()
             for param in bucket.params:
                 param.grad = None
-        document = self._checkpoint.document
-        if document is None:
-            return
-        for _, owner, values in _stateful(training, document):
-            if values is not None:
-                owner.load_state_dict(values)
+        for owner, values in self._stateful:
+            owner.load_state_dict(values)
         if self._rng:
             training_state.restore_rng(self._rng, self._comm.device)
 
     def _report(self) -> Loaded:
         misfits, checkpoint = self._model.matched.misfits, self._checkpoint
-        left_out = self._optimizers.left_out if self._optimizers else ()
-        document = checkpoint.document
-        same = document is not None and document.world == self._comm.size
+        if self._changed and not self._comm.rank:
+            log.warning(
+                "%s: %d things were left out or converted, such as: %s. The report lists them",
+                checkpoint.source.folder,
+                len(self._changed),
+                "; ".join(self._changed[:3]),
+            )
         return Loaded(
             path=checkpoint.source.folder,
             checked=checkpoint.source.manifest is not None,
@@ -282,10 +291,34 @@ class LoadPlan:
             unexpected=tuple(misfits["unexpected"]),
             misshapen=(*misfits["misshapen"], *misfits["foreign"]),
             cast=tuple(misfits["cast"]),
-            inexact=(*self._inexact, *(f"no optimizer state of {name}" for name in left_out)),
-            document=document,
-            local=document.local[self._comm.rank] if document and same else None,
+            inexact=tuple(self._inexact),
+            document=checkpoint.document,
+            local=self._local,
         )
+
+    def _restored(self, options: LoadOptions) -> Restored:
+        checkpoint, matched = self._checkpoint, self._model.matched
+        if checkpoint.document is None or not checkpoint.document.optimizers:
+            raise CheckpointError(
+                f"{checkpoint.source.folder} holds no optimizer state, and an optimizer was passed "
+                "to load. Leave it out to load the weights alone, and begin with a fresh optimizer."
+            )
+        weights = checkpoint.weights
+        converted = {n: weights[matched.pairs[n]].stored.dtype for n in matched.misfits["cast"]}
+        records, aliases = checkpoint.document.optimizers, checkpoint.source.aliases
+        stored = StoredStates(records, checkpoint.states, aliases, converted)
+        return Restored(options.optimizers, Named(self._model.shards), stored)
+
+    def _local_values(self) -> Any:
+        document, comm = self._checkpoint.document, self._comm
+        if document is None or document.world == comm.size:
+            return document and document.local[comm.rank]
+        if any(values is not None for values in document.local):
+            self._inexact.append(
+                f"local values of {document.world} ranks are not those of {comm.size}: they are in "
+                "document.local, by rank"
+            )
+        return None
 
     def _generators(self) -> dict[str, Tensor]:
         document, comm = self._checkpoint.document, self._comm
@@ -306,32 +339,30 @@ class LoadPlan:
         return states
 
 
-def _optimizers(checkpoint: OpenCheckpoint, options: LoadOptions, named: Named) -> Restored:
-    if checkpoint.document is None or not checkpoint.document.optimizers:
-        raise CheckpointError(
-            f"{checkpoint.source.folder} holds no optimizer state, and an optimizer was passed to "
-            "load. Leave it out to load the weights alone, and begin with a fresh optimizer."
-        )
-    records = checkpoint.document.optimizers
-    aliases = checkpoint.source.aliases
-    return Restored(options.optimizers, named, records, checkpoint.states, aliases)
-
-
-def _absent(checkpoint: OpenCheckpoint, options: LoadOptions) -> list[str]:
-    """What the caller wants restored and the checkpoint does not hold."""
-    document, training = checkpoint.document, options.training
+def _stateful(
+    document: Document | None, training: Training | None, reordered: Sequence[str]
+) -> tuple[list[tuple[Stateful, Any]], list[str]]:
+    """Scheduler and scaler that get their stored state; and a line for each that does not."""
     if training is None:
-        return []
+        return [], []
     if document is None:
-        return ["training state: none is stored"]
-    asked = _stateful(training, document)
-    return [f"{name}: its state is not stored" for name, _, state in asked if state is None]
-
-
-def _stateful(training: Training, document: Document) -> list[tuple[str, Stateful, Any]]:
-    """Name, owner, and stored state of what the caller wants restored."""
-    asked = (("scheduler", training.scheduler), ("scaler", training.scaler))
-    return [(name, owner, getattr(document, name)) for name, owner in asked if owner is not None]
+        return [], ["training state: none is stored"]
+    fitting: list[tuple[Stateful, Any]] = []
+    problems: list[str] = []
+    asked = (("scheduler", training.scheduler, reordered), ("scaler", training.scaler, ()))
+    for name, owner, unlike in asked:
+        state, kind = getattr(document, name), document.classes.get(name)
+        if owner is None:
+            continue
+        if state is None:
+            problems.append(f"{name}: its state is not stored")
+        elif kind not in (None, type(owner).__name__):
+            problems.append(f"{name}: its state is of {kind}, not of {type(owner).__name__}")
+        elif unlike:
+            problems += unlike
+        else:
+            fitting.append((owner, state))
+    return fitting, problems
 
 
 def misfit_error(fact: str, problems: Sequence[str], advice: str) -> CheckpointError:

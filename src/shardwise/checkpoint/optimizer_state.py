@@ -2,32 +2,26 @@
 
 Each element-wise state is a tensor of the whole parameter's shape, ``exp_avg/NAME``,
 stored by ranges like the parameter; what is one number for the parameter (``step``) is a
-0-dim tensor; and a group's options are kept with the names of its parameters.
-
-On the way back state tensors that exist in the right shape are filled where they are, so loading
-needs no second copy. Every parameter brings its own options, and a group whose parameters disagree
-is an error.
+0-dim tensor; and a group's options are kept with the names of its parameters. What is not cut like
+a parameter is stored as rank 0 has it, so all ranks must have it alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import json_codec
 from shardwise.checkpoint.local_shards import LocalShard, ParamShard, of_rank_0
-from shardwise.checkpoint.read_requests import ReadRequest, request_for
-from shardwise.checkpoint.reader import TensorLocation, find_stored
-from shardwise.checkpoint.safetensors_format import dtype_of
-from shardwise.comm.malloc import in_huge_pages
+from shardwise.checkpoint.training_state import short_text
 from shardwise.errors import CheckpointError
 from shardwise.memory.shard_tensor import ShardTensor
-from shardwise.optim.blockwise import SCALES, block_of, cut_inside, state_shape, without_tables
+from shardwise.optim.blockwise import block_of, state_shape, without_tables
 from shardwise.optim.cut_state import is_scalar
 
 Optimizers = Sequence[Optimizer]
@@ -91,6 +85,7 @@ def local_state(optimizer: Optimizer, named: Named) -> LocalState:
             check_key(key, name)
             here = value.to_local() if isinstance(value, ShardTensor) else value
             if not isinstance(here, Tensor):
+                check_plain(here, key, name)
                 state.values.setdefault(name, {})[key] = here
             elif is_scalar(key, here, shard.member.shape):
                 state.scalars.setdefault(name, {})[key] = here
@@ -137,6 +132,7 @@ def record_of(kind: str, groups: Sequence[Mapping[str, Any]], values: ByName) ->
 
 def optimizer_shards(optimizers: Optimizers, named: Named) -> tuple[list[LocalShard], list[Any]]:
     """The tensors to store, and the rest as JSON, one record for each optimizer."""
+    check_disjoint(optimizers, named)
     elements: dict[str, dict[str, Tensor]] = {}  # state name → parameter → this rank's part
     scalars: list[LocalShard] = []
     records = []
@@ -158,6 +154,20 @@ def optimizer_shards(optimizers: Optimizers, named: Named) -> tuple[list[LocalSh
     return shards + sorted(scalars, key=lambda scalar: scalar.entry.name), records
 
 
+def facts_of(shards: Sequence[LocalShard], records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What rank 0 stores for all ranks, which must be alike on them, as short texts to compare."""
+    facts = {s.entry.name: str(s.value.item()) for s in shards if s.entry.everywhere}
+    for number, record in enumerate(records):
+        parts = {**record["values"]}
+        for k, group in enumerate(record["groups"]):
+            parts[f"parameters of group {k}"] = group["params"]
+            parts |= {f"{key} of group {k}": value for key, value in group["options"].items()}
+        for part, value in parts.items():
+            text = json.dumps(value, sort_keys=True)
+            facts[f"optimizer {number} ({record['class']}): {part}"] = short_text(text)
+    return facts
+
+
 def part_of(key: str, value: Tensor, shard: ParamShard) -> Tensor:
     """The elements of this state that belong to the rank's part of the parameter."""
     if value.shape == state_shape(key, shard.value.shape):
@@ -177,6 +187,36 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def check_disjoint(optimizers: Optimizers, named: Named) -> None:
+    """Raises ``CheckpointError`` if two optimizers hold one parameter: state goes by its name."""
+    holders: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for param in params_of(optimizer):
+            if (first := holders.setdefault(id(param), number)) != number:
+                kinds = [type(optimizers[k]).__qualname__ for k in (first, number)]
+                raise CheckpointError(
+                    f"optimizers {first} and {number} ({' and '.join(kinds)}) both hold "
+                    f"{named.shard(param, optimizer).member.name!r}, and a checkpoint has one "
+                    "state for each parameter, so one optimizer's would be lost. Pass one of them; "
+                    "keep the other's as sharded.optimizer_state_dict(optimizer), which "
+                    "sharded.load_optimizer_state_dict(optimizer, states) takes back."
+                )
+
+
+def check_plain(value: Any, key: str, name: str) -> None:
+    """Raises ``CheckpointError`` for tensors in a list or dict: they are this rank's part alone."""
+    items = value.values() if isinstance(value, Mapping) else value
+    for item in items if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)) else ():
+        if isinstance(item, Tensor):
+            raise CheckpointError(
+                f"optimizer state {key!r} of {name!r} is a {type(value).__qualname__} of tensors. "
+                "Each rank has its own part of them, and only a tensor that is itself the state "
+                "can be cut anew for another number of ranks. Keep each under a key of its own, "
+                f"such as '{key}_0', or leave the optimizer out."
+            )
+        check_plain(item, key, name)
+
+
 def check_key(key: object, name: str) -> None:
     """Raises ``CheckpointError`` if no tensor can be stored under this key."""
     if not isinstance(key, str) or not key or "/" in key:
@@ -184,189 +224,3 @@ def check_key(key: object, name: str) -> None:
             f"the optimizer keeps state under the key {key!r} for {name!r}; only texts without "
             "'/' can be stored."
         )
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """What a checkpoint holds of one parameter."""
-
-    kind: str  # the optimizer's class
-    options: Mapping[str, Any]
-    values: Mapping[str, Any]
-    tensors: Mapping[str, TensorLocation]
-
-
-@dataclass(frozen=True, eq=False)
-class _Target:
-    optimizer: Optimizer
-    group: dict[str, Any]
-    param: Tensor
-    shard: ParamShard
-    saved: _Saved
-
-    @property
-    def name(self) -> str:
-        return self.shard.member.name
-
-
-class Restored:
-    """Stored state that optimizers get back.
-
-    Args:
-        places: the stored tensors, ``STATE/PARAMETER``.
-        aliases: further names of tied parameters → the name in the records.
-
-    Attributes:
-        problems: one line for each thing that does not fit.
-        left_out: names of parameters whose state is not loaded, in the model or in the files.
-    """
-
-    def __init__(
-        self,
-        optimizers: Optimizers,
-        named: Named,
-        records: Sequence[Mapping[str, Any]],
-        places: Mapping[str, TensorLocation],
-        aliases: Mapping[str, str],
-    ) -> None:
-        saved, groupless = _parsed(records, places)
-        self._targets = targets = list(_targets(optimizers, named, saved, aliases))
-        self._states: list[tuple[_Target, dict[str, Any]]] = []
-        used = {id(part) for target in targets for part in (target.param, target.saved)}
-        held = [(param, optimizer) for optimizer in optimizers for param in params_of(optimizer)]
-        absent = [named.shard(*one).member.name for one in held if id(one[0]) not in used]
-        extra = [name for name, state in saved.items() if id(state) not in used]
-        self.left_out = (*absent, *extra, *groupless)
-        self.problems = [
-            *(f"{name}: its optimizer state is not stored" for name in absent),
-            *(f"{name}: stored, and no optimizer has this parameter" for name in extra),
-            *(f"{name}: it has state, and is in no stored group" for name in groupless),
-            *(line for target in targets for line in _misfits(target)),
-            *_conflicts(targets),
-        ]
-
-    def requests(self) -> list[ReadRequest]:
-        """What is to be read, into state that exists or is made here."""
-        requests = []
-        for target in self._targets:
-            state: dict[str, Any] = {}
-            for key, place in _fitting(target):
-                state[key], start = _memory(target, key, place)
-                requests.append(request_for(place, start, state[key]))
-            self._states.append((target, state))
-        return requests
-
-    def apply(self) -> None:
-        """Give the optimizers what was read, and the options of their groups."""
-        for target, state in self._states:
-            state |= {key: json_codec.decode(value) for key, value in target.saved.values.items()}
-            target.optimizer.state[target.param].clear()
-            target.optimizer.state[target.param].update(state)
-            if not state:
-                del target.optimizer.state[target.param]
-            for key, value in target.saved.options.items():
-                _set_option(target.group, key, json_codec.decode(value))
-
-
-def _targets(
-    optimizers: Optimizers, named: Named, saved: Mapping[str, _Saved], aliases: Mapping[str, str]
-) -> Iterator[_Target]:
-    """Each parameter that the optimizers hold and that is stored."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                shard = named.shard(param, optimizer)
-                if name := find_stored(shard.member.aliases, saved, aliases):
-                    yield _Target(optimizer, group, param, shard, saved[name])
-
-
-def _parsed(
-    records: Sequence[Mapping[str, Any]], places: Mapping[str, TensorLocation]
-) -> tuple[dict[str, _Saved], list[str]]:
-    """What is stored of each parameter in a group; and names of others that have state."""
-    tensors: dict[str, dict[str, TensorLocation]] = {}
-    for name, place in places.items():
-        key, _, param = name.partition("/")
-        tensors.setdefault(param, {})[key] = place
-    try:
-        saved = {
-            name: _Saved(
-                record["class"],
-                group["options"],
-                record["values"].get(name, {}),
-                tensors.get(name, {}),
-            )
-            for record in records
-            for group in record["groups"]
-            for name in group["params"]
-        }
-        with_values = [n for record in records for n, one in record["values"].items() if one]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"the training state's record of optimizers is malformed ({error!r}). Load another "
-            "checkpoint, or load without the optimizer."
-        ) from None
-    return saved, [n for n in dict.fromkeys([*tensors, *with_values]) if n not in saved]
-
-
-def _fitting(target: _Target) -> Iterator[tuple[str, TensorLocation]]:
-    for key, place in target.saved.tensors.items():
-        if place.stored.shape in ((), tuple(state_shape(key, target.shard.member.shape))):
-            yield key, place
-
-
-def _misfits(target: _Target) -> Iterator[str]:
-    kind = type(target.optimizer).__qualname__
-    if target.saved.kind != kind:
-        yield f"{target.name}: its state is of {target.saved.kind}, and {kind} holds it now"
-    elif SCALES & target.saved.tensors.keys():
-        yield from filter(None, [cut_inside(target.optimizer, target.param)])
-    fits = {key for key, _ in _fitting(target)}
-    for key, place in target.saved.tensors.items():
-        if key not in fits:
-            shape = tuple(target.shard.member.shape)
-            stored = place.stored.shape
-            yield f"{key} of {target.name}: stored as {stored}, the parameter has {shape}"
-
-
-def _conflicts(targets: Iterable[_Target]) -> Iterator[str]:
-    """Groups whose parameters were saved with unlike options."""
-    first: dict[int, _Target] = {}
-    for target in targets:
-        other = first.setdefault(id(target.group), target)
-        for key, value in target.saved.options.items():
-            if (others := other.saved.options.get(key)) != value:
-                yield (
-                    f"{target.name}: saved with {key}={value}, and {other.name}, now in the same "
-                    f"group, with {key}={others}"
-                )
-
-
-def _memory(target: _Target, key: str, place: TensorLocation) -> tuple[Tensor, int]:
-    """The memory for one state of one parameter, and the index of its first element here."""
-    dtype = dtype_of(place.stored.dtype)
-    scalar = torch.empty(())  # of a 0-dim parameter the state may be its one element's
-    one = place.stored.shape == () and is_scalar(key, scalar, target.shard.member.shape)
-    shape = torch.Size([]) if one else state_shape(key, target.shard.value.shape)
-    present = target.optimizer.state.get(target.param, {}).get(key)
-    present = present.to_local() if isinstance(present, ShardTensor) else present
-    if (
-        isinstance(present, Tensor)
-        and (present.shape, present.dtype) == (shape, dtype)
-        and present.is_contiguous()
-    ):
-        return present, 0 if one else target.shard.start // block_of(key)
-    moved = bool(target.group.get("capturable") or target.group.get("fused"))
-    device = target.shard.value.device if moved or not one else torch.device("cpu")
-    memory = in_huge_pages(torch.empty(shape, dtype=dtype, device=device))
-    return memory, 0 if one else target.shard.start // block_of(key)
-
-
-def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    if key in AS_BUILT:
-        return
-    present = group.get(key)
-    if isinstance(present, Tensor):  # a learning rate that a compiled or captured step reads
-        present.fill_(float(value))
-    else:
-        group[key] = value

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.collectives import raise_on_all, run_on_rank_0
 from shardwise.checkpoint.load_plan import misfit_error
 from shardwise.checkpoint.local_shards import ShardedModel, param_shards
+from shardwise.checkpoint.optimizer_restore import Restored, StoredStates
 from shardwise.checkpoint.optimizer_state import (
     AS_BUILT,
     ByName,
     Named,
-    Restored,
     check_key,
     groups_of,
     local_state,
@@ -149,10 +149,8 @@ def put_optimizer_state(
     record = run_on_rank_0(comm, "options of an optimizer", lambda: _record(states, kind))
     tensors = _tensors(states) if comm.rank == 0 else {}
     places = offered(comm, tensors)
-    named = Named(param_shards(sharded.buckets))
-    restoring = raise_on_all(
-        comm, "comparing", lambda: Restored((optimizer,), named, [record], places, {})
-    )
+    named, stored = Named(param_shards(sharded.buckets)), StoredStates([record], places, {}, {})
+    restoring = raise_on_all(comm, "comparing", lambda: Restored((optimizer,), named, stored))
     if problems := [*_of_another(optimizer, record), *restoring.problems]:
         raise misfit_error(
             "rank 0's optimizer state dict does not fit",

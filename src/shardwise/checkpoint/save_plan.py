@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint import checksum, manifest, training_state
@@ -27,10 +26,10 @@ from shardwise.checkpoint.local_shards import (
     persistent_buffers,
     weights,
 )
-from shardwise.checkpoint.optimizer_state import Named, optimizer_shards
+from shardwise.checkpoint.optimizer_state import Named, facts_of, optimizer_shards
 from shardwise.checkpoint.options import SaveRequest
 from shardwise.checkpoint.plan import FilePlan, block_size, index_files, plan_files
-from shardwise.checkpoint.safetensors_format import is_plain
+from shardwise.checkpoint.safetensors_format import bytes_of, is_plain
 from shardwise.checkpoint.segments import Segments
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
@@ -50,6 +49,7 @@ class SavePlan:
         files: the safetensors files, the same on every rank.
         small: all other files but the manifest, whole; rank 0's are written.
         aliases: further names of tied tensors → the stored one.
+        alike: what optimizers keep as rank 0 has it, as short texts.
     """
 
     files: tuple[FilePlan, ...]
@@ -57,6 +57,7 @@ class SavePlan:
     small: Mapping[str, bytes] = field(repr=False)
     aliases: Mapping[str, str] = field(repr=False)
     block: int
+    alike: Mapping[str, str] = field(repr=False)
 
     def chunks(self, rank: int) -> Iterator[Chunk]:
         """What ``rank`` writes, in order, with the memory that holds it now."""
@@ -76,10 +77,11 @@ class SavePlan:
 
     def facts(self) -> dict[str, str]:
         """What every rank must have alike, as short texts to compare."""
-        return {
+        files = {
             f"file {file.name}": f"{len(file.tensors)} tensors, {file.size:,} bytes, {file.digest}"
             for file in self.files
         }
+        return {**files, **self.alike}
 
 
 class _LocalState(NamedTuple):
@@ -116,8 +118,9 @@ def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, 
         plans[stem] = plan_files(stem, entries, options.max_file_size, is_gathered, block)
         segments += [Segments(plan, by_name) for plan in plans[stem]]
     small |= index_files(plans)
+    alike = facts_of(local_state.groups.get(OPTIMIZER, ()), local_state.records)
     every = tuple(plan for some in plans.values() for plan in some)
-    return SavePlan(every, tuple(segments), small, local_state.aliases, block)
+    return SavePlan(every, tuple(segments), small, local_state.aliases, block, alike)
 
 
 def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
@@ -158,8 +161,7 @@ def _differing_buffers(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
         return {}
     sums = {}
     for name, buffer in buffers.items():
-        data = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        sums[name] = checksum.crc32(data)
+        sums[name] = checksum.crc32(bytes_of(buffer.cpu()).numpy())
     sums_by_rank = all_gather_object(comm, sums, "checksums of buffers")
     return {
         name: buffer

@@ -13,7 +13,7 @@ import math
 import random
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,6 +71,7 @@ class Document:
         world: ranks that saved it.
         optimizers: one record for each; see ``optimizer_shards``.
         local: each rank's own values, by rank.
+        classes: of the scheduler and the scaler; earlier versions did not store them.
     """
 
     step: int | None
@@ -81,6 +82,7 @@ class Document:
     position: Any
     config: Any
     local: list[Any]
+    classes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Document:
@@ -99,6 +101,7 @@ class Document:
                 )
             step, world = fields["step"], int(fields["world"])
             parts = {key: json_codec.decode(fields[key]) for key in _VALUES}
+            parts["classes"] = fields.get("classes", {})
             return cls(None if step is None else int(step), world, fields["optimizers"], **parts)
         except CheckpointError:
             raise
@@ -116,25 +119,27 @@ _ALIKE = _VALUES[:3]  # rank 0's are stored, for all ranks
 def values_of(training: Training) -> dict[str, Any]:
     """The values of this rank, as JSON has them."""
     values = {key: getattr(training, key) for key in _VALUES}
-    for key in ("scheduler", "scaler"):
-        values[key] = None if values[key] is None else values[key].state_dict()
+    asked = {key: values[key] for key in ("scheduler", "scaler") if values[key] is not None}
+    values |= {key: owner.state_dict() for key, owner in asked.items()}
     metric = training.metric
     if metric is not None and not math.isfinite(metric):
         raise CheckpointError(
             f"training.metric is {metric}, which is neither better nor worse than another. Pass "
             "metric=None to save this checkpoint without one."
         )
-    return {key: json_codec.encode(value, f"training.{key}") for key, value in values.items()}
+    encoded = {key: json_codec.encode(value, f"training.{key}") for key, value in values.items()}
+    return {**encoded, "classes": {key: type(owner).__name__ for key, owner in asked.items()}}
 
 
 def facts_of(training: Training, values: Mapping[str, Any]) -> dict[str, str]:
     """What must be alike on every rank, as short texts to compare."""
     texts = {key: json.dumps(values[key], sort_keys=True) for key in _ALIKE}
-    facts = {f"training.{key}": _short(text) for key, text in texts.items()}
+    facts = {f"training.{key}": short_text(text) for key, text in texts.items()}
     return facts | {"training.step": str(training.step)}
 
 
-def _short(text: str) -> str:
+def short_text(text: str) -> str:
+    """The text, or the beginning of it and a digest."""
     if len(text) <= SHORT:
         return text
     return f"{text[:SHORT]}… (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"
