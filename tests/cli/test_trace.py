@@ -50,6 +50,46 @@ def test_a_stage_a_rank_of_many_and_a_model_of_ones_own(
     assert trace(capsys, "net")[0] == 1
 
 
+@pytest.mark.parametrize("name", ["net.py:Net", "net:Net"])
+def test_a_model_may_import_its_neighbours_and_parse_arguments(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    stem = f"net_of_{name.count('.')}"  # what was imported stays imported
+    (tmp_path / f"near_{stem}.py").write_text("import torch\nclass Base(torch.nn.Linear): pass\n")
+    text = f"from near_{stem} import Base\nimport argparse, torch\nparser = "
+    text += "argparse.ArgumentParser()\nparser.add_argument('--steps')\nparser.parse_args()\n"
+    text += "def Net():\n    return Base(2, 2), torch.ones(2, 2)\n"
+    (tmp_path / f"{stem}.py").write_text(text, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["shardwise", "trace", "--world", "2"])
+    code, text = trace(capsys, name.replace("net", stem))
+    assert (code, "shard_0 = " in text or "gather" in text) == (0, True), text
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "from argparse import *\np = ArgumentParser()\np.add_argument('--data', required=1)\np.parse_args()",
+            "net.py:4: net.py: error: the following arguments are required: --data.",
+        ),
+        ("x = 1\nimport not_there\n", "net.py:2: No module named 'not_there'."),
+    ],
+)
+def test_a_file_that_fails_is_a_sentence_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str
+) -> None:
+    (tmp_path / "net.py").write_text(text, "utf-8")
+    code, said = trace(capsys, f"{tmp_path / 'net.py'}:Net")
+    assert code == 1
+    assert sentence in said
+    assert "usage:" not in said
+    assert "Traceback" not in said
+
+
 def test_a_grid_is_two_numbers_and_what_is_not_a_hybrid_ignores_it_in_a_comparison(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwise.cli import main
+from shardwise.cli.train import unused_devices
 from shardwise.train.job import Job
 from shardwise.train.recipe import keys, read_recipe, to_yaml
 from tests.forked import forked
@@ -65,8 +67,31 @@ def test_help_shows_how_to_start_and_every_key(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     assert "shardwise train demo --nproc 2" in said
     assert "torchrun --nproc-per-node 2 -m shardwise.cli train" in said
-    assert "Ctrl-C, kill PID, or touch RUN/stop           save and exit with status 75" in said
+    assert "Ctrl-C, kill PID, or touch RUN/stop    save and exit with status 75" in said
     assert [key.name for key in keys() if f"{key.name}: " not in said] == []
+
+
+def test_help_names_the_words_that_a_key_may_have_and_fits_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert failed("--help") == 0
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if len(line) > 80] == []
+    words = {word for key in keys() for word in key.values}
+    assert {"gaussian", "predivide", "optimizer", "float16"} <= words
+    assert [word for word in words if word not in said] == []
+
+
+def test_one_process_among_several_devices_is_told_how_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardwise.cli.train.device_count", lambda: 8)
+    sentence = "devices   1 of 8 is used: --nproc 8 uses all of them"
+    assert unused_devices(torch.device("cuda", 0)) == sentence
+    assert unused_devices(torch.device("cpu")) == ""
+    monkeypatch.setattr("shardwise.cli.train.device_count", lambda: 1)
+    assert unused_devices(torch.device("cuda", 0)) == ""
 
 
 def test_the_command_line_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,6 +158,17 @@ def test_a_wrong_override_is_blamed_and_not_the_file(tmp_path: Path) -> None:
     assert said.startswith("override --model.width is '3x'")
 
 
+def test_an_override_of_a_whole_table_is_blamed_for_what_is_in_it(tmp_path: Path) -> None:
+    path = written(tmp_path, "sharding: {strategy: zero2}\n")
+    said = message(path, "--sharding.precision", "{average: foo}")
+    assert said.startswith("override --sharding.precision: sharding.precision.average is 'foo'")
+
+
+def test_a_list_of_words_says_which(tmp_path: Path) -> None:
+    said = message(written(tmp_path, ""), "--sharding.offload", "foo")
+    assert said.endswith("a list of parameters, gradients, optimizer, such as [parameters].")
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

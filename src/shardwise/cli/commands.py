@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -43,21 +44,24 @@ Any value of the recipe can be overridden: --optimizer.lr 3e-4 or optimizer.lr=3
 
 \b
 Examples:
-  shardwise train demo --nproc 2                      a shipped recipe: shardwise recipe lists them
+  shardwise train demo --nproc 2         one of `shardwise recipe`
   shardwise train my.yaml --run.steps 50 --sharding.precision bf16
   shardwise train llama2-70b-lora --rehearse
   torchrun --nproc-per-node 2 -m shardwise.cli train my.yaml
 
-\b
 The run's folder then holds metrics.jsonl, loss.png, the recipe with every default filled in,
 checkpoints, and the model as safetensors with the tokenizer, which transformers loads as it is.
 
 \b
-The same command resumes a run that was stopped or killed, on any number of ranks. While it runs:
-  kill -USR1 PID, or touch RUN/save             save and continue
-  Ctrl-C, kill PID, or touch RUN/stop           save and exit with status 75
-  Ctrl-C again                                  exit immediately
+The same command resumes a run that was stopped or killed, on any number of
+ranks. While it runs:
+  kill -USR1 PID, or touch RUN/save      save and continue
+  Ctrl-C, kill PID, or touch RUN/stop    save and exit with status 75
+  Ctrl-C again                           exit immediately
 """
+
+
+_INDENT: dict[str, Any] = {"subsequent_indent": " " * 38, "break_on_hyphens": False}
 
 
 class _TrainCommand(click.Command):
@@ -69,7 +73,10 @@ class _TrainCommand(click.Command):
         sections: dict[str, list[str]] = {}
         for key in keys():
             line = f"  {key.name}: {json.dumps(key.default)}"
-            sections.setdefault(key.name.split(".")[0], []).append(f"{line:<36}  {key.sentence}")
+            others = [word for word in key.values if word not in key.sentence]
+            text = "; one of ".join(filter(None, (key.sentence, ", ".join(others))))
+            lines = wrap(text, formatter.width, initial_indent=f"{line:<36}  ", **_INDENT)
+            sections.setdefault(key.name.split(".")[0], []).extend(lines)
         blocks = ("\b\n" + "\n".join(block) for block in sections.values())  # click keeps the lines
         self.epilog = "\b\nKeys of a recipe, and their defaults:\n\n" + "\n\n".join(blocks)
         super().format_epilog(ctx, formatter)

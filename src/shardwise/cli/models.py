@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +64,9 @@ def named_model(name: str | None) -> Named:
             "file.py:function, or package.module:function; a function returns a module, or a "
             "module and its input."
         )
-    found = _attribute(place, attribute)
-    made = found if isinstance(found, nn.Module) else found()
+    with _as_its_own_program(place):
+        found = _attribute(place, attribute)
+        made = found if isinstance(found, nn.Module) else found()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -103,6 +108,37 @@ def _hugging_face(folder: Path) -> Named:
     return Named(model, FOR_TRANSFORMERS)
 
 
+@contextmanager
+def _as_its_own_program(place: str) -> Iterator[None]:
+    """The user's code finds its neighbours, and no arguments but its own name.
+
+    Raises:
+        ConfigError: it raised an exception, or ended.
+    """
+    path, argv, written = list(sys.path), sys.argv, io.StringIO()
+    folder = str((Path(place).parent if place.endswith(".py") else Path()).resolve())
+    sys.path.insert(0, folder)
+    sys.argv = [place]
+    try:
+        with redirect_stderr(written):
+            yield
+        sys.stderr.write(written.getvalue())
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        # Of argparse the last line says what it misses.
+        why = written.getvalue().strip().rpartition("\n")[2] or str(error)
+        frames = extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename.startswith(folder)]
+        line = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+        raise ConfigError(
+            f"{place} ended with {type(error).__name__}, so it gives no model: {line}{why}. What "
+            'trains belongs below `if __name__ == "__main__":`, where it does not run here.'
+        ) from error
+    finally:
+        sys.path[:], sys.argv = path, argv
+
+
 def _attribute(place: str, attribute: str) -> Callable[[], Any] | nn.Module:
     module = _file(Path(place)) if place.endswith(".py") else _module(place)
     if not hasattr(module, attribute):
@@ -125,7 +161,7 @@ def _module(name: str) -> Any:
 
 
 def _file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None or not path.exists():
         raise ConfigError(f"there is no file {path}, so it holds no model.")
     module = importlib.util.module_from_spec(spec)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import torch
 
 from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.cli.format_records import format_record
@@ -18,6 +19,7 @@ from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.progress import reporter
 from shardwise.cli.tables import table
 from shardwise.comm.connect import connect
+from shardwise.comm.devices import device_count
 from shardwise.comm.environment import Launch, read_launch
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
@@ -32,7 +34,7 @@ from shardwise.train.requests import SignalRequests
 from shardwise.train.start import Attempt, Start, decide_start, finished_steps
 from shardwise.train.streams import streams_per_rank
 
-__all__ = ["LaunchOptions", "run_train"]
+__all__ = ["LaunchOptions", "run_train", "unused_devices"]
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ def _run(recipe: Recipe, options: LaunchOptions, launch: Launch | None) -> None:
     ):
         if options.verbose:
             _print_ranks(comm, launch.local_rank if launch else 0)
+        elif launch is None and options.nproc is None and (sentence := unused_devices(comm.device)):
+            click.echo(sentence)
         output = _Output(report, requests)
         outcome = train(recipe, comm, output, requests, attempt)
         ending = f"{'stopped' if outcome.stopped else 'finished'} at step {outcome.step}"
@@ -150,6 +154,12 @@ def _run(recipe: Recipe, options: LaunchOptions, launch: Launch | None) -> None:
             )
     if outcome.stopped:
         sys.exit(EXIT_STOPPED)
+
+
+def unused_devices(device: torch.device) -> str:
+    """A sentence, if one process was started where there are several devices."""
+    count = 0 if device.type == "cpu" else device_count()
+    return f"devices   1 of {count} is used: --nproc {count} uses all of them" if count > 1 else ""
 
 
 def _print_ranks(comm: Comm, local_rank: int) -> None:

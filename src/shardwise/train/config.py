@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -233,11 +233,12 @@ class Recipe(Section):
 
 
 class Key(NamedTuple):
-    """One key such as ``optimizer.lr``, its default and its description."""
+    """One key such as ``optimizer.lr``, its default, its description and the words it may have."""
 
     name: str
     default: object
     sentence: str
+    values: tuple[str, ...] = ()
 
 
 def keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Key]:
@@ -247,4 +248,11 @@ def keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Key]:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from keys(kind, f"{prefix}{name}.")
         else:
-            yield Key(prefix + (field.alias or name), field.default, field.description or "")
+            key, values = prefix + (field.alias or name), tuple(_words(kind))
+            yield Key(key, field.default, field.description or "", values)
+
+
+def _words(kind: Any) -> Iterator[str]:
+    """Those of a ``Literal``, wherever it is in an annotation."""
+    for part in get_args(kind):
+        yield from [part] if isinstance(part, str) else _words(part)

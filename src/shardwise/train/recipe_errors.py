@@ -65,6 +65,8 @@ class ValueOrigins(NamedTuple):
         for key, text in self.overrides.items():
             if key == name:
                 yield f"--{key}"
+            elif name.startswith(f"{key}."):  # in a table that is given as a whole
+                yield f"--{key}: {name}"
             elif key.startswith(f"{name}.") or (not name and key in sentence):
                 yield f"--{key} {text}"
 
@@ -121,6 +123,8 @@ def _expected(key_path: KeyPath) -> str:
         return f"it must be a table of keys, such as {first}"
     key = next((key for key in keys() if key.name == name), None)
     if key is not None and isinstance(key.default, tuple):
+        if key.values:
+            return f"it must be a list of {', '.join(key.values)}, such as [{key.values[0]}]"
         return f"it must be a list like {json.dumps(key.default)}"
     return f"expected {key.sentence if key else 'another value'}"
 
