@@ -50,6 +50,13 @@ def test_a_stage_a_rank_of_many_and_a_model_of_ones_own(
     assert trace(capsys, "net")[0] == 1
 
 
+REQUIRED = """from argparse import ArgumentParser
+parser = ArgumentParser()
+parser.add_argument("--data", required=True)
+parser.parse_args()
+"""
+
+
 @pytest.mark.parametrize("name", ["net.py:Net", "net:Net"])
 def test_a_model_may_import_its_neighbours_and_parse_arguments(
     tmp_path: Path,
@@ -73,7 +80,7 @@ def test_a_model_may_import_its_neighbours_and_parse_arguments(
     ("text", "sentence"),
     [
         (
-            "from argparse import *\np = ArgumentParser()\np.add_argument('--data', required=1)\np.parse_args()",
+            REQUIRED,
             "net.py:4: net.py: error: the following arguments are required: --data.",
         ),
         ("x = 1\nimport not_there\n", "net.py:2: No module named 'not_there'."),
