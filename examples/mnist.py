@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import shardwise as sw
 from shardwise.comm.devices import device_count
+from shardwise.comm.environment import read_launch
 from shardwise.launch.ports import free_port
 
 PORT = 12355
@@ -184,8 +185,12 @@ def seconds(start, end):
 # ----------------------------------------------------------------------------------------------
 
 
-def fsdp_main(rank, world_size, args):
+def spawned(rank, world_size, args):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    fsdp_main(rank, args)
+
+
+def fsdp_main(rank, args):
     torch.manual_seed(args.seed)
 
     with sw.connect("cpu" if args.no_cuda else None) as comm:
@@ -260,12 +265,12 @@ def count_ranks(no_cuda):
 
 if __name__ == "__main__":
     args = parse_args()
-    if "RANK" in os.environ:  # torchrun has started this process
-        fsdp_main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args)
+    if launch := read_launch(os.environ):  # of torchrun, mpirun or srun
+        fsdp_main(launch.rank, args)
     else:
         world_size = count_ranks(args.no_cuda)
         port = free_port(PORT)
         if port != PORT:
             print(f"port {PORT} is in use: the ranks meet at port {port}", flush=True)
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-        mp.spawn(fsdp_main, args=(world_size, args), nprocs=world_size, join=True)
+        mp.spawn(spawned, args=(world_size, args), nprocs=world_size, join=True)

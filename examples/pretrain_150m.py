@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
 from shardwise.checkpoint import Training
+from shardwise.comm.environment import read_launch
 from shardwise.launch.ports import free_port
 from shardwise.train.collectives import all_gather_floats, all_gather_values
 from shardwise.train.data import prepare
@@ -179,7 +180,8 @@ def main(rank, world_size, args):
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # all ranks are on this machine
     recipe = recipe_of(args)
-    if args.rehearse and int(os.environ.get("RANK", "0")) == 0:
+    launch = read_launch(os.environ)
+    if args.rehearse and (launch is None or launch.rank == 0):
         describe_rehearsal(recipe)
     with sw.connect(recipe.run.device) as comm:
         train(recipe, comm)
@@ -187,7 +189,7 @@ def main(rank, world_size, args):
 
 if __name__ == "__main__":
     args = read_arguments()
-    if args.rehearse and "RANK" not in os.environ:
+    if args.rehearse and read_launch(os.environ) is None:
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free_port(12365)))
         mp.spawn(main, args=(RANKS, args), nprocs=RANKS, join=True)
     else:

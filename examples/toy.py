@@ -1,7 +1,7 @@
 """The toy program of Intel's article on FSDP for Gaudi, on whatever this machine has.
 
 python examples/toy.py                                 two processes, by mp.spawn
-torchrun --nproc-per-node 2 examples/toy.py            the same, by torchrun
+torchrun --nproc-per-node 2 examples/toy.py            the same, by torchrun; or by mpirun, srun
 """
 
 import argparse
@@ -22,6 +22,7 @@ from torch.nn import Linear
 from torch.optim import SGD
 
 import shardwise as sw
+from shardwise.comm.environment import read_launch
 from shardwise.launch.ports import free_port
 
 PORT = 12355
@@ -36,8 +37,12 @@ class ToyModel(nn.Module):
         return self.lin1(x)
 
 
-def simple_demo(rank, world_size, args):
+def spawned(rank, world_size, args):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    simple_demo(rank, world_size, args)
+
+
+def simple_demo(rank, world_size, args):
     torch.manual_seed(0)
     input = torch.rand(world_size, 3)
 
@@ -70,11 +75,11 @@ if __name__ == "__main__":
     parser.add_argument("-v", "--verbose", action="store_true", help="Enable verbosity")
     args = parser.parse_args()
 
-    if "RANK" in os.environ:  # torchrun has started this process
-        simple_demo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args)
+    if launch := read_launch(os.environ):  # of torchrun, mpirun or srun
+        simple_demo(launch.rank, launch.size, args)
     else:
         port = free_port(PORT)
         if port != PORT:
             print(f"port {PORT} is in use: the ranks meet at port {port}", flush=True)
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-        mp.spawn(simple_demo, args=(args.ws, args), nprocs=args.ws, join=True)
+        mp.spawn(spawned, args=(args.ws, args), nprocs=args.ws, join=True)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.environment import read_launch
 
 DIM = 64
 
@@ -27,8 +28,8 @@ def create_model() -> nn.Module:
 
 def main() -> None:
     model, x = create_model(), torch.randn(DIM, DIM)
-    launched = "RANK" in os.environ
-    ranks = (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "2")))
+    launch = read_launch(os.environ)
+    ranks = (launch.rank, launch.size) if launch else (0, 2)
 
     traced = sw.trace(model, x, "shard_grad_op", ranks)
     fwd_traces, bwd_traces = traced.last_traces, traced.last_backward_traces
@@ -36,7 +37,7 @@ def main() -> None:
         print(fwd_traces[-1])
         print("*******" * 8)
         print(bwd_traces[-1])
-    if launched:
+    if launch:
         compare(model, x, traced)
 
 
