@@ -37,6 +37,26 @@ def test_a_package_that_is_too_old_fails(
     assert capsys.readouterr().err.startswith("error: missing, or too old: torch.")
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ("RANK=1", "has RANK, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: a launcher sets all"),
+        ("RANK=1", "If it is the number of this machine, name it NODE_RANK"),
+        ("WORLD_SIZE=2 RANK=1 MASTER_ADDR=n1 MASTER_PORT=9", "rank 1 of 2, which meet at n1:9"),
+    ],
+)
+def test_the_variables_of_a_launcher_are_read_as_a_run_reads_them(
+    variables: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in (variable.split("=") for variable in variables.split()):
+        monkeypatch.setenv(name, value)
+    assert run() == ("not" in said or "If" in said)
+    assert said in "".join(capsys.readouterr())
+
+
 def test_conformance_prints_a_line_for_each_check_and_writes_a_result(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -88,6 +88,9 @@ def _look(wanted: Examination) -> None:
     if wanted.output:
         facts = {**_facts(found), "devices": {one.accelerator.device: one.names for one in seen}}
         _write(wanted.output, facts)
+    if launch := read_launch(os.environ):  # or why a launcher's variables start no run
+        where = f", which meet at {launch.address}:{launch.port}" if launch.address else ""
+        click.echo(f"launch    rank {launch.rank} of {launch.size}{where}")
     if unfit := [one.name for one in found if not one.fits]:
         raise ShardwiseError(f"missing, or too old: {', '.join(unfit)}. Install what is needed.")
 
