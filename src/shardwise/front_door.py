@@ -22,6 +22,7 @@ from shardwise.setup.materialise import Init, default_init
 from shardwise.setup.recompute import ActivationCheckpointing
 from shardwise.sharded import Sharded
 from shardwise.strategies import placement_of
+from shardwise.units.ignored import Ignored
 from shardwise.units.wrap import Wrap
 
 __all__ = ["shard"]
@@ -44,6 +45,7 @@ def shard(
     sync_module_states: bool = True,
     init: Init = default_init,
     load_later: frozenset[Tensor] = frozenset(),
+    ignored: Ignored = (),
     buffers: Literal["local", "broadcast", "average"] = "local",
     divergence: Literal["error", "participate"] = "error",
     activation_checkpointing: bool | ActivationCheckpointing = False,

@@ -15,6 +15,7 @@ from shardwise.precision import Precision
 from shardwise.schedule.events import Prefetch
 from shardwise.setup.materialise import Init, default_init
 from shardwise.setup.recompute import ActivationCheckpointing
+from shardwise.units.ignored import Ignored
 
 
 @checked
@@ -39,6 +40,8 @@ class Options:
         init: initialises a module that was built on the meta device.
         load_later: parameters and buffers on the meta device that are read from files afterwards:
             none of them is made whole or initialised, and until then they hold zeros.
+        ignored: modules, parameters, or their names, that are left alone: whole and plain on each
+            rank, in no unit, with this rank's gradients.
         buffers: ``"local"``, ``"broadcast"`` or ``"average"`` (see ``runtime.buffers``).
         divergence: what a rank does when others call units that it does not: ``"error"``, or
             ``"participate"`` (strategies that free units after each use then need every rank to
@@ -63,6 +66,7 @@ class Options:
     sync_module_states: bool = True
     init: Init = default_init
     load_later: frozenset[Tensor] = frozenset()
+    ignored: Ignored = ()
     buffers: Literal["local", "broadcast", "average"] = "local"
     divergence: Literal["error", "participate"] = "error"
     activation_checkpointing: bool | ActivationCheckpointing = False

@@ -72,7 +72,7 @@ class Sharded:
         self._build()
 
     def _build(self) -> None:
-        units = choose_units(self.model, self.wrap)
+        units = choose_units(self.model, self.wrap, self.options.ignored)
         self._forwards = Forwards(self.model, units, self.options, self.comm.device)
         placements = {unit.name: self.placement for unit in units}
         meshes = {p: Mesh.of(self.comm, p.splits, self.shape) for p in placements.values()}

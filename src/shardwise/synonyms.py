@@ -76,8 +76,9 @@ _OPTIONS = {
     ),
     "that is offload=sw.Offload(gradients=True, optimizer=True) here": "offload_optimizer",
     "that is offload=sw.Offload(parameters=True, optimizer=True) here": "offload_param",
-    "every parameter of the model is sharded; to leave some out, shard the modules that hold the "
-    "others": "ignored_modules ignored_parameters ignored_params ignored_states",
+    "that is ignored= here: modules, parameters or their names": (
+        "ignored_modules ignored_parameters ignored_params ignored_states"
+    ),
     "leave it out: parameters without a gradient are found in every step": (
         "find_unused_parameters static_graph"
     ),

@@ -189,7 +189,7 @@ def test_a_misspelt_key_is_ignored_with_the_nearest_and_fatal_on_request() -> No
     [
         ({"fsdp_use_orig_params": False}, "parameters always keep"),
         ({"fsdp_cpu_ram_efficient_loading": "false"}, "each rank reads its own"),
-        ({"fsdp_ignored_modules": ".*router"}, "every parameter is sharded"),
+        ({"fsdp_ignored_modules": ".*router"}, "give ignored= to sw.shard()"),
         ({"xla": True}, "PyTorch/XLA has an FSDP of its own"),
     ],
 )

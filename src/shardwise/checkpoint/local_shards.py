@@ -8,7 +8,7 @@ strategy, number of ranks or choice of units is nothing but other ranges.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -20,9 +20,9 @@ from shardwise.checkpoint.safetensors_format import bytes_of, code_of
 from shardwise.comm.protocol import Comm
 from shardwise.layout.layout import Layout, Slot
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharding import Sharding
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.schedule.placement import Placement
-from shardwise.torch_internals import buffers_of
+from shardwise.torch_internals import buffers_of, parameters_of
 from shardwise.units.units import Member
 
 log = logging.getLogger("shardwise")
@@ -120,7 +120,7 @@ def _held(layout: Layout, slot: Slot, shards: int, copies: int) -> tuple[Held, .
 def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[LocalShard], dict[str, str]]:
     """Parameters and persistent buffers, each once; and further names → the name it is stored by.
 
-    Buffers are whole on every rank; rank 0's are stored.
+    What is whole on every rank is stored as rank 0 has it.
     """
     shards: list[LocalShard] = []
     aliases: dict[str, str] = {}
@@ -154,15 +154,25 @@ def own_rows(values: Mapping[str, Tensor], rank: int, world: int) -> list[LocalS
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
-    """Each persistent buffer once, with all its names, in order of registration."""
+    """What each rank has whole: persistent buffers, and parameters that are not sharded.
+
+    Each once, with all its names, in order of registration.
+    """
     names: dict[int, list[str]] = {}
     buffers: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in buffers_of(module).items():
+        for name, buffer in _held_whole(module):
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 names.setdefault(id(buffer), []).append(f"{prefix}.{name}".lstrip("."))
-                buffers[id(buffer)] = buffer
+                buffers[id(buffer)] = buffer.detach()
     return [(tuple(aliases), buffers[key]) for key, aliases in names.items()]
+
+
+def _held_whole(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    for name, param in parameters_of(module).items():
+        if param is not None and sharding_of(param) is None:  # ``ignored=``
+            yield name, param
+    yield from buffers_of(module).items()
 
 
 def warn_of_extra_state(model: nn.Module, what: str) -> None:

@@ -83,7 +83,8 @@ class FlatOptimizer(Optimizer, ABC):
         self._facts: tuple[object, ...] = ()  # none: memory is taken when it is needed
         self._decided: tuple[Update, list[list[bool]], list[tuple[str, ...]]] | None = None
         if groups is None:
-            groups = [param for param in sharded.model.parameters() if param.requires_grad]
+            own = filter(sharding_of, sharded.model.parameters())
+            groups = [param for param in own if param.requires_grad]
         super().__init__(groups, defaults(self._policy))
 
     # ---- the rule ----------------------------------------------------------------------------

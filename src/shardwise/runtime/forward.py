@@ -96,8 +96,7 @@ class Hooks:
         self.backward = Backward(runtime)
         self._frames: list[Frame] = []
         self._handles: list[Any] = []
-        members = [m for s in runtime.units.values() for b in s.buckets for m in b.members]
-        self.registered = StructureCheck(model, {a: m.param for m in members for a in m.aliases})
+        self.registered = StructureCheck(model)
 
     def install(self) -> None:
         self.registered.install()

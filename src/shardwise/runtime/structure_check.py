@@ -8,7 +8,6 @@ only after a registration, and a step reads the flag only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from functools import cache
 
 from torch import nn
@@ -29,10 +28,10 @@ CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
 class StructureCheck:
-    """Compares a model's parameters with those that were sharded (``params``, by name)."""
+    """Compares a model's parameters with those that it had when it was sharded."""
 
-    def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
-        self._model, self._params = model, params
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._params = model, dict(model.named_parameters(remove_duplicate=False))
         self._containers = [module for module in model.modules() if isinstance(module, CONTAINERS)]
         self._lengths = self._lengths_now()
         self._changed = False

@@ -67,7 +67,9 @@ def check_unsharded(model: nn.Module) -> None:
 
 def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs) -> dict[str, str]:
     """What every rank must have alike, as short texts to compare."""
-    chosen = {k: v for k, v in vars(options).items() if k not in ("init", "load_later", "mesh")}
+    chosen = {
+        k: v for k, v in vars(options).items() if k not in ("init", "load_later", "mesh", "ignored")
+    }
     alike = {
         "versions": f"shardwise {__version__}, torch {torch.__version__}",
         "strategy": placement.name,

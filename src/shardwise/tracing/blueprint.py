@@ -133,7 +133,7 @@ def draw(
     comm = FakeComm(*ranks, "cpu" if device.type == "meta" else device)
     chosen.precision.check(comm.device, model)
     shape = shape_of(placement, comm.size, chosen.mesh, local_size(os.environ))
-    units, mesh = choose_units(model, wrap), Mesh.of(comm, placement.splits, shape)
+    units, mesh = choose_units(model, wrap, chosen.ignored), Mesh.of(comm, placement.splits, shape)
     host = HostMemory(comm.device)
     cut = {unit.name: specs_of(unit, chosen, mesh, placement, host) for unit in units}
     kept = with_residency(cut, chosen.residency)

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from shardwise.comm.mesh import Shape
 from shardwise.comm.protocol import Comm
+from shardwise.errors import ConfigError
 from shardwise.memory.spec import BucketSpec
 from shardwise.printed import Schedule
 from shardwise.schedule.cursor import steps
@@ -178,6 +179,11 @@ def trace(
         ScheduleError: the model looks at values, which a trace does not have, or cannot be called
             with these inputs.
     """
+    if options.get("ignored"):
+        raise ConfigError(
+            "ignored= leaves parameters in no unit, and a traced program has those of units only. "
+            "Trace the model without it."
+        )
     shared = (*model.parameters(), *model.buffers())
     model = deepcopy(model, {id(tensor): tensor for tensor in shared})  # forward() may write to it
     blueprint = draw(model, strategy, wrap, ranks, **options)

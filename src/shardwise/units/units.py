@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from shardwise.errors import ConfigError
+from shardwise.units.ignored import Ignored, ignored_params
 from shardwise.units.structure import Group, as_group, has_forward
 from shardwise.units.wrap import Wrap, automatic, called_modules, checked_groups
 
@@ -122,8 +123,10 @@ class Units(Sequence[Unit]):
         return _aligned(columns)
 
 
-def choose_units(model: nn.Module, wrap: Wrap | None = None) -> Units:
+def choose_units(model: nn.Module, wrap: Wrap | None = None, ignored: Ignored = ()) -> Units:
     """Divide a model's parameters into units, by default those of ``wrap.automatic()``.
+
+    Those that are ``ignored`` are in none.
 
     Pure, and the same on every rank. The model may be on the meta device.
 
@@ -134,7 +137,8 @@ def choose_units(model: nn.Module, wrap: Wrap | None = None) -> Units:
     _refuse_unfit(model)
     groups = checked_groups(model, wrap or automatic())
     grouping = _Grouping(model, [*groups, *_called_parts(model, groups)])
-    members = _members(model)
+    left_alone = ignored_params(model, ignored)
+    members = [member for member in _members(model) if member.param not in left_alone]
     for member in members:
         grouping.join(member)
     members_of: dict[Group, list[Member]] = defaultdict(list)
