@@ -46,8 +46,8 @@ def batch(rank: int) -> Tensor:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ignored_parameters_are_plain_and_their_gradients_this_ranks(strategy: str) -> None:
     plain = [seeded(Routed) for _ in range(2)]
-    for rank, model in enumerate(plain):
-        model(batch(rank)).square().sum().backward()
+    for number, model in enumerate(plain):
+        model(batch(number)).square().sum().backward()
     grads = [{name: p.grad for name, p in model.named_parameters()} for model in plain]
     means = mean_in_rank_order(grads)
 
@@ -116,7 +116,7 @@ def test_a_model_on_the_meta_device_has_values_for_them() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sw.shard(model, ignored=["1"])
     assert not any(tensor.is_meta for tensor in model.parameters())
-    assert sharding_of(model[1].weight) is None
+    assert sharding_of(model.get_parameter("1.weight")) is None
 
 
 def test_all_names_of_a_tied_parameter_are_ignored() -> None:
