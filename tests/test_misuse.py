@@ -110,7 +110,8 @@ def test_forward_called_past_the_model_is_an_error_that_says_how_to_call_it() ->
                 "sharded.register_forward_method(module, 'encode'); or read it inside `with "
                 "sharded.full_params():`. To update a moving average, shard the averaging model "
                 "likewise, or update it inside full_params(). If only this rank's part is needed, "
-                ".to_local() returns it as a plain tensor."
+                ".to_local() returns it as a plain tensor. To write it, as nn.init does, do "
+                "so inside `with sharded.full_params(writeback=True):`, alike on every rank."
             )
 
 

@@ -38,6 +38,36 @@ def loud(value: Tensor) -> Tensor:
 # ---- tensors ---------------------------------------------------------------------------------
 
 
+def test_an_untracked_view_is_a_tensor_of_its_own_for_autograd() -> None:
+    """Else ``p.grad.detach_()``, torch's ``zero_grad()`` of old, would raise for each gradient."""
+    flat = torch.zeros(4)
+    with internals.untracked_views():
+        first, _ = internals.split_flat(flat, [torch.empty(2), torch.empty(2)])
+    assert first.detach_().data_ptr() == flat.data_ptr()
+    assert (internals.get_version(first.add_(1)), internals.get_version(flat)) == (1, 0)
+
+
+def test_lists_of_a_class_are_taken_by_one_function() -> None:
+    """Else torch's ``clip_grad_norm_`` would make a collective for each parameter."""
+    seen = list[str]()
+
+    class Noted(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func.__name__)
+            with internals.disable_torch_function():
+                return func(*args, **(kwargs or {}))
+
+    gradients = [torch.ones(2).as_subclass(Noted) for _ in range(2)]
+    for calls in (0, 1):
+        seen.clear()
+        torch.nn.utils.get_total_norm(gradients)
+        assert seen.count("_foreach_norm") == calls
+        internals.take_in_lists(Noted)
+
+
 def test_a_class_may_leave_operations_to_torch() -> None:
     """Else a gathered parameter would pay for Python at every operation of the model."""
     tensor = torch.ones(2)

@@ -17,7 +17,7 @@ from torch._C._dynamo import eval_frame
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
 from torch.optim import _muon
-from torch.utils import _pytree
+from torch.utils import _foreach_utils, _pytree
 from torch.utils.hooks import RemovableHandle
 
 _SLOTS = cast("Any", Tensor)
@@ -51,6 +51,20 @@ def storage_key(tensor: Tensor) -> int:
 
 #: ``(flat, like) → `` views of ``flat``, one after the other, in the shapes of ``like``; one call.
 split_flat: Callable[[Tensor, list[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
+
+
+def untracked_views() -> Any:
+    """In this context a view has a version of its own, and ``detach_()`` takes it."""
+    return torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    )
+
+
+def take_in_lists(kind: type[Tensor]) -> None:
+    """Let ``torch.nn.utils`` pass lists of this class to one function, as it does plain tensors."""
+    if kind not in _foreach_utils._foreach_supported_types:
+        _foreach_utils._foreach_supported_types.append(kind)
+
 
 # One kernel for many tensors.
 foreach_copy_ = torch._foreach_copy_

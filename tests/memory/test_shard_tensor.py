@@ -368,16 +368,6 @@ def test_a_norm_of_a_matrix_is_none_of_all_its_elements() -> None:
     on_ranks(2, BUILD, rank)
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-def test_torchs_clipping_is_told_what_clips_by_the_global_norm(foreach: bool) -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        trained(comm, model)
-        clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0, foreach=foreach)
-        assert "Use sharded.clip_grad_norm_(max_norm)" in said(sw.ShardUseError, clip)
-
-    on_ranks(2, BUILD, rank)
-
-
 def test_a_gradient_is_not_pickled() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         trained(comm, model)

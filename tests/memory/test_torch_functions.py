@@ -250,3 +250,36 @@ def test_ranks_without_elements_change_no_extreme_of_booleans() -> None:
         return [bool(x) for x in (none.max(), none.min(), all_.max(), all_.min())]
 
     assert run_threads(3, rank) == [[False, False, True, True]] * 3
+
+
+def test_fills_of_nn_init_write_shards_and_draws_are_refused() -> None:
+    def rank(comm: Comm) -> None:
+        model = nn.Linear(5, 7)
+        sw.shard(model, comm=comm)
+        nn.init.constant_(model.weight, 0.5), nn.init.ones_(model.bias)
+        assert (model.state_dict()["weight"] == 0.5).all()
+        assert (model.state_dict()["bias"] == 1).all()
+        for draw in (nn.init.normal_, nn.init.kaiming_uniform_, nn.init.trunc_normal_):
+            with pytest.raises(sw.ShardUseError, match="To write it, as nn"):
+                draw(model.weight)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gradient_is_no_view_that_cannot_be_detached(world: int) -> None:
+    """``p.grad.detach_(); p.grad.zero_()`` is torch's ``zero_grad()`` of old."""
+
+    def rank(comm: Comm) -> None:
+        model = nn.Linear(5, 7)
+        sharded = sw.shard(model, comm=comm)
+        for last in (True, False, True):
+            with sharded.accumulate(last=last):
+                model(torch.ones(1, 5)).sum().backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.detach_()
+                assert (param.grad == 1).all()
+                param.grad.zero_()
+
+    run_threads(world, rank)

@@ -254,23 +254,63 @@ def test_what_is_no_norm_is_refused(norm_type: float) -> None:
     )
 
 
-def test_torchs_own_clipping_is_refused_where_it_would_clip_by_a_part() -> None:
-    def rank(comm: Comm, model: nn.Module) -> str:
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [2.0, inf, 3.0])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_torchs_own_clipping_is_that_of_the_whole_model(
+    strategy: str, norm_type: float, foreach: bool | None
+) -> None:
+    """The number of ``sharded.clip_grad_norm_``; for a list of gradients by one collective, too."""
+    world = 3
+    batches = [nets.decoder_batch(rank, 2) for rank in range(world)]
+    plain = seeded(nets.decoder)
+    put_gradients(plain, averaged(plain, train, batches))
+    head = list(plain.get_submodule("lm_head").parameters())
+    expected = [
+        torch.nn.utils.clip_grad_norm_(head, 1e-3, norm_type),
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-2, norm_type),
+    ]
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, strategy, comm=comm)
+        train(model, batches[comm.rank])
+        comm.counters.reset()
+        head = list(model.get_submodule("lm_head").parameters())
+        norms = [torch.nn.utils.clip_grad_norm_(head, 1e-3, norm_type, foreach=foreach)]
+        ours = sharded.clip_grad_norm_(inf, norm_type)
+        norms.append(torch.nn.utils.get_total_norm(gradients(model), norm_type, foreach=foreach))
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-2, norms[1], foreach)
+        if strategy != "no_shard" and foreach is not False:
+            assert comm.counters.calls == {"norm": 3}
+        torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(norms[1], ours, rtol=1e-6, atol=0.0)
+        for grad, param in zip(gradients(model), model.parameters(), strict=True):
+            whole, sharding = wholes[id(param)], sharding_of(param)
+            assert sharding is not None
+            mine = sharding.cut(whole, param.shape)
+            torch.testing.assert_close(local(grad), mine, rtol=2e-6, atol=0.0)
+
+    wholes = dict[int, Tensor]()
+
+    def noted(comm: Comm, model: nn.Module) -> None:
+        pairs = zip(model.parameters(), gradients(plain), strict=True)
+        wholes.update({id(param): grad for param, grad in pairs})
+        rank(comm, model)
+
+    on_ranks(world, nets.decoder, noted)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def test_torchs_clipping_by_value_is_right_on_shards() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)
         train(model, nets.decoder_batch(comm.rank, 2))
-        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        torch.nn.utils.clip_grad_value_(model.parameters(), 1e6)  # elementwise, and so right
-        text = said(
-            sw.ShardUseError, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        )
-        after = [p.grad for p in model.parameters() if p.grad is not None]
-        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-        return text
+        before = [local(grad).clone() for grad in gradients(model)]
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        for grad, old in zip(gradients(model), before, strict=True):
+            assert torch.equal(local(grad), old.clamp(-1e-3, 1e-3))
 
-    for text in on_ranks(2, nets.decoder, rank):
-        assert text == (
-            "torch.nn.utils.clip_grad_norm_ on a sharded model would clip by the norm of this "
-            "rank's shards, another norm on every rank. Use sharded.clip_grad_norm_(max_norm), "
-            "which computes the norm over all ranks with one collective; pass parameters= for a "
-            "part of the model."
-        )
+    on_ranks(2, nets.decoder, rank)

@@ -34,6 +34,7 @@ from shardwise.torch_internals import (
     get_version,
     set_grad,
     storage_key,
+    untracked_views,
 )
 
 __all__ = ["Gradients", "Share"]
@@ -230,7 +231,8 @@ class Gradients:
     def _open(self, dtype: torch.dtype) -> Tensor:
         spec = self.spec
         self.full = full = spec.averages[0][0].memory.gradient(spec.layout.numel, dtype)
-        self._views = spec.full_views(full)
+        with untracked_views():
+            self._views = spec.full_views(full)
         return full
 
     def reduce(self) -> None:
@@ -298,7 +300,8 @@ class Gradients:
             self._is_moved = False
             beside = self.spec.offload.gradients is self.spec.in_host
             put = set_grad if at_rest and beside else put_grad
-            views = self.spec.rest_views(self._result)
+            with untracked_views():
+                views = self.spec.rest_views(self._result)
             with disable_torch_function():
                 for param, view, here in zip(self.spec.params, views, used, strict=True):
                     if here:
@@ -316,7 +319,7 @@ class Gradients:
         if self._is_moved or spec.offload.gradients is spec.in_host:
             return
         self._is_moved, moved = True, dict[int, Tensor]()
-        with disable_torch_function():
+        with disable_torch_function(), untracked_views():
             for param in spec.params:
                 if (grad := get_grad(param)) is None:
                     continue

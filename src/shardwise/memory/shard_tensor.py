@@ -28,7 +28,7 @@ from shardwise.memory.function_call import Call
 from shardwise.memory.sharding import Sharding
 from shardwise.memory.torch_functions import dispatch, gather_arguments
 from shardwise.memory.use_errors import copied_shard
-from shardwise.torch_internals import disable_torch_function
+from shardwise.torch_internals import disable_torch_function, take_in_lists
 
 __all__ = ["ShardTensor"]
 
@@ -73,3 +73,6 @@ class ShardTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise copied_shard(self, "pickling")
+
+
+take_in_lists(ShardTensor)  # so torch's clip_grad_norm_ needs one collective, and not one for each

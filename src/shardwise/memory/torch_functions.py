@@ -175,6 +175,12 @@ def _set_where(call: Call) -> Any:
     return filled if isinstance(filled, ShardUseError) else None
 
 
+def _initialise(call: Call) -> Any:
+    """``nn.init.constant_``, inside which nothing is recorded."""
+    with torch.no_grad():
+        return _elementwise(call)
+
+
 def _equal(call: Call) -> Any:
     """``equal`` and ``allclose``: true if true on every rank."""
     (row,), reference = call.rows(), call.first
@@ -282,6 +288,7 @@ _SPECIAL: dict[str, Callable[[Call], Any]] = {
     "__delete__": Call.run,
     "__setitem__": _set_where,
     "detach": _alias,
+    "constant_": _initialise,
     "_has_compatible_shallow_copy_type": _check_and_run,
     "grad": _autograd_grad,
     "_foreach_norm": norms_of_list,

@@ -28,7 +28,8 @@ def needs_full_tensor(function: str, shard: Tensor) -> ShardUseError:
             "is called from outside by sharded.register_forward_method(module, 'encode'); or read "
             "it inside `with sharded.full_params():`. To update a moving average, shard the "
             "averaging model likewise, or update it inside full_params(). If only this rank's part "
-            "is needed, .to_local() returns it as a plain tensor."
+            "is needed, .to_local() returns it as a plain tensor. To write it, as nn.init does, do "
+            "so inside `with sharded.full_params(writeback=True):`, alike on every rank."
         )
     return ShardUseError(
         f"{_describe(shard)}, and {function!r} needs the full tensor. Elementwise functions of "

@@ -1,8 +1,9 @@
 """The global gradient norm, with one collective, and the same bits in every strategy.
 
-``torch.nn.utils.clip_grad_norm_`` on shards would give each rank the norm of its own part,
-silently. The sum of powers is formed over the same W pieces whether a rank holds one of them
-or all, and these W sums are added by one kernel, so ``no_shard`` and ``full_shard`` clip alike.
+``torch.nn.utils.clip_grad_norm_`` gives the same number, but for the order in which it adds
+(``tensor_reductions``). Here the sum of powers is formed over the same W pieces whether a rank
+holds one of them or all, and these W sums are added by one kernel, so ``no_shard`` and
+``full_shard`` clip alike.
 """
 
 from __future__ import annotations
