@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,12 @@ import shardwise as sw
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.memory.grad_hooks import is_handed_out
+from shardwise.memory.sharding import sharding_of
+from tests.copies import local
 from tests.nets import Batch, decoder, decoder_batch, loss
-from tests.ranks import run_threads
-from tests.steps import STRATEGIES, play, train
+from tests.parity.plain import put_gradients
+from tests.ranks import run_sharing, run_threads
+from tests.steps import STRATEGIES, assert_gradients, averaged, play, train
 
 Seen = dict[str, Tensor]
 
@@ -32,38 +37,99 @@ def noted(model: nn.Module, seen: Seen) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_hook_on_a_gradient_sees_all_of_this_ranks_gradient(strategy: str, when: str) -> None:
-    """As under DDP, whether it was there before ``shard()`` or came after it."""
-    models = [decoder()]
+def test_a_hook_after_a_gradient_sees_the_mean_that_the_shard_has(strategy: str, when: str) -> None:
+    """As under FSDP2, whether it was there before ``shard()`` or came after it."""
+    models, batches = [decoder()], [decoder_batch(rank, 2) for rank in range(2)]
     models.append(deepcopy(models[0]))
-    plain = deepcopy(models)
+    mean = averaged(models[0], train, batches)
 
     def rank(comm: Comm) -> None:
-        model, batch, seen = models[comm.rank], decoder_batch(comm.rank, 2), Seen()
+        model, seen = models[comm.rank], Seen()
         noted(model, seen) if when == "before" else None
-        sw.shard(model, strategy, comm=comm)
+        sharded = sw.shard(model, strategy, comm=comm)
         noted(model, seen) if when == "after" else None
-        train(model, batch)
-        train(plain[comm.rank], batch)
-        for name, param in plain[comm.rank].named_parameters():
-            assert param.grad is not None
-            assert torch.equal(seen[name], param.grad), name
+        with sharded.accumulate(last=False):
+            train(model, batches[comm.rank])
+        assert not seen  # they are this rank's alone
+        sharded.drop_gradients()
+        train(model, batches[comm.rank])
+        for name, param in model.named_parameters():
+            sharding, whole = sharding_of(param), mean[name]
+            assert sharding is not None
+            assert whole is not None
+            assert torch.equal(local(seen[name]), sharding.cut(whole, param.shape)), name
+        assert_gradients(model, mean)
 
     run_threads(2, rank)
 
 
-def test_what_a_hook_makes_of_a_gradient_is_what_is_averaged() -> None:
+def test_a_hook_on_a_gradient_sees_all_of_this_ranks_and_may_change_it() -> None:
+    """As under DDP: ``register_hook`` is called before gradients are averaged."""
+
     def step(model: nn.Module, batch: Batch) -> None:
-        handles = [param.register_post_accumulate_grad_hook(halve) for param in model.parameters()]
+        handles = [param.register_hook(lambda grad: grad * 0.5) for param in model.parameters()]
         loss(model, batch).backward()
         for handle in handles:
             handle.remove()
 
-    def halve(param: Tensor) -> None:
-        assert param.grad is not None
-        param.grad = param.grad * 0.5
-
     play(decoder(), [step] * 2, [decoder_batch(rank, 2) for rank in range(2)])
+
+
+def test_a_gradient_that_no_rank_has_calls_no_hook() -> None:
+    """And one that another rank has calls it on every rank."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor, rank: int) -> Tensor:
+            out: Tensor = self.parts[0](x)
+            return out + self.parts[1](x) if rank else out
+
+    def rank(comm: Comm) -> Seen:
+        model, seen = Branches(), Seen()
+        noted(model, seen)
+        sw.shard(model, comm=comm, wrap=sw.wrap.whole())
+        model(torch.ones(1, 3), comm.rank).sum().backward()
+        return seen
+
+    assert [set(seen) for seen in run_threads(2, rank)] == [
+        {"parts.0.weight", "parts.1.weight"}
+    ] * 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("run", [run_threads, run_sharing])
+def test_an_optimizer_steps_in_backward(run: Callable[..., list[Any]], strategy: str) -> None:
+    """One for each parameter, so that a gradient goes as soon as it was used."""
+    models, batches = [decoder()], [decoder_batch(rank, 2) for rank in range(2)]
+    models.append(deepcopy(models[0]))
+    plain = deepcopy(models[0])
+    ours = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-4)
+    for _ in range(3):
+        put_gradients(plain, averaged(plain, train, batches))
+        ours.step()
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sw.shard(model, strategy, comm=comm)
+        each = {p: torch.optim.AdamW([p], lr=0.01, eps=1e-4) for p in model.parameters()}
+
+        def update(param: Tensor) -> None:
+            each[param].step()  # type: ignore[index]
+            each[param].zero_grad()  # type: ignore[index]
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(update)
+        for _ in range(3):
+            train(model, batches[comm.rank])
+            assert all(param.grad is None for param in model.parameters())
+        state = model.state_dict()
+        for name, value in plain.named_parameters():
+            assert (state[name] - value).abs().max() <= 2e-5 * value.abs().max(), name
+
+    run(2, rank)
 
 
 def test_hooks_from_before_shard_are_called_once_and_can_be_removed() -> None:

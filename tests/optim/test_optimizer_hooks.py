@@ -420,13 +420,13 @@ def test_a_step_that_would_miss_accumulated_gradients_is_an_error(strategy: str)
 
 
 def test_a_step_inside_the_backward_pass_is_an_error() -> None:
-    """As in recipes that step parameter by parameter, to save gradients."""
+    """One in a hook after a gradient is not: it is called when all have been averaged."""
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sw.shard(model, comm=comm)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         weight = model.get_parameter("blocks.1.norm1.weight")
-        handle = weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        handle = weight.register_hook(lambda _: optimizer.step())
         text = said(sw.ScheduleError, lambda: train(model, nets.decoder_batch(comm.rank, 2)))
         handle.remove()
         return text

@@ -20,34 +20,66 @@ from shardwise.torch_internals import (
 __all__ = ["is_handed_out", "on_gradient"]
 
 
-class _OursLast(OrderedDict[int, Callable[[Tensor], None]]):
-    """The hooks on a parameter's gradient; the one with the key ``ours`` stays the last.
+Hook = Callable[[Tensor], None]
 
-    It removes the gradient, so hooks of users must run before, even if they are added later.
-    autograd calls hooks in the order of the underlying dict, which ``move_to_end`` does not change.
+
+class _Hooks(OrderedDict[int, Hook]):
+    """The hooks on a parameter's gradient, of which autograd calls ours alone.
+
+    What arrives is this rank's gradient, whole, and ours removes it. Those of users want the mean,
+    as the shard has it, so they are kept here until that is there. While ours is not installed,
+    autograd calls them all: it reads the underlying dict.
     """
 
-    ours = -1  # until ours is there, the key of those that were there before
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = dict[int, Hook]()
+        self._ours: int | None = None
 
-    def __setitem__(self, key: int, hook: Callable[[Tensor], None]) -> None:
+    def install(self, key: int, hook: Hook) -> None:
+        self.users.update(self)
+        self.clear()
+        self._ours = key
         super().__setitem__(key, hook)
-        if self.ours in self:
-            super().__setitem__(self.ours, self.pop(self.ours))
+
+    def __setitem__(self, key: int, hook: Hook) -> None:
+        self.users[key] = hook
+        if self._ours is None:
+            super().__setitem__(key, self.users.pop(key))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.users or super().__contains__(key)
+
+    def __delitem__(self, key: int) -> None:
+        if self.users.pop(key, None) is None:
+            super().__delitem__(key)
+        if key == self._ours:
+            self._ours = None
+            while self.users:
+                first = next(iter(self.users))
+                super().__setitem__(first, self.users.pop(first))
 
 
-def on_gradient(param: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call ``hook`` after each gradient and after all other hooks; ``param`` may be frozen."""
+def on_gradient(param: nn.Parameter, hook: Hook) -> tuple[RemovableHandle, Mapping[int, Hook]]:
+    """Call ``hook`` after each gradient; ``param`` may be frozen.
+
+    Returns:
+        Its handle, and the hooks of users, which are not called while it is there.
+    """
     with disable_torch_function():
         hooks = after_accumulation(param)
-        if not isinstance(hooks, _OursLast):
-            others, hooks = hooks, _OursLast()
+        if not isinstance(hooks, _Hooks):
+            others, hooks = hooks, _Hooks()
             if others:  # their handles refer to the old dict
-                hooks[hooks.ours] = partial(_call, others)
+                hooks[_BEFORE] = partial(_call, others)
             set_after_accumulation(param, hooks)
     handle = RemovableHandle(hooks)
-    hooks.ours = handle.id
-    hooks[handle.id] = hook
-    return handle
+    hooks.install(handle.id, hook)
+    return handle, hooks.users
+
+
+_BEFORE = -1
+"""The key of the hooks that were there before; torch's handles count from 0."""
 
 
 def _call(hooks: Mapping[int, Callable[[Tensor], None]], param: Tensor) -> None:

@@ -11,7 +11,7 @@ lost, and an identity function would forbid the change.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class Backward:
         self._begun = False  # a backward pass has begun, and its end was not seen
         self._token: weakref.ref[_Token] | None = None
         self._handles: list[Any] = []
+        self._of_users: list[Mapping[int, Any]] = []  # hooks on gradients, of each place
         self._handles_before: list[Any] = []  # of hooks that are called before gradients are added
         self._places: list[tuple[UnitState, Bucket, int]] = []
 
@@ -69,12 +70,15 @@ class Backward:
         for number, (_, bucket, index) in enumerate(self._places):
             # Weak: the garbage collector does not see what this kind of hook holds.
             hook = partial(_arrived, weakref.ref(self), number)
-            self._handles.append(on_gradient(bucket.params[index], hook))
+            handle, of_users = on_gradient(bucket.params[index], hook)
+            self._handles.append(handle)
+            self._of_users.append(of_users)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._of_users.clear()
         self._hook_before(False)
 
     # ---- begin and end ---------------------------------------------------------------------
@@ -120,6 +124,19 @@ class Backward:
         self.runtime.end_backward(keeps_graph)
         self._begun = False
         self._hook_before(self.runtime.facts.keeps_graph)
+        if self.runtime.facts.reduces and any(self._of_users):
+            self._call_users_hooks()
+
+    def _call_users_hooks(self) -> None:
+        """``register_post_accumulate_grad_hook``: every shard has its mean gradient now.
+
+        The step is over, so an optimizer may step on the parameter and drop its gradient.
+        """
+        used = self.runtime.trained.used
+        for (_, bucket, index), hooks in zip(self._places, self._of_users, strict=True):
+            if hooks and bucket in used and used[bucket][index]:
+                for hook in tuple(hooks.values()):
+                    hook(bucket.params[index])
 
     def expect_parameters(self) -> None:
         """A backward pass may come to a parameter before it comes to a node that is known."""

@@ -10,7 +10,7 @@ gradients when the first one arrives.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -33,7 +33,10 @@ class Trained:
         buckets: those that take part in backward passes.
         units: the names of their units.
         params: all parameters.
+        used: per parameter of each bucket, did it get a gradient when they were last reduced?
     """
+
+    used: Mapping[Bucket, Sequence[bool]] = {}
 
     def __init__(
         self, units: Iterable[UnitState], comm: Comm, stored: torch.dtype | None = None
@@ -94,8 +97,8 @@ class Trained:
         for comm in self._copies:  # peers still read this rank's mean
             comm.fence(Label("fence", "gradients"))
         flags = iter(used())
-        for bucket in self.buckets:
-            used_here = [next(flags) for _ in bucket.params]
+        self.used = {bucket: [next(flags) for _ in bucket.params] for bucket in self.buckets}
+        for bucket, used_here in self.used.items():
             bucket.gradients.deliver(used_here, at_rest=not bucket.gathered)
 
     def move_gradients(self) -> None:
