@@ -24,7 +24,7 @@ import shardwise as sw
 from shardwise.checkpoint import Training
 from shardwise.comm.environment import read_launch
 from shardwise.launch.ports import free_port
-from shardwise.train.collectives import all_gather_floats, all_gather_values
+from shardwise.train.collectives import all_gather_values
 from shardwise.train.data import prepare
 from shardwise.train.folder import Folder
 from shardwise.train.hf_config import llama_config
@@ -141,14 +141,14 @@ def train(recipe, comm):
         begin = time.perf_counter()
         for step in range(first + 1, steps + 1):
             # Every rank must have a batch, or none may begin: the others would wait for it.
-            if all_gather_floats(comm, [batches.ended()], "end of text").any():
+            if comm.mean(float(batches.ended())):
                 say(f"the text ends after step {step - 1}")
                 break
             loss = train_step(sharded, batches.step(step), comm.device)
             norm = sharded.clip_grad_norm_(recipe.optimizer.clip)
             optimizer.step()
             optimizer.zero_grad()
-            mean = all_gather_floats(comm, [loss], "loss").mean().item()
+            mean = comm.mean(loss)
             speed = (step - first) * rows * recipe.data.context / (time.perf_counter() - begin)
             say(f"step: {step}  loss {mean:.4f}  grad norm {norm:.3f}  {speed:,.0f} tokens/s")
             if step % recipe.checkpoint.save_every == 0 or step == steps:

@@ -161,12 +161,12 @@ def test_layouts_show_dtypes_and_how_the_mean_is_formed() -> None:
     precision = sw.Precision(compute=torch.bfloat16, wire=torch.float16)
     model = mostly_frozen()
     sharded = sw.shard(model, comm=FakeComm(0, 2), precision=precision)
-    titles = [line for line in str(sharded.layout).splitlines() if line.startswith("blocks.0  (")]
+    titles = [line for line in str(sharded.layout).splitlines() if line.startswith("blocks.{")]
     assert titles == [
-        "blocks.0  (stored float32, computed in bfloat16, frozen)",
+        "blocks.{0…2}  (stored float32, computed in bfloat16, frozen; 3 alike, here the first)",
         (
-            "blocks.0  (stored float32, computed in bfloat16, gradients sent in float16, "
-            "summed in float32, mean by sqrt)"
+            "blocks.{0…2}  (stored float32, computed in bfloat16, gradients sent in float16, "
+            "summed in float32, mean by sqrt; 3 alike, here the first)"
         ),
     ]
 
@@ -276,3 +276,18 @@ def test_padding_is_listed_unit_by_unit() -> None:
         [bucket] = [bucket for bucket in sharded.buckets if bucket.unit == name]
         used = sum(param.numel() for param in bucket.params)
         assert nbytes == (bucket.layout.numel - used) * 4
+
+
+def test_what_is_asked_for_by_name_alone_reads_as_what_is_printed() -> None:
+    sharded = sw.shard(decoder(), comm=LocalComm())
+    assert repr(sharded.layout) == str(sharded.layout)
+    assert repr(sharded.schedule) == str(sharded.schedule)
+
+
+def test_layouts_of_units_that_are_alike_are_printed_once() -> None:
+    sharded = sw.shard(decoder(), comm=FakeComm(0, 2))
+    titles = [
+        line.partition("  (")[0] for line in str(sharded.layout).splitlines() if "(st" in line
+    ]
+    assert titles == ["embed", "blocks.{0…2}", "norm+lm_head"]
+    assert "blocks.1.norm1" not in str(sharded.layout)

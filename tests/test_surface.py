@@ -425,6 +425,10 @@ def test_the_public_names_are_sorted_and_there() -> None:
     assert [name for name in names if not hasattr(shardwise, name)] == []
 
 
+def test_an_editor_is_offered_the_public_names_alone() -> None:
+    assert dir(shardwise) == sorted([*shardwise.__all__, "__version__"])
+
+
 def test_what_is_imported_is_declared() -> None:
     extras = declared()
     assert {"torch", "yaml"} <= extras[""]

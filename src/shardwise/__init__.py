@@ -126,4 +126,4 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that exist
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

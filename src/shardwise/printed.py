@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,9 @@ from shardwise.comm.mesh import Mesh
 from shardwise.memory.spec import BucketSpec
 from shardwise.precision import dtype_name
 from shardwise.schedule.events import Event, Op, UnitBytes
+from shardwise.units.names import group_names
+
+_NUMBER = re.compile(r"\d+")
 
 
 def size(nbytes: float) -> str:
@@ -71,6 +75,8 @@ class Schedule:
             lines.append("    " + self._line(event, depth, width))
             depth += event.op is Op.ENTER
         return "\n".join(lines)
+
+    __repr__ = __str__
 
     def _title(self) -> str:
         gathers = sum(event.op is Op.GATHER for event in self.events)
@@ -134,9 +140,24 @@ class Layouts:
     specs: tuple[BucketSpec, ...]
 
     def __str__(self) -> str:
-        return "\n\n".join(f"{self._title(spec)}\n{spec.layout}" for spec in self.specs)
+        alike: dict[object, list[BucketSpec]] = {}
+        for spec in self.specs:
+            names = (_NUMBER.sub("#", name) for name in (spec.unit, *spec.layout.by_name))
+            places = ((slot.shape, slot.start) for slot in spec.layout.slots)
+            key = (self._kind(spec), spec.layout.shard_numel, *names, *places)
+            alike.setdefault(key, []).append(spec)
+        return "\n\n".join(map(self._block, alike.values()))
 
-    def _title(self, spec: BucketSpec) -> str:
+    __repr__ = __str__
+
+    def _block(self, alike: Sequence[BucketSpec]) -> str:
+        """The layout of buckets that differ in nothing but names; that of the first is shown."""
+        names = group_names((_name(spec.unit), None) for spec in alike)
+        more = f"; {len(alike)} alike, here the first" if len(alike) > 1 else ""
+        kind = self._kind(alike[0])
+        return f"{', '.join(name.name for name in names)}  ({kind}{more})\n{alike[0].layout}"
+
+    def _kind(self, spec: BucketSpec) -> str:
         dtypes = spec.dtypes
         parts = [f"stored {dtype_name(dtypes.stored)}", f"computed in {dtype_name(dtypes.compute)}"]
         if (codec := spec.gather_codec) is not None:
@@ -146,7 +167,7 @@ class Layouts:
             parts += [f"summed in {dtype_name(dtypes.sum)}", f"mean by {spec.reduction.how}"]
         else:
             parts += ["frozen"]
-        return f"{_name(spec.unit)}  ({', '.join(parts)})"
+        return ", ".join(parts)
 
     def padding(self) -> dict[str, int]:
         """Bytes of padding of each unit, over all ranks, as gathered."""

@@ -7,6 +7,7 @@ stay; only the memory of the parameters changes.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -51,6 +52,8 @@ from shardwise.units.wrap import Wrap
 
 __all__ = ["Sharded"]
 
+log = logging.getLogger("shardwise")
+
 
 @dataclass(eq=False, repr=False)
 class Sharded:
@@ -74,6 +77,8 @@ class Sharded:
     def _build(self) -> None:
         units = choose_units(self.model, self.wrap, self.options.ignored)
         self._forwards = Forwards(self.model, units, self.options, self.comm.device)
+        if self.options.compile:
+            self._say("the first step compiles %d units, which may take minutes", len(units))
         placements = {unit.name: self.placement for unit in units}
         meshes = {p: Mesh.of(self.comm, p.splits, self.shape) for p in placements.values()}
         host, pairs = HostMemory(self.comm.device), zip(units, placements.values(), strict=True)
@@ -98,7 +103,14 @@ class Sharded:
         shape = shape_of(self.placement, self.comm.size, self.options.mesh, local_size(os.environ))
         if shape is not None:
             self.comm.agree({"mesh": str(shape)})
+            if self.options.mesh is None and shape.replicate == 1 < shape.shard:
+                text = "%d ranks on one host: %s keeps one copy of the model, as %s does"
+                self._say(text, shape.shard, self.placement.name, self.placement.on_one_axis)
         return shape
+
+    def _say(self, text: str, *values: object) -> None:
+        if self.comm.rank == 0:
+            log.warning(text, *values)
 
     def _start(self, states: dict[str, UnitState]) -> None:
         unit_names, precision = self.units.unit_names, self.options.precision

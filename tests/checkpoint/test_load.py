@@ -854,3 +854,13 @@ def test_a_folder_that_transformers_saved_loads(tmp_path: Path) -> None:
 def test_what_safetensors_reads_is_what_load_file_gives(tmp_path: Path) -> None:
     state = saved(DECODER, 2, tmp_path / "step-2")
     assert same(load_file(tmp_path / "step-2" / "model.safetensors"), state)
+
+
+def test_a_report_reads_as_one_line(tmp_path: Path) -> None:
+    sharded = sw.shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    sharded.save(tmp_path / "step-3", training=sw.Training(position=list(range(1000))))
+    report = repr(sharded.resume(tmp_path, training=sw.Training()))
+    assert report.startswith(f"Loaded('{tmp_path}/step-3', step 3: checksums compared")
+    assert len(report) < 200
+    smaller = sw.shard(nn.Sequential(nn.Linear(2, 2)))
+    assert "; 2 unexpected (1." in repr(smaller.load(tmp_path / "step-3", strict=False))

@@ -77,7 +77,7 @@ def test_what_a_recipe_says_is_read_as_train_predicts_it_unless_an_option_says_o
     assert "hybrid_full (replicate=2 × shard=2) on 4 ranks" in step
     assert step != explain(capsys, "step", str(recipe), "--optimizer", "sgd")  # no blocks of 256
     step = explain(capsys, "step", str(recipe), "--strategy", "hybrid_shard", "--mesh", "1", "2")
-    assert "hybrid_shard (replicate=1 × shard=2) on 2 ranks" in step
+    assert "hybrid_shard (replicate=1 (one copy) × shard=2) on 2 ranks" in step
 
 
 def test_hybrids_are_in_the_table_and_have_events_where_a_mesh_is_given(

@@ -160,3 +160,11 @@ def test_a_group_with_an_option_that_cannot_work_is_refused(name: str) -> None:
     group, start = BAD[name]
     text = said(sw.ConfigError, lambda: sw.optim.AdamW(sharded, [{"params": ".*", **group}]))
     assert text.startswith(start)
+
+
+def test_an_optimizer_reads_as_its_groups_and_options_without_a_list_of_names() -> None:
+    optimizer = sw.optim.SGD(sw.shard(nets.decoder()), [{"params": ".*norm.*", "lr": 0.5}])
+    assert repr(optimizer) == (
+        "sw.optim.SGD(\n    14 parameters: dampening=0.0, lr=0.5, momentum=0.0, nesterov=False, "
+        "weight_decay=0.0\n)"
+    )

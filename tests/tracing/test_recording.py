@@ -73,3 +73,15 @@ def test_what_was_planned_and_not_done_says_so(tmp_path: Path) -> None:
     missed = {row["name"] for row in rows if "(not done)" in str(row["args"])}
     assert "layers.1" in missed
     assert all(row["pid"] == 1 for row in rows if "(not done)" in str(row["args"]))
+
+
+def test_a_recording_reads_as_a_line_for_each_event() -> None:
+    model = Skips()
+    sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear))
+    with sw.record(sharded) as recording:
+        model(torch.ones(2, 8)).sum().backward()
+    title, *lines = repr(recording).splitlines()
+    assert title == "# rank 0 of 1, one step of full_shard"
+    assert [line.split()[2:] for line in lines] == [
+        [str(event.op), *([event.unit] if event.unit else [])] for event in recording.events
+    ]

@@ -140,6 +140,14 @@ class Loaded:
     document: Document | None
     local: Any = None
 
+    def __repr__(self) -> str:
+        kinds = ("missing", "unexpected", "misshapen", "cast")
+        changed = ((kind, names) for kind in kinds if (names := getattr(self, kind)))
+        words = ["checksums compared" if self.checked else "no checksums to compare"]
+        words += [f"{len(names)} {kind} ({names[0]}, …)" for kind, names in changed]
+        words += self.inexact
+        return f"Loaded({str(self.path)!r}, step {self.step}: {'; '.join(words)})"
+
     @property
     def step(self) -> int | None:
         """Optimizer steps that had been taken."""

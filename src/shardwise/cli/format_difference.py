@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.cli.format_checkpoint import WIDTH, dtype_name, shorten
-from shardwise.cli.format_names import escape, escape_name, group_names, plural
+from shardwise.cli.format_names import escape, escape_name, plural
 from shardwise.cli.tables import table
 from shardwise.convert.difference import ABSENT, Change, Difference, UnequalTensor
+from shardwise.units.names import group_names
 
 __all__ = ["format_difference"]
 

@@ -42,7 +42,8 @@ class Shape(NamedTuple):
         return self.replicate * self.shard
 
     def __str__(self) -> str:
-        return f"replicate={self.replicate} × shard={self.shard}"
+        copies = " (one copy)" * (self.replicate == 1)
+        return f"replicate={self.replicate}{copies} × shard={self.shard}"
 
     def draw(self) -> str:
         """The ranks as a grid, a row for each copy of the model."""

@@ -8,6 +8,7 @@ threads and tests need no launcher.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from shardwise.arguments import checked
 from shardwise.comm.memory import Memory
 from shardwise.errors import ConfigError
 
@@ -94,6 +96,31 @@ class Comm(ABC):
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self.memory = memory or Memory(self.device)
         self.counters = Counters()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.size}, {self.device})"
+
+    @property
+    def world_size(self) -> int:
+        """``size``, by torch's name."""
+        return self.size
+
+    @checked
+    def mean(self, value: float | Tensor, weight: float | Tensor = 1.0) -> float:
+        """The mean of a metric over the ranks, the same on each, in rank order. A collective.
+
+        Args:
+            value: this rank's, such as its mean loss: a number, or a tensor of one element.
+            weight: of how many samples it is the mean. A rank of weight 0 does not count.
+
+        Returns:
+            The weighted mean; NaN where no rank counts.
+        """
+        numbers = [v.item() if isinstance(v, Tensor) else v for v in (value, weight)]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        rows = self.gather_rows(mine, Label("mean", "of a metric")).tolist()
+        total = sum(weight for _, weight in rows)
+        return sum(v * weight for v, weight in rows if weight) / total if total else math.nan
 
     @abstractmethod
     def all_gather(self, full: Tensor, label: Label) -> Pending:

@@ -147,6 +147,14 @@ class FlatOptimizer(Optimizer, ABC):
             self._step()
         return loss
 
+    def __repr__(self) -> str:
+        lines = []
+        for group in self.param_groups:
+            names = sorted(group.keys() - {"params", "param_names"})
+            options = ", ".join(f"{name}={group[name]}" for name in names)
+            lines += [f"    {len(group['params'])} parameters: {options}"]
+        return "\n".join([f"sw.optim.{type(self).__name__}(", *lines, ")"])
+
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError(
             f"a sw.optim.{type(self).__name__} works on the memory of one rank's shards, so it can "

@@ -48,6 +48,13 @@ class Recording:
         """What was done, without times."""
         return tuple(timed.event for timed in self.done)
 
+    def __str__(self) -> str:
+        lines = [f"# rank {self.rank} of {self.planned.world}, one step of {self.planned.strategy}"]
+        lines += [f"{t.seconds * 1e3:9.3f} ms  {t.event.op:<6}  {t.event.unit}" for t in self.done]
+        return "\n".join(map(str.rstrip, lines))
+
+    __repr__ = __str__
+
     def chrome(self) -> dict[str, Any]:
         """The object that Perfetto and chrome://tracing open, times in microseconds."""
         planned = _planned(self.planned.events, self.done)
