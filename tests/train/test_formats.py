@@ -47,6 +47,11 @@ def test_a_line_of_json_is_a_document(tmp_path: Path, name: str) -> None:
     assert read(made(tmp_path, name, data), "body") == ["one", "two"]
 
 
+def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
+    path = made(tmp_path, "a.jsonl", b'{"text": "one \\ud800 two"}\n{"text": "\\ud83e\\udd99"}\n')
+    assert read(path) == ["one ? two", "\U0001f999"]
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.py", "a", "a.txt.gz", "config.json"])
 def test_other_text_is_one_document(tmp_path: Path, name: str) -> None:
     data = b'{\n  "text": "one"\n}\n'

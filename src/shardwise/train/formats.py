@@ -230,8 +230,8 @@ def _parse_row(line: bytes, where: str, column: str) -> Document:
     if not isinstance(row, dict):
         return Skipped("not a JSON object", where)
     value = row.get(column)
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str):  # JSON may escape half a surrogate pair, which no tokenizer takes
+        return value.encode("utf-8", "replace").decode()
     if column in row and value is None:
         return Skipped(f"{column!r} is null", where)
     types = {name: TEXT if isinstance(v, str) else type(v).__name__ for name, v in row.items()}

@@ -30,8 +30,9 @@ PLOTTED = {"stepped": Stepped, "evaluated": Evaluated}
 class MetricsLog:
     """The file, and its records of steps and validations since the run's first step.
 
-    A line is complete or absent, so the file of a killed run can be read. Numbers that are not
-    finite are ``null``, since JSON has no infinity.
+    A line is complete or absent, so the file of a killed run can be read. It is ASCII, since some
+    characters end a line for some readers, and names of files may hold what UTF-8 has no bytes for.
+    Numbers that are not finite are ``null``, since JSON has no infinity.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,11 +50,11 @@ class MetricsLog:
         """Keep the records up to step ``step``, and append from now on."""
         with errors_naming(self.path):
             lines = self.path.read_text("utf-8", "replace") if self.path.exists() else ""
-        kept_lines = list(lines_until(lines.splitlines(), step))
+        kept_lines = list(lines_until(lines.split("\n"), step))
         if kept_lines:  # steps that will be taken again have cost their time, too
-            *_, last = lines_until(lines.splitlines(), math.inf)
+            *_, last = lines_until(lines.split("\n"), math.inf)
             self._began -= last.get("elapsed", 0.0)
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept_lines)
+        text = "".join(json.dumps(line) + "\n" for line in kept_lines)
         queued, self._started = self.records, True
         self.records = [
             record for line in kept_lines if (record := _plotted_record(line)) is not None
@@ -71,7 +72,7 @@ class MetricsLog:
         if isinstance(record, Evaluated):
             line["perplexity"] = record.perplexity
         with errors_naming(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(line), ensure_ascii=False) + "\n")
+            file.write(json.dumps(_finite(line)) + "\n")
 
     def sync(self) -> None:
         """Flush the file to the disk: a checkpoint must not be ahead of it."""
