@@ -38,7 +38,7 @@ def test_each_record_is_a_line_as_soon_as_it_happens(tmp_path: Path) -> None:
     assert journal.records == [Warned("é"), evaluated(2.0)]
 
 
-@pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\x85b", "a\x0bb\x1cc", "caf\udce9", "\0"])
+@pytest.mark.parametrize("text", [*"\u2028\u2029\x85\x0b\x1c\0", "caf\udce9"])
 def test_a_record_survives_any_character(tmp_path: Path, text: str) -> None:
     journal = begun(tmp_path)
     for record in (stepped(1), Warned(text), stepped(2)):
