@@ -131,6 +131,17 @@ def test_a_part_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     assert await_parts(tmp_path, 2, threading.Event()) == ["here", "late"]
 
 
+def test_a_folder_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    leave_part(run, 0, "here")
+    moved = threading.Timer(0.1, run.rename, (tmp_path / "moved",))
+    moved.start()
+    with pytest.raises(sw.CheckpointError, match=r"was renamed, .* rank 1 of 2 cannot be waited"):
+        await_parts(run, 2, threading.Event())
+    moved.join()
+
+
 def test_patience_ends_with_the_names_of_those_who_are_absent(tmp_path: Path) -> None:
     leave_part(tmp_path, 1, "here")
     with pytest.raises(sw.CheckpointError, match=r"ranks 0 and 2 of 3 did not finish writing"):

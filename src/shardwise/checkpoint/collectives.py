@@ -141,7 +141,8 @@ def await_parts(
 ) -> list[Any]:
     """Every rank's value, by rank; the files are removed. On rank 0.
 
-    Raises ``CheckpointError`` after ``patience`` seconds without a further value, or if cancelled.
+    Raises ``CheckpointError`` after ``patience`` seconds without a further value, if cancelled, or
+    at once if the folder is no longer there.
     """
     values: dict[int, Any] = {}
     nap, longest = NAPS
@@ -154,6 +155,12 @@ def await_parts(
                     path.unlink()
                     last, nap = time.monotonic(), NAPS[0]
         absent = [rank for rank in range(world) if rank not in values]
+        if absent and not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} was renamed, removed or unmounted while it was being written, so "
+                f"{format_ranks(absent)} of {world} cannot be waited for, and this checkpoint is "
+                "given up. Leave the folder of a run where it is until its saves are complete."
+            )
         if absent and time.monotonic() - last > patience:
             raise CheckpointError(
                 f"{folder}: {format_ranks(absent)} of {world} did not finish writing within "
