@@ -16,9 +16,9 @@ from pathlib import Path
 from benchmarks.faults.case import EVERYBODY, STEPS, Case, SaveMode, expected
 from benchmarks.faults.server import Attempt
 from benchmarks.faults.training import Final
-from shardwise.checkpoint.folder import LATEST, step_of, steps_to_resume, target_of
-from shardwise.checkpoint.manifest import NAME
+from shardwise.checkpoint.folder import checkpoints, target_of
 from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.checkpoint.recognise import LATEST, step_of, strangers
 from shardwise.errors import CheckpointError
 
 Start = Callable[[Path, Case], Attempt]
@@ -85,7 +85,7 @@ def _of_the_dead(first: Attempt, case: Case) -> Iterator[str]:
 
 def _newest(run: Path) -> int | None:
     """The step of the newest checkpoint that has, or had, its name."""
-    found = [step_of(path.name) for path in steps_to_resume(run)] if run.is_dir() else []
+    found = [step_of(path.name) for path in checkpoints(run)] if run.is_dir() else []
     return found[0] if found else None
 
 
@@ -110,7 +110,7 @@ def damage(run: Path) -> Iterator[str]:
         return
     if target_of(run) is not None:
         yield from _flaws(run / LATEST)
-    for path in steps_to_resume(run):
+    for path in checkpoints(run):
         yield from _flaws(path)
 
 
@@ -122,12 +122,8 @@ def _flaws(checkpoint: Path) -> Iterator[str]:
                 return
             for name in source.manifest.files:
                 source.check(name, 0, source.manifest.files[name].size)
-            if extra := {path.name for path in source.folder.iterdir()} - {
-                NAME,
-                ".lock",  # goes just after the rename
-                *source.manifest.files,
-            }:
-                yield f"{checkpoint.name} holds {sorted(extra)}, too"
+            if extra := strangers(source.folder, source.manifest.files):
+                yield f"{checkpoint.name} holds {extra}, too"
     except CheckpointError as error:
         yield f"{checkpoint.name}: {error}"
 

@@ -75,14 +75,15 @@ def loaded_and_saved(
 
 
 def names(folder: Path) -> list[str]:
-    """What lies in a folder."""
-    return sorted(path.name for path in folder.iterdir())
+    """What lies in a folder, and in its ``training``."""
+    inner = [f"training/{path.name}" for path in (folder / "training").glob("*")]
+    return sorted([path.name for path in folder.iterdir() if path.name != "training"] + inner)
 
 
 def tensors(folder: Path, stem: str) -> dict[str, Tensor]:
     """All tensors of a checkpoint, as the safetensors library reads them."""
     found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob(f"{stem}*.safetensors")):
+    for path in sorted(folder.rglob(f"{stem}*.safetensors")):
         found |= load_file(path)
     return found
 

@@ -24,7 +24,7 @@ from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.checkpoint.folder import Partial, new_token
 from shardwise.checkpoint.lock import LOCK
 from shardwise.comm.protocol import Comm
-from tests.checkpoint.runs import adamw, same, steps, tensors
+from tests.checkpoint.runs import adamw, names, same, steps, tensors
 from tests.copies import clones, on_ranks, said
 from tests.nets import NETS
 
@@ -34,15 +34,11 @@ MUST_HAVE = {
     "everything": {
         "config.json",
         "model.safetensors.index.json",
-        "optimizer.safetensors.index.json",
+        "training/optimizer.safetensors.index.json",
     },
     "weights": {"config.json", "manifest.json", "model.safetensors"},
-    "background": {"ranks.safetensors", "training.json"},
+    "background": {"training/ranks.safetensors", "training.json"},
 }
-
-
-def names(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "step-2").iterdir())
 
 
 def write(kind: str, run: Path) -> None:
@@ -73,7 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     for kind in KINDS:
         write(kind, folder / kind)
-        assert MUST_HAVE[kind] <= set(names(folder / kind))
+        assert MUST_HAVE[kind] <= set(names(folder / kind / "step-2"))
     return folder
 
 
@@ -131,7 +127,7 @@ def resumed(kind: str, run: Path) -> str:
 def test_flipped_bits_in_any_file_are_found(whole: Path, copy: Callable[[str], Path]) -> None:
     chance = random.Random(4)
     runs = {kind: copy(kind) for kind in KINDS}
-    files = {kind: names(run) for kind, run in runs.items()}
+    files = {kind: names(run / "step-2") for kind, run in runs.items()}
     for kind in KINDS:
         assert loaded(kind, runs[kind] / "step-2") is None
     for _ in range(30):
@@ -143,7 +139,7 @@ def test_flipped_bits_in_any_file_are_found(whole: Path, copy: Callable[[str], P
         at = chance.randrange(len(bad))
         bad[at] ^= 1 << chance.randrange(8)
         path.write_bytes(bad)
-        text = loaded(kind, path.parent)
+        text = loaded(kind, runs[kind] / "step-2")
         assert text is not None, (kind, name, at)
         assert str(path) in text
         assert "oad another" in text or "a later shardwise" in text, text
@@ -167,7 +163,7 @@ def grow(path: Path) -> None:
 
 def swap_steps(path: Path) -> None:
     """With the file of the same name of the checkpoint before."""
-    other = path.parent.with_name("step-1") / path.name
+    other = Path(str(path).replace("step-2", "step-1"))
     mine, theirs = path.read_bytes(), other.read_bytes()
     path.write_bytes(theirs)
     other.write_bytes(mine)
@@ -210,7 +206,7 @@ class Found:
 
 def restore(files: Mapping[Path, bytes], step: str) -> None:
     for path, data in files.items():
-        if path.parent.name == step:
+        if step in path.parts:
             if path.is_dir():
                 path.rmdir()
             path.write_bytes(data)
@@ -218,11 +214,12 @@ def restore(files: Mapping[Path, bytes], step: str) -> None:
 
 def harmed(kind: str, harm: str, run: Path, log: pytest.LogCaptureFixture) -> dict[str, Found]:
     """Do this harm to each file of ``step-2`` in turn, and load, and resume, on two ranks."""
-    files = {path: path.read_bytes() for path in sorted(run.glob("step-*/*"))}
+    paths = (run / step / name for step in ("step-1", "step-2") for name in names(run / step))
+    files = {path: path.read_bytes() for path in paths}
 
     def rank(comm: Comm, model: nn.Module) -> dict[str, Found]:
         mine, found = Rank(kind, comm, model), {}
-        for path in (path for path in files if path.parent.name == "step-2"):
+        for path in (path for path in files if "step-2" in path.parts):
             if comm.rank == 0:
                 log.clear()
                 HARMS[harm](path)
@@ -308,7 +305,7 @@ def test_a_link_out_of_the_folder_is_not_passed_over(copy: Callable[[str], Path]
 def test_a_checkpoint_of_a_later_version_is_not_passed_over(copy: Callable[[str], Path]) -> None:
     run = copy("everything")
     path = run / "step-2" / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2', 1))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3', 1))
     assert "Install a later shardwise" in refused(run)
 
 

@@ -22,7 +22,7 @@ from benchmarks.faults.server import start
 
 CALLS = "fsync,fdatasync,rename,renameat,renameat2,symlink,symlinkat"
 RUNS = (NEW, BACKGROUND)
-DATA = ("model.safetensors", "optimizer.safetensors", "ranks.safetensors")
+DATA = ("model.safetensors", "training/optimizer.safetensors", "training/ranks.safetensors")
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
@@ -111,6 +111,7 @@ def test_everything_is_on_the_disk_before_anything_leads_to_it(
         end = [
             *(("fsync", f"{folder}/{name}") for name in DATA),  # their headers
             ("fsync", f"{folder}/training.json"),
+            ("fsync", f"{folder}/training"),
             ("fsync", folder),
             ("fsync", f"{folder}/.manifest.json.unfinished"),
             ("rename", f"{folder}/manifest.json"),

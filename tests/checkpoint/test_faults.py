@@ -178,12 +178,12 @@ def test_the_judge_sees_damage(tmp_path: Path) -> None:
     run = tmp_path / "run"
     start(run, Case(NEW, NOBODY))
     assert list(damage(run)) == []
-    path = run / "step-2" / "optimizer.safetensors"
+    path = run / "step-2" / "training/optimizer.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     (run / "latest").unlink()
     (run / "latest").symlink_to("step-9")
     found = list(damage(run))
-    assert any("optimizer.safetensors is damaged" in line for line in found)
+    assert any("training/optimizer.safetensors is damaged" in line for line in found)
     assert any("step-9" in line or "no checkpoint here" in line for line in found)

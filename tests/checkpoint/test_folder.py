@@ -9,11 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import shardwise as sw
 from shardwise.checkpoint import folder, lock
 from shardwise.checkpoint.folder import (
     Partial,
     check_replaceable,
+    checkpoints,
     mark_broken,
     move_latest,
     new_token,
@@ -21,9 +24,6 @@ from shardwise.checkpoint.folder import (
     remove,
     remove_stale_partials,
     resolve,
-    step_of,
-    steps,
-    steps_to_resume,
     target_of,
 )
 from shardwise.errors import CheckpointError
@@ -37,15 +37,6 @@ def checkpoint(path: Path, text: str = "whole") -> Path:
 
 
 # --- names -----------------------------------------------------------------------------------
-
-
-def test_steps_are_numbers_and_the_newest_is_first(tmp_path: Path) -> None:
-    for name in ("step-9", "step-100", "step-0", "step-010", "step-", "step--1", "other"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "step-7").write_text("a file")
-    (tmp_path / "step-200.partial-0123456789abcdef").mkdir()
-    assert [path.name for path in steps(tmp_path)] == ["step-100", "step-9", "step-0"]
-    assert [step_of(name) for name in ("step-0", "step-12", "step-012", "x")] == [0, 12, None, None]
 
 
 def test_latest_leads_to_a_sibling(tmp_path: Path) -> None:
@@ -153,6 +144,69 @@ def test_giving_up_what_was_published_does_nothing(
     assert (tmp_path / "step-1" / "manifest.json").read_text() == "new"
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_no_save_wrote_stays_in_the_checkpoint_that_replaces_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, damaged: bool
+) -> None:
+    sharded, step = sw.shard(nn.Linear(2, 2)), tmp_path / "step-1"
+    sharded.save(step, files={"README.md": "first"})
+    sharded.save(step / "ema")
+    (step / "notes.txt").write_text("mine")
+    (step / "config.json").write_text("mine")
+    if damaged:
+        (step / "manifest.json").write_text("{")
+    if not exchanges:
+        monkeypatch.setattr(folder, "_exchange", lambda *_: False)
+    sharded.save(step, files={"config.json": "{}"})
+    ours = ["config.json", "manifest.json", "model.safetensors"]
+    # what a damaged manifest listed is not known, so less goes
+    more = ["README.md"] if damaged else ["config.json.1"]
+    assert names(step) == sorted([*ours, *more, "ema", "notes.txt"])
+    assert (step / "notes.txt").read_text() == "mine"
+    assert (step / "config.json").read_text() == "{}"
+    assert sharded.load(step / "ema").checked
+    assert names(tmp_path) == ["latest", "step-1"]
+
+
+def test_a_crash_before_that_loses_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Crash(BaseException):
+        pass
+
+    def crashes(*_: Path) -> None:
+        raise Crash
+
+    sharded, step = sw.shard(nn.Linear(2, 2)), tmp_path / "step-1"
+    sharded.save(step)
+    (step / "notes.txt").write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_carry", crashes)
+        with pytest.raises(Crash):
+            sharded.save(step)
+    assert not (step / "notes.txt").exists()
+    sharded.save(tmp_path / "step-2")
+    assert (step / "notes.txt").read_text() == "mine"
+    assert names(tmp_path) == ["latest", "step-1", "step-2"]
+
+
+def test_of_two_saves_to_one_name_at_once_the_first_stays(tmp_path: Path) -> None:
+    for old in (False, True):
+        if old:
+            checkpoint(tmp_path / "step-1", "old")
+        one, two = (Partial.make(tmp_path / "step-1", new_token()) for _ in range(2))
+        for partial, text in ((one, "the first"), (two, "second")):
+            (partial.path / "manifest.json").write_text(text)
+        publish(one)
+        with pytest.raises(CheckpointError, match="was saved by another call while this one"):
+            publish(two)
+        two.abandon()
+        assert (tmp_path / "step-1" / "manifest.json").read_text() == "the first"
+        assert names(tmp_path) == ["step-1"]
+        shutil.rmtree(tmp_path / "step-1")
+
+
 def test_an_empty_folder_of_the_name_is_taken(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     publish(Partial.make(tmp_path / "step-1", new_token()))
@@ -168,7 +222,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path, kind: str) -> None:
     else:
         path.write_text("x")
     with pytest.raises(CheckpointError, match="no checkpoint of shardwise, so it is left alone"):
-        Partial.make(path, new_token())
+        check_replaceable(path)
     assert names(tmp_path) == ["photos"]
 
 
@@ -180,7 +234,10 @@ def test_a_manifest_of_others_makes_no_checkpoint(tmp_path: Path, text: str) -> 
     check_replaceable(checkpoint(tmp_path / "step-3", text))
 
 
-@pytest.mark.parametrize("name", ["latest", "a.partial-0123456789abcdef", "a.removing-" + 16 * "0"])
+@pytest.mark.parametrize(
+    "name",
+    ["latest", "a.partial-0123456789abcdef", "a.removing-" + 16 * "0", ".hidden", "broken-a-1"],
+)
 def test_names_with_a_meaning_of_their_own_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="cannot be called"):
         check_replaceable(tmp_path / name)
@@ -298,7 +355,7 @@ def test_a_damaged_checkpoint_gets_a_name_that_no_resume_takes(tmp_path: Path) -
     for number in (1, 2):
         checkpoint(tmp_path / "step-3")
         assert mark_broken(tmp_path / "step-3") == tmp_path / f"broken-step-3-{number}"
-    assert steps_to_resume(tmp_path) == []
+    assert checkpoints(tmp_path) == []
 
 
 def test_between_two_renames_nothing_is_lost(tmp_path: Path) -> None:
@@ -309,10 +366,10 @@ def test_between_two_renames_nothing_is_lost(tmp_path: Path) -> None:
     move_latest(tmp_path / "step-1")
     assert resolve(tmp_path / "step-1") == old
     assert resolve(tmp_path / "latest") == old
-    assert steps(tmp_path) == []
-    assert steps_to_resume(tmp_path) == [tmp_path / "step-1"]
+    assert not (tmp_path / "step-1").exists()
+    assert checkpoints(tmp_path) == [tmp_path / "step-1"]
     remove_stale_partials(tmp_path)
-    assert steps_to_resume(tmp_path) == steps(tmp_path) == [tmp_path / "step-1"]
+    assert checkpoints(tmp_path) == [tmp_path / "step-1"]
     (tmp_path / "latest").unlink()
     assert names(tmp_path) == ["step-1"]
     assert (tmp_path / "step-1" / "manifest.json").read_text() == "old"

@@ -197,7 +197,8 @@ def sign(folder: Path, changes: dict[str, Any] | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["training.json", "model.safetensors.index.json", "optimizer.safetensors.index.json"]
+    "name",
+    ["training.json", "model.safetensors.index.json", "training/optimizer.safetensors.index.json"],
 )
 def test_json_whose_checksums_fit_is_refused_or_loads(
     name: str, folder: Path, model: tuple[Two, sw.Sharded, torch.optim.Optimizer]

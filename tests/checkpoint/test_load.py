@@ -597,8 +597,8 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 FILES = [
     "manifest.json",
     "model.safetensors",
-    "optimizer.safetensors",
-    "ranks.safetensors",
+    "training/optimizer.safetensors",
+    "training/ranks.safetensors",
     "training.json",
 ]
 
@@ -692,7 +692,7 @@ def test_damage_is_named_with_its_place_and_what_became_of_the_model(tmp_path: P
 def test_a_rank_reads_only_its_own_blocks(tmp_path: Path) -> None:
     """Damage where no rank reads harms nobody: here, the optimizer's file without optimizer."""
     saved(DECODER, 2, tmp_path / "step-2")
-    path = tmp_path / "step-2" / "optimizer.safetensors"
+    path = tmp_path / "step-2" / "training/optimizer.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -76,8 +76,8 @@ def test_an_old_one_that_says_who_wrote_what_is_read() -> None:
 
 
 def test_a_later_version_asks_for_a_later_shardwise() -> None:
-    fields = {**a_manifest().model_dump(), "version": 2}
-    with pytest.raises(CheckpointError, match="version 2, and this shardwise reads version 1"):
+    fields = {**a_manifest().model_dump(), "version": 3}
+    with pytest.raises(CheckpointError, match="version 3, and this shardwise reads versions to 2"):
         Manifest.decode(signed(fields), "there")
 
 

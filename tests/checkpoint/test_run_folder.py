@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+import torch
 from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.folder import Partial, resolve
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.checkpoint.recognise import CHECKPOINTS
 from shardwise.checkpoint.run_folder import (
     Checkpoint,
     Retention,
@@ -27,6 +30,7 @@ from shardwise.checkpoint.run_folder import (
 )
 from shardwise.cli.runs import checkpoint_of, folder_of_run, meant, survey
 from shardwise.comm.protocol import Comm
+from shardwise.convert.export import export
 from tests.checkpoint.runs import names, saved
 from tests.copies import on_ranks
 from tests.nets import NETS
@@ -214,7 +218,126 @@ def test_a_clock_that_is_behind_does_not_make_a_new_one_old(
     assert names(tmp_path) == ["latest", "step-2"]
     sharded.save(tmp_path / "step-3")
     assert saved_in(tmp_path).complete[0].path == tmp_path / "step-3"
-    assert publish.moment_of(tmp_path / "model") == "1970-01-01T00:00:00.000000+00:00"
+    sharded.save(tmp_path / "final")
+    assert saved_in(tmp_path).complete[0].path == tmp_path / "final"
+    assert publish.moment_of(tmp_path / "other" / "model") == "1970-01-01T00:00:00.000000+00:00"
+
+
+def test_at_the_end_of_all_clocks_the_highest_step_is_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AtTheEnd(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls(9999, 12, 31, 23, 59, 59, 999999, tzinfo=tz)
+
+    monkeypatch.setattr(publish, "datetime", AtTheEnd)
+    sharded = sw.shard(small())
+    for step, name in ((3, "b"), (10, "a"), (2, "c")):
+        sharded.save(tmp_path / name, training=sw.Training(step=step))
+    assert [path.name for path, _ in saved_in(tmp_path).complete] == ["a", "b", "c"]
+
+
+def test_any_name_counts_in_a_run(tmp_path: Path) -> None:
+    """Resumed from, listed and removed are what was saved last, by its manifest."""
+    model = small()
+    sharded, optimizer = sw.shard(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tmp_path / "run"
+    for step, name in enumerate(("step-00000001", "ckpt_100", "epoch-3", "final"), start=1):
+        sharded.save(run / name, optimizer, sw.Training(step=step), save_total_limit=2)
+    assert names(run) == ["epoch-3", "final", "latest"]
+    assert str((run / "latest").readlink()) == "final"
+    report = sharded.resume(run, optimizer, sw.Training())
+    assert report is not None
+    assert (report.path.name, report.step) == ("final", 4)
+    assert [(one.name, one.step) for one in survey(run).checkpoints] == [
+        ("final", 4),
+        ("epoch-3", 3),
+    ]
+    assert folder_of_run(run) == run
+    assert sharded.load(run / "latest").path == run / "final"
+
+
+def test_a_damaged_one_of_any_name_is_passed_over_and_marked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sharded = sw.shard(small())
+    for name in ("epoch-1", "epoch-2", "epoch-3"):
+        sharded.save(tmp_path / name, training=sw.Training())
+    (tmp_path / "epoch-3" / "manifest.json").write_bytes(b"{")
+    (tmp_path / "epoch-2" / "model.safetensors").write_bytes(b"")
+    report = sharded.resume(tmp_path)
+    assert report is not None
+    assert report.path.name == "epoch-1"
+    assert names(tmp_path) == ["broken-epoch-2-1", "broken-epoch-3-1", "epoch-1", "latest"]
+    assert sum("SKIPPED" in text for text in caplog.messages) == 2
+
+
+@pytest.mark.parametrize("name", ["latest", ".hidden", "broken-step-1-1"])
+def test_a_name_that_no_resume_would_take_is_refused_at_save(tmp_path: Path, name: str) -> None:
+    with pytest.raises(sw.CheckpointError, match="cannot be called"):
+        sw.shard(small()).save(tmp_path / name)
+    assert names(tmp_path) == []
+
+
+def test_where_latest_is_a_folder_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(sw.CheckpointError, match="latest is a folder, and the link"):
+        sw.shard(small()).save(tmp_path / "step-1")
+    assert names(tmp_path) == ["latest"]
+
+
+def test_a_checkpoint_in_a_checkpoint_makes_it_no_run(tmp_path: Path) -> None:
+    sharded = sw.shard(small())
+    sharded.save(tmp_path / "step-1")
+    sharded.save(tmp_path / "step-1" / "ema", save_total_limit=1)
+    assert names(tmp_path / "step-1") == ["ema", "manifest.json", "model.safetensors"]
+    with pytest.raises(sw.CheckpointError, match="is a checkpoint, and resume"):
+        sharded.resume(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("kind", ["export", "hf", "broken-step-1-1", "inner", "itself"])
+def test_resume_says_why_it_takes_none_of_the_weights_that_are_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    sharded, run = sw.shard(small()), tmp_path / "run"
+    sharded.save(run / CHECKPOINTS / "step-1" if kind == "inner" else tmp_path / "step-1")
+    if kind == "export":
+        with CheckpointReader.open(tmp_path / "step-1") as source:
+            export(source, run / "weights")
+    elif kind != "inner":
+        place = run if kind == "itself" else run / kind
+        place.mkdir(parents=True)
+        (tmp_path / "step-1" / "model.safetensors").rename(place / "model.safetensors")
+    caplog.clear()
+    assert sharded.resume(run) is None
+    (said,) = [text for text in caplog.messages if "nothing was resumed" in text]
+    assert ("resume that folder" in said) == (kind == "inner")
+    assert {"export": "weights", "inner": CHECKPOINTS, "itself": "run"}.get(kind, kind) in said
+
+
+def test_a_run_that_is_new_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "logs").mkdir()
+    assert sw.shard(small()).resume(tmp_path) is None
+    assert sw.shard(small()).resume(tmp_path / "absent") is None
+    assert not [text for text in caplog.messages if "resumed" in text]
+
+
+def test_of_a_link_to_a_checkpoint_only_the_link_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sharded, run = sw.shard(small()), tmp_path / "run"
+    sharded.save(tmp_path / "elsewhere" / "step-1")
+    run.mkdir()
+    (run / "step-1").symlink_to("../elsewhere/step-1")
+    sharded.save(run / "step-2", save_total_limit=1)
+    assert names(run) == ["latest", "step-2"]
+    assert "which stays" in caplog.text
+    (run / "step-3").symlink_to("../elsewhere/step-1")
+    sharded.save(run / "step-3")
+    assert not (run / "step-3").is_symlink()
+    assert names(run) == ["latest", "step-2", "step-3"]
+    assert names(tmp_path / "elsewhere" / "step-1") == ["manifest.json", "model.safetensors"]
 
 
 def test_where_one_cannot_be_read_none_is_removed(
@@ -224,7 +347,7 @@ def test_where_one_cannot_be_read_none_is_removed(
     for step in (1, 2):
         sharded.save(tmp_path / f"step-{step}")
     manifest = tmp_path / "step-2" / "manifest.json"
-    later = manifest.read_text().replace('"version": 1', '"version": 2')
+    later = manifest.read_text().replace('"version": 2', '"version": 3')
     manifest.write_text(later)
     assert sharded.save(tmp_path / "step-3", save_total_limit=1).removed == ()
     assert "no old checkpoint of" in caplog.text
@@ -252,7 +375,8 @@ def test_checkpoints_are_listed_newest_first_with_who_wrote_them(run: Path) -> N
     assert "step-11 has no manifest.json" in broken.problem
     assert ten.manifest is not None
     assert (ten.manifest.world, ten.manifest.strategy, ten.problem) == (1, "no_shard", "")
-    assert two.nbytes == sum(file.stat().st_size for file in (run / "step-2").iterdir())
+    files = (file for file in (run / "step-2").rglob("*") if file.is_file())
+    assert two.nbytes == sum(file.stat().st_size for file in files)
     assert (found.latest, found.leftovers) == ("step-11", ())
 
 
@@ -331,7 +455,7 @@ def test_a_checkpoint_that_a_crash_left_without_its_name_is_listed(tmp_path: Pat
     saved(NETS[1], 1, tmp_path / "step-6")
     (tmp_path / "step-6").rename(tmp_path / f"step-6.replaced-{TOKEN}")
     (listed,) = survey(tmp_path).checkpoints
-    assert (listed.name, listed.step, listed.problem) == ("step-6", 6, "")
+    assert (listed.name, listed.step, listed.problem) == ("step-6", 2, "")
     assert listed.path.name == f"step-6.replaced-{TOKEN}"
 
 

@@ -76,9 +76,9 @@ def test_the_folder_holds_no_pickle_and_nothing_hidden(tmp_path: Path) -> None:
     assert names(tmp_path / "step-2") == [
         "manifest.json",
         "model.safetensors",
-        "optimizer.safetensors",
-        "ranks.safetensors",
         "training.json",
+        "training/optimizer.safetensors",
+        "training/ranks.safetensors",
     ]
     assert names(tmp_path) == ["latest", "step-2"]
     manifest = check_complete(tmp_path / "step-2")
@@ -92,7 +92,7 @@ def test_weights_alone_are_a_plain_hugging_face_folder(tmp_path: Path) -> None:
 
     report = on_ranks(2, DECODER.build, rank)[0]
     assert names(tmp_path / "out") == ["README.md", "manifest.json", "model.safetensors"]
-    assert names(tmp_path) == ["out"]  # latest is for steps
+    assert names(tmp_path) == ["latest", "out"]
     assert report.path == tmp_path / "out"
     assert report.nbytes > 30_000
 

@@ -91,7 +91,7 @@ def test_a_run_is_a_table_of_its_checkpoints(
     four, two = (line.split() for line in lines[4:6])
     assert (four[0], four[1], four[4:6], four[-2:]) == (
         "step-4",
-        "4",
+        "2",  # as its manifest says
         ["1", "no_shard"],
         ["complete,", "latest"],
     )
@@ -102,13 +102,13 @@ def test_a_run_is_a_table_of_its_checkpoints(
 def test_a_broken_checkpoint_of_a_run_is_explained(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run / "step-2" / "optimizer.safetensors").unlink()
+    (run / "step-2" / "training/optimizer.safetensors").unlink()
     (run / "step-3.partial-0123456789abcdef").mkdir()
     assert inspect(run) == 1
     said = capsys.readouterr().out
     assert "NOT COMPLETE" in said
     assert "step-2: " in said
-    assert "optimizer.safetensors is missing" in said
+    assert "training/optimizer.safetensors is missing" in said
     assert "step-3.partial-0123456789abcdef: left by an interrupted save" in said
 
 
@@ -129,7 +129,7 @@ def test_a_run_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["latest"] == "step-4"
     assert [(c["name"], c["step"], c["complete"]) for c in found["checkpoints"]] == [
-        ("step-4", 4, False),
+        ("step-4", 2, False),
         ("step-2", 2, True),
     ]
     assert found["checkpoints"][1]["written"]["world"] == 2
@@ -237,7 +237,7 @@ def test_damage_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_not_complete_is_shown_and_the_status(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    os.truncate(run / "step-2" / "optimizer.safetensors", 100)
+    os.truncate(run / "step-2" / "training/optimizer.safetensors", 100)
     assert inspect(run / "step-2") == 1
     said = capsys.readouterr().out
     assert said.splitlines()[0].endswith("NOT COMPLETE")
@@ -438,12 +438,12 @@ def test_a_run_with_nothing_whole_is_not_well(
 def test_a_link_out_of_the_folder_is_a_problem_and_the_rest_is_shown(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = run / "step-2" / "optimizer.safetensors"
+    path = run / "step-2" / "training/optimizer.safetensors"
     path.rename(run.parent / "elsewhere")
     path.symlink_to(run.parent / "elsewhere")
     assert inspect(run / "step-2", "--verify") == 1
     said = capsys.readouterr().out
-    assert "NOT READ optimizer.safetensors" in said
+    assert "NOT READ training/optimizer.safetensors" in said
     assert "weights: 43 tensors" in said
 
 

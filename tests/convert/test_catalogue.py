@@ -102,7 +102,7 @@ def test_what_is_of_torch_is_not_opened(tmp_path: Path) -> None:
 def test_what_is_left_of_a_broken_checkpoint_is_still_listed(folder: Path) -> None:
     first, second = sorted(folder.glob("model-*.safetensors"))[:2]
     first.unlink()
-    cut = min(folder.glob("ranks-*.safetensors"))
+    cut = min(folder.glob("training/ranks-*.safetensors"))
     os.truncate(cut, 50)
     found = Catalogue.read(folder)
     assert "is missing" in found.problems[0]
@@ -206,13 +206,13 @@ def test_what_cannot_be_read_is_not_called_damaged(
 
 def test_a_file_that_cannot_be_opened_is_one_damage_and_the_others_are_read(folder: Path) -> None:
     catalogue = Catalogue.read(folder)
-    path = folder / "optimizer.safetensors"
-    path = path if path.exists() else min(folder.glob("optimizer-*.safetensors"))
+    path = folder / "training/optimizer.safetensors"
+    path = path if path.exists() else min(folder.glob("training/optimizer-*.safetensors"))
     path.rename(folder.parent / "elsewhere")
-    path.symlink_to("../elsewhere")
+    path.symlink_to("../../elsewhere")
     found = list(damage_of(catalogue))
     (damage,) = [damage for _, damage in found if damage]
-    assert damage.file == path.name
+    assert damage.file == f"training/{path.name}"
     assert "link out of its folder" in damage.unreadable
     assert sum(nbytes for nbytes, _ in found) == sum(file.size or 0 for file in catalogue.files)
 

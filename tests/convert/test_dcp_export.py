@@ -147,7 +147,7 @@ def test_what_is_there_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path: Path) -> None:
     saved(tmp_path / "step-2")
-    path = tmp_path / "step-2" / "optimizer.safetensors"
+    path = tmp_path / "step-2" / "training/optimizer.safetensors"
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)

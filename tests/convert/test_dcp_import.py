@@ -133,7 +133,7 @@ def test_moments_go_to_the_parameters_that_the_groups_name(tmp_path: Path) -> No
     states = {"model": model.state_dict(), "optimizer": made.state_dict()}
     torch.save(states, tmp_path / "a.pt")
     import_checkpoint(tmp_path / "a.pt", tmp_path / "out")
-    told = load_file(tmp_path / "out" / "optimizer.safetensors")
+    told = load_file(tmp_path / "out" / "training/optimizer.safetensors")
     for name, param in model.named_parameters():
         assert torch.equal(told[f"exp_avg/{name}"], made.state[param]["exp_avg"]), name
 

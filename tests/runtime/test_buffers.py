@@ -129,7 +129,7 @@ def test_a_checkpoint_has_each_ranks_buffers_only_where_they_differ(
         assert equal(found, stored)
 
     on_ranks(2, BUILD, rank)
-    own = (tmp_path / "step-2" / "ranks.safetensors").read_bytes()
+    own = (tmp_path / "step-2" / "training/ranks.safetensors").read_bytes()
     assert (b"buffer/" in own) is (policy == "local")
 
 

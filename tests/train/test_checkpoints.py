@@ -269,7 +269,7 @@ def test_what_is_broken_is_skipped_loudly_and_makes_room(tmp_path: Path, watched
 def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, watched: Watched) -> None:
     recipe = recipe_in(tmp_path)
     watched.killed(recipe, 2, at=(5, 0, 1))
-    state = checkpoint(recipe, 4) / "optimizer.safetensors"
+    state = checkpoint(recipe, 4) / "training/optimizer.safetensors"
     data = bytearray(state.read_bytes())
     data[-9] ^= 4
     state.write_bytes(data)

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train import folder as of_folder
-from shardwise.train.folder import RECIPE, Folder, locate
+from shardwise.train.folder import RECIPE, RESULTS, Folder, locate
 
 
 def names(folder: Path) -> list[str]:
@@ -75,10 +75,11 @@ def test_it_is_free_after_an_error(tmp_path: Path) -> None:
 
 def earlier_run(folder: Path) -> dict[str, str]:
     """A run with two checkpoints, beside a file of somebody's; all files and their text."""
-    for name in (RECIPE, "metrics.jsonl", "loss.png", "model.safetensors", "notes.txt"):
+    for name in (RECIPE, *RESULTS, "notes.txt"):
         (folder / name).write_text(f"old {name}", "utf-8")
     checkpoint(folder, "step-4")
     checkpoint(folder, "step-8")
+    checkpoint(folder, "broken-step-6-1")
     (folder / "checkpoints" / "latest").symlink_to("step-8")
     return contents(folder)
 
@@ -169,7 +170,7 @@ def test_a_crash_at_any_moment_of_moving_leaves_the_earlier_run_as_it_was(
         place.mkdir()
         before = earlier_run(place)
         if not crashes(Folder(place), at):
-            assert at == 5  # four are moved, and what holds them gets its name
+            assert at == len(RESULTS) + 2  # with the checkpoints; and what holds all gets its name
             return
         assert locate(place, RECIPE).read_text("utf-8") == f"old {RECIPE}"
         with Folder.locked(place):

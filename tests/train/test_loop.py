@@ -10,6 +10,7 @@ from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
 from shardwise.train.config import Recipe
+from shardwise.train.folder import CHECKPOINTS, RECIPE, RESULTS
 from shardwise.train.loop import Outcome, train
 from shardwise.train.recipe import read_recipe
 from shardwise.train.records import (
@@ -103,6 +104,7 @@ def test_the_folder_holds_the_whole_run(both: Ran) -> None:
     recipe, said, _ = both
     folder = Path(recipe.run.folder)
     assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert {*FILES} <= {".lock", RECIPE, CHECKPOINTS, *RESULTS}  # all of it is moved to be replaced
     assert read_recipe(folder / "recipe.yaml") == recipe
     lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
     kinds = [json.loads(line)["record"] for line in lines]

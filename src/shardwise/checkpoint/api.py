@@ -65,7 +65,7 @@ def save(
     """Write a checkpoint: a folder that ``transformers`` loads. A collective.
 
     Args:
-        path: the folder, such as ``"run/step-100"``; ``run/latest`` will point at it.
+        path: the folder, ``"run/step-100"`` or any other name; ``run/latest`` will point at it.
         optimizer: whose state is stored, too; or several.
         training: step, scheduler, data position: what a run needs to go on.
         kind, …, when_busy: see ``shardwise.checkpoint.SaveOptions``, field by field.
@@ -158,7 +158,7 @@ def resume(
     strict: bool = True,
     cast: bool = False,
 ) -> Loaded | None:
-    """``load`` the newest whole checkpoint ``run/step-N``. A collective.
+    """``load`` the whole checkpoint in ``run`` that was saved last. A collective.
 
     Only what is damaged is passed over, and renamed when an older one is loaded.
 

@@ -116,12 +116,15 @@ def free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def check_room(folder: Path, needed: int, what: str) -> None:
-    """Raises ``CheckpointError`` where ``what`` needs more bytes than are free."""
+def check_room(folder: Path, needed: int, what: str, cure: str = "") -> None:
+    """Raises ``CheckpointError`` where ``what`` needs more bytes than are free.
+
+    ``cure`` is what its caller may do besides, such as ``"lower save_total_limit, "``.
+    """
     if needed > (free := free_bytes(folder)):
         raise CheckpointError(
             f"{what} needs {size(needed)}, and {folder} has {size(free)} free, so it was not "
-            "begun. Free space, lower save_total_limit, or choose another disk. Complete "
+            f"begun. Free space, {cure}or choose another disk. Complete "
             "checkpoints that were there before are as they were."
         )
 

@@ -1,16 +1,17 @@
 """A run's folder: complete checkpoints, one that is being written, and which is the latest.
 
     run/
-      step-100/                      complete; its name is the number of steps taken
-      step-200/
-      latest -> step-200
+      step-100/                      complete; its manifest says so, and says when it was saved
+      final/
+      latest -> final
       step-300.partial-5f0c…/        being written, or left by a process that died
       step-100.removing-81d2…/       being removed
       step-200.replaced-c0de…/       a checkpoint that a new one of the same name replaces
       broken-step-250-1/             damaged: a resume went on from an older one
 
-A folder's name says what it is, so the next run understands what a crash left. A lock on a file in
-a partial folder shows that it is still being written: the lock ends with its process.
+A checkpoint has any name but these, and no hidden one, so the next run understands what a crash
+left. A lock on a file in a partial folder shows that it is still being written: the lock ends with
+its process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -31,53 +31,53 @@ from typing import NamedTuple
 from shardwise.checkpoint.disk import make_folder, sync_folder
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.lock import LOCK, is_alive, make_locked
-from shardwise.checkpoint.manifest import CAP, Manifest
 from shardwise.checkpoint.manifest import NAME as MANIFEST
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.plan import INDEX
+from shardwise.checkpoint.recognise import (
+    EXPORT,
+    LATEST,
+    LEFTOVER,
+    files_in,
+    is_ours,
+    is_reserved,
+    step_of,
+    strangers,
+    writer_of,
+)
+from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.errors import CheckpointError
 
 log = logging.getLogger("shardwise")
 
-LATEST = "latest"
-CHECKPOINTS = "checkpoints"  # where ``shardwise train`` has them, in the folder of a run
 LONGEST, LONGEST_NAME = 4096, 255  # characters of ``latest`` that are read; of a name
 
-_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
-_LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>partial|removing|replaced)-[0-9a-f]{16}")
 _UNFINISHED = re.compile(rf"\.{LATEST}-[0-9a-f]{{16}}")
 
 
-def step_of(name: str) -> int | None:
-    """``"step-100" → 100``; ``None`` for other names."""
-    matched = _STEP.fullmatch(name)
-    return int(matched[1]) if matched else None
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints in ``run``, whole or damaged; none where there is no such folder.
 
-
-def steps(run: Path) -> list[Path]:
-    """The folders of ``run`` that are named for a step, the highest first."""
-    return _by_step(path for path in run.iterdir() if path.is_dir())
-
-
-def _by_step(paths: Iterable[Path]) -> list[Path]:
-    numbers = {path: step_of(path.name) for path in paths}
-    numbered = {path: number for path, number in numbers.items() if number is not None}
-    return sorted(numbered, key=lambda path: numbered[path], reverse=True)
-
-
-def is_leftover(name: str) -> bool:
-    """Is it the name of a folder that is no checkpoint yet, or no longer?"""
-    return _LEFTOVER.fullmatch(name) is not None
-
-
-def steps_to_resume(run: Path) -> list[Path]:
-    """``steps``, and checkpoints that a crash between two renames left under another name.
-
-    ``resolve`` finds the latter. The list is empty where there is no folder ``run``.
+    A manifest makes one, or a name ``step-N``; exported weights are none. One that a crash between
+    two renames left under another name is listed by its own, which ``resolve`` finds.
     """
     try:
-        lost = [one.path.with_name(one.name) for one in leftovers(run) if one.is_lost]
-        return _by_step({*steps(run), *lost})
-    except FileNotFoundError:
+        entries = {path.name: path for path in run.iterdir()}
+        entries |= {one.name: one.path for one in leftovers(run) if one.is_lost}
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    names = [name for name, path in entries.items() if _is_checkpoint(name, path)]
+    ordered = sorted(names, key=lambda name: (step_of(name) or 0, name), reverse=True)
+    return [run / name for name in ordered]
+
+
+def _is_checkpoint(name: str, path: Path) -> bool:
+    try:
+        if is_reserved(name) or not path.is_dir():
+            return False
+        return step_of(name) is not None or writer_of(path) not in ("", EXPORT)
+    except PermissionError:  # such as lost+found, beside what this user may read
+        return False
 
 
 class Leftover(NamedTuple):
@@ -95,7 +95,7 @@ class Leftover(NamedTuple):
 
 def leftovers(run: Path) -> list[Leftover]:
     """Folders that a crash left in ``run``, and those that are being written; sorted by name."""
-    matches = ((path, _LEFTOVER.fullmatch(path.name)) for path in sorted(run.iterdir()))
+    matches = ((path, LEFTOVER.fullmatch(path.name)) for path in sorted(run.iterdir()))
     return [
         Leftover(path, name["kind"], name["name"])
         for path, name in matches
@@ -146,15 +146,15 @@ class Partial:
     path: Path
     final: Path
     lock: FileIO
+    replaces: tuple[int, int] | None  # ``_identity`` of ``final`` when the writing began
 
     @classmethod
     def make(cls, final: Path, token: str) -> Partial:
-        """Make one beside ``final``, which must be free or a checkpoint. May raise ``OSError``."""
-        check_replaceable(final)
+        """Make one beside ``final``; see ``check_replaceable``. May raise ``OSError``."""
         make_folder(final.parent)
         path = final.with_name(f"{final.name}.partial-{token}")
         try:
-            return cls(path, final, make_locked(path))
+            return cls(path, final, make_locked(path), _identity(final))
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
@@ -166,6 +166,15 @@ class Partial:
         self.lock.close()
 
 
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """The same pair as long as no other checkpoint takes this name; ``None`` without a manifest."""
+    try:
+        status = (folder / MANIFEST).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
 def new_token() -> str:
     """16 random hexadecimal digits."""
     return secrets.token_hex(8)
@@ -173,46 +182,48 @@ def new_token() -> str:
 
 def check_replaceable(final: Path) -> None:
     """Raises ``CheckpointError`` where ``final`` is something that no checkpoint may replace."""
-    if final.name == LATEST or _LEFTOVER.fullmatch(final.name):
+    if is_reserved(final.name):
         raise CheckpointError(
-            f"a checkpoint cannot be called {final.name!r}: {LATEST!r} and names with .partial-, "
-            ".removing- or .replaced- have a meaning of their own. Choose another name, for "
-            "example step-100."
+            f"a checkpoint cannot be called {final.name!r}: {LATEST!r}, hidden names, broken-X-1, "
+            "and names with .partial-, .removing- or .replaced- have a meaning of their own, and "
+            "`resume` would not find it. Choose another name, for example step-100."
         )
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
-    if not _is_ours(final):
+    if not is_ours(final):
         raise CheckpointError(
             f"{final} exists and is no checkpoint of shardwise, so it is left alone. Choose "
             "another name, or remove it."
         )
 
 
-def _is_ours(folder: Path) -> bool:
-    """Is it a checkpoint of shardwise? Other programs call files manifest.json, too.
-
-    A damaged manifest in a folder ``step-N`` must not keep that run from saving again.
-    """
-    path = folder / MANIFEST
-    if not path.is_file():
-        return False
-    if step_of(folder.name) is not None:
-        return True
-    try:
-        Manifest.decode(path.read_bytes() if path.stat().st_size <= CAP else b"", str(path))
-    except CheckpointError:
-        return False
-    return True
+def check_latest(run: Path) -> None:
+    """Raises ``CheckpointError`` where ``latest`` could not be moved."""
+    latest = run / LATEST
+    if latest.is_dir() and not latest.is_symlink():
+        raise CheckpointError(
+            f"{latest} is a folder, and the link to the newest checkpoint must have this name; a "
+            "copy that follows links makes such a folder. Nothing was written. Rename or remove it."
+        )
 
 
 def publish(partial: Partial) -> None:
     """Give the finished folder its name in one step, and remove an old folder of that name.
 
-    May raise ``OSError``. Then all names are as before; or, if only the parent folder could not be
-    synced, the old one stays under another name. That it cannot be removed is only logged.
+    What no save wrote in the old one moves to the new one. A failure to remove it is only logged.
+
+    Raises:
+        OSError: all names are as before; or, if only the parent folder could not be synced, the old
+            one stays under another name.
+        CheckpointError: another save has published this name since this one began.
     """
     final, old = partial.final, None
     hit("about to publish", 0)
+    if _identity(final) not in (None, partial.replaces):
+        raise CheckpointError(
+            f"{final} was saved by another call while this one was writing, and stays as it is; "
+            "this one is given up. Give each model a folder of its own."
+        )
     if not final.exists() or not any(final.iterdir()):
         partial.path.rename(final)
     elif _exchange(partial.path, final):
@@ -231,9 +242,28 @@ def publish(partial: Partial) -> None:
     try:
         (final / LOCK).unlink(missing_ok=True)
         if old is not None:
+            _carry(old, final)
             remove(old)
     except OSError as error:
         log.warning("%s is complete, and what it replaced could not be removed: %s", final, error)
+
+
+def _carry(old: Path, successor: Path) -> None:
+    """Move what no save wrote from a checkpoint that goes into the one that has replaced it."""
+    if old.is_symlink() or not (old / MANIFEST).is_file():
+        return
+    try:
+        listed = {*Manifest.decode((old / MANIFEST).read_bytes(), str(old)).files}
+    except CheckpointError:  # it is damaged: less is known, so less goes
+        listed = {name for name in files_in(old) if name.endswith((".safetensors", INDEX))}
+        listed |= {*files_in(successor), TRAINING}
+    for name in strangers(old, listed):
+        target, number = successor / name, 0
+        while os.path.lexists(target):
+            number += 1
+            target = (successor / name).with_name(f"{Path(name).name}.{number}")
+        make_folder(target.parent)
+        (old / name).rename(target)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -256,7 +286,11 @@ def move_latest(final: Path) -> None:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
         unfinished.write_text(final.name + "\n", "utf-8")
-    unfinished.replace(latest)
+    try:
+        unfinished.replace(latest)
+    except OSError:
+        unfinished.unlink()
+        raise
     sync_folder(run)
     hit("latest moved", 0)
 
@@ -265,11 +299,18 @@ def move_latest(final: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so a half-removed one never looks whole."""
-    name = _LEFTOVER.fullmatch(path.name)
+    """Remove a checkpoint. It is renamed first, so a half-removed one never looks whole.
+
+    Of a link, which the user made, only the link goes.
+    """
+    name = LEFTOVER.fullmatch(path.name)
     going = path.with_name(f"{name['name'] if name else path.name}.removing-{new_token()}")
     path.rename(going)
     hit("about to remove", 0)
+    if going.is_symlink():
+        log.warning("%s was a link to %s, which stays", path, going.readlink())
+        going.unlink()
+        return
     shutil.rmtree(going)
     hit("removed", 0)
 
@@ -285,6 +326,8 @@ def remove_stale_partials(run: Path) -> list[str]:
         if one.is_lost:
             one.path.rename(one.path.with_name(one.name))
         elif one.kind != "partial" or not is_alive(one.path):
+            if one.kind != "removing" and (successor := one.path.with_name(one.name)).is_dir():
+                _carry(one.path, successor)
             shutil.rmtree(one.path, ignore_errors=True)
             gone.append(one.path.name)
     for path in sorted(run.iterdir()) if run.is_dir() else []:

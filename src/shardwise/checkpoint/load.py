@@ -27,19 +27,12 @@ from shardwise.checkpoint.collectives import (
     run_on_rank_0,
 )
 from shardwise.checkpoint.disk import retried
-from shardwise.checkpoint.folder import (
-    LATEST,
-    is_leftover,
-    mark_broken,
-    move_latest,
-    resolve,
-    steps_to_resume,
-    target_of,
-)
+from shardwise.checkpoint.folder import checkpoints, mark_broken, move_latest, resolve, target_of
 from shardwise.checkpoint.load_plan import LoadPlan, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Loaded, LoadOptions
 from shardwise.checkpoint.read_requests import read_from_rank_0, read_into
+from shardwise.checkpoint.recognise import CHECKPOINTS, LATEST, is_leftover, is_ours
 from shardwise.checkpoint.run_folder import manifest_lost, read_manifest, saved_in
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
@@ -127,7 +120,7 @@ def _check_identity(comm: Comm, checkpoint: OpenCheckpoint) -> None:
 def resume(sharded: ShardedModel, run: str | Path, options: LoadOptions) -> Loaded | None:
     """Load the newest checkpoint of a run's folder that is whole. A collective.
 
-    When it is loaded, damaged ones are renamed to ``broken-step-N-1``. Until then nothing on the
+    When it is loaded, damaged ones are renamed to ``broken-NAME-1``. Until then nothing on the
     disk changes. ``None`` where the folder holds no checkpoint.
 
     Raises:
@@ -141,6 +134,8 @@ def resume(sharded: ShardedModel, run: str | Path, options: LoadOptions) -> Load
         name = run_on_rank_0(comm, "checkpoint to resume", lambda: _candidate(folder, damaged))
         if not name:
             raise_on_all(comm, "nothing to resume", lambda: _check_nothing(folder))
+            if comm.rank == 0 and (reason := _why_nothing(folder)):
+                log.warning("nothing was resumed, and the run begins anew: %s", reason)
             return None
         try:
             report = load(sharded, folder / name, options)
@@ -159,6 +154,12 @@ def _candidate(folder: Path, damaged: dict[str, str]) -> str:
 
     Adds to ``damaged`` what is not complete.
     """
+    if is_ours(folder):
+        raise CheckpointError(
+            f"{folder} is a checkpoint, and resume() takes the folder of a run, whose newest "
+            f"checkpoint it finds. Nothing was loaded. Call load({str(folder)!r}), or "
+            f"resume({str(folder.parent)!r})."
+        )
     checkpoint = saved_in(folder)
     for path, reason in checkpoint.skipped:
         if path.name not in damaged:
@@ -178,7 +179,7 @@ def _candidate(folder: Path, damaged: dict[str, str]) -> str:
 
 def _check_nothing(folder: Path) -> None:
     """Rank 0 finds no checkpoint: a mount that is missing must not look like a new run."""
-    paths = retried(f"looking into {folder}", lambda: steps_to_resume(folder))
+    paths = retried(f"looking into {folder}", lambda: checkpoints(folder))
     seen = [path.name for path in paths] + [LATEST] * os.path.lexists(folder / LATEST)
     if seen:
         raise CheckpointError(
@@ -186,6 +187,20 @@ def _check_nothing(folder: Path) -> None:
             "checkpoint there, so nothing was resumed. Look whether the disk is mounted on every "
             "host, and whether checkpoints were moved; to begin anew, remove what is left."
         )
+
+
+def _why_nothing(folder: Path) -> str:
+    """Which weights in the folder are no checkpoint of a run, and why; ``""``: there are none."""
+    if checkpoints(folder / CHECKPOINTS):
+        return f"the checkpoints of {folder} are in {folder / CHECKPOINTS}; resume that folder"
+    paths = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
+    held = [p.name for p in paths if not is_leftover(p.name) and any(p.glob("*.safetensors"))]
+    if not held:
+        return ""
+    return (
+        f"{', '.join(held[:8])} in {folder} holds weights, and no manifest of a checkpoint, as "
+        "exports and folders of other programs do, or it was marked as broken. load() reads one"
+    )
 
 
 def _mark(folder: Path, damaged: Collection[str], loaded: str) -> None:

@@ -85,7 +85,7 @@ def is_alive(partial: Path) -> bool:
     finally:
         os.close(lock)
     try:
-        changes = [path.stat().st_mtime for path in (partial, *partial.iterdir())]
+        changes = [path.stat().st_mtime for path in (partial, *partial.rglob("*"))]
     except OSError:  # a file that was there goes: somebody is at work
         return True
     return time.time() - max(changes) < SILENCE

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.checkpoint import checksum
 from shardwise.checkpoint.plan import BLOCK
-from shardwise.checkpoint.safetensors_format import PAGE, is_plain
+from shardwise.checkpoint.safetensors_format import PAGE, is_listed
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 NAME = "manifest.json"
-VERSION = 1
+VERSION = 2  # 1: optimizer and rank state lay beside the weights
 CAP = 1 << 30
 """Bytes of a manifest at most: a quarter of a million blocks take two million."""
 
@@ -48,7 +48,7 @@ class Manifest(_Frozen):
     """All that ``manifest.json`` holds but its digest."""
 
     format: Literal["shardwise"] = "shardwise"
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
     token: str = Field(min_length=8, description="of this save alone")
     created: str = Field(description="UTC, ISO 8601; sorted as texts, the order is that of time")
     step: Count | None = Field(description="optimizer steps taken")
@@ -106,7 +106,7 @@ class Manifest(_Frozen):
             blocks = record.checksums()
             whole = len(blocks) == -(-record.size // self.block)
             fits = record.digest == checksum.digest_of(blocks, record.size)
-            if not (is_plain(name) and whole and fits):
+            if not (is_listed(name) and whole and fits):
                 raise DamagedCheckpoint(
                     f"{where} lists {name!r:.80} with checksums that do not fit its size, or by a "
                     "name that is no plain file name. Load another checkpoint."
@@ -120,10 +120,10 @@ def record_of(blocks: Sequence[int], size: int) -> FileRecord:
 
 
 def _check_readable(fields: dict[str, Any], where: str) -> None:
-    if fields.get("format") == "shardwise" and fields.get("version") not in (None, VERSION):
+    if fields.get("format") == "shardwise" and fields.get("version") not in (None, 1, VERSION):
         raise CheckpointError(
-            f"{where} is of version {fields['version']!r:.20}, and this shardwise reads version "
-            f"{VERSION}. Install a later shardwise."
+            f"{where} is of version {fields['version']!r:.20}, and this shardwise reads versions "
+            f"to {VERSION}. Install a later shardwise."
         )
     if fields.get("kind") == "local":
         raise CheckpointError(

@@ -42,7 +42,7 @@ class SaveOptions:
             loads. ``"full"``: the same files, which rank 0 alone writes, and reads for the others
             where they do not see them: for hosts that share no disk (not in the background).
         max_file_size: bytes of tensors in one file at most, unless one tensor has more.
-        save_total_limit: of the folders ``step-N`` beside this one, how many stay.
+        save_total_limit: of the checkpoints beside this one, and this one, how many stay.
         keep_best: ``"lowest"`` or ``"highest"``: the checkpoint with that ``Training.metric``
             stays, however old.
         files: further small files for the folder: name → text or bytes.

@@ -25,10 +25,12 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
-from shardwise.checkpoint.safetensors_format import PAGE, Stored, dtype_of, encode
+from shardwise.checkpoint.safetensors_format import INNER, PAGE, Stored, dtype_of, encode
 from shardwise.errors import CheckpointError
 
 INDEX = ".safetensors.index.json"
+STATE = {"optimizer", "ranks"}
+"""Kinds of files that lie in ``training/``, where no reader of weights meets them."""
 BLOCK, LEAST = 4 << 20, 256 << 10
 """Bytes that have one checksum: what a reader must read to be sure of any of them. At most, and at
 least: see ``block_size``."""
@@ -150,7 +152,8 @@ def plan_files(
     otherwise the order is that of ``entries``.
 
     Args:
-        stem: ``"model"`` gives ``model.safetensors``, or ``model-00001-of-00003.safetensors``.
+        stem: ``"model"`` gives ``model.safetensors``, or ``model-00001-of-00003.safetensors``, and
+            ``"optimizer"`` gives ``training/optimizer.safetensors``.
         limit: bytes of tensors in a file at most, unless one tensor alone has more.
         one_writer: rank 0 writes all of it, and everything else moves there, block by block.
     """
@@ -190,11 +193,12 @@ def _without_collection() -> Iterator[None]:
 
 def index_files(plans: Mapping[str, Sequence[FilePlan]]) -> dict[str, bytes]:
     """``model.safetensors.index.json``, as Hugging Face libraries read it, for several files."""
-    return {f"{stem}{INDEX}": _index(files) for stem, files in plans.items() if len(files) > 1}
+    several = {stem: files for stem, files in plans.items() if len(files) > 1}
+    return {f"{place_of(stem)}{INDEX}": _index(files) for stem, files in several.items()}
 
 
 def _index(files: Sequence[FilePlan]) -> bytes:
-    weights = {name: file.name for file in files for name in file.tensors}
+    weights = {name: file.name.rpartition("/")[2] for file in files for name in file.tensors}
     total = sum(s.stop - s.start for file in files for s in file.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
     return json.dumps(index, indent=2).encode() + b"\n"
@@ -211,7 +215,13 @@ def _check_names(entries: Sequence[Entry]) -> None:
         seen.add(entry.name)
 
 
+def place_of(stem: str) -> str:
+    """``"model"``, and ``"training/optimizer"``: what the names of a stem's files begin with."""
+    return f"{INNER}/{stem}" if stem in STATE else stem
+
+
 def _file_names(stem: str, count: int) -> list[str]:
+    stem = place_of(stem)
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]

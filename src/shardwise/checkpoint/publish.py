@@ -17,13 +17,16 @@ import torch
 from shardwise.checkpoint import checksum
 from shardwise.checkpoint.disk import explained, sync_folder, write_file
 from shardwise.checkpoint.failpoints import hit
-from shardwise.checkpoint.folder import LATEST, Partial, publish, resolve, step_of
+from shardwise.checkpoint.folder import Partial, publish, resolve
 from shardwise.checkpoint.manifest import NAME, FileRecord, Manifest, record_of
 from shardwise.checkpoint.plan import BLOCK, FilePlan
+from shardwise.checkpoint.recognise import LATEST
 from shardwise.checkpoint.run_folder import read_manifest
 from shardwise.checkpoint.writer import Part, check_hosts, write_header
 from shardwise.errors import CheckpointError
 from shardwise.version import __version__
+
+LAST_MOMENT = datetime.max.replace(tzinfo=UTC)
 
 
 def publish_files(
@@ -49,7 +52,8 @@ def publish_files(
         for name, data in small.items():
             write_file(folder / name, data)
             records[name] = record_of(checksum.of_bytes(data, block), len(data))
-        sync_folder(folder)
+        for place in sorted({(folder / name).parent for name in records} | {folder}, reverse=True):
+            sync_folder(place)
         hit("small files written", 0)
         versions = {"shardwise": __version__, "torch": torch.__version__}
         stated = {
@@ -78,8 +82,8 @@ def _finished(folder: Path, file: FilePlan, parts: Iterable[Part]) -> FileRecord
 def moment_of(final: Path) -> str:
     """Now, or just after the run's last checkpoint, since the clocks of hosts differ."""
     now = datetime.now(UTC)
-    if step_of(final.name) is not None:
-        with suppress(CheckpointError, OSError, ValueError):  # there may be none
-            if before := read_manifest(resolve(final.with_name(LATEST))):
-                now = max(now, datetime.fromisoformat(before.created) + timedelta(microseconds=1))
+    with suppress(CheckpointError, OSError, ValueError):  # there may be none
+        if before := read_manifest(resolve(final.with_name(LATEST))):
+            last = datetime.fromisoformat(before.created)
+            now = max(now, last + min(timedelta(microseconds=1), LAST_MOMENT - last))
     return now.isoformat(timespec="microseconds")

@@ -16,7 +16,8 @@ from shardwise.checkpoint.checked_file import Bytes, CheckedFile, Kept
 from shardwise.checkpoint.disk import check_is_folder, explained, retried
 from shardwise.checkpoint.folder import resolve
 from shardwise.checkpoint.manifest import NAME, Manifest
-from shardwise.checkpoint.plan import BLOCK
+from shardwise.checkpoint.plan import BLOCK, INDEX, place_of
+from shardwise.checkpoint.recognise import files_in
 from shardwise.checkpoint.run_folder import check_complete
 from shardwise.checkpoint.safetensors_format import CAP, Stored, decode, inside, is_plain, length_of
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -88,7 +89,7 @@ class CheckpointReader:
         """The safetensors files of ``"model"`` or another stem."""
         if (index := self._index(stem)) is not None:
             return list(dict.fromkeys(index.values()))
-        single = self.only if stem == "model" and self.only else f"{stem}.safetensors"
+        single = self.only if stem == "model" and self.only else f"{self._place(stem)}.safetensors"
         return [single] if self.has(single) else []
 
     def listed(self) -> list[str]:
@@ -96,11 +97,17 @@ class CheckpointReader:
         if self.only or self.manifest is not None:
             return [] if self.manifest is None else list(self.manifest.files)
         with explained(f"looking into {self.folder}", reads=True):
-            return sorted(path.name for path in self.folder.iterdir() if path.is_file())
+            return sorted(files_in(self.folder))
+
+    def _place(self, stem: str) -> str:
+        """``place_of`` the stem, or itself: earlier versions had all files in one folder."""
+        place = place_of(stem)
+        is_there = self.has(f"{place}.safetensors") or self.has(f"{place}{INDEX}")
+        return place if is_there else stem
 
     def _index(self, stem: str) -> dict[str, str] | None:
         """Tensor → file, as the index of a stem says; ``None`` where there is no index."""
-        name = f"{stem}.safetensors.index.json"
+        name = f"{self._place(stem)}{INDEX}"
         if not self.has(name):
             return None
         index = self.json(name)
@@ -113,7 +120,8 @@ class CheckpointReader:
         for file in weights.values():
             if not is_plain(file):
                 inside(self.folder, file)  # raises, and says why
-        return weights
+        within = name.rpartition("/")[0]
+        return {t: f"{within}/{file}" if within else file for t, file in weights.items()}
 
     def tensors(self, stem: str) -> dict[str, TensorLocation]:
         """Every tensor of a stem, by name."""

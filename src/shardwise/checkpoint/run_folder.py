@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.checkpoint.disk import retried, size_of
-from shardwise.checkpoint.folder import remove, resolve, steps_to_resume
+from shardwise.checkpoint.folder import checkpoints, remove, resolve
 from shardwise.checkpoint.manifest import CAP, NAME, Manifest
 from shardwise.checkpoint.safetensors_format import inside
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint ``step-N``."""
+    """A complete checkpoint of a run."""
 
     path: Path
     manifest: Manifest
 
 
 class SavedCheckpoints(NamedTuple):
-    """The folders ``step-N`` of a run: complete ones, the newest first; others with the reason."""
+    """The checkpoints of a run: complete ones, the newest first; others with the reason."""
 
     complete: tuple[Checkpoint, ...]
     skipped: tuple[tuple[Path, str], ...]
@@ -95,7 +95,10 @@ def check_complete(folder: Path) -> Manifest:
 
 
 def saved_in(run: Path) -> SavedCheckpoints:
-    """The checkpoints ``step-N`` of a run; none where there is no such folder.
+    """The checkpoints of a run; none where there is no such folder.
+
+    The newest was saved last, as the manifests say. Of those that were saved at the same moment it
+    is the one of the highest step, then the last by name.
 
     Raises:
         CheckpointError: something there cannot be read, or a later version wrote it.
@@ -110,12 +113,17 @@ def saved_in(run: Path) -> SavedCheckpoints:
             if not isinstance(error, DamagedCheckpoint):
                 raise
             skipped.append((path, str(error)))
-    complete.sort(key=lambda one: one.manifest.created, reverse=True)
+    complete.sort(key=_moment, reverse=True)
     return SavedCheckpoints(tuple(complete), tuple(skipped))
 
 
+def _moment(checkpoint: Checkpoint) -> tuple[str, int, str]:
+    path, made = checkpoint
+    return made.created, -1 if made.step is None else made.step, path.name
+
+
 def _named_in(run: Path) -> list[Path]:
-    return retried(f"looking into {run}", partial(steps_to_resume, run))
+    return retried(f"looking into {run}", partial(checkpoints, run))
 
 
 log = logging.getLogger("shardwise")

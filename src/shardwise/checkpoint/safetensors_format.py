@@ -216,6 +216,10 @@ def _bad(file: str, fact: str) -> DamagedCheckpoint:
     )
 
 
+INNER = "training"
+"""The one folder in a checkpoint: for what readers of weights must not meet."""
+
+
 def is_plain(name: object) -> bool:
     """Is it the name of a file in a folder, and no path?"""
     return (
@@ -227,20 +231,26 @@ def is_plain(name: object) -> bool:
     )
 
 
+def is_listed(name: object) -> bool:
+    """Is it the name of a file in a checkpoint: a plain one, or ``training/`` and a plain one?"""
+    return is_plain(name.removeprefix(f"{INNER}/") if isinstance(name, str) else name)
+
+
 def inside(folder: Path, name: object) -> Path:
-    """The file of this name in ``folder``.
+    """The file of this name in ``folder``, or in its ``training``.
 
     A link must lead to a file in the same folder, or to Hugging Face's own store of files, as in
     ``models--…/snapshots/…/model.safetensors → ../../blobs/…``.
     """
-    if not is_plain(name):
+    if not is_listed(name):
         raise CheckpointError(
             f"{folder} names {name!r:.80} as one of its files. That is no plain file name, so it "
             "could be any file of this machine; it is not read. Do not trust this folder."
         )
     path = folder / str(name)
     try:
-        real = path.resolve() if path.is_symlink() else None
+        is_link = path.is_symlink() or (path.parent != folder and path.parent.is_symlink())
+        real = path.resolve() if is_link else None
         home = folder.resolve() if real else folder
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, in Python's words
         raise CheckpointError(
@@ -248,7 +258,7 @@ def inside(folder: Path, name: object) -> Path:
             "links lead, or copy the file to where the link is."
         ) from error
     cached = home.parent.name == "snapshots" and home.parent.parent / "blobs"
-    if real and real.parent not in (home, cached):
+    if real and real.parent not in (home, home / INNER, cached):
         raise CheckpointError(
             f"{path} is a link out of its folder, to {real}, and is not read. Do not trust "
             "this folder, or copy the file to where the link is."

@@ -31,17 +31,17 @@ from shardwise.checkpoint.collectives import (
 from shardwise.checkpoint.disk import explained, sync_folder
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.folder import (
-    LATEST,
     Partial,
+    check_latest,
     check_replaceable,
     move_latest,
     new_token,
     remove_stale_partials,
-    step_of,
 )
 from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Saved, SaveOptions, SaveRequest
 from shardwise.checkpoint.publish import publish_files
+from shardwise.checkpoint.recognise import LATEST, is_ours, step_of
 from shardwise.checkpoint.run_folder import Retention, apply_retention
 from shardwise.checkpoint.save_plan import SavePlan, plan_save
 from shardwise.checkpoint.segments import exchange_edges, gathered
@@ -143,6 +143,7 @@ def give_up(task: Task) -> None:
 def _make_folder(final: Path, token: str, contents: SavePlan) -> Partial:
     with explained(f"making a folder beside {final}"):
         check_replaceable(final)
+        check_latest(final.parent)
         if gone := remove_stale_partials(final.parent):
             log.info("removed what an interrupted save left: %s", ", ".join(gone))
         partial = Partial.make(final, token)
@@ -150,7 +151,7 @@ def _make_folder(final: Path, token: str, contents: SavePlan) -> Partial:
         with explained(f"making the files of {final.name}"):
             blocks = sum(file.size for file in contents.files) // contents.block
             more = sum(map(len, contents.small.values())) + 8 * blocks + (1 << 16)  # the manifest
-            allocate(partial.path, contents.files, more)
+            allocate(partial.path, contents.files, more, "lower save_total_limit, ")
             sync_folder(partial.path)
     except BaseException:
         partial.abandon()
@@ -177,7 +178,7 @@ def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
 
 def _settle(task: Task) -> tuple[str, ...]:
     """Phase 6: move ``latest``, and remove old ones; returns their names."""
-    if step_of(task.final.name) is None:
+    if is_ours(task.final.parent):  # in a checkpoint, which is no run
         return ()
     with explained(f"pointing {LATEST} at {task.final.name}, which is complete,"):
         move_latest(task.final)

@@ -1,10 +1,11 @@
 """What a save stores: the files before they are written, and this rank's bytes of them.
 
 model.safetensors        parameters and persistent buffers, as Hugging Face names them
-optimizer.safetensors    exp_avg/NAME, exp_avg_sq/NAME, step/NAME …
-ranks.safetensors        what every rank has of its own: generators, buffers where they differ
 training.json            step, scheduler, data position, groups of the optimizer …
 config.json, …           what else a reader of the folder needs
+training/                where a reader that takes every *.safetensors of the folder does not look:
+  optimizer.safetensors    exp_avg/NAME, exp_avg_sq/NAME, step/NAME …
+  ranks.safetensors        what every rank has of its own: generators, buffers where they differ
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import checksum
 from shardwise.checkpoint.checksum import Piece
-from shardwise.checkpoint.disk import MODE, check_room, explained, host, text_of
+from shardwise.checkpoint.disk import MODE, check_room, explained, host, make_folder, text_of
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.plan import FilePlan, cut_at_blocks
 from shardwise.errors import CheckpointError
@@ -60,10 +60,14 @@ class Part(NamedTuple):
         return cls({name: [tuple(p) for p in some] for name, some in pieces.items()}, error, host)
 
 
-def allocate(folder: Path, files: Sequence[FilePlan], more: int) -> None:
-    """Make every file with its full size, and room for ``more`` bytes besides. On rank 0."""
-    check_room(folder.parent, sum(file.size for file in files) + more, "this checkpoint")
+def allocate(folder: Path, files: Sequence[FilePlan], more: int, cure: str = "") -> None:
+    """Make every file with its full size, and room for ``more`` bytes besides. On rank 0.
+
+    Where there is no room, ``check_room`` says the ``cure``.
+    """
+    check_room(folder.parent, sum(file.size for file in files) + more, "this checkpoint", cure)
     for file in files:
+        make_folder((folder / file.name).parent)
         opened = os.open(folder / file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, MODE)
         try:
             # Blocks that exist on the disk are written 2.4 times as fast (ext4).

@@ -80,7 +80,8 @@ def format_run(run: Run) -> list[str]:
 def _run_row(listed: Listed, run: Run) -> list[str]:
     state = "NOT COMPLETE" if listed.problem else "complete"
     state += ", latest" if listed.name == run.latest else ""
-    cells: list[object] = [listed.name, f"{listed.step:,}", size(listed.nbytes)]
+    step = "" if listed.step is None else f"{listed.step:,}"
+    cells: list[object] = [listed.name, step, size(listed.nbytes)]
     manifest = listed.manifest
     if manifest is None:
         cells += ["", "", "", ""]

@@ -10,19 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.disk import explained
-from shardwise.checkpoint.folder import (
-    CHECKPOINTS,
-    LATEST,
-    Leftover,
-    leftovers,
-    resolve,
-    step_of,
-    steps,
-    steps_to_resume,
-    target_of,
-)
+from shardwise.checkpoint.folder import Leftover, checkpoints, leftovers, resolve, target_of
 from shardwise.checkpoint.lock import is_alive
 from shardwise.checkpoint.manifest import NAME, Manifest
+from shardwise.checkpoint.recognise import CHECKPOINTS, LATEST, files_in, step_of
 from shardwise.checkpoint.run_folder import check_complete, read_manifest, saved_in
 from shardwise.errors import CheckpointError
 
@@ -33,26 +24,23 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class Listed:
-    """One folder ``step-N`` of a run.
+    """One checkpoint of a run.
 
     Attributes:
+        name: what it is called, also where a crash took its name away.
         path: where it is.
-        step: its number.
+        step: as its manifest says, or its name.
         nbytes: of its files, as they are on the disk; 0 where that cannot be seen.
         manifest: who wrote it, if that can be read.
         problem: why it is not complete; empty if it is.
     """
 
+    name: str
     path: Path
-    step: int
+    step: int | None
     nbytes: int
     manifest: Manifest | None
     problem: str
-
-    @property
-    def name(self) -> str:
-        """What it is called, also where a crash took its name away."""
-        return f"step-{self.step}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +49,7 @@ class Run:
 
     Attributes:
         folder: the one that holds the checkpoints.
-        checkpoints: the highest step first.
+        checkpoints: the highest step first; of one step the one that was saved last.
         latest: the name that ``latest`` points at, if it does.
         leftovers: folders that are no checkpoints, each with whether it is being written now.
     """
@@ -78,7 +66,7 @@ def folder_of_run(path: Path) -> Path | None:
         if not path.is_dir() or (path / NAME).exists():
             return None
         for folder in (path, path / CHECKPOINTS):
-            if folder.is_dir() and (steps(folder) or leftovers(folder)):
+            if folder.is_dir() and (checkpoints(folder) or leftovers(folder)):
                 return folder
     return None
 
@@ -90,17 +78,18 @@ def survey(folder: Path) -> Run:
             (leftover, leftover.kind == "partial" and is_alive(leftover.path))
             for leftover in leftovers(folder)
         )
-        return Run(folder, tuple(map(_listed, steps_to_resume(folder))), target_of(folder), left)
+        listed = sorted(map(_listed, checkpoints(folder)), key=_rank, reverse=True)
+        return Run(folder, tuple(listed), target_of(folder), left)
 
 
 def meant(path: Path) -> Path:
-    """``RUN/step-100`` and ``RUN/latest`` mean those in ``RUN/checkpoints``, if RUN has none.
+    """``RUN/final`` and ``RUN/latest`` mean those in ``RUN/checkpoints``, if RUN has none.
 
     Raises:
         CheckpointError: it is a folder of several runs.
     """
     inner = path.parent / CHECKPOINTS
-    is_one = path.name == LATEST or step_of(path.name) is not None
+    is_one = path.name == LATEST or step_of(path.name) is not None or (inner / path.name).is_dir()
     with explained(f"looking for {path}", reads=True):
         exists = path.exists() or path.is_symlink() or not inner.is_dir()
         if is_one and not exists:
@@ -150,9 +139,15 @@ def _listed(path: Path) -> Listed:
     try:
         with explained(f"looking into {path}", reads=True):
             folder = resolve(path)
-            nbytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+            nbytes = sum(file.stat().st_size for file in files_in(folder).values())
             manifest = read_manifest(folder)
             check_complete(folder)
     except CheckpointError as error:
         problem = str(error)
-    return Listed(folder, step_of(path.name) or 0, nbytes, manifest, problem)
+    step = step_of(path.name) if manifest is None else manifest.step
+    return Listed(path.name, folder, step, nbytes, manifest, problem)
+
+
+def _rank(listed: Listed) -> tuple[int, str, str]:
+    made = listed.manifest
+    return -1 if listed.step is None else listed.step, made.created if made else "", listed.name

@@ -15,13 +15,14 @@ from typing import Any, Self, TypeVar
 import torch
 
 from shardwise.checkpoint.disk import check_is_folder, explained
-from shardwise.checkpoint.folder import is_leftover, resolve, step_of
+from shardwise.checkpoint.folder import resolve
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.plan import cut_at_blocks
 from shardwise.checkpoint.read_requests import read_into, request_for
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
+from shardwise.checkpoint.recognise import files_in, is_leftover, step_of
 from shardwise.checkpoint.run_folder import check_complete, manifest_lost, read_manifest
-from shardwise.checkpoint.safetensors_format import dtype_of
+from shardwise.checkpoint.safetensors_format import INNER, dtype_of
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -31,7 +32,7 @@ T = TypeVar("T")
 SUFFIX = ".safetensors"
 OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """Suffixes of files that hold pickles."""
-_NUMBERED = re.compile(r"(.+?)(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+_NUMBERED = re.compile(rf"(?:{INNER}/)?(.+?)(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def check_foreign(folder: Path) -> None:
 
 def _files(folder: Path, manifest: Manifest | None) -> tuple[tuple[OneFile, ...], tuple[str, ...]]:
     """The files of the checkpoint, and the names of others in its folder."""
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    sizes = {name: path.stat().st_size for name, path in sorted(files_in(folder).items())}
     if manifest is None:
         return tuple(OneFile(name, size) for name, size in sizes.items()), ()
     files = tuple(

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.disk import explained, size_of
-from shardwise.checkpoint.folder import CHECKPOINTS, step_of
 from shardwise.checkpoint.lock import LOCK
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.one_file import write_one_file
 from shardwise.checkpoint.plan import BLOCK, INDEX, FilePlan, cut_at_blocks, plan_files
 from shardwise.checkpoint.read_requests import ReadRequest, read_into
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
+from shardwise.checkpoint.recognise import CHECKPOINTS, EXPORT, step_of
 from shardwise.checkpoint.safetensors_format import DTYPES, code_of, dtype_of, inside
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
@@ -85,7 +85,7 @@ def export(
         small[CONFIG] = with_dtype(small[CONFIG], options.dtype)
     facts = {"step": None, "aliases": {}, **dict(source.manifest or {})}
     if not whole or source.manifest is None:
-        facts |= {"world": 1, "strategy": "export", "kind": "full"}
+        facts |= {"world": 1, "strategy": EXPORT, "kind": "full"}
 
     def chunks_of(stem: str, plan: FilePlan) -> Iterator[Chunk]:
         return _chunks(source, places[stem], plan, (changed or {}) if stem == MODEL else {})
@@ -255,10 +255,10 @@ def _run_folders(source: CheckpointReader) -> list[Path]:
     """Folders that may hold the configuration and tokenizer of the weights."""
     if source.only == f"{MODEL}{SUFFIX}":  # whose folder surely is a folder of weights
         return [source.folder]
-    if source.manifest is None or step_of(source.folder.name) is None:
-        return []
     parent = source.folder.parent
-    return [parent, parent.parent] if parent.name == CHECKPOINTS else [parent]
+    if source.manifest is not None and parent.name == CHECKPOINTS:
+        return [parent, parent.parent]
+    return [parent] * (source.manifest is not None and step_of(source.folder.name) is not None)
 
 
 def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:

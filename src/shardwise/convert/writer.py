@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.checkpoint.disk import check_room, explained, sync_folder
-from shardwise.checkpoint.folder import Partial, check_replaceable, leftovers, new_token, step_of
-from shardwise.checkpoint.lock import LOCK, is_alive
-from shardwise.checkpoint.manifest import NAME as MANIFEST
+from shardwise.checkpoint.folder import Partial, check_replaceable, leftovers, new_token
+from shardwise.checkpoint.lock import is_alive
 from shardwise.checkpoint.plan import Entry, FilePlan, Held, index_files
 from shardwise.checkpoint.publish import publish_files
+from shardwise.checkpoint.recognise import step_of, strangers
 from shardwise.checkpoint.run_folder import read_manifest
 from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.checkpoint.writer import Chunk, Writer, allocate
@@ -76,6 +76,7 @@ def write_folder(
     files = [plan for stem in plans for plan in plans[stem]]
     chunks = (chunk for stem in plans for plan in plans[stem] for chunk in chunks_of(stem, plan))
     with explained(f"making a folder beside {final}"):
+        check_replaceable(final)
         clear(final)
         partial = Partial.make(final, new_token())
     try:
@@ -148,8 +149,8 @@ class Destination:
         if form == "pt":
             return
         manifest = read_manifest(path)
-        listed = set() if manifest is None else {*manifest.files, MANIFEST, LOCK}
-        others = sorted(p.name for p in path.iterdir() if p.name not in listed)
+        listed = set() if manifest is None else {*manifest.files}
+        others = strangers(path, listed)
         self._refuse(
             others,
             f"also holds {', '.join(others[:8])}, which is not part of the export and would be "

@@ -18,7 +18,8 @@ from typing import Any
 from shardwise.checkpoint import Loaded, Saving, Training
 from shardwise.checkpoint import Saved as SaveReport
 from shardwise.checkpoint.disk import retried
-from shardwise.checkpoint.folder import steps
+from shardwise.checkpoint.folder import checkpoints
+from shardwise.checkpoint.run_folder import saved_in
 from shardwise.checkpoint.training_state import NAME as TRAINING_FILE
 from shardwise.checkpoint.training_state import Document
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
@@ -171,7 +172,7 @@ class Checkpoints:
 
     def _check_newest(self, folder: Path) -> None:
         """Check the newest checkpoint that is not damaged: the one that loading takes."""
-        for path in steps(folder) if folder.is_dir() else []:
+        for path, _ in saved_in(folder).complete:
             with suppress(DamagedCheckpoint):
                 if (document := _read_document(path)) is not None:
                     self._check_document(path, document)
@@ -323,7 +324,7 @@ class Checkpoints:
 
 
 def _has_checkpoints(folder: Path) -> bool:
-    return folder.is_dir() and bool(steps(folder))
+    return bool(checkpoints(folder))
 
 
 def _read_document(path: Path) -> Document | None:

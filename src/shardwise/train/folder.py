@@ -27,7 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.checkpoint.disk import MODE, make_folder
-from shardwise.checkpoint.folder import LATEST, remove, remove_stale_partials, steps
+from shardwise.checkpoint.folder import checkpoints, remove, remove_stale_partials
+from shardwise.checkpoint.recognise import LATEST, is_broken
 from shardwise.errors import ConfigError
 
 __all__ = [
@@ -54,6 +55,8 @@ TOKENIZER = (
 )
 RESULTS = (
     METRICS,
+    "train_results.json",
+    "eval_results.json",
     "loss.png",
     "model.safetensors",
     "config.json",
@@ -212,7 +215,8 @@ def _remove_checkpoints(folder: Path) -> None:
     if not folder.is_dir():
         return
     (folder / LATEST).unlink(missing_ok=True)
-    for path in steps(folder):
+    broken = [path for path in folder.iterdir() if is_broken(path.name)]
+    for path in (*checkpoints(folder), *broken):
         if (path / "manifest.json").is_file():
             remove(path)
     remove_stale_partials(folder)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from shardwise.checkpoint.folder import steps
+from shardwise.checkpoint.folder import checkpoints
 from shardwise.errors import ConfigError
 from shardwise.train.config import Recipe
 from shardwise.train.folder import CHECKPOINTS, METRICS, RECIPE, locate
@@ -123,8 +123,7 @@ def decide_start(recipe: Recipe, restarted: bool = False) -> Start:
     finished = finished_steps(path)
     if finished is not None and _is_long_enough(finished, earlier, recipe):
         return Start.FINISHED
-    saved = path / CHECKPOINTS
-    if finished is not None and not (saved.is_dir() and steps(saved)):
+    if finished is not None and not checkpoints(path / CHECKPOINTS):
         raise ConfigError(
             f"run.folder {path} holds a run that finished with {count(finished, 'step')} and has "
             f"no checkpoint, so it cannot continue to {_length(recipe)}; {OVERWRITE_HINT}"
