@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from shardwise.checkpoint.folder import steps
+from shardwise.checkpoint import folder
 from shardwise.errors import ConfigError
 from shardwise.printed import size
 from shardwise.train.config import Recipe
@@ -28,7 +28,7 @@ def check_disk(job: Job, checkpoints: Path) -> None:
         checkpoints: the run's folder of checkpoints, which may hold some, or not exist.
     """
     parameters, state = checkpoint_bytes(job)
-    existing = len(steps(checkpoints)) if checkpoints.is_dir() else 0
+    existing = len(folder.checkpoints(checkpoints))
     number = max(1, most_at_once(job.recipe) - existing)
     needed = number * (parameters + state) + parameters
     existing_folder = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
