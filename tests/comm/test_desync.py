@@ -185,3 +185,18 @@ def test_a_backend_that_every_rank_waits_for_is_named() -> None:
     assert still_waiting(1, {1: at(A, waits=0)}, [], 20.0, A).startswith(
         "rank 1 has waited 20 s for the backend, though every rank has come, at gather blocks.0"
     )
+
+
+def test_the_lines_of_the_programs_are_named_of_the_ranks_that_it_is_about() -> None:
+    """What another rank published long before may be true no more."""
+    rows = {
+        0: (B, "`save(model)` at a.py:3"),
+        1: (B2, "`f(x)` at a.py:4"),
+        2: (B2, "`f(x)` at a.py:4"),
+    }
+    progress = {r: at(A, c, waits=1)._replace(call=call) for r, (c, call) in rows.items()}
+    progress[3] = at(A, waits=0)._replace(call="`load()` at a.py:1")
+    lines = " Look at rank 0: `save(model)` at a.py:3; ranks 1 and 2: `f(x)` at a.py:4."
+    assert diagnose(progress).endswith(f"that depends on the rank.{lines}")
+    left = {0: progress[0], 3: at(A, ended="done")._replace(call="`load()` at a.py:1")}
+    assert diagnose(left).endswith("error. Look at rank 0: `save(model)` at a.py:3.")

@@ -7,6 +7,7 @@ nothing left gathered, all ranks alike, and as many collectives as events.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -936,6 +937,21 @@ def test_elsewhere_every_rank_says_at_once_that_they_differ(
 
     with pytest.raises(sw.RanksDisagree, match=r"rank 0 .*rank 1|rank 1 .*rank 0"):
         run(2, rank, timeout=30.0)
+
+
+def test_what_one_rank_alone_called_is_named_with_its_line() -> None:
+    models = [Chain(), Chain()]
+
+    def rank(comm: Comm) -> None:
+        sw.shard(models[comm.rank], comm=comm)
+        if comm.rank == 0:
+            models[comm.rank].state_dict()
+        models[comm.rank](BATCHES[0][0])
+
+    with pytest.raises(sw.RanksDisagree) as error:
+        run_sharing(2, rank)
+    text = r"rank 0: `models\[comm.rank\].state_dict\(\)` at test_runtime.py:\d+; rank 1: `models"
+    assert re.search(f"Look at {text}", str(error.value)), error.value
 
 
 # ---- what was gathered before is old after a step ----------------------------------------------

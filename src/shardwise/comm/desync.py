@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 UNUSABLE = "This group cannot be used any more."
+NOWHERE: Mapping[int, str] = {}
 NO_TAG = 2**31 - 1  # no collective has this tag, so a message with it never matches another
 
 
@@ -49,6 +50,7 @@ class RankProgress(NamedTuple):
     recent: tuple[Collective, ...] = ()  # the last of them, oldest first
     waits: int | None = None  # the number of the collective that it waits for
     ended: str = ""  # why it ended, for example "its process ended normally"
+    call: str = ""  # from where in the user's program it waits; see ``user_call``
 
     @property
     def waits_for(self) -> Collective | None:
@@ -62,18 +64,20 @@ def diagnose(progress: Mapping[int, RankProgress]) -> str:
     under one number, or a rank ended before a collective that another waits for.
     """
     issued: dict[int, dict[int, Collective]] = {}  # by number and rank
-    for rank, (_, recent, _, _) in progress.items():
-        for collective in recent:
+    for rank, one in progress.items():
+        for collective in one.recent:
             issued.setdefault(collective.seq, {})[rank] = collective
     for seq, issued_by in sorted(issued.items()):
         if len(set(issued_by.values())) > 1:
             last_common = [*issued.get(seq - 1, {}).values()]
-            return mismatch(issued_by, str(last_common[0]) if last_common else "")
+            calls = {rank: progress[rank].call for rank in issued_by}
+            return mismatch(issued_by, str(last_common[0]) if last_common else "", calls)
     waits_for = {rank: c for rank, one in progress.items() if (c := one.waits_for)}
-    for rank, (count, _, _, ended) in progress.items():
-        waiting = {peer: c for peer, c in waits_for.items() if c.seq >= count}
-        if ended and waiting:
-            return rank_left(rank, ended, count, waiting)
+    for rank, one in progress.items():
+        waiting = {peer: c for peer, c in waits_for.items() if c.seq >= one.issued}
+        if one.ended and waiting:
+            calls = {peer: progress[peer].call for peer in waiting}
+            return rank_left(rank, one.ended, one.issued, waiting) + look_at(calls)
     return ""
 
 
@@ -84,7 +88,15 @@ def missing_ranks(
     return [r for r in range(size) if r not in progress or progress[r].issued <= collective.seq]
 
 
-def mismatch(issued_by: Mapping[int, Collective], last_common: str = "") -> str:
+def look_at(calls: Mapping[int, str]) -> str:
+    """A sentence on where the ranks are in the user's program; ``calls[rank]`` as ``user_call``."""
+    known = {rank: call for rank, call in calls.items() if call}
+    return f" Look at {'; '.join(by_ranks(known))}." if known else ""
+
+
+def mismatch(
+    issued_by: Mapping[int, Collective], last_common: str = "", calls: Mapping[int, str] = NOWHERE
+) -> str:
     """Ranks issued different collectives under one number, after ``last_common``."""
     ranks_at = _ranks_by_value(issued_by)
     # The minority first, where the error is.
@@ -99,6 +111,7 @@ def mismatch(issued_by: Mapping[int, Collective], last_common: str = "") -> str:
         f"collective {first.seq} differs: {', '.join(where)}.{last} Nothing was delivered. "
         f"{UNUSABLE} Every rank must run the same model with the same modules in the same order on "
         "equally many batches: look for a branch, a loop or a size that depends on the rank."
+        f"{look_at(calls)}"
     )
 
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from threading import Condition, Thread
+from threading import Condition, Thread, get_ident
 from time import monotonic
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from shardwise.comm.call_site import user_call
 from shardwise.comm.desync import Collective, format_ranks, mismatch, rank_left, timed_out
 from shardwise.comm.local import LocalComm
 from shardwise.comm.messages import MessagesComm
@@ -85,6 +86,7 @@ class _Contribution:
     sends: Mapping[int, Tensor]
     receives: Mapping[int, Tensor]
     text: str = ""
+    thread: int = field(default_factory=get_ident)
 
 
 class _Rendezvous:
@@ -119,7 +121,8 @@ class _Rendezvous:
             issued = {peer: other.collective for peer, other in by_rank.items()}
             issued[rank] = own.collective
             if len(set(issued.values())) > 1:
-                raise self.fail(mismatch(issued, self._last_common))
+                calls = {r: user_call(one.thread) for r, one in {**by_rank, rank: own}.items()}
+                raise self.fail(mismatch(issued, self._last_common, calls))
             by_rank[rank] = own
             self._issued[rank] += 1
             if len(by_rank) == self.size:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm import desync
+from shardwise.comm.call_site import user_call
 from shardwise.comm.deadlock import Blocked, deadlock
 from shardwise.comm.desync import Collective, RankProgress
 from shardwise.errors import RanksDisagree
@@ -87,6 +88,7 @@ class Watchdog:
         self._issued = 0
         self._greetings = itertools.count(-HISTORY)  # numbers of what comes before collectives
         self._grid: GridGroup | None = None
+        self._caller = threading.get_ident()  # whose stack has the user's program
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
@@ -173,10 +175,12 @@ class Watchdog:
             ended = {rank: c for rank, c in self._read_progress().items() if c.ended}
         except RuntimeError:
             return self.fail(_without_store(error, waiting[self._rank], peer))
+        own = desync.look_at({self._rank: user_call(self._caller)})
         for rank in [peer] if peer in ended else ended:
-            return self.fail(desync.rank_left(rank, ended[rank].ended, ended[rank].issued, waiting))
+            why, issued = ended[rank].ended, ended[rank].issued
+            return self.fail(desync.rank_left(rank, why, issued, waiting) + own)
         if peer is not None:
-            return self.fail(desync.rank_died(peer, waiting))
+            return self.fail(desync.rank_died(peer, waiting) + own)
         return self.fail(f"{waiting[self._rank]} failed on rank {self._rank}: {error}")
 
     def leave(self, reason: str, linger: float = 0.0) -> None:
@@ -234,6 +238,7 @@ class Watchdog:
             missing = [waits.peer]
         if not reason and age > self._timeout:
             reason = desync.timed_out(missing, age, {self._rank: collective})
+            reason += desync.look_at({self._rank: user_call(self._caller)})
         return reason, desync.still_waiting(self._rank, progress, missing, age, collective)
 
     def _deadlock(self, waits: Wait | None) -> str:
@@ -256,7 +261,8 @@ class Watchdog:
         return Blocked(*json.loads(text)) if text else None
 
     def _publish(self, waits: int | None = None, ended: str = "") -> None:
-        progress = RankProgress(self._issued, tuple(self._recent.copy()), waits, ended)
+        call = "" if ended else user_call(self._caller)
+        progress = RankProgress(self._issued, tuple(self._recent.copy()), waits, ended, call)
         self._store.set(f"cursor/{self._rank}", json.dumps(progress))
 
     def _read_progress(self) -> dict[int, RankProgress]:
@@ -281,8 +287,8 @@ def process_exit_reason() -> str:
 
 
 def _decode_progress(value: bytes) -> RankProgress:
-    issued, recent, waits, ended = json.loads(value)
-    return RankProgress(issued, tuple(Collective(*fields) for fields in recent), waits, ended)
+    issued, recent, *rest = json.loads(value)
+    return RankProgress(issued, tuple(Collective(*fields) for fields in recent), *rest)
 
 
 def _without_store(error: BaseException, collective: Collective, peer: int | None) -> str:
