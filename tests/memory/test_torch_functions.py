@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests.copies import clones, local, said
 from tests.ranks import run_sharing, run_threads
-from tests.steps import STRATEGIES, assert_at_rest
+from tests.steps import STRATEGIES, assert_at_rest, assert_gradients
 
 RUNS = {"messages": run_threads, "memory": run_sharing}
 both = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -94,6 +94,47 @@ def test_a_parameter_that_the_forward_reads_beside_its_unit_is_whole(read: str, 
             assert_at_rest(sharded)
 
     RUNS[run](2, rank)
+
+
+def late(model: nn.Module, ids: Tensor) -> None:
+    first, second = model(ids).square().mean(), model(ids + 1).square().mean()
+    first.backward()
+    second.backward()
+
+
+def retained(model: nn.Module, ids: Tensor) -> None:
+    value = model(ids).square().mean()
+    value.backward(retain_graph=True)
+    value.backward()
+
+
+def evaluated_between(model: nn.Module, ids: Tensor) -> None:
+    value = model(ids).square().mean()
+    with torch.no_grad():
+        model(ids + 1)
+    value.backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("step", [late, retained, evaluated_between])
+@pytest.mark.parametrize("read", ["matmul", "penalty", "ahead"])
+def test_what_was_read_is_whole_in_every_backward_pass(
+    read: str, step: Callable[[nn.Module, Tensor], None], strategy: str
+) -> None:
+    """Also in one that is not the first, or comes after an evaluation."""
+    ids = torch.tensor([[1, 2, 3], [4, 5, 9]])
+    torch.manual_seed(0)
+    plain = Reading(READS[read])
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    step(plain, ids)
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sw.shard(model, strategy, sw.wrap.by_class(nn.Linear, nn.Embedding), comm)
+        step(model, ids)
+        assert_gradients(model, {name: param.grad for name, param in plain.named_parameters()})
+
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("read", [*UNRECORDED, "matmul", "detach"])

@@ -84,7 +84,9 @@ class Runtime:
         buckets = [bucket for state in units.values() for bucket in state.buckets]
         #: Otherwise a rank has all parameters itself, and may compute with them alone.
         self._is_split = not all(bucket.allocation.whole for bucket in buckets)
-        self._pinned: frozenset[str] = frozenset()  # before the forward pass without gradients
+        #: Pinned, and whole, before the forward pass without gradients.
+        self._pinned: frozenset[str] = frozenset()
+        self._kept: frozenset[str] = frozenset()
         #: Once gradients were reduced; called with all ranks, and those that have no data.
         self.at_step_end: Callable[[Comm, Sequence[int]], object] = lambda *_: None
         self.listeners: list[Callable[[Event], None]] = []  # of events that are carried out
@@ -193,6 +195,9 @@ class Runtime:
         if not trains:
             self._cursor = self._begun("forward")
             self._pinned = frozenset(self.facts.pinned)
+            # The backward pass of a step under way reads what is whole now.
+            self._kept = frozenset() if before.ended else frozenset(self.facts.gathered)
+            self.facts.pinned |= self._kept
             for bucket in self.trained.buckets:
                 bucket.gradients.adopt()  # memory of what was thrown away is not kept
             return before
@@ -229,7 +234,8 @@ class Runtime:
             if self.join is not None:
                 self.join.send(Kind.END_FORWARD)
             self._fence("forward")
-            self._finish(Phase.FORWARD, self.units, keep=self._pinned)
+            self._finish(Phase.FORWARD, self.units.keys() - self._kept, keep=self._pinned)
+            self.facts.pinned &= self._pinned
             self._learn()
             self._cursor = cursor
 
@@ -252,8 +258,20 @@ class Runtime:
         if self._cursor.mode == "forward" or self._cursor.ended:
             self._cursor = Cursor(self._mode(), ())
             self._cursor.improvise()
+            self._serve_readers()
+        self.facts.left_whole |= self.facts.gathered
+        self.facts.left_pinned |= self.facts.pinned
         for bucket in self.trained.buckets:
             bucket.gradients.set_aside()
+
+    def _serve_readers(self) -> None:
+        """Let units be as whole as in the earlier backward passes of this step.
+
+        Graphs that read them outside their calls may be of the same forward passes.
+        """
+        for unit in [name for name in self.units if name in self.facts.left_whole]:
+            self.serve(unit, Phase.BACKWARD, "read before")
+        self.facts.pinned |= self.facts.left_pinned
 
     def collect(self, state: UnitState, bucket: Bucket, index: int, grad: Tensor) -> bool:
         """Move a parameter's gradient into the gradient bucket; was it the unit's last one?"""
@@ -303,6 +321,8 @@ class Runtime:
         frozen where an optimizer ``steps_only``.
         """
         self.facts.keeps_graph = False
+        self.facts.left_whole.clear()
+        self.facts.left_pinned.clear()
         gathered = self.facts.gathered
         whole = [name for name in self.units if name in gathered]  # in one order on every rank
         freed = [Event(Op.FREE, name, Phase.FORWARD, "between steps") for name in whole]

@@ -54,6 +54,10 @@ class Facts:
     reloads: frozenset[str] = frozenset()
     # The units whose mean gradients are on the device, and go to host memory next.
     settled: set[str] = field(default_factory=set)
+    # The units that were whole when a backward pass of this step began, and those of them that
+    # were pinned.
+    left_whole: set[str] = field(default_factory=set)
+    left_pinned: set[str] = field(default_factory=set)
 
     def in_use(self, unit: str) -> bool:
         """Does a call, a graph, or something outside the unit read its parameters?"""
