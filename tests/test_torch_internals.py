@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import OrderedDict
 from functools import partial
@@ -212,6 +213,36 @@ def test_elementwise_kernels_of_muon_round_alike_wherever_an_element_lies() -> N
 
 def _uneven(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
     return zip(*(tensor.split([1, 3, 33, 463, 503]) for tensor in tensors), strict=True)
+
+
+@pytest.mark.parametrize("number", range(len(internals.UNSEEN_CALLS)))
+def test_some_functions_hand_tensors_to_c_and_do_not_ask_their_class(number: int) -> None:
+    """Else shards would be seen there, and ``memory/unseen_calls`` would not be needed."""
+
+    owner: Any = internals.UNSEEN_CALLS[number][0]
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch.ones(2)
+
+    def transformed(transform: Any) -> Any:
+        return transform(lambda _: torch.zeros(()))
+
+    torch_jit: Any = torch.jit
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch_jit.trace(torch.abs, torch.ones(2))
+    uses = (
+        Doubled.apply,
+        scripted,
+        lambda value: torch.func.vmap(lambda x: owner._add_batch_dim(value, 0, 1) + x)(
+            torch.ones(2)
+        ),
+        transformed(torch.func.grad),
+        transformed(torch.func.functionalize),
+    )
+    uses[number](loud(torch.ones(2)))
 
 
 # ---- modules ---------------------------------------------------------------------------------

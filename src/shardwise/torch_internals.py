@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch._functorch import eager_transforms, vmap
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
 from torch.optim import _muon
@@ -36,6 +37,16 @@ get_data: Callable[[Tensor], Tensor] = _SLOTS.data.__get__
 set_data: Callable[[Tensor, Tensor], None] = _SLOTS.data.__set__
 #: How often a tensor was written in place. Views of one base have one number.
 get_version: Callable[[Tensor], int] = _SLOTS._version.__get__
+
+
+#: Functions that hand tensors to C++ and do not ask their class for ``__torch_function__``.
+UNSEEN_CALLS: tuple[tuple[Any, str], ...] = (
+    (torch.autograd.Function, "apply"),
+    (torch.jit.ScriptFunction, "__call__"),
+    (vmap, "_add_batch_dim"),
+    (eager_transforms, "_wrap_for_grad"),
+    (eager_transforms, "_wrap_functional_tensor"),
+)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -22,6 +22,7 @@ from shardwise.integrations.wrappers import check_unwrapped
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import sharding_of
 from shardwise.memory.spec import BucketSpec
+from shardwise.memory.unseen_calls import intercept_calls
 from shardwise.options import Options
 from shardwise.runtime.unit import UnitState
 from shardwise.schedule.placement import Placement
@@ -110,6 +111,7 @@ def cut(
     model: nn.Module, units: Units, specs: Specs, options: Options, comm: Comm
 ) -> dict[str, UnitState]:
     """Give every parameter its value and cut it; afterwards each rank holds its shards alone."""
+    intercept_calls()
     warn_of_copies(specs, comm.size)  # before memory for them is taken
     states: dict[str, UnitState] = {}
     sends = options.sync_module_states and comm.size > 1

@@ -1,0 +1,134 @@
+"""A shard that goes to C++ past ``__torch_function__``: whole in a pass, refused outside of one."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from tests.copies import on_ranks, said
+from tests.ranks import run_threads
+from tests.steps import assert_gradients
+
+
+class Product(torch.autograd.Function):
+    """As fused kernels are: one function for the product and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.mm(gradient, weight), torch.mm(gradient.T, x)
+
+
+def fused(x: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = Product.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+
+    @torch.jit.script
+    def scripted(x: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = torch.matmul(x, weight.t())
+        return out
+
+
+def mapped(x: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = torch.func.vmap(lambda row: x @ row)(weight)
+    return out.T
+
+
+def sloped(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ torch.func.grad(lambda w: w.pow(2).sum())(weight).T
+
+
+def traced(x: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = torch.func.functionalize(lambda w: x @ w.T)(weight)
+    return out
+
+
+def recomputed(x: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = checkpoint(lambda x, w: x @ w.T, x, weight, use_reentrant=True)
+    return out
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "autograd.Function": fused,
+    "a scripted function": scripted,
+    "vmap": mapped,
+    "func.grad": sloped,
+    "functionalize": traced,
+    "a reentrant checkpoint": recomputed,
+}
+
+
+class Fused(nn.Module):
+    """Gives the weight of its head to a function that torch does not show to the weight's class."""
+
+    def __init__(self, call: str, classes: int = 3) -> None:
+        super().__init__()
+        self.call = call
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, classes, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return CALLS[self.call](x, self.head.weight)
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_in_a_pass_it_is_given_the_whole_parameter(
+    name: str, classes: int, compute: torch.dtype | None
+) -> None:
+    """With two classes a rank's row broadcasts against the whole weight; with three none does."""
+    x = torch.randn(5, 6)
+    torch.manual_seed(0)
+    plain = Fused(name, classes)
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    plain = plain.to(compute)
+    plain(x.to(compute)).square().mean().backward()
+    gradients = {n: None if p.grad is None else p.grad.float() for n, p in plain.named_parameters()}
+
+    def rank(comm: Comm) -> None:
+        model, precision = models[comm.rank], sw.Precision(compute=compute)
+        sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=comm, precision=precision)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x.to(compute)))
+        model(x).square().mean().backward()
+        assert_gradients(model, gradients)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_outside_of_a_pass_every_rank_refuses_it(world: int) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        weight, x = model.get_parameter("head.weight"), torch.ones(5, 6)
+        for call, value in product(CALLS.values(), (weight, weight.detach())):
+            text = said(sw.ShardUseError, partial(call, x, value))
+            assert "'head.weight'" in text
+            assert "needs the full tensor" in text
+
+    on_ranks(world, lambda: Fused("vmap"), rank)
