@@ -258,20 +258,13 @@ class Runtime:
         if self._cursor.mode == "forward" or self._cursor.ended:
             self._cursor = Cursor(self._mode(), ())
             self._cursor.improvise()
-            self._serve_readers()
-        self.facts.left_whole |= self.facts.gathered
-        self.facts.left_pinned |= self.facts.pinned
+            # Graphs of the same forward passes may read what earlier passes have found whole.
+            for unit in [name for name in self.units if name in self.facts.left_whole]:
+                self.serve(unit, Phase.BACKWARD, "read before")
+            self.facts.pinned |= self.facts.left_pinned
+        self.facts.note_left()
         for bucket in self.trained.buckets:
             bucket.gradients.set_aside()
-
-    def _serve_readers(self) -> None:
-        """Let units be as whole as in the earlier backward passes of this step.
-
-        Graphs that read them outside their calls may be of the same forward passes.
-        """
-        for unit in [name for name in self.units if name in self.facts.left_whole]:
-            self.serve(unit, Phase.BACKWARD, "read before")
-        self.facts.pinned |= self.facts.left_pinned
 
     def collect(self, state: UnitState, bucket: Bucket, index: int, grad: Tensor) -> bool:
         """Move a parameter's gradient into the gradient bucket; was it the unit's last one?"""
@@ -321,8 +314,7 @@ class Runtime:
         frozen where an optimizer ``steps_only``.
         """
         self.facts.keeps_graph = False
-        self.facts.left_whole.clear()
-        self.facts.left_pinned.clear()
+        self.facts.forget_left()
         gathered = self.facts.gathered
         whole = [name for name in self.units if name in gathered]  # in one order on every rank
         freed = [Event(Op.FREE, name, Phase.FORWARD, "between steps") for name in whole]

@@ -89,6 +89,16 @@ class Facts:
         else:
             (self.loaded if op is Op.LOAD else self.updated).add(unit)
 
+    def note_left(self) -> None:
+        """A backward pass begins."""
+        self.left_whole |= self.gathered
+        self.left_pinned |= self.pinned
+
+    def forget_left(self) -> None:
+        """The step is over: a graph of it has no backward pass any more."""
+        self.left_whole.clear()
+        self.left_pinned.clear()
+
     def expire(self, units: Iterable[str]) -> None:
         """What was made of these units' shards is old, or gone."""
         self.updated.difference_update(units)
