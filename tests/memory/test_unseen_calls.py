@@ -57,7 +57,8 @@ def mapped(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def sloped(x: Tensor, weight: Tensor) -> Tensor:
-    return x @ torch.func.grad(lambda w: w.pow(2).sum())(weight).T
+    slope: Tensor = torch.func.grad(lambda w: w.pow(2).sum())(weight)
+    return x @ slope.T
 
 
 def traced(x: Tensor, weight: Tensor) -> Tensor:

@@ -351,7 +351,9 @@ class Hooks:
 
 def _goes_on(call: FrameType) -> bool:
     """Is this call on the stack of any thread?"""
-    return any(_is_on(stack, call) for stack in sys._current_frames().values())
+    # Of this thread as a rule; the stacks of other threads change while they are read.
+    stacks = sys._current_frames().values()
+    return _is_on(sys._getframe(), call) or any(_is_on(stack, call) for stack in stacks)
 
 
 def _is_on(stack: FrameType | None, call: FrameType) -> bool:
