@@ -88,6 +88,14 @@ ANSWERS: list[tuple[Callable[[], object], str]] = [
         "precision.compute is 'half', and not a torch.dtype. Pass one, for example torch.float16.",
     ),
     (
+        lambda: sw.wrap.by_size("1e6"),  # type: ignore[arg-type]
+        "min_num_params is '1e6', and not a whole number.",
+    ),
+    (
+        lambda: sw.record(MODEL),  # type: ignore[arg-type]
+        "sharded is a Linear, and not a Sharded. Pass one, for example sharded = sw.shard(model).",
+    ),
+    (
         lambda: sw.connect(backend="gloo"),  # type: ignore[call-arg]
         "connect() has no option 'backend'; leave it out: the launcher's environment says it",
     ),

@@ -280,6 +280,7 @@ def test_padding_is_listed_unit_by_unit() -> None:
 
 def test_what_is_asked_for_by_name_alone_reads_as_what_is_printed() -> None:
     sharded = sw.shard(decoder(), comm=LocalComm())
+    assert repr(sharded.units) == str(sharded.units)
     assert repr(sharded.layout) == str(sharded.layout)
     assert repr(sharded.schedule) == str(sharded.schedule)
 

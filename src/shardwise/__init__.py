@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         numbered,
     )
     from shardwise.comm.connect import connect
+    from shardwise.comm.protocol import Comm
     from shardwise.errors import (
         CheckpointError,
         ConfigError,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationCheckpointing",
     "CheckpointError",
+    "Comm",
     "ConfigError",
     "DamagedCheckpoint",
     "Loaded",
@@ -99,6 +101,7 @@ _DEFINING_MODULES = (
     "offload",
     "precision",
     "comm.connect",
+    "comm.protocol",
     "setup.recompute",
     "front_door",
     "sharded",

@@ -36,7 +36,7 @@ _EXAMPLES = {
     "Prefetch": ("sw.Prefetch(backward=0)",),
     "Offload": ("sw.Offload(optimizer=True)",),
     "ActivationCheckpointing": ("sw.ActivationCheckpointing(every=2)",),
-    "Training": ("sw.Training(step=100)",),
+    "Sharded": ("sharded = sw.shard(model)",),
     "Placement": ('"full_shard"', '"shard_grad_op"', '"no_shard"'),
 }
 

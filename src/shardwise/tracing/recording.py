@@ -15,6 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from shardwise.arguments import checked
 from shardwise.printed import Schedule
 from shardwise.schedule.events import Event, Op
 from shardwise.sharded import Sharded
@@ -67,6 +68,7 @@ class Recording:
         Path(path).write_text(json.dumps(self.chrome()), "utf-8")
 
 
+@checked
 @contextmanager
 def record(sharded: Sharded) -> Iterator[Recording]:
     """Record the step that is taken inside: ``with sw.record(sharded) as recording: …``."""

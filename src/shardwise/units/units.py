@@ -122,6 +122,8 @@ class Units(Sequence[Unit]):
             columns["forward"] = [*(self.forwards[unit.name] or "-" for unit in self), ""]
         return _aligned(columns)
 
+    __repr__ = __str__
+
 
 def choose_units(model: nn.Module, wrap: Wrap | None = None, ignored: Ignored = ()) -> Units:
     """Divide a model's parameters into units, by default those of ``wrap.automatic()``.

@@ -17,6 +17,7 @@ from functools import partial
 
 from torch import nn
 
+from shardwise.arguments import checked
 from shardwise.errors import ConfigError, nearest
 from shardwise.units.structure import Group, has_forward, holds_parameters, pick_by_structure
 
@@ -85,6 +86,7 @@ def by_class(*classes: ClassLike) -> Wrap:
     return Wrap(f"by_class({says})", partial(_pick_classes, wanted=wanted))
 
 
+@checked
 def by_size(min_num_params: int) -> Wrap:
     """A module is a unit if its parameters that are in no other unit reach the minimum.
 
