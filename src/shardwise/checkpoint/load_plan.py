@@ -28,6 +28,7 @@ from shardwise.checkpoint.reader import CheckpointReader, TensorLocation, find_s
 from shardwise.checkpoint.safetensors_format import DTYPES, PACKED, Stored, code_of, lies_plain
 from shardwise.checkpoint.save_plan import BUFFER, OPTIMIZER, RANKS, RNG
 from shardwise.checkpoint.training_state import Document, Stateful, Training
+from shardwise.checkpoint.wrappers import further_names
 from shardwise.errors import CheckpointError, nearest
 
 log = logging.getLogger("shardwise")
@@ -121,7 +122,7 @@ class ModelPlan:
         stored: Mapping[str, TensorLocation],
         aliases: Mapping[str, str],
     ) -> None:
-        self.shards = param_shards(sharded.buckets)
+        self.shards = param_shards(sharded.buckets, sharded.model)
         self._buffers = persistent_buffers(sharded.model)
         self._comm, self._stored = sharded.comm, stored
         self._late: list[tuple[Tensor, Tensor]] = []
@@ -144,7 +145,9 @@ class ModelPlan:
             if place := self._place(shard.member.name):
                 yield request_for(place, shard.start, shard.value)
         for names, buffer in self._buffers:
-            place, start, differing = self._place(names[0]), 0, own.get(BUFFER + names[0])
+            place, start = self._place(names[0]), 0
+            stored_name = self.matched.pairs.get(names[0], names[0])
+            differing = own.get(BUFFER + names[0]) or own.get(BUFFER + stored_name)
             if place is None:
                 continue
             if differing and differing.stored.shape == (self._comm.size, *buffer.shape):
@@ -203,6 +206,11 @@ class OpenCheckpoint:
         return cls(source, weights, decoded, states, own)
 
     @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tensors → the stored one."""
+        return further_names(self.weights, self.source.aliases)
+
+    @property
     def identity(self) -> str:
         """The same text on ranks that see the same checkpoint."""
         text = hashlib.sha256(repr(sorted(self.weights.items())).encode()).hexdigest()[:16]
@@ -231,7 +239,7 @@ class LoadPlan:
         self, sharded: ShardedModel, checkpoint: OpenCheckpoint, options: LoadOptions
     ) -> None:
         self._checkpoint, self._comm, self._buckets = checkpoint, sharded.comm, sharded.buckets
-        self._model = ModelPlan(sharded, checkpoint.weights, checkpoint.source.aliases)
+        self._model = ModelPlan(sharded, checkpoint.weights, checkpoint.aliases)
         self._inexact = self._model.inexact
         self._optimizers: Restored | None = None
         problems = self._model.matched.problems(options.cast)
@@ -305,7 +313,7 @@ class LoadPlan:
             )
         weights = checkpoint.weights
         converted = {n: weights[matched.pairs[n]].stored.dtype for n in matched.misfits["cast"]}
-        records, aliases = checkpoint.document.optimizers, checkpoint.source.aliases
+        records, aliases = checkpoint.document.optimizers, checkpoint.aliases
         stored = StoredStates(records, checkpoint.states, aliases, converted)
         return Restored(options.optimizers, Named(self._model.shards), stored)
 

@@ -8,7 +8,7 @@ strategy, number of ranks or choice of units is nothing but other ranges.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.plan import Entry, Held
 from shardwise.checkpoint.safetensors_format import bytes_of, code_of
+from shardwise.checkpoint.wrappers import bare_names
 from shardwise.comm.protocol import Comm
 from shardwise.layout.layout import Layout, Slot
 from shardwise.memory.parameters import Bucket
@@ -90,9 +91,12 @@ class ParamShard:
         return LocalShard(entry, value, self.start // block)
 
 
-def param_shards(buckets: Iterable[Bucket]) -> list[ParamShard]:
-    """Every parameter, in the order of slots: what a rank holds of a bucket is one range."""
-    shards = []
+def param_shards(buckets: Iterable[Bucket], model: nn.Module) -> list[ParamShard]:
+    """Every parameter, in the order of slots: what a rank holds of a bucket is one range.
+
+    Their names are those without wrappers; the buckets are the ``model``'s.
+    """
+    shards, bare = [], bare_names(model)
     for bucket in buckets:
         bucket.adopt()
         spec = bucket.spec
@@ -101,8 +105,14 @@ def param_shards(buckets: Iterable[Bucket]) -> list[ParamShard]:
             sharding = spec.sharding(k)
             split = sharding if sharding.placement == "fully_sharded" else None
             held = _held(spec.layout, slots[k], spec.shard.size, spec.replicate.size)
-            shards.append(ParamShard(spec.members[k], held, views[k], sharding.start, split))
+            member = bare_member(spec.members[k], bare)
+            shards.append(ParamShard(member, held, views[k], sharding.start, split))
     return shards
+
+
+def bare_member(member: Member, bare: Callable[[str], str]) -> Member:
+    """The same parameter by its names without wrappers."""
+    return replace(member, name=bare(member.name), aliases=tuple(map(bare, member.aliases)))
 
 
 @lru_cache(maxsize=1 << 14)  # every save of a run has the same layout
@@ -124,7 +134,7 @@ def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[LocalShar
     """
     shards: list[LocalShard] = []
     aliases: dict[str, str] = {}
-    for shard in param_shards(buckets):
+    for shard in param_shards(buckets, model):
         shards.append(shard.stored_as(shard.member.name, shard.value))
         aliases |= dict.fromkeys(shard.member.aliases[1:], shard.member.name)
     for names, buffer in persistent_buffers(model):
@@ -156,14 +166,15 @@ def own_rows(values: Mapping[str, Tensor], rank: int, world: int) -> list[LocalS
 def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
     """What each rank has whole: persistent buffers, and parameters that are not sharded.
 
-    Each once, with all its names, in order of registration.
+    Each once, with all its names without wrappers, in order of registration.
     """
+    bare = bare_names(model)
     names: dict[int, list[str]] = {}
     buffers: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in _held_whole(module):
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                names.setdefault(id(buffer), []).append(f"{prefix}.{name}".lstrip("."))
+                names.setdefault(id(buffer), []).append(bare(f"{prefix}.{name}".lstrip(".")))
                 buffers[id(buffer)] = buffer.detach()
     return [(tuple(aliases), buffers[key]) for key, aliases in names.items()]
 

@@ -31,6 +31,7 @@ from shardwise.checkpoint.optimizer_state import (
     record_of,
 )
 from shardwise.checkpoint.state_dict import StateDict, joined, offered, receive, warn_of_copies
+from shardwise.checkpoint.wrappers import bare_names, further_names
 from shardwise.errors import CheckpointError
 from shardwise.optim.blockwise import whole_of_parts
 
@@ -46,7 +47,7 @@ def optimizer_state(sharded: ShardedModel, optimizer: Optimizer, how: StateDict)
 
     Its tensors are whole, or this rank's parts; it is empty where ``rank0_only`` leaves a rank out.
     """
-    comm, named = sharded.comm, Named(param_shards(sharded.buckets))
+    comm, named = sharded.comm, Named(param_shards(sharded.buckets, sharded.model))
     comm.agree(how.facts())
     groups, parts, state = raise_on_all(
         comm, "reading optimizer state", lambda: _local(optimizer, named, how)
@@ -82,10 +83,11 @@ def _local(
 
 def _gather(sharded: ShardedModel, parts: ByName, into: ByName, how: StateDict) -> None:
     kept = sharded.comm.rank == 0 or not how.rank0_only
+    bare = bare_names(sharded.model)
     facts = {n: [(k, str(v.dtype)) for k, v in sorted(keys.items())] for n, keys in parts.items()}
     sharded.comm.agree({"optimizer state": json.dumps(dict(sorted(facts.items())))})
     for bucket in sharded.buckets:
-        names = [member.name for member in bucket.members]
+        names = [bare(member.name) for member in bucket.members]
         keys_and_dtypes = {(k, v.dtype) for name in names for k, v in parts.get(name, {}).items()}
         for key, dtype in sorted(keys_and_dtypes, key=str):
             values = [_of_dtype(parts.get(name, {}).get(key), dtype) for name in names]
@@ -149,7 +151,9 @@ def put_optimizer_state(
     record = run_on_rank_0(comm, "options of an optimizer", lambda: _record(states, kind))
     tensors = _tensors(states) if comm.rank == 0 else {}
     places = offered(comm, tensors)
-    named, stored = Named(param_shards(sharded.buckets)), StoredStates([record], places, {}, {})
+    aliases = further_names([n for group in record["groups"] for n in group["params"]], {})
+    named = Named(param_shards(sharded.buckets, sharded.model))
+    stored = StoredStates([record], places, aliases, {})
     restoring = raise_on_all(comm, "comparing", lambda: Restored((optimizer,), named, stored))
     if problems := [*_of_another(optimizer, record), *restoring.problems]:
         raise misfit_error(

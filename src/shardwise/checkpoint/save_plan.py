@@ -32,6 +32,7 @@ from shardwise.checkpoint.options import SaveRequest
 from shardwise.checkpoint.plan import FilePlan, block_size, index_files, plan_files
 from shardwise.checkpoint.safetensors_format import bytes_of, is_plain
 from shardwise.checkpoint.segments import Segments
+from shardwise.checkpoint.wrappers import bare_names
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ScheduleError
@@ -137,7 +138,7 @@ def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
         return _LocalState(groups, aliases, small, (), {})
     _check_reduced(sharded.buckets)
     groups[OPTIMIZER], records = optimizer_shards(
-        request.optimizers, Named(param_shards(sharded.buckets))
+        request.optimizers, Named(param_shards(sharded.buckets, sharded.model))
     )
     own = {
         RNG + name: value for name, value in training_state.capture_rng(sharded.comm.device).items()
@@ -179,7 +180,9 @@ def _model_config(model: nn.Module) -> dict[str, bytes]:
         return {}
     fields = json.loads(to_text())
     if not fields.get("architectures"):
-        fields["architectures"] = [type(model).__name__]
+        bare = bare_names(model)
+        wrapped = [module for path, module in model.named_modules() if not bare(path)]
+        fields["architectures"] = [type(wrapped[-1]).__name__]
     if not fields.get("dtype") and (param := next(model.parameters(), None)) is not None:
         fields["dtype"] = dtype_name(param.dtype)
     return {"config.json": json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"}

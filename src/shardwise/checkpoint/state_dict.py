@@ -29,6 +29,7 @@ from shardwise.checkpoint.load_plan import ModelPlan, misfit_error
 from shardwise.checkpoint.local_shards import (
     ParamShard,
     ShardedModel,
+    bare_member,
     param_shards,
     persistent_buffers,
     warn_of_extra_state,
@@ -37,12 +38,14 @@ from shardwise.checkpoint.options import kind_of
 from shardwise.checkpoint.read_requests import ReadRequest
 from shardwise.checkpoint.reader import TensorLocation
 from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of, dtype_of
+from shardwise.checkpoint.wrappers import bare_names, further_names
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.printed import size
 from shardwise.torch_internals import buffers_of, parameters_of, tree_leaves, tree_map_only
+from shardwise.units.units import Member
 
 
 @checked
@@ -136,30 +139,33 @@ def model_state(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
         ``"sharded"``: name → this rank's part, as a ``ShardTensor`` where ranks have different
         ones. ``"local"``: name → the same as a plain tensor.
     """
-    comm = sharded.comm
-    buckets = [b for b in sharded.buckets if any(how.wants(m.aliases) for m in b.members)]
+    comm, bare = sharded.comm, bare_names(sharded.model)
+    members = {b: [bare_member(member, bare) for member in b.members] for b in sharded.buckets}
+    buckets = [b for b in members if any(how.wants(member.aliases) for member in members[b])]
     comm.agree({**how.facts(), "units of it": ", ".join(bucket.unit for bucket in buckets)})
     if how.names is None:
         warn_of_extra_state(sharded.model, "state dict")
     states: dict[str, Any] = {}
     kept = how.kind != "full" or comm.rank == 0 or not how.rank0_only
     for bucket in buckets if how.kind == "full" else ():
-        states |= _whole(bucket, how, kept)
-    for shard in param_shards(buckets) if how.kind != "full" else ():
+        states |= _whole(bucket, members[bucket], how, kept)
+    for shard in param_shards(buckets, sharded.model) if how.kind != "full" else ():
         states |= how.chosen(shard.member.aliases, shard.value, shard)
     for names, buffer in persistent_buffers(sharded.model) if kept else ():
         states |= how.chosen(names, buffer)
     if how.kind == "full" and not how.rank0_only:
         warn_of_copies(comm, states.values())
-    order = {name: k for k, name in enumerate(_names(sharded.model))}
+    order = {name: k for k, name in enumerate(map(bare, _names(sharded.model)))}
     return dict(sorted(states.items(), key=lambda item: order[item[0]]))
 
 
-def _whole(bucket: Bucket, how: StateDict, kept: bool) -> dict[str, Tensor]:
+def _whole(
+    bucket: Bucket, members: Sequence[Member], how: StateDict, kept: bool
+) -> dict[str, Tensor]:
     """Copies of the bucket's tensors; only one bucket is whole at a time."""
     states: dict[str, Tensor] = {}
     wholes = bucket.whole()  # on all ranks: the others need this rank's part
-    for member, whole in zip(bucket.members, wholes, strict=True) if kept else ():
+    for member, whole in zip(members, wholes, strict=True) if kept else ():
         states |= how.chosen(member.aliases, whole)
     return states
 
@@ -196,7 +202,8 @@ def put_model_state(sharded: ShardedModel, states: Mapping[str, Tensor]) -> None
     comm = sharded.comm
     states = joined(comm, states)
     states = _without_extra_state(states) if comm.rank == 0 else {}
-    plan = ModelPlan(sharded, offered(comm, states), {})
+    places = offered(comm, states)
+    plan = ModelPlan(sharded, places, further_names(places, {}))
     if problems := plan.matched.problems(cast=False):
         raise misfit_error(
             "rank 0's state dict does not fit the model",

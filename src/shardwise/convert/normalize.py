@@ -16,6 +16,7 @@ from typing import Any
 from shardwise.checkpoint import json_codec
 from shardwise.checkpoint.optimizer_state import AS_BUILT
 from shardwise.checkpoint.safetensors_format import DTYPES
+from shardwise.checkpoint.wrappers import MODULE, bare
 from shardwise.convert.torch_reader import TorchTensor, Tree
 from shardwise.errors import CheckpointError
 
@@ -24,8 +25,6 @@ log = logging.getLogger("shardwise")
 MODELS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
 STEPS = ("step", "global_step", "iteration")
-WRAPPERS = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_module"}
-"""Parts of names that wrappers put there, and that no model has."""
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -157,21 +156,15 @@ def _encoded(
 
 def _remove_wrappers(result: NormalizedState) -> None:
     """Rename all to the names that the model itself has."""
-    in_module = all(name.startswith("module.") for name in result.weights)
+    in_module = all(name.startswith(f"{MODULE}.") for name in result.weights)
 
-    def bare(name: Any) -> Any:
-        if not isinstance(name, str):
-            return name
-        return _without_wrappers(name.removeprefix("module.") if in_module else name)
+    def plain(name: Any) -> Any:
+        return bare(name, [MODULE] * in_module) if isinstance(name, str) else name
 
-    result.weights = _renamed(result.weights, bare)
-    result.state = _renamed(result.state, bare)
+    result.weights = _renamed(result.weights, plain)
+    result.state = _renamed(result.state, plain)
     for group in result.groups:
-        group.params = [bare(name) for name in group.params]
-
-
-def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        group.params = [plain(name) for name in group.params]
 
 
 def _renamed(given: dict[Any, Any], rename: Callable[[Any], Any]) -> dict[Any, Any]:
@@ -219,8 +212,8 @@ def _names_of_numbers(state: NormalizedState) -> list[str]:
     """Names from ``param_names`` of the groups; or else, of one group, the weights in order."""
     in_groups = [n for group in state.groups for n in group.options.get("param_names") or ()]
     if in_groups or len(state.groups) != 1:
-        bare = [_without_wrappers(str(name)) for name in in_groups]
-        return [name if name in state.weights else name.removeprefix("module.") for name in bare]
+        names = [bare(str(name)) for name in in_groups]
+        return [name if name in state.weights else name.removeprefix("module.") for name in names]
     log.warning(
         "the optimizer's state numbers its parameters. The order of the weights was assumed, which "
         "is right for an optimizer over model.parameters(). To be sure, make it over "

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.checkpoint.disk import explained, make_folder, sync_folder
 from shardwise.checkpoint.folder import new_token
+from shardwise.checkpoint.wrappers import bare_names
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.hf.preparation import quantized_layers
 from shardwise.hf.targets import Matches, match_targets
@@ -330,8 +331,8 @@ def is_adapters(sharded: Sharded, adapter: str = "default") -> Callable[[str], b
     """
     model: Any = sharded.model
     _config_of(model, adapter)
-    names = model.named_parameters(remove_duplicate=False)
-    trained = {name for name, param in names if param.requires_grad}
+    names, bare = model.named_parameters(remove_duplicate=False), bare_names(model)
+    trained = {bare(name) for name, param in names if param.requires_grad}
     other_adapters = set(model.peft_config) - {adapter}
 
     def is_wanted(name: str) -> bool:

@@ -30,7 +30,7 @@ Parts = Mapping[Tensor, tuple[Tensor, int]]
 def read(reader: CheckpointReader, file_map: FileMap, sharded: ShardedModel) -> None:
     """Fill this rank's shards, and whole buffers. No communication."""
     values: dict[Tensor, tuple[Tensor, int]] = {t: (t.view(-1), 0) for t in sharded.model.buffers()}
-    for shard in param_shards(sharded.buckets):
+    for shard in param_shards(sharded.buckets, sharded.model):
         values[shard.member.param] = shard.value.detach().view(-1), shard.start
     requests = [
         request_for(place, start, part[: max(0, prod(place.stored.shape) - start)])
