@@ -96,6 +96,10 @@ ANSWERS: list[tuple[Callable[[], object], str]] = [
         "sharded is a Linear, and not a Sharded. Pass one, for example sharded = sw.shard(model).",
     ),
     (
+        lambda: sw.optim.AdamW(sw.shard(nn.Linear(2, 2)), fused=True),  # type: ignore[call-arg]
+        "AdamW() has no option 'fused'; leave it out: the step is one fused kernel. Options are",
+    ),
+    (
         lambda: sw.connect(backend="gloo"),  # type: ignore[call-arg]
         "connect() has no option 'backend'; leave it out: the launcher's environment says it",
     ),

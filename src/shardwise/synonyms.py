@@ -89,6 +89,8 @@ _OPTIONS = {
     'that is buffers= here: "broadcast" for True, "local" for False': "broadcast_buffers",
     "Parameters keep their names and objects, so parameter groups and mixed requires_grad work; "
     "there is no flat parameter": "use_orig_params",
+    "leave it out: the step is one fused kernel": "fused foreach capturable differentiable",
+    "leave it out: host memory is pinned where the device can": "pin_memory",
     "leave it out: the launcher's environment says it, and the device's row which backend": (
         "rank world_size local_rank init_method backend dist_backend"
     ),
