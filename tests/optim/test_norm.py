@@ -83,6 +83,21 @@ def test_it_clips_as_torch_clips_the_plain_model(net: Net, norm_type: float) -> 
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
 
 
+def test_the_norm_of_a_model_in_float64_has_its_precision_on_every_rank() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 1).double(), nn.Linear(3, 7))
+
+    def rank(comm: Comm, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+        sharded = sw.shard(model, comm=comm)  # not every rank holds an element in float64
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 1 / 3)
+        return sharded.clip_grad_norm_(1.0), [local(p.grad) for p in model.parameters()]
+
+    for norm, _ in on_ranks(5, build, rank):
+        assert norm.dtype is torch.float64
+        torch.testing.assert_close(norm, torch.tensor(30 / 9).double().sqrt(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, inf])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_norm_and_gradients_are_the_same_bits_in_every_strategy(

@@ -133,6 +133,7 @@ def test_repeated_units_are_checkpointed_and_the_others_are_not() -> None:
         (sw.ActivationCheckpointing(every=2), [1]),
         (sw.ActivationCheckpointing(every=3), [2]),
         (sw.ActivationCheckpointing("Block"), [0, 1, 2]),
+        (sw.ActivationCheckpointing([Block]), [0, 1, 2]),
         (sw.ActivationCheckpointing("blocks.[12]"), [1, 2]),
         (sw.ActivationCheckpointing(("blocks.0", "blocks.2"), every=2), [2]),
     ],

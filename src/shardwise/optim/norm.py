@@ -20,6 +20,7 @@ from shardwise.memory.spec import cut_at_multiples
 from shardwise.memory.tensor_reductions import CHUNK
 from shardwise.torch_internals import disable_torch_function, foreach_mul_, foreach_norm, get_grad
 
+DOUBLE = (torch.float64, torch.complex128)
 Place = tuple[Bucket, int]  # a parameter's bucket, and its position in ``bucket.params``
 
 
@@ -55,7 +56,7 @@ def clip_gradients(
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
 
     Returns:
-        The norm before clipping, 0-dim fp32, the same on every rank.
+        The norm before clipping, 0-dim, the same on every rank: fp32, or fp64 if a parameter is.
 
     Raises:
         ConfigError: ``norm_type`` is not above 0.
@@ -66,7 +67,10 @@ def clip_gradients(
         )
     with disable_torch_function():
         parts = (part for place in places for part in _parts(place))
-        norm = norm_of(parts, comm, all(bucket.allocation.whole for bucket, _ in places), norm_type)
+        whole = all(bucket.allocation.whole for bucket, _ in places)
+        is_double = any(bucket.dtypes.sum in DOUBLE for bucket, _ in places)
+        dtype = torch.float64 if is_double else torch.float32
+        norm = norm_of(parts, comm, whole, norm_type, dtype)
         grads = (get_grad(bucket.params[index]) for bucket, index in places)
         gradients = [grad for grad in grads if grad is not None]
         if gradients:
@@ -78,7 +82,11 @@ def clip_gradients(
 
 
 def norm_of(
-    parts: Iterable[tuple[int, Tensor]], comm: Comm, whole: bool, norm_type: float = 2.0
+    parts: Iterable[tuple[int, Tensor]],
+    comm: Comm,
+    whole: bool,
+    norm_type: float = 2.0,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The p-norm of gradients over the ranks of ``comm``. One collective, unless ``whole``.
 
@@ -87,15 +95,15 @@ def norm_of(
         whole: ``parts`` are those of every rank; otherwise those of peers are left out.
 
     Returns:
-        0-dim fp32, the same bits on every rank.
+        0-dim of ``dtype``, the same bits on every rank.
     """
     pieces: dict[int, list[Tensor]] = {r: [] for r in (range(comm.size) if whole else [comm.rank])}
     for rank, part in parts:
         if rank in pieces:
             pieces[rank].append(part)
-    powers = torch.zeros(comm.size, dtype=torch.float32, device=comm.device)
+    powers = torch.zeros(comm.size, dtype=dtype, device=comm.device)
     for rank, gradients in pieces.items():
-        powers[rank] = _power(gradients, norm_type, comm.device)
+        powers[rank] = _power(gradients, norm_type, powers[rank])
     if not whole:
         comm.all_gather(powers, Label("norm", "gradients")).wait()
     if norm_type == float("inf"):
@@ -118,14 +126,14 @@ def _parts(place: Place) -> Iterator[tuple[int, Tensor]]:
         yield spec.summed_by(start), flat[start - first : stop - first]
 
 
-def _power(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of ``|g| ** p`` (for ``inf``: the maximum of ``|g|``)."""
+def _power(gradients: Sequence[Tensor], norm_type: float, zero: Tensor) -> Tensor:
+    """Sum of ``|g| ** p`` (for ``inf``: the maximum of ``|g|``), in the dtype of ``zero``."""
     # Of a complex number its magnitude counts.
-    wide = {True: torch.complex64, False: torch.float32}
+    wide = {True: zero.dtype.to_complex(), False: zero.dtype}
     gradients = [grad.to(wide[grad.is_complex()]) for grad in gradients if grad.numel()]
     if gradients and gradients[0].is_cpu:
         gradients = [chunk for grad in gradients for chunk in grad.split(CHUNK)]
     if not gradients:
-        return torch.zeros((), device=device)
+        return zero
     norms = torch.stack(foreach_norm(gradients, norm_type))
     return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()

@@ -35,8 +35,8 @@ class ActivationCheckpointing:
     """Which units are recomputed in the backward pass, instead of keeping their activations.
 
     Attributes:
-        units: class names, or patterns of units' names as ``fnmatch`` reads them (``"layers.1?"``);
-            none = the units of each class that occurs more than once.
+        units: classes, class names, or patterns of units' names as ``fnmatch`` reads them
+            (``"layers.1?"``); none = the units of each class that occurs more than once.
         every: of these units every n-th: with 2 the second, the fourth …
         offload: keep the inputs of these units in host memory until they are recomputed, pinned
             if the device can (``torch.autograd.graph.save_on_cpu``). On CPU they are copies.
@@ -45,7 +45,7 @@ class ActivationCheckpointing:
         ConfigError: ``every`` is below 1; when applied to a model: a pattern matches no unit.
     """
 
-    units: str | tuple[str, ...] = ()
+    units: str | type[nn.Module] | Sequence[str | type[nn.Module]] = ()
     every: int = 1
     offload: bool = False
 
@@ -61,7 +61,8 @@ class ActivationCheckpointing:
         # A unit of several modules (a tied embedding and head) is not one call, nor is the root.
         called = [unit for unit in units if len(unit.modules) == 1 and unit.name]
         names = [unit.class_name for unit in called]
-        patterns = (self.units,) if isinstance(self.units, str) else self.units
+        given = (self.units,) if isinstance(self.units, str | type) else self.units
+        patterns = [one if isinstance(one, str) else one.__name__ for one in given]
         for pattern in patterns:
             if not any(_matches(unit, pattern) for unit in called):
                 raise _no_such_unit(pattern, called)
@@ -80,10 +81,10 @@ def _matches(unit: Unit, pattern: str) -> bool:
 
 def _no_such_unit(pattern: str, units: Sequence[Unit]) -> ConfigError:
     known = dict.fromkeys((*(u.class_name for u in units), *(u.name for u in units)))
+    hint = f"Nearest first: {', '.join(nearest(pattern, known, limit=8))}. Name one of these."
     return ConfigError(
         f"activation_checkpointing names {pattern!r}, which is neither the class nor the name of a "
-        f"unit with one module. Nearest first: {', '.join(nearest(pattern, known, limit=8))}. "
-        "Name one of these."
+        f"unit with one module. {hint if known else 'There is none: make some with wrap=.'}"
     )
 
 
