@@ -218,8 +218,10 @@ OPTIMIZERS = (
 GROUPS = (
     "net.parameters()",
     "[p for p in net.parameters() if p.requires_grad]",
-    ("[{'params': [p for p in net.parameters() if p.ndim > 1]}, "
-    "{'params': [p for p in net.parameters() if p.ndim < 2], 'lr': 0.02}]"),
+    (
+        "[{'params': [p for p in net.parameters() if p.ndim > 1]}, "
+        "{'params': [p for p in net.parameters() if p.ndim < 2], 'lr': 0.02}]"
+    ),
 )
 STEP = """
 for part in net.parts:
