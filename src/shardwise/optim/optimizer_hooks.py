@@ -224,7 +224,7 @@ class OptimizerHooks:
         _check_elementwise(optimizer, params)
         is_known = isinstance(optimizer, _ELEMENTWISE)
         misfits = [text for p in params if (text := cut_state(optimizer, p, is_known))]
-        if any(map(optimizer.state.get, params)):  # it may fit on some ranks only
+        if is_known and any(map(optimizer.state.get, params)):  # it may fit on some ranks only
             self._comm.agree({f"state of {type(optimizer).__name__}": "".join(misfits[:1])})
         if misfits:
             raise OptimizerError(misfits[0])
