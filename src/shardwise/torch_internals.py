@@ -7,6 +7,7 @@ says what would break. Checked with torch 2.13.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
@@ -155,9 +156,9 @@ def set_after_accumulation(param: nn.Parameter, hooks: Any) -> None:
     param._post_accumulate_grad_hooks = hooks
 
 
-def hooks_behind(handle: RemovableHandle) -> dict[int, Any]:
-    """The dict of hooks that a handle would remove its own from."""
-    return handle.hooks_dict_ref() or {}
+def hooks_behind(handle: RemovableHandle) -> OrderedDict[int, Any]:
+    """The dict of hooks that a handle would remove its own from; torch calls them in its order."""
+    return handle.hooks_dict_ref() or OrderedDict()
 
 
 def is_transformed() -> bool:

@@ -565,11 +565,15 @@ def test_parameters_that_an_optimizer_gets_later_are_seen() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)
         first, second, third, *_ = model.parameters()
-        optimizer = torch.optim.SGD([first], lr=0.1)
         inside = list[list[type]]()
-        optimizer.register_step_pre_hook(
-            lambda *_: inside.append([type(p) for p in (first, second, third)])
-        )
+
+        class Looking(SignedElementwise):
+            elementwise = True
+
+            def step(self, closure: object = None) -> None:  # type: ignore[override]
+                inside.append([type(p) for p in (first, second, third)])
+
+        optimizer = Looking([first])
         train(model, nets.decoder_batch(comm.rank, 2))
         optimizer.step()
         optimizer.add_param_group({"params": [second]})
@@ -581,6 +585,37 @@ def test_parameters_that_an_optimizer_gets_later_are_seen() -> None:
         assert [type(p) for p in (first, second, third)] == [guarded] * 3
 
     on_ranks(2, nets.decoder, rank)
+
+
+def test_code_of_users_around_a_step_sees_shards() -> None:
+    """Hooks of the optimizer, whenever they were added, and the closure: a norm is the whole's."""
+
+    def rank(comm: Comm, model: nn.Module) -> list[float]:
+        sw.shard(model, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weight, norms = model.get_parameter("lm_head.weight"), list[float]()
+        model.requires_grad_(False)
+
+        def look(*_: object) -> None:
+            norms.append(weight.detach().norm().item())
+
+        def stop(*_: object) -> None:
+            look()
+            raise Stop
+
+        for _ in range(2):
+            optimizer.register_step_pre_hook(look)
+            optimizer.register_step_post_hook(look)
+            optimizer.step(look)
+        optimizer.register_step_pre_hook(stop)
+        with pytest.raises(Stop):
+            optimizer.step()
+        look()
+        return norms
+
+    whole = seeded(nets.decoder).get_parameter("lm_head.weight").norm().item()
+    for norms in on_ranks(2, nets.decoder, rank):
+        assert norms == pytest.approx([whole] * 12, rel=1e-6)
 
 
 def step_hooks() -> int:
@@ -721,13 +756,20 @@ def test_parameters_of_no_sharded_model_are_counted_and_named_once(
 
     with caplog.at_level(logging.WARNING, "shardwise"):
         on_ranks(2, ODD.build, rank)
-    [text] = caplog.messages
+    text = of_each_optimizer(caplog.messages)
     assert text == (
-        "SGD also holds 5 parameters that are in no sharded model (one of shape (1,), one of shape "
-        "(2,), one of shape (3,), …): each of the 2 ranks updates its own copy by its own "
-        "gradients, so the copies will differ. Shard the module that holds them, too, or average "
-        "their gradients before each step."
+        "SGD holds 5 parameters that are in no sharded model (one of shape (1,), one of shape "
+        "(2,), one of shape (3,), …), beside one that is trained: each of the 2 ranks updates its "
+        "own copy by its own gradients, so the copies will differ. Shard the module that holds "
+        "them, too, or average their gradients before each step, as DistributedDataParallel does."
     )
+
+
+def of_each_optimizer(messages: list[str]) -> str:
+    """What was said once of each of two: rank 0's hooks see the optimizers of all threads."""
+    assert len(messages) == 2
+    [text] = set(messages)
+    return text
 
 
 def test_they_are_told_by_their_names_where_the_optimizer_knows_them(
@@ -738,10 +780,40 @@ def test_they_are_told_by_their_names_where_the_optimizer_knows_them(
     optimizer = torch.optim.SGD([*model.named_parameters(), *weights.named_parameters()], lr=0.1)
     weights["aux"].grad = torch.ones(3)
     optimizer.step()
-    assert "also holds 1 parameters that are in no sharded model (aux): each of" in caplog.text
+    assert "holds 1 parameters that are in no sharded model (aux), beside" in caplog.text
+
+
+def test_parameters_that_an_optimizer_of_their_own_trains_beside_the_model_are_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once the sharded model is trained; a teacher that is only called says nothing of them."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        head = nn.Linear(2, 2)
+        sw.shard(model, comm=comm)
+        beside = torch.optim.SGD(head.named_parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            if step > 1:
+                train(model, ODD.batch(0, 2))
+                optimizer.step()
+            head(torch.ones(2)).sum().backward()
+            beside.step()
+            assert bool(caplog.messages) <= (step > 1)
+
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        on_ranks(2, ODD.build, rank)
+    text = of_each_optimizer(caplog.messages)
+    assert text == (
+        "SGD holds 2 parameters that are in no sharded model (weight, bias), beside one that is "
+        "trained: each of the 2 ranks updates its own copy by its own gradients, so the copies "
+        "will differ. Shard the module that holds them, too, or average their gradients before "
+        "each step, as DistributedDataParallel does."
+    )
 
 
 def test_one_rank_has_nothing_to_differ_from(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()  # models of other tests
     model, plain = ODD.build(), nn.Parameter(torch.ones(3))
     sw.shard(model, comm=LocalComm())
     optimizer = torch.optim.SGD([*model.parameters(), plain])

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.protocol import Comm
 from shardwise.errors import OptimizerError
@@ -64,6 +65,7 @@ class Shown(dict[str, Any]):
     a step that raised; so tensors are plain for as long as the arguments of that step exist.
     """
 
+    params: Sequence[nn.Parameter] = ()
     tensors: Sequence[Tensor] = ()
 
     def show(self, params: Iterable[nn.Parameter]) -> None:
@@ -77,12 +79,65 @@ class Shown(dict[str, Any]):
             gradient.__class__ = Tensor  # type: ignore[assignment]
         self.tensors = [*self.tensors, *guarded, *marked]
 
-    def __del__(self) -> None:
+    def hide(self) -> None:
+        """Give them back the class of shards."""
         for tensor in self.tensors:
             if type(tensor) is nn.Parameter:  # and not gathered by now
                 tensor.__class__ = ShardedParameter
             elif type(tensor) is Tensor:
                 tensor.__class__ = ShardTensor
+        self.tensors = ()
+
+    __del__ = hide
+
+    def hiding(self, closure: Any) -> Any:
+        """The ``closure`` of the step, in which they are shards."""
+
+        def hidden() -> Any:
+            self.hide()
+            try:
+                return closure()
+            finally:
+                self.show(self.params)
+
+        return hidden if callable(closure) else closure
+
+
+def _show(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """After the last hook of a user's before the step: the optimizer's own code runs next."""
+    if not isinstance(kwargs, Shown):
+        return None
+    kwargs.show(kwargs.params)
+    if is_blockwise(optimizer):
+        make_state(optimizer, kwargs.params)
+    for name in kwargs.keys() & {"closure"}:
+        kwargs[name] = kwargs.hiding(kwargs[name])
+    return (*args[:1], *map(kwargs.hiding, args[1:])), kwargs
+
+
+def _hide(_optimizer: Optimizer, _args: Any, kwargs: dict[str, Any]) -> None:
+    """Before the first hook of a user's after the step."""
+    if isinstance(kwargs, Shown):
+        kwargs.hide()
+
+
+# Of each optimizer that stepped on shards, the handles of these two hooks.
+_around: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _hook_around(optimizer: Optimizer) -> None:
+    """Call ``_show`` as the last hook before the step, and ``_hide`` as the first one after it."""
+    if optimizer not in _around:
+        before = optimizer.register_step_pre_hook(_show)
+        _around[optimizer] = before, optimizer.register_step_post_hook(_hide)
+        after = _around[optimizer][1]
+        hooks_behind(after).move_to_end(after.id, last=False)
+    before = _around[optimizer][0]
+    hooks = hooks_behind(before)
+    if next(reversed(hooks)) != before.id:
+        hooks.move_to_end(before.id)
 
 
 @dataclass(frozen=True)
@@ -177,16 +232,20 @@ class OptimizerHooks:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         before_step = self._before_step()
-        if before_step is None or not (params := self._params_of(optimizer)):
+        if before_step is None:
             return None
-        before_step(*args, **kwargs)
-        self.admit(optimizer)
-        self._warn_of_plain(optimizer)
+        params = self._params_of(optimizer)
+        if params:
+            before_step(*args, **kwargs)
+            self.admit(optimizer)
+        if self._warns and self._known:  # the model is trained
+            self._warn_of_plain(optimizer)
+        if not params:
+            return None
         # Another model's hook may have made it.
         shown = kwargs if isinstance(kwargs, Shown) else Shown(kwargs)
-        shown.show(params)
-        if is_blockwise(optimizer):
-            make_state(optimizer, params)
+        shown.params = [*shown.params, *params]
+        _hook_around(optimizer)
         return args, shown
 
     def _params_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -196,20 +255,21 @@ class OptimizerHooks:
         known = self._params.get(optimizer)
         if known is None or known.facts != facts:
             own = [param for params in lists for param in params if id(param) in self._own_ids]
-            known = self._params[optimizer] = _Params(facts, own, _plain(optimizer) if own else [])
+            known = self._params[optimizer] = _Params(facts, own, _plain(optimizer))
         return known.own
 
     def _warn_of_plain(self, optimizer: Optimizer) -> None:
-        """Warn once if it also updates parameters whose gradients are not averaged."""
-        plain = self._params[optimizer].plain if self._warns else ()
-        if all(param.grad is None for _, param in plain) or optimizer in _warned:
+        """Warn once if it updates parameters whose gradients are not averaged."""
+        plain = self._params[optimizer].plain
+        if optimizer in _warned or all(param.grad is None for _, param in plain):
             return
         _warned.add(optimizer)
         some = ", ".join([name for name, _ in plain[:3]] + ["…"] * (len(plain) > 3))
         log.warning(
-            "%s also holds %d parameters that are in no sharded model (%s): each of the %d ranks "
-            "updates its own copy by its own gradients, so the copies will differ. Shard the "
-            "module that holds them, too, or average their gradients before each step.",
+            "%s holds %d parameters that are in no sharded model (%s), beside one that is trained: "
+            "each of the %d ranks updates its own copy by its own gradients, so the copies will "
+            "differ. Shard the module that holds them, too, or average their gradients before each "
+            "step, as DistributedDataParallel does.",
             type(optimizer).__name__,
             len(plain),
             some,
@@ -301,4 +361,4 @@ def _not_elementwise(kind: type[Optimizer], split: Sequence[Sharding], held: int
     )
 
 
-skip_in_dynamo(OptimizerHooks._before)
+skip_in_dynamo(OptimizerHooks._before, _show, _hide)
