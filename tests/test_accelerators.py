@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from shardwise.accelerators import ROWS, Accelerator, peak, row
+from shardwise.accelerators import ROWS, Accelerator, check_kernels, peak, row
 from shardwise.errors import ConfigError
 
 
@@ -76,3 +77,25 @@ def test_an_unknown_device_lists_the_rows_nearest_first() -> None:
     assert text.startswith("no accelerator is called 'hpus'. Known, nearest first: hpu (hccl), ")
     for known in ("cpu (gloo)", "cuda (nccl)", "xpu (xccl or ccl)"):
         assert known in text
+
+
+def test_what_a_device_lacks_is_what_bitsandbytes_has_no_kernel_for() -> None:
+    spec = find_spec("bitsandbytes")
+    assert spec is not None
+    assert spec.origin is not None
+    for known in ROWS:
+        files = Path(spec.origin).parent.joinpath("backends", known.device).glob("*.py")
+        text = "".join(file.read_text("utf-8") for file in files)
+        assert text
+        steps = "optimizer_update_8bit_blockwise" in text
+        assert ("adamw_8bit" in known.lacks) is not steps, known.device
+        assert ("fp4" in known.lacks) is ("only supports quant_type 'nf4'" in text), known.device
+
+
+def test_a_kernel_that_is_not_there_is_refused_with_what_is() -> None:
+    with pytest.raises(ConfigError, match=r"no adamw_8bit on hpu, .*: adamw works there"):
+        check_kernels(torch.device("hpu"), "adamw_8bit")
+    with pytest.raises(ConfigError, match="nf4 works there"):
+        check_kernels(torch.device("hpu"), "fp4")
+    check_kernels(torch.device("hpu"), "nf4")
+    check_kernels(torch.device("cpu"), "adamw_8bit")

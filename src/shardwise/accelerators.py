@@ -52,6 +52,8 @@ class Accelerator:
     environment: tuple[tuple[str, str], ...] = ()
     # Variables that hold the path of a file, by their old and their new name.
     renamed: tuple[tuple[str, str], ...] = ()
+    # What bitsandbytes 0.50 has no kernels for: "fp4", "adamw_8bit".
+    lacks: tuple[str, ...] = ()
     is_lazy: str = ""  # the plug-in's function: are operations collected, to be run later?
 
 
@@ -123,9 +125,20 @@ ROWS = (
             ("LOWER_LIST", "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST"),
             ("FP32_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST"),
         ),
+        lacks=("fp4", "adamw_8bit"),
         is_lazy="habana_frameworks.torch.utils.internal.is_lazy",
     ),
 )
+
+
+def check_kernels(device: torch.device, wanted: str) -> None:
+    """Raises ``ConfigError`` where bitsandbytes lacks ``"fp4"`` or ``"adamw_8bit"`` on a device."""
+    if wanted in row(device).lacks:
+        other = {"fp4": "nf4", "adamw_8bit": "adamw"}[wanted]
+        raise ConfigError(
+            f"bitsandbytes has no {wanted} on {device.type}, so no step could be taken: {other} "
+            "works there."
+        )
 
 
 def row(device: torch.device | str) -> Accelerator:

@@ -43,7 +43,7 @@ from shardwise.runtime.unit import UnitState
 from shardwise.schedule.events import Mode, Order
 from shardwise.schedule.placement import Placement
 from shardwise.setup import order
-from shardwise.setup.build import cut, facts, uncut
+from shardwise.setup.build import cut, facts, uncut, warn_of_one_unit
 from shardwise.setup.forwards import Forwards
 from shardwise.setup.unsharded import unsharded
 from shardwise.setup.whole_values import StateHooks, local_state, whole_copy
@@ -73,6 +73,8 @@ class Sharded:
         self.shape = self._shape()
         self.loaded_token = ""  # of the last loaded checkpoint, which no save removes
         self._build()
+        if self.wrap is None and self.comm.rank == 0 and self.comm.size > 1:
+            warn_of_one_unit(self.model, self.units, self.placement)
 
     def _build(self) -> None:
         units = choose_units(self.model, self.wrap, self.options.ignored)

@@ -14,6 +14,8 @@ from shardwise.explain.words import find, words
 def test_words_of_the_documents_are_there() -> None:
     for asked in ("All-Gather", "reduce scatter", "NCCL", "sharding", "FSDP", "DDP", "SPMD"):
         assert find(asked).text
+    for asked in ("DeepSpeed", "unit", "bucket", "slot", "cue", "settle", "wrap", "residency"):
+        assert find(asked).text
     for asked in ("tensor", "pipeline", "model_parallel", "ZeRO-2", "shard_grad_op", "mfu"):
         assert find(asked).text
 

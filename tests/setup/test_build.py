@@ -59,3 +59,41 @@ def test_a_sparse_buffer_is_refused_by_its_name_before_anything_changes(world: i
 
     for text in on_ranks(world, build, rank):
         assert text.startswith("'graph' is torch.sparse_coo, and ranks exchange and store dense")
+
+
+class Layers(nn.Module):
+    """Of three shapes, so that nothing repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.c(self.b(self.a(x)))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "wrap", "warns"),
+    [
+        ("full_shard", 2, None, True),
+        ("full_shard", 1, None, False),
+        ("shard_grad_op", 2, None, False),
+        ("full_shard", 2, sw.wrap.whole(), False),
+        ("full_shard", 2, sw.wrap.by_size(min_num_params=10), False),
+    ],
+)
+def test_a_model_of_several_layers_in_one_unit_is_said_once(
+    strategy: str,
+    world: int,
+    wrap: sw.wrap.Wrap | None,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def sharded(comm: Comm) -> None:
+        sw.shard(Layers(), strategy, comm=comm, wrap=wrap)
+
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        run_threads(world, sharded)
+    assert caplog.text.count("Layers is one unit, since no blocks repeat in it: all 78") == warns
+    assert warns == ("wrap=sw.wrap.by_size(min_num_params=100)" in caplog.text)

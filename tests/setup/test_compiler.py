@@ -194,6 +194,15 @@ def test_a_backend_that_is_not_there_is_refused_nearest_first() -> None:
         compiler.backend_of(True, torch.device("hpu"))
 
 
+def test_a_backend_of_another_device_falls_back_to_this_ones_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/g++")
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        assert compiler.backend_of("hpu_backend", CPU) == "inductor"
+    assert "hpu_backend is another device's: units are compiled by inductor" in caplog.text
+
+
 @pytest.mark.parametrize("way", ["block", "forward", "model"])
 def test_compiling_twice_is_refused(way: str) -> None:
     model: Any = decoder()

@@ -29,6 +29,7 @@ def test_a_recipe_trains_an_adapter_on_four_bits_and_says_what_was_quantised(
     text = "\n".join(format_record(built))
     assert "14 linear layers quantised: nf4 with scales in 8 bits, computed in bfloat16" in text
     assert "|| all params: 36,576 ||" in text
+    assert "model     36,576 parameters" in text  # and not the bytes that hold them
     assert all(value.any() for value in weights(tmp_path).values())
 
 

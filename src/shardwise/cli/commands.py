@@ -125,7 +125,10 @@ def _rank_and_step(
     help="Run a small copy on two CPU ranks and on one, and compare; needs no other machine.",
 )
 @click.option(
-    "-v", "--verbose", is_flag=True, help="Print each rank's local rank, device and host."
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print each rank's local rank, device and host, and what shard() did.",
 )
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
 def train(recipe: str, overrides: tuple[str, ...], rehearse: bool, **processes: Any) -> None:

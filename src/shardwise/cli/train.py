@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import signal
@@ -136,6 +137,9 @@ def _run(recipe: Recipe, options: LaunchOptions, launch: Launch | None) -> None:
     ):
         if options.verbose:
             _print_ranks(comm, launch.local_rank if launch else 0)
+            if comm.rank == 0:
+                logging.getLogger("shardwise").addHandler(logging.StreamHandler())
+                logging.getLogger("shardwise").setLevel(logging.INFO)
         elif launch is None and options.nproc is None and (sentence := unused_devices(comm.device)):
             click.echo(sentence)
         output = _Output(report, requests)

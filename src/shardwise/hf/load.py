@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwise.accelerators import check_kernels
 from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.safetensors_format import dtype_of
@@ -130,6 +131,8 @@ def load(
     options = {k: v for k, v in shard_arguments.items() if k not in ("strategy", "wrap")}
     changes = Changes(quantization, lora, _tokens(new_tokens))
     changes.check(Options(**options).precision.compute)
+    if quantization is not None:
+        check_kernels(comm.device, quantization.quantization_method())
     with ExitStack() as stack:
         build = partial(_build, source, (revision, cache_dir), dtype, changes, stack)
         built = raise_on_all(comm, "opening a model", build)

@@ -24,6 +24,7 @@ __all__ = [
     "check_config",
     "check_devices",
     "check_order",
+    "packed_elements",
     "prepare",
     "quantized_layers",
 ]
@@ -70,6 +71,22 @@ def quantized_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that ``quantize`` or ``adopt`` has made, by name."""
     named = model.named_modules()  # by name, since they need bitsandbytes
     return {n: m for n, m in named if type(m).__module__ == "shardwise.hf.quantized_layers"}
+
+
+def packed_elements(model: nn.Module) -> int:
+    """Elements of quantised weights that are no elements of a parameter, which holds bytes.
+
+    With the elements of all parameters they are those of the model that was quantised: scales are
+    none of them.
+    """
+    layers = quantized_layers(model).values()
+    return sum(layer.values - _numel(layer.weight) - _numel(layer.scales) for layer in layers)
+
+
+def _numel(param: nn.Parameter) -> int:
+    """Of the whole parameter, sharded or not."""
+    sharding = sharding_of(param)
+    return param.numel() if sharding is None else sharding.shape.numel()
 
 
 def check_compute(config: Any, computed: torch.dtype | None) -> None:

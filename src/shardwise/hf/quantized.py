@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from shardwise.comm.mesh import gather_rows
 from shardwise.comm.protocol import Label
 from shardwise.errors import ConfigError
-from shardwise.hf.preparation import check_config, check_devices, check_order, quantized_layers
+from shardwise.hf.preparation import (
+    check_config,
+    check_devices,
+    check_order,
+    packed_elements,
+    quantized_layers,
+)
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.printed import size
 
@@ -216,7 +222,7 @@ def report(model: nn.Module, config: Any = None) -> Quantized:
     return Quantized(
         ", ".join(dict.fromkeys(layer.kind for layer in layers.values())),
         len(layers),
-        sum(layer.values for layer in layers.values()) - codes - scales,
+        packed_elements(model),
         sum(layer.values * layer.values_dtype.itemsize for layer in layers.values()),
         codes,
         scales,

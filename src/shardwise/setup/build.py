@@ -32,7 +32,7 @@ from shardwise.torch_internals import buffers_of
 from shardwise.units.units import Unit, Units
 from shardwise.version import __version__
 
-__all__ = ["check_unsharded", "cut", "facts", "uncut", "warn_of_copies"]
+__all__ = ["check_unsharded", "cut", "facts", "uncut", "warn_of_copies", "warn_of_one_unit"]
 
 log = logging.getLogger("shardwise")
 
@@ -104,6 +104,20 @@ def warn_of_copies(specs: Specs, world: int) -> None:
             'every rank; strategy="full_shard" holds 1/%d of them',
             numel / 1e9,
             world,
+        )
+
+
+def warn_of_one_unit(model: nn.Module, units: Units, placement: Placement) -> None:
+    """Warn where a model of several layers has one unit, which is gathered whole."""
+    layers = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    if len(units) == 1 and len(layers) > 1 and placement.frees:
+        log.warning(
+            "%s is one unit, since no blocks repeat in it: all %s parameters are gathered at once, "
+            "and %s saves their memory only between steps. Pass wrap=sw.wrap.by_size("
+            "min_num_params=100), or by_class(…) with the classes of its layers",
+            type(model).__name__,
+            f"{units[0].numel:,}",
+            placement.name,
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.accelerators import row
+from shardwise.accelerators import ROWS, row
 from shardwise.errors import ConfigError, nearest
 from shardwise.torch_internals import is_compiled
 from shardwise.units.units import Units
@@ -30,17 +30,24 @@ log = logging.getLogger("shardwise")
 def backend_of(choice: bool | str, device: torch.device) -> str:
     """The backend for ``torch.compile``: the one that is named, or that of the device's row.
 
-    Where inductor would need a C++ compiler that is missing, the fallback is ``aot_eager``.
+    Where inductor would need a C++ compiler that is missing, the fallback is ``aot_eager``. Where
+    the named one is another accelerator's, it is that of this device.
 
     Raises:
         ConfigError: this torch has no such backend, or the one that is named cannot work here.
     """
-    name = row(device).compile_backend if choice is True else str(choice)
+    own = row(device).compile_backend
+    name = own if choice is True else str(choice)
     known = torch.compiler.list_backends(exclude_tags=())
+    if name not in known and name != own and name in {other.compile_backend for other in ROWS}:
+        sentence = "the compiler %s is another device's: units are compiled by %s, %s's own"
+        log.warning(sentence, name, own, device.type)
+        name, choice = own, True
     if name not in known:
+        usual = torch.compiler.list_backends()
         raise ConfigError(
             f"compile={choice!r}: this torch has no backend {name!r}. Nearest first: "
-            f"{', '.join(nearest(name, known, limit=5))}. Name one, or import the plug-in that "
+            f"{', '.join(nearest(name, usual, limit=5))}. Name one, or import the plug-in that "
             "registers it."
         )
     compiler = os.environ.get("CXX", "g++")

@@ -23,6 +23,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from shardwise.accelerators import check_kernels
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.train.batches import accumulation
@@ -103,6 +104,7 @@ def train(
         ShardwiseError: the loss is not finite.
     """
     check_installed(recipe.logging)
+    check_kernels(comm.device, recipe.optimizer.name.removeprefix("paged_"))
     accumulation(recipe.batch, comm.size)  # before anything is read or written
     streams_per_rank(recipe, comm.size)
     values = flatten(recipe.model_dump())  # by key, so that a difference between ranks is named
@@ -160,7 +162,7 @@ def _built_record(job: Job, data: Data) -> Built:
     recipe, ranks, training = job.recipe, job.sharded.comm.size, data.training
     trained = recipe.run.steps * recipe.batch.rows
     return Built(
-        parameters=sum(bucket.layout.used for bucket in job.sharded.buckets),
+        parameters=_parameters(job),
         strategy=job.sharded.placement.name,
         ranks=ranks,
         rows=recipe.batch.rows,
@@ -174,6 +176,15 @@ def _built_record(job: Job, data: Data) -> Built:
         report=job.report,
         padded=recipe.data.format != "text" and recipe.data.packing != "concatenate",
     )
+
+
+def _parameters(job: Job) -> int:
+    """Of the whole model; those of quantised layers, and not the bytes that hold them."""
+    if job.recipe.model.source is None:
+        return job.sharded.numel()
+    from shardwise.hf.preparation import packed_elements
+
+    return job.sharded.numel() + packed_elements(job.model)
 
 
 # --- the steps -------------------------------------------------------------------------------
