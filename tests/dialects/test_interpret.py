@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from shardwise.dialects import DIALECTS, Policy, Report, guess, read, write
+from shardwise.dialects.keys import flatten
 from shardwise.dialects.policy import FILL_IN, OFFLOADED
 from shardwise.dialects.settings import Setting, of_command, of_program
 from shardwise.errors import ConfigError
@@ -703,3 +704,71 @@ def written_fields(dialect: str, version: int) -> set[str]:
     if "wrap" not in names:
         names -= {"wrap_classes", "min_num_params"}
     return names - {"compute"}
+
+
+DEEPSPEED = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": "auto",
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0},
+    "gradient_clipping": 0.5,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "none"},
+        "overlap_comm": True,
+        "stage3_prefetch_bucket_size": 5e7,
+    },
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 1e-4, "warmup_num_steps": 9, "total_num_steps": 90},
+    },
+    "zero_optimisation": {},
+}
+
+
+def test_deepspeeds_json_is_guessed_and_every_key_is_accounted_for() -> None:
+    report = read(DEEPSPEED)
+    assert report.dialect.name == "deepspeed"
+    given = [e for e in report.entries if e.status != "default"]
+    assert [e.key for e in given] == [key for key, _ in flatten(DEEPSPEED)]
+    assert {e.key for e in given if e.status == "ignored"} == {
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimisation",
+    }
+    assert report.places()[0] == {
+        "sharding": {
+            "strategy": "full_shard",
+            "precision": {"compute": "bfloat16"},
+            "offload": ["gradients", "optimizer"],
+        },
+        "optimizer": {
+            "clip": 0.5,
+            "name": "adamw",
+            "lr": 1e-4,
+            "schedule": "linear",
+            "warmup": 9,
+            "floor": 0.0,  # the demo's is 0.1, and DeepSpeed's decays to nothing
+            "betas": [0.9, 0.95],
+            "weight_decay": 0.0,
+        },
+        "batch": {"rows": 64},
+        "run": {"steps": 90},
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "strategy"), [(0, "no_shard"), (1, "zero1"), (2, "shard_grad_op"), (3, "full_shard")]
+)
+def test_deepspeeds_stages_are_strategies(stage: int, strategy: str) -> None:
+    zero = {"zero_optimization": {"stage": stage}}
+    assert read(zero).policy.strategy == strategy
+    assert write(Policy(strategy=strategy), "deepspeed").tree == zero
+
+
+def test_an_offload_to_a_disk_is_refused() -> None:
+    offload = {"offload_param": {"device": "nvme"}}
+    (entry,) = read({"zero_optimization": offload}).entries
+    assert entry.status == "contradictory"
+    assert "choose one of none, cpu" in entry.text

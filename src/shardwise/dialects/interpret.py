@@ -254,7 +254,7 @@ def _defaults(
         is_of_trainer(dialect, flat)
         or (named.lr, named.epochs, named.steps, named.micro) != (None,) * 4
     ):
-        sources.append((dialect.defaults, "Trainer's default"))
+        sources.append((dialect.defaults, dialect.whose))
     dataset = named.dataset or (named.model and FILL_IN)
     if dataset and dialect.call:
         sources.append(({"dataset": dataset}, "no data set is shown"))
@@ -292,12 +292,12 @@ def _assumed(
     flat = dict(_flat(completed.settled(), _OURS))
     for name, (value, whose) in defaults.items():
         without = replace(completed, **{name: None}).settled()
-        rows = sorted((r for r in dialect.rows if r.field == name), key=lambda r: not r.writes)
+        rows = [row for row in dialect.rows if row.field == name]
         if name == "dataset":
             yield Entry(rows[0].key, None, "fill in", _missing(name, completed))
         if value == FILL_IN or dict(_flat(without, _OURS)) == flat:
             continue
-        keys = ((row.key, row.convert.write(value)) for row in rows)
+        keys = _flat(Policy(**{name: value}), dialect)
         place = next(row.key for row in _OURS.rows if row.field == name and row.key in flat)
         yield Entry(*next(keys, ("-", value)), "default", f"{place}: {ours[place]} ({whose})")
 

@@ -29,6 +29,7 @@ class Policy:
     replicate: int | None = None  # sizes of the mesh's axes
     shard: int | None = None
     offload: tuple[str, ...] | None = None  # of OFFLOADED, what is kept in host memory
+    offload_state: tuple[str, ...] | None = None  # the same, where it is said apart
     offload_word: bool | None = None  # the word of --fsdp
     wrap: str | None = None  # "auto" (by class or structure), "size" or "none" (one unit)
     auto_wrap: bool | None = None  # the word of --fsdp
@@ -149,7 +150,11 @@ def _mesh(p: Policy) -> dict[str, Any]:
 
 
 def _offload(p: Policy) -> dict[str, Any]:
-    return {"offload": OFFLOADED if p.offload_word else p.offload, "offload_word": None}
+    offload, said = p.offload, (p.offload, p.offload_state) != (None, None)
+    if p.offload_word or said:
+        both = {*OFFLOADED} if p.offload_word else {*(p.offload or ()), *(p.offload_state or ())}
+        offload = tuple(name for name in OFFLOADED if name in both)
+    return {"offload": offload, "offload_word": None, "offload_state": None}
 
 
 def _units(p: Policy) -> dict[str, Any]:

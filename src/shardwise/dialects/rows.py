@@ -181,6 +181,13 @@ _CONVERTERS = {
     "reshard": _choice({True: "full_shard", False: "shard_grad_op"})._replace(write=_as_reshard),
     "offload": _choice({word: OFFLOADED if on else () for word, on in _SWITCH.items()}),
     "offloaded": _choice({True: OFFLOADED, False: OFFLOADED}),  # pinned or not
+    "offload_param": _choice({"none": (), "cpu": OFFLOADED[:1]}),
+    "offload_state": _choice({"none": (), "cpu": OFFLOADED[1:]} | {True: OFFLOADED[1:], False: ()}),
+    "zero_stage": _choice(dict(enumerate(("no_shard", "zero1", "shard_grad_op", "full_shard")))),
+    "adamw": _choice({"AdamW": "adamw", "Adam": "adamw"}),
+    "ds_schedule": _choice(
+        {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    ),
     "offload_policy": _choice({"OffloadPolicy()": (), "CPUOffloadPolicy()": OFFLOADED}),
     "dtype": _choice(_DTYPE_WORDS),
     "dtype_of_model": _choice({"auto": None} | _DTYPE_WORDS),
@@ -265,6 +272,7 @@ class Dialect:
         words: a key whose value is a list of words, each of which is a key.
         constants: what is always written.
         defaults: field → what its library takes where a training does not say it.
+        whose: these are.
         implied: the same of scripts and calls: ``values``, ``whose`` they are, and ``when``.
         only: patterns of its keys; others are not part of it, and not in the report.
         call: these are arguments of a call, so they come in no file.
@@ -279,6 +287,7 @@ class Dialect:
     words: str = ""
     constants: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    whose: str = "Trainer's default"
     implied: Sequence[Mapping[str, Any]] = ()
     only: Sequence[str] = ()
     call: bool = False

@@ -130,9 +130,7 @@ def load(
         check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
     options = {k: v for k, v in shard_arguments.items() if k not in ("strategy", "wrap")}
     changes = Changes(quantization, lora, _tokens(new_tokens))
-    changes.check(Options(**options).precision.compute)
-    if quantization is not None:
-        check_kernels(comm.device, quantization.quantization_method())
+    changes.check(Options(**options).precision.compute, comm.device)
     with ExitStack() as stack:
         build = partial(_build, source, (revision, cache_dir), dtype, changes, stack)
         built = raise_on_all(comm, "opening a model", build)
@@ -167,14 +165,15 @@ class Changes(NamedTuple):
     lora: LoraConfig | None = None
     new_tokens: tuple[str, ...] = ()
 
-    def check(self, computed: torch.dtype | None) -> None:
-        """Raise ``ConfigError`` for what is of another kind, or contradicts what is computed in."""
+    def check(self, computed: torch.dtype | None, device: torch.device) -> None:
+        """Raise ``ConfigError`` for another kind, dtypes that differ, and what a device lacks."""
         if self.quantization is not None:
             from transformers import BitsAndBytesConfig
 
             example = "transformers.BitsAndBytesConfig(load_in_4bit=True)"
             check_type("quantization", self.quantization, BitsAndBytesConfig, example)
             check_compute(self.quantization, computed)
+            check_kernels(device, self.quantization.quantization_method())
         if self.lora is not None:
             from peft import LoraConfig
 
