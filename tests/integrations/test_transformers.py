@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator as TheirAccelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from peft import PeftModel
@@ -185,6 +186,25 @@ def test_an_accelerator_with_a_plug_in_beside_it_is_refused(alone: Any) -> None:
         state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=None)
     with pytest.raises(sw.ConfigError, match="set up for FSDP already: an Accelerator made before"):
         Accelerator(cpu=True)
+
+
+def test_ranks_with_other_numbers_of_batches_are_refused(alone: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.num_processes = 2  # of two ranks this one
+    with accelerator.join_uneven_inputs([]):
+        pass
+    with pytest.raises(sw.ConfigError, match="would wait for one that has none"):
+        accelerator.join_uneven_inputs([], even_batches=False)
+
+
+def test_local_sgd_is_refused_with_the_reason(alone: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare_model(jobs.llama())
+    with LocalSGD(accelerator, model, 2):  # of one process it does nothing
+        pass
+    accelerator.state.distributed_type = DistributedType.MULTI_CPU
+    with pytest.raises(sw.ConfigError, match="LocalSGD"), LocalSGD(accelerator, model, 2):
+        pass
 
 
 def test_device_map_is_refused_with_the_reason(tmp_path: Path, alone: Any) -> None:

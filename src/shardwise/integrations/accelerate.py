@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -104,10 +104,29 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.native_amp and self.mixed_precision in _DTYPES:
             arguments.setdefault("precision", Precision(compute=_DTYPES[self.mixed_precision]))
         shard(model, comm=handover.comm_of(self.device), **arguments)
+        model.__dict__["no_sync"] = _refuse_no_sync
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank in backward passes inside the block."""
         return handle(model).no_sync()
+
+    def join_uneven_inputs(
+        self, joinables: Any, even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Nothing, for all ranks have as many batches.
+
+        Raises:
+            ConfigError: they are not to.
+        """
+        even = self.even_batches if even_batches is None else even_batches
+        if not even and self.num_processes > 1:
+            raise ConfigError(
+                "join_uneven_inputs(even_batches=False) lets ranks have other numbers of batches. "
+                "Each rank of a sharded model takes part in every gather, so those that have data "
+                "would wait for one that has none. Leave even_batches out: with True, its default, "
+                "accelerate repeats samples so that every rank has as many batches."
+            )
+        return nullcontext()
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -146,3 +165,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield [(handle(m), [o.optimizer for o in optimizers if steps_on(o, m)]) for m in models]
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+def _refuse_no_sync() -> None:
+    raise ConfigError(
+        "model.no_sync() is a method of DDP's wrapper. Write `with accelerator.no_sync(model):` or "
+        "accelerator.accumulate(model). accelerate's LocalSGD calls it to train a copy on each "
+        "rank; here a rank has a shard and no copy. Leave LocalSGD out, or pass enabled=False."
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class Trainer(transformers.Trainer):
             files = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / SCHEDULER
             load_state(handle(self.model), self.optimizer.optimizer, self.lr_scheduler, files)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Any) -> int:
         """Of a step, as transformers estimates them, for the whole model."""
         return whole_flops(handle(self.model), inputs)
 
@@ -140,9 +141,13 @@ def load_state(
     scheduler.load_state_dict(torch.load(files[1], weights_only=True))
 
 
-def whole_flops(sharded: Sharded, inputs: dict[str, Any]) -> int:
-    """6 for each token and parameter, as transformers has it, which would count the shards."""
-    ids = inputs.get(getattr(sharded.model, "main_input_name", "input_ids"))
+def whole_flops(sharded: Sharded, inputs: Any) -> int:
+    """6 for each token and parameter, as transformers has it, which would count the shards.
+
+    0 for ``inputs`` without tokens: those of GRPO are a list of prompts.
+    """
+    given = inputs if isinstance(inputs, Mapping) else {}
+    ids = given.get(getattr(sharded.model, "main_input_name", "input_ids"))
     modules = sharded.model.modules()
     embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
     members = (member for bucket in sharded.buckets for member in bucket.members)
