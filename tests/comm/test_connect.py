@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import os
 import sys
 import time
@@ -186,6 +188,43 @@ def test_a_launched_group_ends_with_its_comm_also_after_an_error() -> None:
     # Rank 0 serves the store: it stayed until rank 1 had read why it left.
     assert told.startswith("rank 0 has left (it raised KeyError('no such file') after 0 coll")
     assert seconds < 60  # and not the time limit of half an hour
+
+
+def fail_on_rank_1(rank: int, world: int, folder: str, port: int, place: str) -> tuple[str, float]:
+    """Connect, where no descriptor is left on rank 1 at one of the places that need one."""
+    torchrun = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in torchrun.items()})
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    if rank == 1:
+        module, _, name = place.rpartition(".")
+        setattr(importlib.import_module(module), name, fail)
+    start = time.monotonic()
+    try:
+        connect("cpu", transport="messages")
+    except (OSError, RanksDisagree) as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    "place",
+    [
+        "torch.distributed.init_process_group",
+        "shardwise.comm.connect.new_client",
+        "shardwise.comm.gloo.ProcessGroupGloo",
+    ],
+)
+def test_an_error_of_one_rank_while_all_connect_reaches_every_rank(place: str) -> None:
+    outcomes = outcomes_of(3, fail_on_rank_1, free_port(), place)
+    assert [outcome.error for outcome in outcomes] == [""] * 3
+    texts, seconds = zip(*(outcome.value for outcome in outcomes), strict=True)
+    assert all("Too many open files" in text for text in texts), texts
+    assert all("rank 1" in text for text in texts[::2]), texts
+    assert max(seconds) < 60  # and not the time limit of half an hour
 
 
 # --- a group that exists: used, and left alone -----------------------------------------------

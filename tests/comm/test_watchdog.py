@@ -202,16 +202,6 @@ def test_a_comm_that_notes_its_wait_at_every_poll_is_told_of_at_doubling_times(
     assert time.monotonic() - since >= 0.4  # 0.1, 0.2, 0.4 s, and not at every look
 
 
-def test_ranks_that_are_still_starting_are_given_more_time(
-    group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(watchdog, "FIRST_WARNING_AT_START", 0.5)
-    mine, since = group.add(2), time.monotonic()
-    wait_for(mine, A._replace(seq=-2))
-    until(lambda: "has waited" in caplog.text)
-    assert time.monotonic() - since >= 0.5
-
-
 def test_a_rank_publishes_its_last_256_collectives(group: Group) -> None:
     mine = group.add(2)
     for seq in range(300):

@@ -25,7 +25,7 @@ from shardwise.comm.environment import Launch, read_launch
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.malloc import keep_mapped
-from shardwise.comm.meeting import Meeting
+from shardwise.comm.meeting import Meeting, new_client
 from shardwise.comm.protocol import Comm
 from shardwise.comm.shared_memory import shared_memory
 from shardwise.comm.transport import IMMEDIATE, Shutdown, axis_name
@@ -201,7 +201,7 @@ def _own_store(group: ProcessGroup, rank: int) -> Store:
 
     The n-th comm of each rank over one group gets the same prefix.
     """
-    store: Store = group.get_group_store().clone()  # type: ignore[attr-defined]
+    store = new_client(group.get_group_store())
     count = store.add(f"shardwise/{rank}", 1)
     return PrefixStore(f"shardwise/{count}/", store)
 

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.desync import NO_TAG, Collective
-from shardwise.comm.meeting import on_thread
+from shardwise.comm.meeting import new_client, on_thread
 from shardwise.comm.messages import MessagesComm
 from shardwise.comm.transport import IMMEDIATE, Shutdown
 from shardwise.comm.watchdog import Wait, Watchdog
@@ -57,9 +57,10 @@ class GlooComm(MessagesComm):
         atexit.register(self._close_at_exit)
 
     def _connect(self, store: Store, timeout: float) -> None:
-        # Longer than ours, so that the watchdog can report first.
-        limit, store = timedelta(seconds=timeout + 60), PrefixStore("gloo/", store)
-        new_group = partial(ProcessGroupGloo, store, self.rank, self.size, limit)
+        limit = timedelta(seconds=timeout + 60)  # so that the watchdog can report first
+        # A client of its own, or the watchdog would wait behind what gloo waits for.
+        own = PrefixStore("gloo/", new_client(store))
+        new_group = partial(ProcessGroupGloo, own, self.rank, self.size, limit)
         self._group = on_thread(new_group, self._watchdog.raise_if_failed)
 
     def _post(

@@ -78,7 +78,7 @@ class Meeting:
         while not self._store.check([f"rank/{rank}" for rank in range(self._launch.size)]):
             self._check(self._missing)
             sleep(POLL_INTERVAL)
-        return PrefixStore(f"{self._prefix}group/", client.clone())  # type: ignore[attr-defined]
+        return PrefixStore(f"{self._prefix}group/", new_client(client))
 
     def run(self, call: Callable[[], T]) -> T:
         """The result of ``call``, which connects all ranks in C++.
@@ -185,6 +185,12 @@ class Meeting:
                 f"the store at {self._place} does not answer any more ({error}): the process that "
                 "served it, rank 0 or the launcher, has ended. Read its own output."
             )
+
+
+def new_client(store: Store) -> Store:
+    """Another client of the same store, whose blocking calls those of ``store`` do not wait for."""
+    socket.socket().close()  # raises if this process can open none, which torch would try for long
+    return store.clone()  # type: ignore[attr-defined, no-any-return]
 
 
 def on_thread(call: Callable[[], T], check: Callable[[], None]) -> T:

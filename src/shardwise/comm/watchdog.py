@@ -31,8 +31,6 @@ from shardwise.errors import RanksDisagree
 POLL_INTERVAL = 0.5  # seconds between two checks whether this rank waits
 FIRST_CHECK = 1.0  # seconds of waiting before the first look at other ranks
 FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
-# The same during startup, since ranks of a busy machine start at different times.
-FIRST_WARNING_AT_START = 20.0
 MAX_CHECK_INTERVAL = 10.0  # seconds
 HISTORY = 256  # collectives that a rank publishes
 
@@ -207,8 +205,7 @@ class Watchdog:
                 continue
             if waits.since != since:  # a comm that polls makes many objects of one wait
                 since, next_check = waits.since, FIRST_CHECK
-                is_startup = waits.collective.seq < 0
-                next_warning = FIRST_WARNING_AT_START if is_startup else FIRST_WARNING
+                next_warning = FIRST_WARNING
             age = monotonic() - waits.since
             if age < next_check:
                 continue
