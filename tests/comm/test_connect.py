@@ -220,7 +220,7 @@ def fail_on_rank_1(rank: int, world: int, folder: str, port: int, place: str) ->
 )
 def test_an_error_of_one_rank_while_all_connect_reaches_every_rank(place: str) -> None:
     outcomes = outcomes_of(3, fail_on_rank_1, free_port(), place)
-    assert [outcome.error for outcome in outcomes] == [""] * 3
+    assert [(outcome.error, outcome.exitcode) for outcome in outcomes] == [("", 0)] * 3
     texts, seconds = zip(*(outcome.value for outcome in outcomes), strict=True)
     assert all("Too many open files" in text for text in texts), texts
     assert all("rank 1" in text for text in texts[::2]), texts

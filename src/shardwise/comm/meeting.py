@@ -86,7 +86,11 @@ class Meeting:
         Raises:
             RanksDisagree: another rank gave up, or it took too long.
         """
-        return self._run(call, lambda: "their connections are not all made")
+        # Where the process ends meanwhile, the thread keeps ``self``, and so the store that rank 0
+        # serves: without it torch would raise in the thread, and abort the process.
+        return self._run(
+            lambda: self._carry_out(call), lambda: "their connections are not all made"
+        )
 
     def failure(self) -> str:
         """Why a rank has given up, or ``""``."""
@@ -98,7 +102,7 @@ class Meeting:
         """Let the other ranks know that this one gives up, and why."""
         if self._store is None:
             return
-        cause = str(error) if isinstance(error, ShardwiseError) else repr(error)
+        cause = str(error).rstrip(".") if isinstance(error, ShardwiseError) else repr(error)
         with suppress(RuntimeError):
             text = f"rank {self._launch.rank} could not connect: {cause}"
             self._store.compare_set("failed", "", text)
@@ -154,6 +158,9 @@ class Meeting:
         verb = "is" if len(missing) == 1 else "are"
         return f"{format_ranks(missing)} {verb} not there" if missing else "all are there"
 
+    def _carry_out(self, call: Callable[[], T]) -> T:
+        return call()
+
     # ---- waiting -------------------------------------------------------------------------------
 
     def _run(self, call: Callable[[], T], why: Callable[[], str]) -> T:
@@ -166,7 +173,7 @@ class Meeting:
         """Say now and then why this rank waits; raise after the time limit."""
         waited = monotonic() - self._since
         if failure := self._read_failure():
-            raise RanksDisagree(f"{failure} Nothing has started.")
+            raise RanksDisagree(f"{failure}. Nothing has started.")
         if waited > self._timeout:
             raise RanksDisagree(
                 f"the ranks did not all connect to {self._place} within {self._timeout:,.0f} s: "
@@ -183,7 +190,7 @@ class Meeting:
         except RuntimeError as error:
             return (
                 f"the store at {self._place} does not answer any more ({error}): the process that "
-                "served it, rank 0 or the launcher, has ended. Read its own output."
+                "served it, rank 0 or the launcher, has ended; read its own output"
             )
 
 
