@@ -47,7 +47,7 @@ def simple_demo(rank, world_size, args):
     input = torch.rand(world_size, 3)
 
     with sw.connect() as comm:
-        model = ToyModel().to(comm.device)
+        model = ToyModel()  # on the CPU: only this rank's shards go to the device
         sw.shard(model, comm=comm)
 
         optim = SGD(model.parameters(), lr=0.1)
