@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardwise.comm.arena import PAGE, Arena, Heap, SymmetricHeap
+from shardwise.comm.shared_memory import _bytes_for
 
 
 def test_two_mappings_of_one_file_show_the_same_bytes() -> None:
@@ -76,6 +77,34 @@ def test_a_block_that_peers_still_read_is_not_given_out() -> None:
     assert own.allocate(100, torch.float32).data_ptr() == place
 
 
+def test_trimmed_blocks_give_their_memory_back_and_make_place_for_other_sizes() -> None:
+    being_read = {7}
+    own = heap(being_read)
+    kept, shown, *freed = (own.allocate(2 * PAGE, torch.uint8).fill_(1) for _ in range(5))
+    own.mark_read_in(own.arena.offset_of(shown) or 0, 7)
+    del shown
+    freed.clear()
+    own.trim()
+    assert os.fstat(own.arena.fd).st_blocks * 512 == 4 * PAGE  # what lives, and what is read
+    assert own.arena.offset_of(own.allocate(6 * PAGE, torch.uint8)) == 4 * PAGE
+    assert kept.sum() == 2 * PAGE
+    being_read.clear()
+    own.trim()
+    assert own.arena.offset_of(own.allocate(1, torch.uint8)) == 2 * PAGE
+
+
+def test_sixty_four_ranks_of_a_host_fit_in_the_address_space_of_each() -> None:
+    arenas = [Arena.create(_bytes_for(64)) for _ in range(65)]
+    for arena in arenas:
+        arena.close_file()
+        arena.tensor(arena.size - 4, 1, torch.float32).fill_(1.0)
+    assert sum(arena.size for arena in arenas) < 1 << 43
+    assert _bytes_for(2) == 1 << 40
+    mapped = Path("/proc/self/maps").read_text().count("memfd:shardwise")
+    del arena, arenas
+    assert Path("/proc/self/maps").read_text().count("memfd:shardwise") == mapped - 65
+
+
 def test_blocks_do_not_overlap_and_begin_on_pages() -> None:
     own = heap(set())
     blocks = [own.allocate(numel, torch.uint8) for numel in (1, PAGE, PAGE + 1, 3)]
@@ -106,7 +135,7 @@ def test_a_common_block_is_given_out_again_only_once_all_ranks_have_let_it_go() 
     common.reuse([2 * PAGE])
     assert common.unused == {PAGE, 4 * PAGE}
     assert starts(common, 3, 2) == [5, 2]  # the first gap is too small for 3, and just fits 2
-    assert [start for start, _ in common._free] == [8 * PAGE]
+    assert [start for start, _ in common._ranges.free] == [8 * PAGE]
 
 
 def test_common_blocks_are_merged_so_another_layout_fits_in_the_place_of_the_one_before() -> None:
@@ -114,8 +143,8 @@ def test_common_blocks_are_merged_so_another_layout_fits_in_the_place_of_the_one
     for layout in ([3, 1, 2], [2, 2, 2], [1, 5], [6]):
         assert starts(common, *layout)[0] == 0
         common.reuse(set(common.unused))
-        assert common._free[0][0] == 0
-    assert len(common._free) == 1
+        assert common._ranges.free[0][0] == 0
+    assert len(common._ranges.free) == 1
 
 
 def test_a_common_block_lives_as_long_as_a_view_of_it() -> None:

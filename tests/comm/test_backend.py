@@ -6,7 +6,6 @@ a group of one rank over NCCL, is here too, and the same over gloo.
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -25,7 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.comm import backend, watchdog
+from shardwise.comm import backend, transport, watchdog
 from shardwise.comm.backend import BackendComm
 from shardwise.comm.connect import over
 from shardwise.comm.protocol import Comm, Label
@@ -291,14 +290,13 @@ def test_a_group_of_all_ranks_has_one_more_for_reductions_which_ends_with_the_co
 ) -> None:
     """All processes would have to make it, so a part of them has none."""
     group, reductions, ended = of_one_rank(monkeypatch, world)
-    at_exit: list[object] = []
-    monkeypatch.setattr(atexit, "register", at_exit.append)
-    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
     with BackendComm(group, CPU, HashStore(), has_average=False, timeout=60) as comm:
-        assert at_exit == [comm._close_at_exit]
+        assert comm in transport._open.values()  # which the end of the process closes
+        assert comm.is_usable
         assert comm._gather_group is group
         assert comm._reduce_group is (reductions if world == 1 else group)
-    assert (ended, at_exit) == ([reductions] * (world == 1), [])
+    assert ended == [reductions] * (world == 1)
+    assert not comm.is_usable
 
 
 @pytest.mark.parametrize(("claimed", "average"), [(True, 1.0), (True, 2.0), (False, 1.0)])

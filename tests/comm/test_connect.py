@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,8 +19,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import shardwise as sw
 from shardwise.accelerators import Backend, row
 from shardwise.comm import connect as connect_module
 from shardwise.comm.backend import BackendComm
@@ -88,7 +92,7 @@ def launch_two(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(connect_module, "_init_process_group", lambda *_: None)
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=object()))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=MagicMock()))
 
 
 @pytest.mark.parametrize(
@@ -319,6 +323,71 @@ def connect_again(rank: int, world: int, folder: str, count: int) -> list[float]
 def test_ranks_connect_over_one_group_again_and_again(count: int) -> None:
     for outcome in outcomes_of(2, connect_again, count, timeout=60):
         assert (outcome.error, outcome.value) == ("", [1.0] * 2 * count)
+
+
+def opened() -> tuple[int, int, int]:
+    """Descriptors, threads and mappings of shared memory that this process has."""
+    gc.collect()
+    mappings = Path("/proc/self/maps").read_text().count("memfd:shardwise")
+    return len([*Path("/proc/self/fd").iterdir()]), threading.active_count(), mappings
+
+
+def shard_again(rank: int, world: int, folder: str, count: int, at_once: int) -> list[Any]:
+    """What is open after each of ``count`` models, some of which live on; and at the end."""
+    counts, kept = [], list[sw.Sharded]()
+    gc.freeze()  # what torch has imported
+    with gloo_group(rank, world, folder):
+        for number in range(count):
+            model, hybrid = nn.Linear(8 + 8 * number, 8), world > 2 and number % 2
+            how: dict[str, Any] = {"mesh": (world // 2, 2)} if hybrid else {}
+            sharded = sw.shard(model, "hybrid_shard" if hybrid else "full_shard", **how)
+            model(torch.ones(2, 8 + 8 * number)).sum().backward()
+            if number < at_once:
+                kept.append(sharded)
+            elif number % 3 == 0:
+                sharded.unshard()
+            if number % 10 == 1:  # two that are let go without a word
+                sums = [sum_of_ranks(over(dist.group.WORLD, transport="messages"))]
+                assert [*sums, sum_of_ranks(over(dist.group.WORLD))] == [sums[0]] * 2
+            del model, sharded
+            counts.append(opened())
+        kept.clear()
+    return [*counts, opened()]
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    ("world", "count"),
+    [
+        (2, 50),
+        pytest.param(2, 200, marks=pytest.mark.prove),
+        pytest.param(8, 50, marks=pytest.mark.prove),
+    ],
+)
+def test_what_models_and_comms_opened_is_given_back(world: int, count: int) -> None:
+    for outcome in outcomes_of(world, shard_again, count, 20, timeout=200):
+        assert outcome.error == ""
+        (files, threads, mappings), *others, last = outcome.value[3:]
+        for count_of in others:
+            assert count_of[0] <= files + 2  # gloo closes a little later
+            assert count_of[1:] == (threads, mappings)
+        assert last[0] < files
+        assert last[1:] == (threads - 1 - 2 * (world > 2), 0)
+
+
+def test_models_over_one_group_share_a_comm_until_it_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with gloo_group(0, 1, str(tmp_path)):
+        monkeypatch.setattr(connect_module, "_comm", lambda *_: LocalComm())
+        first = comm_for(None)
+        assert comm_for(None, (1, 1)) is comm_for(None, None) is first
+        mesh = init_device_mesh("cpu", (1, 1))
+        assert comm_for(None, mesh) is comm_for(None, init_device_mesh("cpu", (1, 1)))
+        assert comm_for(None, mesh) is not first
+        assert connect() is not first
+        monkeypatch.setattr(LocalComm, "is_usable", False)
+        assert comm_for(None) is not first
 
 
 def connect_alone(rank: int, world: int, folder: str) -> str:

@@ -297,9 +297,13 @@ def test_a_killed_rank_is_named_when_the_others_agree(transport: str) -> None:
     assert max(seconds, their_seconds) < SOON
 
 
+KEPT: list[Comm] = []  # what a process holds until its end
+
+
 def end_early(rank: int, world: int, folder: str, transport: str) -> tuple[float, str] | None:
     with gloo_group(rank, world, folder):
         comm = over(dist.group.WORLD, transport=transport)
+        KEPT.append(comm)
         gather(comm, "blocks.2")
         flying = comm.all_gather(torch.zeros(2 << 20), Label("gather", "blocks.3"))
         if rank == 1:

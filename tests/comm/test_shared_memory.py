@@ -176,7 +176,7 @@ def relayouts(comm: SharedMemoryComm) -> list[int]:
     for frozen in (True, False) * 3:
         weight.requires_grad_(not frozen)  # other buckets, of other sizes
         sharded.relayout()
-        used.append(comm._common_heap._free[-1][0])
+        used.append(comm._common_heap._ranges.free[-1][0])
         model(torch.ones(1, 64)).sum().backward()
     assert torch.equal(kept, values)  # what a user looks at is not given out again
     return used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -77,6 +78,20 @@ def test_the_end_of_a_with_block_tells_whether_it_was_an_error() -> None:
     with pytest.raises(KeyError), Noted(0, 2) as comm:
         raise KeyError("x")
     assert comm.left == ["it raised KeyError('x')"]
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_an_end_that_nobody_uses_any_more_closes_but_not_in_a_fork(forked: bool) -> None:
+    destroyed: list[str] = []
+    comm = Noted(0, 2, shutdown=Shutdown(callback=lambda: destroyed.append("a group again")))
+    comm._opened()
+    left = comm.left
+    if forked:
+        comm._process = -1
+    del comm
+    gc.collect()
+    assert left == ([] if forked else ["nobody used it any more"])
+    assert destroyed == []
 
 
 def test_facts_travel_only_if_their_digests_differ() -> None:

@@ -10,32 +10,37 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-SIZE = 1 << 40  # bytes of address space per file; untouched pages cost nothing
+SIZE = 1 << 40  # bytes of address space per file, if not said; untouched pages cost nothing
 PAGE = mmap.PAGESIZE
 
 
 class Arena:
-    """A mapped file. Other processes address tensors in it by their offset."""
+    """A mapped file. Other processes address tensors in it by their offset.
+
+    Attributes:
+        fd: by which other processes open the file, until ``close_file``; the mapping stays as long
+            as a tensor in it.
+    """
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._map = mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.fd, self.size = fd, os.fstat(fd).st_size
+        self._map = mmap.mmap(fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._base = np.frombuffer(self._map, np.uint8).ctypes.data
 
     @classmethod
-    def create(cls) -> Arena:
+    def create(cls, size: int = SIZE) -> Arena:
         """A new file, open in this process."""
         fd = os.memfd_create("shardwise", os.MFD_CLOEXEC)
-        os.ftruncate(fd, SIZE)
+        os.ftruncate(fd, size)
         return cls(fd)
 
     @classmethod
@@ -45,7 +50,17 @@ class Arena:
         Raises:
             OSError: there is no such process on this host, or it belongs to another user.
         """
-        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        arena = cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        arena.close_file()
+        return arena
+
+    def close_file(self) -> None:
+        """Let no further process open it."""
+        os.close(self.fd)
+
+    def discard(self, start: int, stop: int) -> None:
+        """Give the memory of these pages back; they are zeros when they are touched again."""
+        self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
     def bytes(self, offset: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """``[nbytes]`` at ``offset``."""
@@ -60,22 +75,46 @@ class Arena:
     def offset_of(self, tensor: Tensor) -> int | None:
         """The offset of ``tensor``, or ``None`` if it lies elsewhere."""
         offset = tensor.data_ptr() - self._base
-        return offset if 0 <= offset < SIZE else None
+        return offset if 0 <= offset < self.size else None
+
+
+class Ranges:
+    """The free bytes of an arena from ``start`` on; free neighbours are merged."""
+
+    def __init__(self, arena: Arena, start: int) -> None:
+        self.free = [(start, arena.size)]  # start and stop of each range, ascending, not adjacent
+
+    def take(self, size: int) -> int:
+        """The start of ``size`` bytes in the first range that is large enough."""
+        index = next(i for i, (start, stop) in enumerate(self.free) if stop - start >= size)
+        start, stop = self.free.pop(index)
+        if start + size < stop:
+            self.free.insert(index, (start + size, stop))
+        return start
+
+    def give_back(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Free these blocks: start and stop of each."""
+        ascending, self.free = sorted([*self.free, *blocks]), []
+        for start, stop in ascending:
+            if self.free and self.free[-1][1] == start:
+                start, _ = self.free.pop()  # noqa: PLW2901 - merged with the previous range
+            self.free.append((start, stop))
 
 
 class Heap:
     """Allocates blocks of one rank's arena and frees them when their tensors die.
 
     A freed block is not reused while ``is_being_read`` says that a peer may still read what was
-    sent in the collective of this number.
+    sent in the collective of this number. It is kept for the next tensor of its size, until
+    ``trim``.
     """
 
     def __init__(self, arena: Arena, is_being_read: Callable[[int], bool]) -> None:
         self.arena = arena
         self._is_being_read = is_being_read
-        self._starts: list[int] = []  # of all blocks, ascending: blocks are never merged
-        self._end = 0
-        self._free: dict[int, list[int]] = defaultdict(list)  # size → starts
+        self._ranges = Ranges(arena, 0)
+        self._starts: list[int] = []  # of all blocks, ascending
+        self._kept: dict[int, list[int]] = defaultdict(list)  # size → starts of freed blocks
         # start → number of the last collective that sent it
         self._last_read_in: dict[int, int] = {}
 
@@ -84,38 +123,46 @@ class Heap:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         size = -(-(nbytes := numel * dtype.itemsize) // PAGE) * PAGE
-        offset = self._reusable(size)
+        offset = next(self._reusable(size), None)
         if offset is None:
-            offset, self._end = self._end, self._end + size
-            self._starts.append(offset)
+            insort(self._starts, offset := self._ranges.take(size))
+        else:
+            self._kept[size].remove(offset)
         block = self.arena.bytes(offset, nbytes)
-        weakref.finalize(block, self._free[size].append, offset)
+        weakref.finalize(block, self._kept[size].append, offset)
         return torch.from_numpy(block).view(dtype)
 
     def mark_read_in(self, offset: int, number: int) -> None:
         """Peers will read the block that holds ``offset`` in collective ``number``."""
         self._last_read_in[self._starts[bisect_right(self._starts, offset) - 1]] = number
 
-    def _reusable(self, size: int) -> int | None:
-        offsets = self._free[size]
-        for index, offset in enumerate(offsets):
+    def trim(self) -> None:
+        """Give the memory of freed blocks back, so that those of other sizes fit in their place."""
+        for size, starts in self._kept.items():
+            for start in [*self._reusable(size)]:
+                starts.remove(start)
+                self._starts.remove(start)
+                self._last_read_in.pop(start, None)
+                self.arena.discard(start, start + size)
+                self._ranges.give_back([(start, start + size)])
+
+    def _reusable(self, size: int) -> Iterator[int]:
+        """Freed blocks of this size that no peer reads any more."""
+        for offset in self._kept[size]:
             number = self._last_read_in.get(offset)
             if number is None or not self._is_being_read(number):
-                return offsets.pop(index)
-        return None
+                yield offset
 
 
 class SymmetricHeap:
     """Allocates the same blocks of the common arena on every rank, if all ask in the same order.
 
     A tensor dies at a different time on every rank, so a block is reused only after every rank
-    has it in ``unused``. Free neighbours are merged, so that another layout of the same model fits.
-    Bytes before ``start`` are not allocated.
+    has it in ``unused``. Bytes before ``start`` are not allocated.
     """
 
     def __init__(self, arena: Arena, start: int) -> None:
-        self._arena = arena
-        self._free = [(start, SIZE)]  # start and stop of each range, ascending, not adjacent
+        self._arena, self._ranges = arena, Ranges(arena, start)
         self._sizes: dict[int, int] = {}  # start → bytes of each allocated block
         self.unused: set[int] = set()  # starts of blocks whose tensors are dead on this rank
 
@@ -123,8 +170,9 @@ class SymmetricHeap:
         """``[numel]``, uninitialised, with a storage of its own."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        nbytes = numel * dtype.itemsize
-        start = self._take(-(-nbytes // PAGE) * PAGE)
+        size = -(-(nbytes := numel * dtype.itemsize) // PAGE) * PAGE
+        start = self._ranges.take(size)
+        self._sizes[start] = size
         block = self._arena.bytes(start, nbytes)
         weakref.finalize(block, self.unused.add, start)
         return torch.from_numpy(block).view(dtype)
@@ -133,18 +181,4 @@ class SymmetricHeap:
         """Free the blocks that are unused on every rank; the same on all ranks."""
         for start in sorted(starts):
             self.unused.remove(start)
-            self._free.append((start, start + self._sizes.pop(start)))
-        ascending, self._free = sorted(self._free), []
-        for start, stop in ascending:
-            if self._free and self._free[-1][1] == start:
-                start, _ = self._free.pop()  # noqa: PLW2901 - merged with the previous range
-            self._free.append((start, stop))
-
-    def _take(self, size: int) -> int:
-        """Allocate from the first range that is large enough."""
-        index = next(i for i, (start, stop) in enumerate(self._free) if stop - start >= size)
-        start, stop = self._free.pop(index)
-        if start + size < stop:
-            self._free.insert(index, (start + size, stop))
-        self._sizes[start] = size
-        return start
+            self._ranges.give_back([(start, start + self._sizes.pop(start))])

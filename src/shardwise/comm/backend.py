@@ -12,7 +12,6 @@ These backends have no tags. The watchdog finds mismatched collectives from the 
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -29,7 +28,7 @@ from shardwise.comm.desync import Collective
 from shardwise.comm.gloo import close_connections
 from shardwise.comm.protocol import Label, OnReceived, Pending, Sizes, check_divisible, rows_of
 from shardwise.comm.transport import IMMEDIATE, Group, Shutdown, Transfer, noop
-from shardwise.comm.watchdog import Wait, Watchdog
+from shardwise.comm.watchdog import Wait, Watchdog, weakly
 from shardwise.errors import RanksDisagree
 
 SUCCESS = 0  # of torch's C++ enum WorkResult
@@ -45,6 +44,7 @@ class BackendComm(Group):
     """
 
     has_reduce_scatter = True
+    closes_unused = False  # a vendor's group ends by a collective
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class BackendComm(Group):
             store,
             self.rank,
             self.size,
-            self._interrupt,
+            weakly(self._interrupt),
             timeout,
             shutdown.where,
             shutdown.failure,
@@ -83,7 +83,11 @@ class BackendComm(Group):
         except BaseException as error:
             self._watchdog.leave(f"it raised {error!r}")
             raise
-        atexit.register(self._close_at_exit)
+        self._opened()
+
+    @property
+    def is_usable(self) -> bool:
+        return not self._watchdog.failure  # also after ``close``
 
     def _all_gather(self, collective: Collective, full: Tensor) -> Transfer:
         data = full.view(torch.uint8)  # bytes: not every backend supports every dtype

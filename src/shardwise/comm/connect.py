@@ -10,6 +10,7 @@ import os
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -81,19 +82,39 @@ def connect(
             open_axes=partial(open_axes, transport),
             failure=meeting.failure,
         )
-        return _comm(dist.group.WORLD, this_device, timeout, shutdown, transport)
+        comm = _comm(dist.group.WORLD, this_device, timeout, shutdown, transport)
     except BaseException as error:
         meeting.fail(error)
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
+    _shared[dist.group.WORLD] = {0: comm}
+    return comm
+
+
+_shared: WeakKeyDictionary[ProcessGroup, dict[int, Comm]] = WeakKeyDictionary()
+"""What models that are given no comm share: one for a group and a number of mesh axes, until the
+group is destroyed. Models are garbage at other times on other ranks, so they are no measure."""
 
 
 def comm_for(comm: Comm | None, mesh: Any = None) -> Comm:
-    """``comm``; without one, that of a ``DeviceMesh`` or group, or of the launcher."""
+    """``comm``; without one, that of a ``DeviceMesh`` or group, or of the launcher.
+
+    All models over one group share one.
+    """
     if comm is not None:
         return comm
-    return connect() if mesh is None or isinstance(mesh, (tuple, list)) else over(mesh)
+    ranks = None if isinstance(mesh, (tuple, list)) else mesh
+    if ranks is None and not dist.is_initialized():
+        return connect()
+    axes = ranks.ndim if isinstance(ranks, DeviceMesh) else 0
+    group = dist.group.WORLD if ranks is None else ranks.get_group(0) if axes else ranks
+    if not isinstance(group, ProcessGroup):
+        return over(group)  # which says what is wrong with it
+    shared = _shared.setdefault(group, {})
+    if axes not in shared or not shared[axes].is_usable:
+        shared[axes] = connect() if ranks is None else over(ranks)
+    return shared[axes]
 
 
 def over(

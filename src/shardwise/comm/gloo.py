@@ -9,7 +9,6 @@ through a second buffer and send a reduce-scatter as an all-reduce.
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -26,7 +25,7 @@ from shardwise.comm.desync import NO_TAG, Collective
 from shardwise.comm.meeting import new_client, on_thread
 from shardwise.comm.messages import MessagesComm
 from shardwise.comm.transport import IMMEDIATE, Shutdown
-from shardwise.comm.watchdog import Wait, Watchdog
+from shardwise.comm.watchdog import Wait, Watchdog, weakly
 from shardwise.errors import RanksDisagree
 
 IMMEDIATELY = timedelta(milliseconds=1)
@@ -43,7 +42,7 @@ class GlooComm(MessagesComm):
         self._works: dict[int, list[tuple[int, Work]]] = {}
         self._group: Any = None  # torch has no types for ``send`` and ``recv``
         self._watchdog = Watchdog(
-            store, rank, size, self._interrupt, timeout, shutdown.where, shutdown.failure
+            store, rank, size, weakly(self._interrupt), timeout, shutdown.where, shutdown.failure
         )
         self.watched = self._watchdog
         try:
@@ -54,7 +53,7 @@ class GlooComm(MessagesComm):
         except BaseException as error:
             self._watchdog.leave(f"it raised {error!r}")
             raise
-        atexit.register(self._close_at_exit)
+        self._opened()
 
     def _connect(self, store: Store, timeout: float) -> None:
         limit = timedelta(seconds=timeout + 60)  # so that the watchdog can report first

@@ -122,6 +122,11 @@ class Comm(ABC):
         total = sum(weight for _, weight in rows)
         return sum(v * weight for v, weight in rows if weight) / total if total else math.nan
 
+    @property
+    def is_usable(self) -> bool:
+        """Is it neither closed nor failed?"""
+        return True
+
     @abstractmethod
     def all_gather(self, full: Tensor, label: Label) -> Pending:
         """Fill ``full`` from every rank, in place.

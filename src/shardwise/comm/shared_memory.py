@@ -15,7 +15,6 @@ collectives wait for each other, and the watchdog finds them.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import platform
@@ -76,13 +75,20 @@ def shared_memory(
 def _open_everywhere(watchdog: Watchdog, rank: int) -> tuple[list[Arena] | None, list[int]]:
     """The arenas of all ranks, or ``None`` if a rank could not open them all; and the pids."""
     kinds = ("own", "common") if rank == 0 else ("own",)
-    arenas = [Arena.create() for _ in kinds] if _is_supported() else []
+    arenas = [Arena.create(_bytes_for(watchdog.size)) for _ in kinds] if _is_supported() else []
     own = json.dumps([_host(), os.getpid(), [arena.fd for arena in arenas]])
     startups = [json.loads(text) for text in watchdog.greet("start", own)]
     hosts = {host for host, _, _ in startups}
     opened = _open(startups, rank, arenas) if len(hosts) == 1 else None
     all_opened = set(watchdog.greet("start", str(opened is not None))) == {"True"}
+    for arena in arenas:
+        arena.close_file()
     return opened if all_opened else None, [pid for _, pid, _ in startups]
+
+
+def _bytes_for(ranks: int) -> int:
+    """Address space of one arena of so many: 5 TiB in all, of the 128 that a process has."""
+    return min(1 << 40, (1 << 42) // ranks)
 
 
 def _is_supported() -> bool:
@@ -142,8 +148,8 @@ class SharedMemoryComm(Group):
         self.memory = SharedMemory(self._own_heap, self._common_heap)
         self._first_used = ROWS  # the first collective whose row may still be in use
         self._pending: list[weakref.ref[InFlight] | None] = [None] * ROWS  # by row
-        atexit.register(self._close_at_exit)
         self._pidfds = [os.pidfd_open(pid) for pid in pids]
+        self._opened()
 
     # ---- collectives -----------------------------------------------------------------------
 
@@ -213,13 +219,14 @@ class SharedMemoryComm(Group):
         return self._transfer(collective, finish)
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
-        """Every rank's ``text``; also frees common memory that no rank uses any more."""
+        """Every rank's ``text``; also frees memory that no rank uses any more."""
         self._post(collective)
         own = json.dumps([text, sorted(self._common_heap.unused)])
         texts = self._watchdog.gather_texts(collective, own, is_gone=self._is_gone)
         self._mark_read(collective)
         pairs = [json.loads(pair) for pair in texts]
         self._common_heap.reuse(set.intersection(*(set(unused) for _, unused in pairs)))
+        self._own_heap.trim()
         return [text for text, _ in pairs]
 
     def _fail(self, reason: str) -> RanksDisagree:
@@ -227,6 +234,8 @@ class SharedMemoryComm(Group):
 
     def _leave(self, reason: str) -> None:
         self._watchdog.leave(reason, self.shutdown.linger)
+        for descriptor in self._pidfds:
+            os.close(descriptor)
 
     # ---- rows ------------------------------------------------------------------------------
 

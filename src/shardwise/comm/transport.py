@@ -10,6 +10,8 @@ import atexit
 import hashlib
 import itertools
 import json
+import os
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -81,6 +83,19 @@ class Shutdown(NamedTuple):
 
 IMMEDIATE = Shutdown()
 
+_numbers = itertools.count()
+_open: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()  # oldest first
+
+
+def _close_all() -> None:
+    """Close what is open at the process's end, the newest first: the oldest may serve the store."""
+    for number in sorted(_open, reverse=True):
+        if (group := _open.get(number)) is not None and group._process == os.getpid():
+            group.close(process_exit_reason())
+
+
+atexit.register(_close_all)
+
 
 class Group(Comm):
     """One rank's communicator in a group of real ranks. A subclass moves the bytes.
@@ -91,6 +106,9 @@ class Group(Comm):
 
     #: Where a wait stops this rank until others have issued what it waits for.
     watched: Watchdog | None = None
+    #: Does it close when nobody uses it any more? That is at another time on every rank.
+    closes_unused = True
+    _process: int | None = None  # that has opened it; a fork closes nothing of its parent's
 
     def __init__(
         self, rank: int, size: int, device: torch.device, shutdown: Shutdown = IMMEDIATE
@@ -102,6 +120,10 @@ class Group(Comm):
         self._issued = 0
         self._closed = False
         self._axes: dict[tuple[int, int], tuple[Comm, Comm]] = {}
+
+    @property
+    def is_usable(self) -> bool:
+        return not (self._closed or (self.watched and self.watched.failure))
 
     # ---- implemented by transports -----------------------------------------------------------
 
@@ -204,14 +226,20 @@ class Group(Comm):
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._close_at_exit)
         for axis in itertools.chain(*self._axes.values()):
             axis.close(reason)
         self._leave(reason)
         self.shutdown.callback()
 
-    def _close_at_exit(self) -> None:
-        self.close(process_exit_reason())
+    def _opened(self) -> None:
+        """All ranks are connected: this end closes when nobody uses it, or the process ends."""
+        _open[next(_numbers)] = self
+        self._process = os.getpid()
+
+    def __del__(self) -> None:
+        if self.closes_unused and self._process == os.getpid():
+            self.shutdown = IMMEDIATE  # if it made a group, that was destroyed: see ``comm_for``
+            self.close("nobody used it any more")
 
 
 class InFlight:

@@ -15,6 +15,7 @@ import json
 import logging
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
@@ -79,7 +80,7 @@ class Watchdog:
         self.failure = ""  # why the group has failed
         self._store = store
         self._rank = rank
-        self._size = size
+        self.size = size
         self._interrupt = interrupt
         self._timeout, self._where, self._failed_before = timeout, where, failure
         self._recent: deque[Collective] = deque(maxlen=HISTORY)
@@ -95,7 +96,7 @@ class Watchdog:
 
     def add_axis(self, name: str, ranks: Sequence[int], axis: Watchdog) -> None:
         """Let waits in this group, of all ranks, and on an axis of ``ranks`` be followed."""
-        grid = self._grid or GridGroup("all ranks", range(self._size), {})
+        grid = self._grid or GridGroup("all ranks", range(self.size), {})
         grid.watchdogs.update({grid.name: self, name: axis})
         self._grid, axis._grid = grid, GridGroup(name, ranks, grid.watchdogs)
 
@@ -132,14 +133,14 @@ class Watchdog:
         """
         self.issue(collective)
         self.waits = Wait(collective, monotonic())
-        keys = [f"texts/{collective.seq}/{rank}" for rank in range(self._size)]
+        keys = [f"texts/{collective.seq}/{rank}" for rank in range(self.size)]
         pause = 0.0005
         try:
             self._store.set(keys[self._rank], text)
             rendezvous()
             while not self._store.check(keys):
                 self.raise_if_failed()
-                for peer in range(self._size):
+                for peer in range(self.size):
                     if is_gone(peer) and not self._store.check([keys[peer]]):
                         raise self.explain(RuntimeError("its process has ended"), peer)
                 sleep(pause)
@@ -184,7 +185,8 @@ class Watchdog:
     def leave(self, reason: str, linger: float = 0.0) -> None:
         """Publish why this rank ends; wait up to ``linger`` seconds until all ranks have ended."""
         self._stop.set()
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # which may have found a comm unused
+            self._thread.join()
         closed = f"rank {self._rank}'s end of this group is closed ({reason})."
         self.failure = self.failure or closed
         try:
@@ -230,7 +232,7 @@ class Watchdog:
         except RuntimeError as error:
             return _without_store(error, collective, waits.peer), ""
         if waits.peer is None:
-            missing = desync.missing_ranks(progress, self._size, collective)
+            missing = desync.missing_ranks(progress, self.size, collective)
         else:
             missing = [waits.peer]
         if not reason and age > self._timeout:
@@ -264,17 +266,28 @@ class Watchdog:
 
     def _read_progress(self) -> dict[int, RankProgress]:
         """The progress of ranks that have waited long at some time, or have ended."""
-        keys = {rank: f"cursor/{rank}" for rank in range(self._size)}
+        keys = {rank: f"cursor/{rank}" for rank in range(self.size)}
         written = [rank for rank, key in keys.items() if self._store.check([key])]
         values = self._store.multi_get([keys[rank] for rank in written])
         return {rank: _decode_progress(value) for rank, value in zip(written, values, strict=True)}
 
     def _all_ended(self) -> bool:
         progress = self._read_progress()
-        return len(progress) == self._size and all(c.ended for c in progress.values())
+        return len(progress) == self.size and all(c.ended for c in progress.values())
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A bound method that does not keep its object, and does nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (present := reference()) is not None:
+            present()
+
+    return call
 
 
 def process_exit_reason() -> str:

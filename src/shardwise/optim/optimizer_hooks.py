@@ -152,7 +152,7 @@ class _Params:
 class OptimizerHooks:
     """Watches the optimizers that step on one sharded model.
 
-    torch keeps the hooks for ever, so nothing here keeps the model alive.
+    torch keeps the hooks for ever, so nothing here keeps the model alive, or the comm.
 
     Args:
         params: the model's parameters.
@@ -171,7 +171,7 @@ class OptimizerHooks:
         comm: Comm,
     ) -> None:
         self._between_steps = weakref.WeakMethod(between_steps)
-        self._comm, self._warns = comm, comm.size > 1 and comm.rank == 0
+        self._comm, self._warns = weakref.proxy(comm), comm.size > 1 and comm.rank == 0
         self._own_ids = {id(param) for param in params}
         self._before_step = weakref.WeakMethod(before_step)
         #: In order of their first step.
