@@ -5,8 +5,8 @@ Models are built before the threads start: these share one random generator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -49,6 +49,25 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return list(one) == list(other) and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
+
+
+def assert_near(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """As near as ``tolerance`` of each tensor's largest magnitude: sums in another order round so.
+
+    Args:
+        found: a tensor, or tensors by name or in order, like ``expected``.
+    """
+    if isinstance(expected, Mapping):
+        assert list(found) == list(expected)
+        found, expected = list(found.values()), list(expected.values())
+    elif isinstance(expected, Tensor):
+        found, expected = [found], [expected]
+    for at, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype), at
+        if other.numel():
+            wide = torch.complex128 if other.is_complex() else torch.float64
+            far = (one.to(wide) - other.to(wide)).abs().max().item()
+            assert far <= tolerance * other.to(wide).abs().max().item(), at
 
 
 def local(value: Tensor | None) -> Tensor:

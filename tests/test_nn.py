@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.schedule.events import Op
-from tests.copies import local, on_ranks, seeded
+from tests.copies import assert_near, local, on_ranks, seeded
 from tests.nets import Batch, Decoder, decoder_batch
 from tests.steps import STRATEGIES, Step, averaged, play, units_of
 
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_those_of_the_plain_one(
 
     pairs = zip(gradients(chunked, head, hidden), gradients(plain, head, hidden), strict=True)
     for mine, right in pairs:
-        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-14)
+        assert_near(mine, right, 1e-12)
 
 
 def allocated(run: Callable[[], object]) -> int:

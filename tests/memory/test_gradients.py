@@ -19,7 +19,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.memory.gradients import Gradients, Share
 from shardwise.memory.sharded_parameter import LocalGradient
 from shardwise.memory.sharding import sharding_of
-from tests.copies import local
+from tests.copies import assert_near, local
 from tests.nets import (
     NETS,
     Batch,
@@ -320,7 +320,7 @@ def test_reducing_every_micro_batch_gives_the_same_gradient_for_less_memory(stra
             assert param.grad is not None
             assert whole is not None
             mine = sharding.cut(whole, param.shape)
-            torch.testing.assert_close(local(param.grad), mine, rtol=1e-5, atol=1e-7)
+            assert_near(local(param.grad), mine)
 
     run_threads(2, rank)
 

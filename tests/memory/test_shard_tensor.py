@@ -17,7 +17,7 @@ from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.memory.sharding import sharding_of
 from shardwise.memory.tensor_reductions import vector_norm
 from tests import nets
-from tests.copies import clones, local, on_ranks, said, seeded
+from tests.copies import assert_near, clones, local, on_ranks, said, seeded
 from tests.parity.plain import put_gradients
 from tests.steps import averaged, train
 
@@ -181,7 +181,7 @@ def test_a_number_costs_one_collective_and_a_list_of_norms_one_for_all() -> None
         others = torch._foreach_norm([*found, torch.ones(3)], 1, dtype=torch.float64)
         singly = [gradient.norm(1, dtype=torch.float64) for gradient in found]
         expected = [*singly, torch.tensor(3.0).double()]
-        torch.testing.assert_close(list(others), expected, rtol=1e-5, atol=1e-6)
+        assert_near(others, expected)
 
     on_ranks(WORLD, BUILD, rank)
 

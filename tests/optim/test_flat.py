@@ -28,7 +28,7 @@ from shardwise.optim import fused
 from shardwise.optim.flat_state import FlatGradient, FlatState
 from shardwise.torch_internals import fused_adamw_
 from tests import nets
-from tests.copies import clones, equal, local, on_ranks, said
+from tests.copies import assert_near, clones, equal, local, on_ranks, said
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES, train
 
@@ -70,7 +70,7 @@ def twins(comm: Comm, model: nn.Module, kind: str = "AdamW", **options: Any) -> 
 
 
 def assert_alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    torch.testing.assert_close(dict(one), dict(other), rtol=1e-5, atol=1e-6)
+    assert_near(one, other, 2e-5)
 
 
 # ---- the same bits in every strategy ---------------------------------------------------------
@@ -235,7 +235,7 @@ def test_it_clips_as_clip_grad_norm_before_torchs_step(kind: str, max_norm: floa
             assert (norm.item() > max_norm) is (max_norm < 1)
             after = [local(p.grad) for p in model.parameters() if p.grad is not None]
             expected = [local(p.grad) for p in other.parameters() if p.grad is not None]
-            torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-6 * norm.item())
+            assert_near(after, expected, 1e-5)
             if max_norm > 1:
                 assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
         assert_alike(clones(model.state_dict()), clones(other.state_dict()))

@@ -17,7 +17,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.memory.sharding import sharding_of
 from shardwise.optim.norm import norm_of
 from tests import nets
-from tests.copies import local, on_ranks, said, seeded
+from tests.copies import assert_near, local, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.parity.plain import put_gradients
 from tests.steps import STRATEGIES, assert_gradients, averaged, train
@@ -74,7 +74,7 @@ def test_it_clips_as_torch_clips_the_plain_model(net: Net, norm_type: float) -> 
                 assert whole[name] is None
             else:
                 value = param.sharding.cut(whole[name], param.shape)  # type: ignore[attr-defined]
-                torch.testing.assert_close(local(param.grad), value, rtol=1e-5, atol=1e-8)
+                assert_near(local(param.grad), value)
         return norm
 
     for norm in on_ranks(world, net.build, rank):

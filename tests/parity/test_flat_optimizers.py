@@ -21,6 +21,7 @@ import shardwise as sw
 from shardwise.comm.connect import over
 from shardwise.optim.update import Update
 from tests import nets
+from tests.copies import assert_near
 from tests.nets import NETS, Net
 from tests.parity.plain import MakeOptimizer, Recipe, large_batch, one_by_one
 from tests.parity.sharded import (
@@ -87,7 +88,7 @@ def test_the_losses_are_those_of_the_plain_process_that_plays_the_ranks_in_turn(
     ranks, plain = on_threads(3, recipe, how), one_by_one(recipe, 3)
     for rank, losses, state in zip(ranks, plain.losses, plain.states, strict=True):
         assert rank.losses == pytest.approx(losses, rel=1e-6, abs=0)
-        torch.testing.assert_close(rank.state, state, rtol=tolerance, atol=tolerance)
+        assert_near(rank.state, state, tolerance)
 
 
 def test_bf16_compute_keeps_fp32_masters() -> None:

@@ -26,7 +26,7 @@ from shardwise.schedule.placement import Placement
 from shardwise.strategies import placement_of
 from shardwise.units.units import Units
 from tests import nets
-from tests.copies import clones, equal, local, on_ranks, said, seeded
+from tests.copies import assert_near, clones, equal, local, on_ranks, said, seeded
 from tests.parity.plain import OPTIMIZERS
 from tests.ranks import run_hosts, run_threads
 from tests.steps import Recorder, averaged, train
@@ -123,7 +123,7 @@ def test_gradients_are_summed_over_rows_and_then_over_copies(
     assert all(equal(first, other) for other in others)
     torch.manual_seed(0)
     for name, value in expected(nets.decoder()).items():
-        torch.testing.assert_close(first[name], value, rtol=1e-6, atol=1e-8)
+        assert_near(first[name], value, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.runtime.buffers import sync_buffers
 from tests import nets
-from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.copies import assert_near, clones, equal, on_ranks, said, seeded
 from tests.ranks import run_processes
 from tests.steps import STRATEGIES, train
 
@@ -57,7 +57,7 @@ def _beside_ddp(comm: Comm) -> None:
             steps(model, comm)
             assert equal(statistics(model), statistics(reference.module)), (policy, strategy)
             with torch.no_grad():
-                torch.testing.assert_close(model.eval()(seen), expected, rtol=0, atol=1e-6)
+                assert_near(model.eval()(seen), expected)
 
 
 # ---- each policy ---------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_after_a_step_buffers_are_each_ranks_own_rank_0s_or_the_mean(
             continue
         for name, value in found.items():
             mean = torch.stack([buffers[name].double() for buffers in own]).mean(0)
-            torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-7)
+            assert_near(value.double(), mean, 1e-6)
             assert value.dtype == own[0][name].dtype  # the counts of batches stay integers
 
 

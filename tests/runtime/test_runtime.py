@@ -24,7 +24,7 @@ import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm, Label
 from shardwise.schedule.events import Event, Mode, Op, Phase
-from tests.copies import local
+from tests.copies import assert_near, local
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_sharing, run_threads
@@ -449,7 +449,7 @@ def test_two_losses_that_share_a_layer_average_both() -> None:
                 assert (param.grad is None) == (whole is None)
                 if param.grad is not None and whole is not None:
                     mine = param.sharding.cut(whole, param.shape)  # type: ignore[attr-defined]
-                    torch.testing.assert_close(param.grad, mine, rtol=1e-6, atol=1e-7)
+                    assert_near(local(param.grad), mine)
             sharded.model.zero_grad()
 
     run_threads(2, rank)

@@ -18,6 +18,7 @@ from shardwise.comm.fake import FakeComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
 from shardwise.setup import compiler
+from tests.copies import assert_near
 from tests.nets import decoder, decoder_batch, mostly_frozen, mostly_frozen_batch, tied_decoder
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, play, train
@@ -229,4 +230,4 @@ def test_inductor(strategy: str, recomputes: bool) -> None:
     counts = counted(lambda: compiled.update(trained(model, comm, **options, compile=True)))
     assert counts["breaks"] == 0
     for name, shard in plain.items():
-        torch.testing.assert_close(compiled[name], shard, rtol=1e-5, atol=1e-6)
+        assert_near(compiled[name], shard)

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ScheduleError
+from tests.copies import assert_near
 from tests.nets import NETS, Net, decoder, decoder_batch
 from tests.ranks import run_processes, run_threads
 from tests.tracing.runs import Step, assert_equal, by_engine, by_programs, printed
@@ -203,7 +204,7 @@ def test_the_programs_equal_autograd_of_one_process() -> None:
     for name, param in model.named_parameters():
         whole = torch.cat([grad for grads in ranks if (grad := grads[name]) is not None])
         assert param.grad is not None
-        torch.testing.assert_close(whole, param.grad / 2, rtol=1e-6, atol=1e-6)
+        assert_near(whole, param.grad / 2)
 
 
 def test_the_functional_stage_is_the_module() -> None:

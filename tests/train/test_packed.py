@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from shardwise.train.batches import IGNORED, MicroBatch
 from shardwise.train.decoder import Decoder
 from shardwise.train.packed import Examples, SampleRows, pack
+from tests.copies import assert_near
 from tests.train.test_decoder import SHAPE, llama
 
 NO = IGNORED
@@ -111,7 +112,7 @@ def test_the_loss_of_packed_rows_is_that_of_each_sample_alone(ours: bool) -> Non
     sum(each).backward()  # type: ignore[union-attr]
     assert total.item() == pytest.approx(sum(each).item(), rel=1e-13)  # type: ignore[union-attr]
     for found, parameter in zip(gradients, model.parameters(), strict=True):
-        torch.testing.assert_close(found, parameter.grad, rtol=1e-10, atol=1e-12)
+        assert_near(found, parameter.grad, 1e-10)
     padded = loss(model, everything(alone))  # rows of different lengths, without packing
     assert padded.item() == pytest.approx(total.item(), rel=1e-13)
 
