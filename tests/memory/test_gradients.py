@@ -534,7 +534,8 @@ def test_dropped_gradients_are_forgotten_and_those_of_shards_stay() -> None:
     assert all(param.grad is None for param in model.parameters())
     train(model, decoder_batch(0, 2))
     kept = {
-        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+        name: None if p.grad is None else local(p.grad).clone()
+        for name, p in model.named_parameters()
     }
     with sharded.accumulate(last=False):
         train(model, decoder_batch(1, 2))
@@ -644,7 +645,7 @@ def test_a_ranks_gradients_count_for_its_share(share: Share, mean: float) -> Non
     gradients.deliver([True], at_rest=True)
     [param] = gradients.spec.params
     assert param.grad is not None
-    assert param.grad.tolist() == [[mean] * 3]
+    assert local(param.grad).tolist() == [[mean] * 3]
 
 
 def test_the_memory_of_what_was_thrown_away_goes_and_the_pass_is_remembered() -> None:

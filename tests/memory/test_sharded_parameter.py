@@ -365,14 +365,41 @@ def test_what_cannot_stand_for_a_shard_is_refused_where_it_is_assigned() -> None
         )
 
 
-def test_one_rank_alone_holds_plain_parameters() -> None:
+REFUSED: dict[str, Callable[[nn.Module], object]] = {
+    "an index": lambda m: m.get_parameter("scale")[0],
+    "numpy": lambda m: m.get_parameter("scale").detach().numpy(),
+    "a product": lambda m: m.get_parameter("scale") * torch.ones(8),
+    "another dtype": nn.Module.half,
+    "a pickle": lambda m: torch.save(m, io.BytesIO()),
+    "LBFGS": lambda m: torch.optim.LBFGS(m.parameters()).step(lambda: torch.zeros(())),
+    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters()).step(),
+}
+
+
+@pytest.mark.parametrize("precision", [sw.Precision(), sw.Precision(compute=torch.bfloat16)])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_rank_refuses_what_many_refuse(
+    world: int, strategy: str, precision: sw.Precision
+) -> None:
+    """So nobody meets a rule for the first time where the run is large."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, strategy, comm=comm, precision=precision)
+        for what, use in REFUSED.items():
+            said(sw.ShardwiseError, partial(use, model))
+            assert {type(param) for param in model.parameters()} == {ShardedParameter}, what
+            train(model, (torch.ones(2, 8), torch.ones(2, 8)))
+
+    on_ranks(world, Normed, rank)
+
+
+def test_one_rank_that_splits_nothing_holds_plain_parameters() -> None:
     model = Normed()
-    sw.shard(model)
+    sw.shard(model, "no_shard")
     train(model, (torch.ones(2, 8), torch.ones(2, 8)))
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
-    penalty = torch.stack([param.square().sum() for param in model.parameters()]).sum()
-    penalty.backward()
-    assert model.get_parameter("scale").grad is not None
+    assert model.get_parameter("scale").detach().numpy().shape == ()
 
 
 def _whole(param: Tensor) -> torch.Size:

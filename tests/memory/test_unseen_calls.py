@@ -122,7 +122,7 @@ def test_in_a_pass_it_is_given_the_whole_parameter(
     run_threads(2, rank)
 
 
-@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("world", [1, 2])
 def test_outside_of_a_pass_every_rank_refuses_it(world: int) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)

@@ -211,11 +211,15 @@ def test_what_autograd_would_hand_out_is_refused_also_where_parameters_are_whole
     assert_at_rest(sharded)
 
 
-def test_one_rank_alone_may_be_handed_out_gradients() -> None:
+def test_one_rank_alone_is_handed_out_gradients_where_many_are() -> None:
+    """That is inside ``full_params()``."""
     model = critic()
     expected = torch.autograd.grad(model(BATCHES[0][0]).sum(), list(model.parameters()))
-    sw.shard(model, comm=LocalComm())
-    found = torch.autograd.grad(model(BATCHES[0][0]).sum(), list(model.parameters()))
+    sharded = sw.shard(model, comm=LocalComm())
+    params = list(model.parameters())
+    said(sw.ShardUseError, lambda: torch.autograd.grad(model(BATCHES[0][0]).sum(), params))
+    with sharded.full_params():
+        found = torch.autograd.grad(model(BATCHES[0][0]).sum(), params)
     assert all(map(torch.equal, found, expected))
 
 

@@ -93,7 +93,8 @@ def is_handed_out(param: nn.Parameter) -> bool | None:
     ``None``: neither. torch.autograd.grad returns gradients and accumulates none.
     """
     try:
-        executes = engine_executes(get_gradient_edge(param).node)
+        with disable_torch_function():
+            executes = engine_executes(get_gradient_edge(param).node)
     except RuntimeError:  # torch raises if the leaf is neither executed nor skipped
         return True
     return False if executes else None

@@ -73,11 +73,10 @@ class Bucket:
         self._is_current = False  # does a kept full bucket hold what all shards hold now?
         self._allocate()
         ours = [param for param in self.params if type(param) in OUR_CLASSES]
-        #: Whose class changes. Classes that users gave their parameters are left alone.
-        self._ours = [] if self.allocation.stays_whole else ours
-        self._class_at_rest = nn.Parameter if self.allocation.whole else ShardedParameter
-        #: Are all parameters guarded at rest?
-        self._guards = len(ours) == len(self.params) and not self.allocation.whole
+        #: Whose class changes, on one rank as on many. Classes that users gave are left alone.
+        self._ours = ours if spec.placement.splits or not self.allocation.stays_whole else []
+        self._class_at_rest = ShardedParameter if spec.placement.splits else nn.Parameter
+        self._guards = len(ours) == len(self.params) and spec.placement.splits  # all parameters?
         self._may_be_written = False  # by a method, since the parameters became whole
         self._versions: list[int] = []
         for param in self._ours:
@@ -195,9 +194,11 @@ class Bucket:
             self._pending.wait()
             self._pending = None
         if self.state is State.IN_FLIGHT:
-            if not self.allocation.stays_whole:
+            if self.allocation.stays_whole:
+                self._bind(nn.Parameter)
+            else:
                 with disable_torch_function():
-                    self._bind(self._full_views, GatheredParameter)
+                    self._bind(GatheredParameter, self._full_views)
                     self._versions = list(map(get_version, self.params))
                 self._may_be_written = False
             self.state = State.READY
@@ -208,7 +209,7 @@ class Bucket:
             values = list(map(_DETACH, self.params)) if self.is_written() else self._full_views
             self.rest()
             with disable_torch_function():
-                self._bind(values, GatheredParameter)
+                self._bind(GatheredParameter, values)
             self.state = State.READY
 
     def free(self, still_read: bool = False) -> None:
@@ -222,8 +223,8 @@ class Bucket:
                 pending.wait()
         finally:
             if self.state is not State.AT_REST:
-                if not self.allocation.stays_whole:  # else ``adopt`` takes new values
-                    self.rest()
+                # Of what stays whole, ``adopt`` takes new values.
+                self._bind(self._class_at_rest) if self.allocation.stays_whole else self.rest()
                 self.state = State.AT_REST  # last: where Ctrl-C comes between, it is done again
             if not (still_read or self.allocation.lasting):
                 self._memory.free(self._storage)
@@ -235,7 +236,7 @@ class Bucket:
         if self.state is State.READY:
             self.state = State.IN_FLIGHT
         with disable_torch_function():
-            self._bind(self._rest_views, self._class_at_rest)
+            self._bind(self._class_at_rest, self._rest_views)
 
     def rest_one(self, index: int) -> None:
         """The same for one parameter, which shows it for the first time."""
@@ -321,13 +322,13 @@ class Bucket:
     def bind_whole(self, wholes: list[Tensor]) -> None:
         """Let the parameters be ``wholes``, and plain, until ``rest``."""
         with disable_torch_function():
-            self._bind(wholes, nn.Parameter)
+            self._bind(nn.Parameter, wholes)
 
-    def _bind(self, values: list[Tensor], kind: type[nn.Parameter]) -> None:
-        """Let the parameters be ``values``, and ours of class ``kind``."""
+    def _bind(self, kind: type[nn.Parameter], values: list[Tensor] | None = None) -> None:
+        """Let ours be of class ``kind``, and all parameters be ``values``, if there are any."""
         for param in self._ours:
             param.__class__ = kind
-        for param, value in zip(self.params, values, strict=True):
+        for param, value in zip(self.params, values, strict=True) if values else ():
             set_data(param, value)
 
     # ---- written while whole -----------------------------------------------------------------
@@ -379,7 +380,7 @@ class Bucket:
         """A parameter may be written next: this rank must write to memory of its own."""
         if not self._may_be_written and self.allocation.shared:
             with torch.inference_mode(False), disable_torch_function():
-                self._bind(self.spec.full_views(self.full.clone()), GatheredParameter)
+                self._bind(GatheredParameter, self.spec.full_views(self.full.clone()))
         self._may_be_written = True
 
     def close(self) -> None:

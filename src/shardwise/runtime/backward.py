@@ -169,7 +169,7 @@ class Backward:
         # For a shard at rest it is refused where it is called.
         whole = (bucket for bucket in self.runtime.trained.buckets if bucket.is_whole)
         members = (member for b in whole for member in b.members if member.param.requires_grad)
-        for member in members if self.runtime.comm.size > 1 else ():
+        for member in members:
             if (answer := is_handed_out(member.param)) is not None:
                 return autograd_grad_called(member.name) if answer else None
         return None

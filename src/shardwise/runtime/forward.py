@@ -352,8 +352,9 @@ class Hooks:
 def _goes_on(call: FrameType) -> bool:
     """Is this call on the stack of any thread?"""
     # Of this thread as a rule; the stacks of other threads change while they are read.
-    stacks = sys._current_frames().values()
-    return _is_on(sys._getframe(), call) or any(_is_on(stack, call) for stack in stacks)
+    if _is_on(sys._getframe(), call):
+        return True
+    return any(_is_on(stack, call) for stack in sys._current_frames().values())
 
 
 def _is_on(stack: FrameType | None, call: FrameType) -> bool:
