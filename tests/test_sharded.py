@@ -186,7 +186,7 @@ def test_each_parameter_says_where_its_elements_are(strategy: str) -> None:
         sw.shard(model, strategy, comm=comm)
         for param in model.parameters():
             sharding = param.sharding  # type: ignore[attr-defined]
-            assert sharding.stop - sharding.start == param.numel()
+            assert sharding.stop - sharding.start == param.shape.numel()
         return shardings(model)
 
     ranks = on_ranks(3, nets.tied_decoder, rank)
@@ -643,7 +643,7 @@ def test_a_model_lives_without_its_handle() -> None:
 
 
 def test_the_handle_counts_the_elements_of_the_whole_model() -> None:
-    """Each parameter counts those of its shard. What is trained may change."""
+    """So does each parameter, whose shape is that of its shard. What is trained may change."""
     plain = nets.mostly_frozen()
     whole = sum(param.numel() for param in plain.parameters())
     first, *others = [param.numel() for param in plain.parameters() if param.requires_grad]
@@ -653,7 +653,8 @@ def test_the_handle_counts_the_elements_of_the_whole_model() -> None:
         assert (sharded.numel(), sharded.numel(trainable_only=True)) == (whole, first + sum(others))
         next(p for p in model.parameters() if p.requires_grad).requires_grad = False
         assert (sharded.numel(), sharded.numel(trainable_only=True)) == (whole, sum(others))
-        return sum(param.numel() for param in model.parameters())
+        assert sum(param.numel() for param in model.parameters()) == whole
+        return sum(param.shape.numel() for param in model.parameters())
 
     assert sum(on_ranks(3, nets.mostly_frozen, rank)) == whole
 

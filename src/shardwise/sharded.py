@@ -325,7 +325,7 @@ class Sharded:
         return Schedule(listed, nbytes, name, mode, self.comm.size, specs, plain, buffers)
 
     def numel(self, *, trainable_only: bool = False) -> int:
-        """Elements of the full parameters; ``parameter.numel()`` is that of this rank's shard."""
+        """Elements of the full parameters, each counted once."""
         members = (member for bucket in self.buckets for member in bucket.members)
         return sum(m.numel for m in members if m.param.requires_grad or not trainable_only)
 

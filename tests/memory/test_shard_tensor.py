@@ -71,6 +71,8 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "amin": Tensor.amin,
     "largest": lambda g: g.abs().max(),
     "root mean square": lambda g: g.square().mean().sqrt(),
+    "root mean square by hand": lambda g: g.norm() / g.numel() ** 0.5,
+    "mean magnitude by hand": lambda g: g.abs().sum() / g.nelement(),
     "any": lambda g: g.isnan().any(),
     "all": lambda g: torch.isfinite(g).all(),
     "count": lambda g: (g > 0).sum(),
@@ -95,7 +97,7 @@ def test_a_number_over_all_elements_is_that_of_the_whole_on_every_rank() -> None
     def rank(comm: Comm, model: nn.Module) -> dict[tuple[str, str], Tensor]:
         trained(comm, model)
         of = {(n, what): f(g) for n, g in gradients(model) for what, f in NUMBERS.items()}
-        assert any(grad.numel() == 0 for _, grad in gradients(model))
+        assert any(grad.shape.numel() == 0 for _, grad in gradients(model))
         return of
 
     first, *others = on_ranks(WORLD, BUILD, rank)

@@ -146,7 +146,7 @@ def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[LocalShar
 
 def of_rank_0(name: str, value: Tensor) -> LocalShard:
     """A tensor that is stored as rank 0 has it."""
-    shape, numel = tuple(value.shape), value.numel()
+    shape, numel = tuple(value.shape), value.shape.numel()
     held = (Held(0, numel, (0,)),) if numel else ()
     entry = Entry(name, code_of(value.dtype, name), shape, held, everywhere=True)
     return LocalShard(entry, value, 0)
@@ -156,7 +156,7 @@ def own_rows(values: Mapping[str, Tensor], rank: int, world: int) -> list[LocalS
     """Tensors that every rank has one of, alike in shape and dtype, stored as ``[world, …]``."""
     shards = []
     for name, value in values.items():
-        size = value.numel()
+        size = value.shape.numel()
         held = tuple(Held(r * size, (r + 1) * size, (r,)) for r in range(world) if size)
         entry = Entry(name, code_of(value.dtype, name), (world, *value.shape), held)
         shards.append(LocalShard(entry, value, rank * size))

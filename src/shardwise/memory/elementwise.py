@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-__all__ = ["COPIES", "ELEMENTWISE", "METADATA", "NEW", "SHAPES", "bare_name", "writes"]
+__all__ = ["COPIES", "COUNTS", "ELEMENTWISE", "METADATA", "NEW", "SHAPES", "bare_name", "writes"]
 
 
 @cache
@@ -50,7 +50,9 @@ _ELEMENTWISE = """
     bitwise_xor and or xor invert relu sgd adam adamw adagrad
 """
 METADATA = frozenset(_METADATA.split())
-SHAPES = frozenset({"size", "numel", "nelement", "len"})
+COUNTS = frozenset({"numel", "nelement"})
+"""They count the elements of the whole."""
+SHAPES = frozenset({"size", "len"})
 NEW = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 """They take a dtype and a device from the shard, and a shape from whoever calls."""
 COPIES = frozenset(_COPIES.split())

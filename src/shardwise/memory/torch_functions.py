@@ -16,6 +16,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree, ShardUseError
 from shardwise.memory.elementwise import (
     COPIES,
+    COUNTS,
     ELEMENTWISE,
     METADATA,
     NEW,
@@ -39,6 +40,8 @@ def dispatch(call: Call) -> Any:
     bare = bare_name(call.name)
     if call.name in _SPECIAL:
         return _SPECIAL[call.name](call)
+    if bare in COUNTS:  # as sums and norms are: a mean is their quotient
+        return call.first.sharding.shape.numel()
     if bare in SHAPES:
         return _shape(call)
     if bare in METADATA:

@@ -49,7 +49,6 @@ def check_unsharded(model: nn.Module) -> None:
     """Raises ``ConfigError`` where ``shard()`` would cut what is sharded or wrapped already."""
     check_unwrapped(model)
     check_adapters(model)
-    check_overlaps(model)
     for name, param in model.named_parameters():
         if sharding_of(param) is not None:
             raise ConfigError(
@@ -64,6 +63,7 @@ def check_unsharded(model: nn.Module) -> None:
                 "dense, and call to_sparse() in forward(); or as an attribute that is no parameter "
                 "and no buffer."
             )
+    check_overlaps(model)
 
 
 def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs) -> dict[str, str]:
