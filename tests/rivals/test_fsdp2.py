@@ -356,6 +356,54 @@ def test_post_acc_grad_hook_optim_parity() -> None:
             torch.testing.assert_close(state[name], value)
 
 
+class Reversible(torch.autograd.Function):
+    """Computes the inputs of two layers again, and takes their backward passes in its own."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, f: nn.Module, g: nn.Module) -> Any:
+        with torch.no_grad():
+            a = a + f(b)
+            b = b + g(a)
+        ctx.layers = f, g
+        ctx.save_for_backward(a, b)
+        return a, b
+
+    @staticmethod
+    def backward(ctx: Any, to_a: Tensor, to_b: Tensor) -> Any:
+        (a, b), (f, g) = ctx.saved_tensors, ctx.layers
+        with torch.enable_grad():
+            a = a.detach().requires_grad_()
+            out = g(a)
+            out.backward(to_b)
+        to_a = to_a + a.grad
+        with torch.enable_grad():
+            b = (b - out).detach().requires_grad_()
+            f(b).backward(to_a)
+        return to_a, to_b + b.grad, None, None
+
+
+class OfReversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.pairs = nn.ModuleList(
+            nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = b = self.first(x)
+        pairs: Any = self.pairs
+        for f, g in pairs:
+            a, b = Reversible.apply(a, b, f, g)  # type: ignore[no-untyped-call]
+        out: Tensor = self.last(a + b)
+        return out
+
+
+def test_reversible_blocks() -> None:
+    every = ("full_shard", "shard_grad_op", "zero1", "no_shard")
+    trains_alike(OfReversible, wrap=BY_LINEAR, strategies=every)
+
+
 # ---- frozen --------------------------------------------------------------------------------------
 
 

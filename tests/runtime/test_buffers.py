@@ -184,6 +184,23 @@ def test_one_rank_alone_trains_a_sync_batch_norm_as_a_batch_norm() -> None:
     assert equal(statistics(models[0]), statistics(models[1]))
 
 
+@pytest.mark.parametrize("sends", [True, False], ids=["sent", "compared"])
+@pytest.mark.parametrize("policy", ["broadcast", "average"])
+def test_a_buffer_that_was_expanded_has_memory_for_each_element(policy: Any, sends: bool) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        model.register_buffer("scale", torch.ones(1).expand(3))
+        return model
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm, buffers=policy, sync_module_states=sends)
+        model(torch.ones(2, 4) * comm.rank).sum().backward()
+        sharded.load_state_dict(sharded.state_dict())
+        assert torch.equal(model.get_buffer("scale"), torch.ones(3))
+
+    on_ranks(2, build, rank)
+
+
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
     with pytest.raises(
         sw.ConfigError, match="buffers is 'mean'; choose one of 'local', 'broadcast'"

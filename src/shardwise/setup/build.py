@@ -188,6 +188,8 @@ def _place_buffers(
                 continue
             if buffer not in placed:
                 moved = buffer.to(comm.device, cast)
+                if is_expanded(moved):  # else nothing could be written to it
+                    moved = moved.contiguous()
                 full_name = f"{prefix}.{name}".lstrip(".")
                 placed[buffer] = _received(moved, comm, full_name) if sends else moved
                 yield moved.nbytes
@@ -197,7 +199,7 @@ def _place_buffers(
 def _received(buffer: Tensor, comm: Comm, name: str) -> Tensor:
     """A buffer with rank 0's values, the same object where it can be written to. A collective."""
     values = sync(buffer, comm, name)
-    if values is buffer or is_expanded(buffer):
+    if values is buffer:
         return values
     with torch.no_grad():
         return buffer.copy_(values)
