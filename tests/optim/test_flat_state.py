@@ -155,7 +155,7 @@ def test_values_put_in_place_of_a_shard_are_taken_over() -> None:
 
 
 def test_values_of_another_shape_are_refused() -> None:
-    sharded = sw.shard(nets.decoder())
+    sharded = sw.shard(nets.decoder(), "no_shard")  # shards refuse them where they are assigned
     held = some_of(sharded)[0]
     held.params[0].data = torch.zeros(2, 2)
     text = said(sw.ConfigError, held.adopt)
@@ -240,7 +240,7 @@ def one_cloned(model: nn.Module) -> None:
 def cut_short(model: nn.Module) -> None:
     """All in one buffer with the right distances, which ends too early or begins too late."""
     params = [p for n, p in model.named_parameters() if n.startswith("blocks.1.")]
-    grads = [local(p.grad) for p in params if p.grad is not None and p.grad.numel()]
+    grads = [local(p.grad) for p in params if p.grad is not None and p.nbytes]
     if not grads:
         return
     last = max(grads, key=Tensor.data_ptr)
@@ -248,9 +248,9 @@ def cut_short(model: nn.Module) -> None:
     size = (last.data_ptr() - first.data_ptr()) // 4 + last.numel()
     memory = torch.empty(size)
     for param in params:
-        if param.grad is not None and param.grad.numel():
+        if param.grad is not None and param.nbytes:
             at = (param.grad.data_ptr() - first.data_ptr()) // 4
-            view = memory[at : at + param.grad.numel()].view(param.grad.shape)
+            view = memory[at : at + param.shape.numel()].view(param.shape)
             param.grad = view.copy_(local(param.grad))
 
 
