@@ -207,10 +207,12 @@ def fsdp_main(rank, args):
         train_loader = DataLoader(dataset1, args.batch_size, sampler=sampler1, **kwargs)
         test_loader = DataLoader(dataset2, args.test_batch_size, sampler=sampler2, **kwargs)
 
-        model = Net().to(device)
+        model = Net()  # on the CPU: only this rank's shards go to the device
         sharded = sw.shard(model, wrap=WRAPS[args.wrap], comm=comm)
         if rank == 0:
             print(f"{sharded.units}\n", flush=True)
+            rows = args.batch_size * comm.world_size
+            print(f"global batch {rows} = {args.batch_size} × {comm.world_size} ranks", flush=True)
 
         optimizer = optim.Adadelta(model.parameters(), lr=args.lr)
         scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)

@@ -129,7 +129,8 @@ def test_the_program_under_torchrun(tmp_path: Path) -> None:
     assert nothing == []
     table = lines_of("seeds.md")
     assert all(line in table for line in lines[:6])  # the units
-    lr, loss, accuracy, _, seconds, *model = lines[7:]
+    batch, lr, loss, accuracy, _, seconds, *model = lines[7:]
+    assert batch == "global batch 128 = 64 × 2 ranks"
     assert lr == "Learning rate: 1.000000"
     assert re.fullmatch(LOSS, loss)
     matched = re.fullmatch(ACCURACY, accuracy)
