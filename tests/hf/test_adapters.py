@@ -455,3 +455,43 @@ def test_adapters_are_switched_while_they_train_as_on_a_plain_model() -> None:
     for sharded_losses, sharded_values in run_threads(WORLD, rank):  # equal batches: exact means
         assert sharded_losses == losses
         assert {n for n, v in sharded_values.items() if not torch.equal(v, values[n])} == set()
+
+
+def test_a_checkpoint_of_an_adapter_is_a_folder_of_peft(tmp_path: Path) -> None:
+    """It is resumed from, too; AutoModelForCausalLM finds the base by its configuration."""
+    shape: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    whole: Any = hf.LlamaForCausalLM(
+        hf.LlamaConfig(vocab_size=50, num_attention_heads=2, num_key_value_heads=1, **shape)
+    )
+    whole.save_pretrained(tmp_path / "base")
+    targets: Any = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+
+    def base() -> Any:
+        return hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+    def built(value: float) -> Any:
+        config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", **targets)
+        model = peft.get_peft_model(base(), config)
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.requires_grad:
+                    param.fill_(value)
+        return model
+
+    sharded = sw.shard(built(3.0))
+    sharded.save(tmp_path / "run" / "step-1", training=sw.Training(), names=is_adapters(sharded))
+    step = tmp_path / "run" / "step-1"
+    assert [path.name for path in step.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    assert not (step / "config.json").exists()
+    by_peft = peft.PeftModel.from_pretrained(base(), str(step))
+    by_transformers: Any = hf.AutoModelForCausalLM.from_pretrained(str(step))
+    resumed = sw.shard(built(0.0))
+    report = resumed.resume(tmp_path / "run", strict=False)
+    assert report is not None
+    assert not [name for name in report.missing if is_adapters(resumed)(name)]
+    assert not report.unexpected
+    for model in (by_peft, by_transformers, resumed.model):
+        states = model.state_dict().items()
+        adapted = [v for name, v in states if "lora" in name or "modules_to_save" in name]
+        assert len(adapted) == 3
+        assert all(bool((value == 3.0).all()) for value in adapted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,28 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "run" / "adapter" / "adapter_model.safetensors")
 
 
+def check_step(path: Path, step: Path) -> None:
+    """A step's folder is an adapter's, too: for peft, and for transformers."""
+    assert not (step / "config.json").exists()
+    assert [path.name for path in step.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    stored, expected = load_file(step / "adapter_model.safetensors"), weights(path)
+    assert set(stored) == set(expected)
+    assert all(torch.equal(stored[name], value) for name, value in expected.items())
+    of_folder = peft.PeftConfig.from_pretrained
+    config, final = of_folder(str(step)), of_folder(str(path / "run" / "adapter"))
+    assert config.to_dict() == final.to_dict()
+    base: Any = hf.AutoModelForCausalLM.from_pretrained(path / "base")
+    by_peft: Any = peft.PeftModel.from_pretrained(base, step)
+    copied = shutil.copytree(step, path / "copied")
+    config.base_model_name_or_path = str(path / "base")
+    config.save_pretrained(copied)
+    by_transformers: Any = hf.AutoModelForCausalLM.from_pretrained(copied)
+    for model in (by_peft, by_transformers):
+        values = [value for name, value in model.state_dict().items() if "lora" in name]
+        assert len(values) == len(expected)
+        assert all(value.any() for value in values)  # B begins at zero
+
+
 def test_it_saves_what_plain_peft_loads_and_says_what_matched(tmp_path: Path) -> None:
     records = run(recipe(tmp_path), 2)
     (built,) = [record for record in records if isinstance(record, Built)]
@@ -86,9 +109,8 @@ def test_it_saves_what_plain_peft_loads_and_says_what_matched(tmp_path: Path) ->
     base: Any = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
     assert all(value.any() for value in weights(tmp_path).values())  # B begins at zero
-    stored = load_file(tmp_path / "run" / "checkpoints" / "step-4" / "model.safetensors")
-    assert {name for name in stored if "lora" not in name} == set()
-    with pytest.raises(ConfigError, match=r"step-4 holds an adapter and not the model of its"):
+    check_step(tmp_path, tmp_path / "run" / "checkpoints" / "step-4")
+    with pytest.raises(ConfigError, match=r"step-4 holds an adapter and not a whole model"):
         run_export(tmp_path / "run", tmp_path / "out", ExportArguments())
     run_export(tmp_path / "run", tmp_path / "whole", ExportArguments(with_optimizer=True))
 

@@ -32,6 +32,26 @@ def kind_of(word: object) -> str:
     return kind
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a model in the form that another library reads, for ``SaveOptions.names``.
+
+    Attributes:
+        wants: does a tensor of this name belong to it?
+        stem: what the name of its file begins with, such as ``"adapter_model"``.
+        stored: name in the model → name in that file; what has none is stored in ``training/``.
+        files: small files that belong beside it.
+    """
+
+    wants: Callable[[str], bool]
+    stem: str
+    stored: Mapping[str, str]
+    files: Mapping[str, bytes]
+
+    def __call__(self, name: str) -> bool:
+        return self.wants(name)
+
+
 @checked
 @dataclass(frozen=True)
 class SaveOptions:

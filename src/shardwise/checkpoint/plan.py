@@ -29,7 +29,7 @@ from shardwise.checkpoint.safetensors_format import INNER, PAGE, Stored, dtype_o
 from shardwise.errors import CheckpointError
 
 INDEX = ".safetensors.index.json"
-STATE = {"optimizer", "ranks"}
+STATE = {"optimizer", "ranks", "rest"}
 """Kinds of files that lie in ``training/``, where no reader of weights meets them."""
 BLOCK, LEAST = 4 << 20, 256 << 10
 """Bytes that have one checksum: what a reader must read to be sure of any of them. At most, and at

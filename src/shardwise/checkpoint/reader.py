@@ -22,6 +22,9 @@ from shardwise.checkpoint.run_folder import check_complete
 from shardwise.checkpoint.safetensors_format import CAP, Stored, decode, inside, is_plain, length_of
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
+PARTS = ("adapter_model", "rest")
+"""Stems of files that hold weights of a part of a model, in a checkpoint of it."""
+
 
 class TensorLocation(NamedTuple):
     """Where a tensor is: the file, and its bytes in that file."""
@@ -126,7 +129,10 @@ class CheckpointReader:
     def tensors(self, stem: str) -> dict[str, TensorLocation]:
         """Every tensor of a stem, by name."""
         index = self._index(stem) or {}
-        locations = self.tensors_in(self.names(stem))
+        names = self.names(stem)
+        if stem == "model" and self.manifest is not None:  # of a part of a model: see ``Part``
+            names += [name for kind in PARTS for name in self.names(kind)]
+        locations = self.tensors_in(names)
         if lost := [name for name in index if name not in locations]:
             more = f" and {len(lost) - 1:,} more" * (len(lost) > 1)
             raise DamagedCheckpoint(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from shardwise.checkpoint.local_shards import (
     weights,
 )
 from shardwise.checkpoint.optimizer_state import Named, facts_of, optimizer_shards
-from shardwise.checkpoint.options import SaveRequest
+from shardwise.checkpoint.options import Part, SaveRequest
 from shardwise.checkpoint.plan import FilePlan, block_size, index_files, plan_files
 from shardwise.checkpoint.safetensors_format import bytes_of, is_plain
 from shardwise.checkpoint.segments import Segments
@@ -39,7 +39,7 @@ from shardwise.errors import CheckpointError, ScheduleError
 from shardwise.memory.parameters import Bucket
 from shardwise.precision import dtype_name
 
-MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
+MODEL, OPTIMIZER, RANKS, REST = "model", "optimizer", "ranks", "rest"
 RNG, BUFFER = "rng/", "buffer/"  # what the tensors of RANKS begin with
 
 
@@ -132,8 +132,14 @@ def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
         shards = [shard for shard in shards if wanted(shard.entry.name)]
         aliases = {alias: name for alias, name in aliases.items() if wanted(name)}
     live = options.is_live
-    groups = {MODEL: [s.clone() if live and s.entry.everywhere else s for s in shards]}
-    small = {**_model_config(sharded.model), **_checked(options.files or {})}
+    shards = [s.clone() if live and s.entry.everywhere else s for s in shards]
+    small = _checked(options.files or {})
+    if isinstance(wanted, Part):
+        groups, aliases = _as_part(wanted, shards, aliases)
+        small = {**wanted.files, **small}
+    else:
+        groups = {MODEL: shards}
+        small = {**(_model_config(sharded.model) if wanted is None else {}), **small}
     if request.training is None:
         return _LocalState(groups, aliases, small, (), {})
     _check_reduced(sharded.buckets)
@@ -144,6 +150,22 @@ def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
         RNG + name: value for name, value in training_state.capture_rng(sharded.comm.device).items()
     }
     return _LocalState(groups, aliases, small, records, own)
+
+
+def _as_part(
+    part: Part, shards: Sequence[LocalShard], aliases: Mapping[str, str]
+) -> tuple[dict[str, list[LocalShard]], dict[str, str]]:
+    """The tensors by the names and in the file of another library, the rest apart; and aliases."""
+    names = {s.entry.name: part.stored.get(s.entry.name, s.entry.name) for s in shards}
+    theirs = [
+        replace(s, entry=replace(s.entry, name=names[s.entry.name]))
+        for s in shards
+        if s.entry.name in part.stored
+    ]
+    rest = [s for s in shards if s.entry.name not in part.stored]
+    renamed = {name: stored for name, stored in names.items() if name != stored}
+    further = {alias: names[name] for alias, name in aliases.items()}
+    return {part.stem: theirs} | ({REST: rest} if rest else {}), further | renamed
 
 
 def _check_reduced(buckets: Sequence[Bucket]) -> None:

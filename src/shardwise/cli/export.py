@@ -208,11 +208,11 @@ def _to_files(path: Path, given: Path, destination: Path, arguments: ExportArgum
 
 
 def _check_whole(source: CheckpointReader) -> None:
-    """Raises ``ConfigError`` for an adapter beside the configuration of its base."""
+    """Raises ``ConfigError`` for an adapter, whose weights alone are no model."""
     names = [name for name in source.weights() if name.startswith(PEFT)]
-    if names and source.has(CONFIG):
+    if names and (source.has(CONFIG) or source.has("adapter_config.json")):
         raise ConfigError(
-            f"{source.folder} holds an adapter and not the model of its config.json: "
+            f"{source.folder} holds an adapter and not a whole model: "
             f"{len(names):,} tensors such as {names[0]}. For peft, take adapter/ in the run's "
             "folder; for plain weights, run shardwise export BASE DESTINATION --merge RUN/adapter."
         )

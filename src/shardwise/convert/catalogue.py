@@ -19,7 +19,7 @@ from shardwise.checkpoint.folder import resolve
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.plan import cut_at_blocks
 from shardwise.checkpoint.read_requests import read_into, request_for
-from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
+from shardwise.checkpoint.reader import PARTS, CheckpointReader, TensorLocation
 from shardwise.checkpoint.recognise import files_in, is_leftover, step_of
 from shardwise.checkpoint.run_folder import check_complete, manifest_lost, read_manifest
 from shardwise.checkpoint.safetensors_format import INNER, dtype_of
@@ -178,7 +178,8 @@ def _scalars(source: CheckpointReader, listing: Listing, problems: list[str]) ->
 def stem_of(name: str) -> str:
     """``"model-00001-of-00003.safetensors"`` → ``"model"``; ``""`` for other files."""
     match = _NUMBERED.fullmatch(name)
-    return match[1] if match else ""
+    stem = match[1] if match else ""
+    return MODEL if stem in PARTS else stem
 
 
 def _tried(problems: list[str], read: Callable[[], T]) -> T | None:

@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.checkpoint.disk import explained, make_folder, sync_folder
 from shardwise.checkpoint.folder import new_token
+from shardwise.checkpoint.options import Part
 from shardwise.checkpoint.wrappers import bare_names
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.hf.peft_files import config_text, on_meta, peft_names, stored_names
 from shardwise.hf.preparation import quantized_layers
 from shardwise.hf.targets import Matches, match_targets
 from shardwise.integrations.peft import ORDER
@@ -58,6 +60,7 @@ INITIAL = (True, False, "gaussian", "orthogonal")
 """Values of ``init_lora_weights`` for which neither the base's weights nor data are read."""
 ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
 """Either is the file of an adapter that peft has saved."""
+CONFIG = "adapter_config.json"
 
 
 def add_adapter(
@@ -230,12 +233,7 @@ def load_adapter(sharded: Sharded, folder: str | Path, adapter: str = "default")
         CheckpointError: on every rank: the folder cannot be read, or its adapter has other tensors
             than the model's; nothing was loaded.
     """
-    shapes = {
-        alias: torch.empty(member.shape, device="meta")
-        for bucket in sharded.buckets
-        for member in bucket.members
-        for alias in member.aliases
-    }
+    shapes = on_meta(sharded)
     values: dict[str, Tensor] = {}
 
     def read() -> None:
@@ -267,15 +265,13 @@ def read_adapter(
     Raises:
         CheckpointError: it cannot be read, or is not one of this model's adapter.
     """
-    from peft.utils import get_peft_model_state_dict, load_peft_weights
+    from peft.utils import load_peft_weights
 
     config = _config_of(model, adapter)
     check_adapter(folder)
     with explained(f"reading {folder}", reads=True), _peft_errors("load"):
         stored = load_peft_weights(str(folder), device="cpu")
-    expected = get_peft_model_state_dict(
-        model, shapes, adapter_name=adapter, save_embedding_layers=False
-    )
+    expected = peft_names(model, shapes, adapter)
     names = {*stored, *expected}
     pairs = {n: [tuple(s[n].shape) if n in s else None for s in (stored, expected)] for n in names}
     if differing := sorted(name for name, (one, other) in pairs.items() if one != other):
@@ -320,9 +316,10 @@ def save_adapter(sharded: Sharded, folder: str | Path, adapter: str = "default")
     raise_on_all(sharded.comm, "writing an adapter", write)
 
 
-def is_adapters(sharded: Sharded, adapter: str = "default") -> Callable[[str], bool]:
+def is_adapters(sharded: Sharded, adapter: str = "default") -> Part:
     """A predicate: does a tensor name belong to the adapter, not to the frozen base?
 
+    ``save(…, names=is_adapters(sharded))`` writes a folder that peft's ``from_pretrained`` reads.
     peft puts the adapter's name into the names of added tensors (``q_proj.lora_A.default.weight``);
     tensors that it trains in place, such as biases, are trainable.
 
@@ -339,7 +336,8 @@ def is_adapters(sharded: Sharded, adapter: str = "default") -> Callable[[str], b
         parts = set(name.split("."))
         return adapter in parts or (name in trained and not parts & other_adapters)
 
-    return is_wanted
+    files = {CONFIG: config_text(model, _config_of(model, adapter))}
+    return Part(is_wanted, "adapter_model", stored_names(sharded, adapter), files)
 
 
 _PEFT_ERRORS = (
@@ -382,7 +380,7 @@ def _write(model: Any, final: Path, states: Mapping[str, Tensor], adapter: str) 
         # peft puts any adapter but the default one into a folder of its name
         written = partial if adapter == "default" else partial / adapter
         make_folder(final)
-        mode = stat.S_IMODE((written / "adapter_config.json").stat().st_mode)
+        mode = stat.S_IMODE((written / CONFIG).stat().st_mode)
         for path in sorted(written.iterdir(), key=lambda path: path.suffix == ".safetensors"):
             path.chmod(mode)  # safetensors creates files that only their owner can read
             _sync(path)

@@ -314,12 +314,14 @@ class Checkpoints:
         return self._job.optimizer, replace(training, metric=finite_metric)
 
     def _save_options(self) -> dict[str, Any]:
-        config = self._job.recipe.checkpoint
+        config, texts = self._job.recipe.checkpoint, config_texts(self._job, self._data)
+        if self._stored is not None:  # its folder is an adapter's, and no whole model's
+            del texts["config.json"]
         return {
             "save_total_limit": config.save_total_limit,
             "keep_best": "lowest" if config.keep_best else None,
             "names": self._stored,
-            "files": {FILE: self._data.tokenizer.to_str(), **config_texts(self._job, self._data)},
+            "files": {FILE: self._data.tokenizer.to_str(), **texts},
         }
 
 
