@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import training_state
-from shardwise.checkpoint.local_shards import ShardedModel, param_shards, persistent_buffers
+from shardwise.checkpoint.local_shards import ShardedModel, held_whole, param_shards
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizer_restore import Restored, StoredStates
 from shardwise.checkpoint.optimizer_state import Named
@@ -123,7 +123,7 @@ class ModelPlan:
         aliases: Mapping[str, str],
     ) -> None:
         self.shards = param_shards(sharded.buckets, sharded.model)
-        self._buffers = persistent_buffers(sharded.model)
+        self._buffers = held_whole(sharded.model)
         self._comm, self._stored = sharded.comm, stored
         self._late: list[tuple[Tensor, Tensor]] = []
         self.inexact: list[str] = []

@@ -137,7 +137,7 @@ def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[LocalShar
     for shard in param_shards(buckets, model):
         shards.append(shard.stored_as(shard.member.name, shard.value))
         aliases |= dict.fromkeys(shard.member.aliases[1:], shard.member.name)
-    for names, buffer in persistent_buffers(model):
+    for names, buffer in held_whole(model):
         aliases |= dict.fromkeys(names[1:], names[0])
         shards.append(of_rank_0(names[0], buffer))
     warn_of_extra_state(model, "checkpoint")
@@ -163,20 +163,31 @@ def own_rows(values: Mapping[str, Tensor], rank: int, world: int) -> list[LocalS
     return shards
 
 
-def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
+def held_whole(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
     """What each rank has whole: persistent buffers, and parameters that are not sharded.
 
     Each once, with all its names without wrappers, in order of registration.
     """
+    return [(names, tensor.detach()) for names, tensor in _once(model, _held_whole)]
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
+    """Each persistent buffer once, with all its names, in order of registration."""
+    return _once(model, lambda module: buffers_of(module).items())
+
+
+def _once(
+    model: nn.Module, tensors_of: Callable[[nn.Module], Iterable[tuple[str, Tensor | None]]]
+) -> list[tuple[tuple[str, ...], Tensor]]:
     bare = bare_names(model)
     names: dict[int, list[str]] = {}
-    buffers: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in _held_whole(module):
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                names.setdefault(id(buffer), []).append(bare(f"{prefix}.{name}".lstrip(".")))
-                buffers[id(buffer)] = buffer.detach()
-    return [(tuple(aliases), buffers[key]) for key, aliases in names.items()]
+        for name, tensor in tensors_of(module):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(id(tensor), []).append(bare(f"{prefix}.{name}".lstrip(".")))
+                tensors[id(tensor)] = tensor
+    return [(tuple(aliases), tensors[key]) for key, aliases in names.items()]
 
 
 def _held_whole(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:

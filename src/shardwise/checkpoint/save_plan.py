@@ -22,9 +22,9 @@ from shardwise.checkpoint.collectives import all_gather_object, raise_on_all
 from shardwise.checkpoint.local_shards import (
     LocalShard,
     ShardedModel,
+    held_whole,
     own_rows,
     param_shards,
-    persistent_buffers,
     weights,
 )
 from shardwise.checkpoint.optimizer_state import Named, facts_of, optimizer_shards
@@ -180,7 +180,7 @@ def _check_reduced(buckets: Sequence[Bucket]) -> None:
 
 def _differing_buffers(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
     """Persistent buffers that not all ranks have alike, such as statistics of batch norm."""
-    buffers = {names[0]: buffer for names, buffer in persistent_buffers(model) if buffer.numel()}
+    buffers = {names[0]: buffer for names, buffer in held_whole(model) if buffer.numel()}
     if not buffers or comm.size == 1:
         return {}
     sums = {}

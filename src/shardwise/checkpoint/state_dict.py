@@ -30,8 +30,8 @@ from shardwise.checkpoint.local_shards import (
     ParamShard,
     ShardedModel,
     bare_member,
+    held_whole,
     param_shards,
-    persistent_buffers,
     warn_of_extra_state,
 )
 from shardwise.checkpoint.options import kind_of
@@ -151,7 +151,7 @@ def model_state(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
         states |= _whole(bucket, members[bucket], how, kept)
     for shard in param_shards(buckets, sharded.model) if how.kind != "full" else ():
         states |= how.chosen(shard.member.aliases, shard.value, shard)
-    for names, buffer in persistent_buffers(sharded.model) if kept else ():
+    for names, buffer in held_whole(sharded.model) if kept else ():
         states |= how.chosen(names, buffer)
     if how.kind == "full" and not how.rank0_only:
         warn_of_copies(comm, states.values())
