@@ -143,6 +143,8 @@ def _check_made(name: str, module: nn.Module, made: set[str], init: Init) -> Non
 
 
 def _is_marked(tensor: Tensor) -> bool:
+    if tensor.is_meta:  # an initialisation has put it there
+        return False
     # In pieces: a whole one's answer has a byte for each element, which is half of a bf16 unit.
     return any(_marks(piece).any() for piece in tensor.detach().reshape(-1).split(1 << 20))
 
