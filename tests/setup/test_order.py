@@ -101,6 +101,14 @@ def test_a_rehearsal_sees_the_forward_order_of_a_real_step(net: Net) -> None:
     assert rehearsed.forward == recorded(model, batch).forward
 
 
+@pytest.mark.parametrize("net", VALUE_FREE, ids=str)
+def test_a_rehearsal_leaves_every_value_where_it_was(net: Net) -> None:
+    model = net.build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rehearse(model, unit_names(model), net.batch(0, 2)[:-1], {})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("build", [decoder, tied_decoder, encoder_decoder])
 def test_and_its_mirror_is_the_backward_order_of_a_real_step(build: Any) -> None:
     [net] = [net for net in NETS if net.build is build]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.errors import ScheduleError
 from shardwise.memory.sharding import sharding_of
 from shardwise.schedule.events import Cue, Op, Order, Phase
-from shardwise.torch_internals import tree_map_only
+from shardwise.torch_internals import buffers_of, parameters_of, tree_map_only
 
 __all__ = ["guess", "mirror", "rehearse"]
 
@@ -58,16 +58,13 @@ def rehearse(
         ScheduleError: the model looks at values (``.item()``, data-dependent branches), which the
             meta device does not have.
     """
-    state = {
-        name: torch.empty((sharding_of(tensor) or tensor).shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
     cues: list[Cue] = []
     handles = [hook for item in unit_names.items() for hook in _listen(*item, cues)]
     called = tree_map_only(Tensor, lambda t: t.to("meta"), (tuple(args), dict(kwargs)))
     try:
         with torch.no_grad():
-            torch.func.functional_call(model, state, *called)
+            # torch ties weights by all names, and would leave a module of two names on meta.
+            torch.func.functional_call(model, _on_meta(model), *called, tie_weights=False)
     except (NotImplementedError, RuntimeError) as error:
         raise ScheduleError(
             f"the rehearsal on the meta device stopped: {error}. The model looks at values, which "
@@ -77,6 +74,19 @@ def rehearse(
         for handle in handles:
             handle.remove()
     return Order(tuple(cues), mirror(cues))
+
+
+def _on_meta(model: nn.Module) -> dict[str, Tensor]:
+    """An empty tensor for each parameter and buffer, by one name of its module; ties are kept."""
+    empty: dict[Tensor, Tensor] = {}
+    state = {}
+    for prefix, module in model.named_modules():
+        for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
+            if tensor is not None:
+                shape = (sharding_of(tensor) or tensor).shape
+                made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+                state[f"{prefix}.{name}".lstrip(".")] = empty.setdefault(tensor, made)
+    return state
 
 
 def _listen(module: nn.Module, unit: str, cues: list[Cue]) -> list[Any]:
